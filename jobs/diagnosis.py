@@ -1,0 +1,82 @@
+"""Why a job failed, in one line that a person understands, from what its processes left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.rundir import RunDir
+
+_RANK_DEATH: Final = re.compile(r"exitcode\s*:?\s*(-?\d+)\)?\s.*?local_rank:?\s*(\d+)")
+_LONGEST: Final = 300
+
+
+def why_failed(run_dir: RunDir, exit_code: int | None) -> str:
+    """One line: which rank, what, when.
+
+    Args:
+        run_dir: Where the ranks wrote.
+        exit_code: The launcher's, or None when it was not our child.
+    """
+    errors = run_dir.rank_errors()
+    if errors:
+        return _rank_error(errors[0])
+    tail = _tail(run_dir.launcher_log)
+    if death := _RANK_DEATH.search(tail):
+        code, rank = int(death[1]), int(death[2])
+        status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
+        when = f" at step {status.step} during {status.phase}" if status else " while starting"
+        if code < 0:
+            return f"rank {rank} was killed by {_signal_name(-code)}{when}"
+        return f"rank {rank} exited with status {code}{when}; {_last_line(run_dir, rank)}"
+    if exit_code is not None and exit_code < 0:
+        return f"the launcher was killed by {_signal_name(-exit_code)}"
+    last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
+    if exit_code == 0:
+        return "the ranks ended without saying why; see logs/launcher.log"
+    return f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
+
+
+def _rank_error(error: dict[str, Any]) -> str:
+    message = _shorten(str(error.get("message", "")))
+    if error.get("type") == "UserError":
+        return message
+    where = f"rank {error.get('rank')}"
+    when = f"at step {error.get('step')} during {error.get('phase')}"
+    if error.get("type") == "OutOfMemoryError":
+        return f"{where} ran out of GPU memory {when}: {message}"
+    return f"{where} failed {when}: {error.get('type')}: {message}"
+
+
+def _last_line(run_dir: RunDir, rank: int) -> str:
+    lines = [line for line in _tail(run_dir.rank_log(rank)).splitlines() if line.strip()]
+    return f"its log ends with: {_shorten(lines[-1])}" if lines else "its log is empty"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    if number == signal.SIGKILL:
+        return f"{name} (by someone, or by the kernel when memory ran out)"
+    return name
+
+
+def _tail(path: Path, size: int = 64 << 10) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - size))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"

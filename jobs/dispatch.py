@@ -1,0 +1,114 @@
+"""Move the queue: start what may start, and give every running job a supervisor.
+
+There is no daemon. Whoever submits, resumes, looks, or ends a job calls `dispatch`; a file lock
+makes one caller at a time decide.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from jobs import devices
+from jobs.placement import Request, Start, place
+from jobs.states import ACTIVE, State
+from jobs.store import boot_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jobs.store import Job, Store
+
+_SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
+
+
+def dispatch(store: Store) -> None:
+    """Start every queued job that may start now, and mend what lost its supervisor."""
+    with _one_at_a_time(store):
+        _mend(store)
+        queue = store.in_states([State.QUEUED])
+        if not queue:
+            return
+        present = [gpu.uuid for gpu in devices.gpus()]
+        on_cpu = [job.id for job in store.in_states(ACTIVE) if job.wanted is None]
+        decisions = place(
+            [Request(job.id, job.wanted) for job in queue],
+            store.claims(),
+            present,
+            on_cpu,
+            cpu_slots=_cpu_slots(),
+        )
+        for job, decision in zip(queue, decisions, strict=True):
+            if not isinstance(decision, Start):
+                store.explain(job.id, decision.reason)
+            elif store.claim(job.id, decision.gpus, _where(decision, present)):
+                _start_supervisor(store.get(job.id))
+
+
+def needs_attention(store: Store) -> bool:
+    """Whether a `dispatch` could change anything; cheap enough to ask every second."""
+    return any(
+        job.state is State.QUEUED or _unsupervised(job)
+        for job in store.in_states([State.QUEUED, *ACTIVE])
+    )
+
+
+def _mend(store: Store) -> None:
+    """Jobs whose supervisor is gone get a new one; jobs of an earlier boot are lost."""
+    now_boot = boot_id()
+    for job in store.in_states(ACTIVE):
+        if job.boot_id is not None and now_boot is not None and job.boot_id != now_boot:
+            store.change(job.id, State.LOST, "the machine was restarted", only_from=ACTIVE)
+        elif _unsupervised(job):
+            _start_supervisor(job)
+
+
+def _unsupervised(job: Job) -> bool:
+    if not job.state.active:
+        return False
+    if job.supervisor is not None:
+        return not job.supervisor.alive()
+    return time.time() - (job.started or 0.0) > _SUPERVISOR_STARTS_WITHIN
+
+
+def _start_supervisor(job: Job) -> None:
+    job.run_dir.create()
+    with open(job.run_dir.supervisor_log, "ab") as log:
+        subprocess.run(
+            [sys.executable, "-m", "jobs.supervise", str(job.id)],
+            env=os.environ | {"PYTHONSAFEPATH": "1", "FSDP_TUI_HOME": str(_home(job))},
+            cwd=job.run_dir.root,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            check=True,
+        )
+
+
+def _home(job: Job) -> os.PathLike[str]:
+    return job.run_dir.root.parent.parent
+
+
+def _where(decision: Start, present: list[str]) -> str:
+    if not decision.gpus:
+        return "starting on CPU ranks"
+    return "starting on GPU " + ", ".join(str(present.index(uuid)) for uuid in decision.gpus)
+
+
+def _cpu_slots() -> int:
+    """How many jobs may share the CPU; `FSDP_TUI_CPU_JOBS` overrides the default of one."""
+    text = os.environ.get("FSDP_TUI_CPU_JOBS", "1")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
+@contextmanager
+def _one_at_a_time(store: Store) -> Iterator[None]:
+    with open(store.home / "runner.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,32 @@
+"""The exceptions a person is meant to read."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something the person can put right; shown as one line, never as a traceback.
+
+    Args:
+        message: What is wrong and where.
+        hint: What to do about it, if that is not obvious from the message.
+    """
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}: {self.hint}" if self.hint else self.message
+
+
+class SpecError(UserError):
+    """A job description that cannot be run as written."""
+
+
+class NotFoundError(UserError):
+    """No such job, or no such thing of a job."""
+
+
+class StateError(UserError):
+    """What was asked does not fit the state the job is in."""

@@ -1,0 +1,143 @@
+"""Read a run's event stream as it grows: what was trained, which phase, why it ended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. `seconds` is wall time, `peak_bytes` the largest over ranks."""
+
+    step: int
+    t: float
+    loss: float
+    lr: float | None = None
+    grad_norm: float | None = None
+    seconds: float | None = None
+    images_per_second: float | None = None
+    epoch: float | None = None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What rank 0 is doing outside of steps. `total` is None when it cannot be known."""
+
+    name: str
+    done: int = 0
+    total: int | None = None
+    finished: bool = False
+    t: float = 0.0
+
+
+@dataclass
+class EventLog:
+    """The events so far. `poll` reads only what was appended since the last call.
+
+    After a resume from an earlier checkpoint the steps since then are repeated; the later
+    attempt replaces them.
+    """
+
+    path: Path
+    steps: list[StepRecord] = field(default_factory=list)
+    phase: Phase | None = None
+    end_reason: str | None = None
+    checkpoints: list[int] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _offset: int = 0
+    _inode: int = 0
+
+    def poll(self, limit: int = 8 << 20) -> bool:
+        """Read up to `limit` new bytes; whether anything changed."""
+        try:
+            with open(self.path, "rb") as file:
+                self._notice_replacement(file.fileno())
+                file.seek(self._offset)
+                data = file.read(limit)
+        except OSError:
+            return False
+        end = data.rfind(b"\n") + 1  # a torn last line waits for its rest
+        self._offset += end
+        for line in data[:end].splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                self._take(event)
+        return end > 0
+
+    def read_all(self) -> EventLog:
+        """Poll until there is nothing new."""
+        while self.poll():
+            pass
+        return self
+
+    @property
+    def last(self) -> StepRecord | None:
+        return self.steps[-1] if self.steps else None
+
+    def seconds_per_step(self, window: int = 20) -> float | None:
+        """Median wall time of the latest steps."""
+        recent = sorted(s.seconds for s in self.steps[-window:] if s.seconds is not None)
+        return recent[len(recent) // 2] if recent else None
+
+    def _notice_replacement(self, descriptor: int) -> None:
+        import os
+
+        stat = os.fstat(descriptor)
+        if (self._inode and stat.st_ino != self._inode) or stat.st_size < self._offset:
+            self.__init__(self.path)  # type: ignore[misc]  # another file now: start over
+        self._inode = stat.st_ino
+
+    def _take(self, event: dict[str, Any]) -> None:
+        try:
+            match event.get("kind"):
+                case "step":
+                    self._take_step(event)
+                case "phase":
+                    self._take_phase(event)
+                case "start":
+                    self.end_reason = None
+                    self.notes["start"] = event
+                    resumed = int(event.get("step", 0))
+                    self.steps = [s for s in self.steps if s.step <= resumed]
+                case "end":
+                    self.end_reason = str(event.get("reason", ""))
+                    self.phase = None
+                case "checkpoint":
+                    self.checkpoints.append(int(event["step"]))
+                case "sample":
+                    self.samples.append(event)
+                case "warning":
+                    self.warnings.append(str(event.get("message", "")))
+                case str() as kind:
+                    self.notes[kind] = event
+        except (KeyError, TypeError, ValueError):
+            return  # a line that some other version wrote
+
+    def _take_step(self, event: dict[str, Any]) -> None:
+        values: dict[str, Any] = {name: event.get(name) for name in StepRecord.__dataclass_fields__}
+        values |= {"step": int(event["step"]), "loss": float(event["loss"])}
+        record = StepRecord(**values)
+        while self.steps and self.steps[-1].step >= record.step:
+            self.steps.pop()
+        self.steps.append(record)
+        self.phase = None
+
+    def _take_phase(self, event: dict[str, Any]) -> None:
+        total = event.get("total")
+        self.phase = Phase(
+            name=str(event["name"]),
+            done=int(event.get("done", 0)),
+            total=int(total) if total is not None else None,
+            finished=event.get("state") == "end",
+            t=float(event.get("t", 0)),
+        )

@@ -1,0 +1,69 @@
+"""Facts about model families that need no torch: names, classes, flavours.
+
+The engine's side of a family (how it is encoded, packed and called) is `engine/families/<name>.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jobs.errors import SpecError
+from jobs.spellings import did_you_mean
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a family without its weights.
+
+    Attributes:
+        name: The `model_family` key.
+        title: What people call it.
+        pipelines: `_class_name`s of `model_index.json` that this family trains.
+        transformer: Class of the denoiser.
+        blocks: Its repeated block classes, wrapped by default.
+        flavours: Flavour → hub id; the first is the default.
+    """
+
+    name: str
+    title: str
+    pipelines: tuple[str, ...]
+    transformer: str
+    blocks: tuple[str, ...]
+    flavours: dict[str, str] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {
+    "flux": Family(
+        name="flux",
+        title="FLUX.1",
+        pipelines=("FluxPipeline",),
+        transformer="FluxTransformer2DModel",
+        blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+        flavours={
+            "dev": "black-forest-labs/FLUX.1-dev",
+            "schnell": "black-forest-labs/FLUX.1-schnell",
+            "krea": "black-forest-labs/FLUX.1-Krea-dev",
+        },
+    ),
+}
+
+
+def get_family(name: str, flavour: str | None = None) -> Family:
+    """Look a family up, and check that it has the flavour.
+
+    Raises:
+        SpecError: Unknown family or flavour; the message lists all and names the nearest.
+    """
+    key = name.strip().lower()
+    if key not in FAMILIES:
+        raise SpecError(
+            f'unknown model_family "{name}"{did_you_mean(name, FAMILIES)}; '
+            f"known: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[key]
+    if flavour and flavour not in family.flavours:
+        raise SpecError(
+            f'unknown model_flavour "{flavour}" of {family.name}'
+            f"{did_you_mean(flavour, family.flavours)}; known: {', '.join(family.flavours)}"
+        )
+    return family

@@ -1,0 +1,55 @@
+"""Where things live on disk. Every directory outside a run directory is named here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jobs.errors import UserError
+
+
+def state_home() -> Path:
+    """The state directory: `$FSDP_TUI_HOME`, else the XDG one. Not created here."""
+    if home := os.environ.get("FSDP_TUI_HOME"):
+        return Path(home).expanduser().absolute()
+    xdg = os.environ.get("XDG_STATE_HOME")
+    base = Path(xdg) if xdg else Path.home() / ".local" / "state"
+    return base.absolute() / "fsdp-tui"
+
+
+def cache_home() -> Path:
+    """The cache directory: `$XDG_CACHE_HOME/fsdp-tui`. Safe to delete when no job runs."""
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    base = Path(xdg) if xdg else Path.home() / ".cache"
+    return base.absolute() / "fsdp-tui"
+
+
+def ensure_private_dir(path: Path) -> Path:
+    """Create `path` (mode 0700) if it is missing and check that it can be written.
+
+    Raises:
+        UserError: It cannot be created or written; says which part of the path is the obstacle.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(
+            f"cannot create the directory {path} ({reason})",
+            "point FSDP_TUI_HOME (or cache_dir) at a place you may write to",
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(
+            f"cannot write to the directory {path} (permission denied)",
+            "point FSDP_TUI_HOME (or cache_dir) at a place you may write to",
+        )
+    return path
+
+
+def ensure_state_home() -> Path:
+    """The state directory, created (0700) and writable.
+
+    Raises:
+        UserError: It cannot be created or written.
+    """
+    return ensure_private_dir(state_home())

@@ -1,0 +1,170 @@
+"""What can be known to be wrong with a job before any rank starts, without torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs import devices
+from jobs.conflicts import world_size
+from jobs.errors import SpecError
+from jobs.families import FAMILIES, get_family
+from jobs.paths import cache_home, ensure_private_dir
+from jobs.rundir import read_json
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+PICTURE_SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+_HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+
+def check(spec: JobSpec) -> int | list[str] | None:
+    """Check model, data, caches and devices.
+
+    Returns:
+        What the job wants of the machine: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
+
+    Raises:
+        UserError: The first thing that would make the job fail, in one line.
+    """
+    check_model(spec)
+    check_dataset(spec)
+    ensure_private_dir(Path(spec.cache_dir) if spec.cache_dir else cache_home())
+    return check_devices(spec)
+
+
+def check_model(spec: JobSpec) -> Path:
+    """The model directory, known to hold a pipeline of the job's family.
+
+    Raises:
+        SpecError: It is missing, is no diffusers model, or is of another family.
+    """
+    root = find_model(spec.pretrained_model_name_or_path)
+    index = read_json(root / "model_index.json")
+    if index is None:
+        raise SpecError(
+            f"{root} is not a diffusers model: it has no readable model_index.json",
+            "give the directory that holds model_index.json, transformer/ and vae/",
+        )
+    family = get_family(spec.model_family, spec.model_flavour)
+    pipeline = str(index.get("_class_name", "?"))
+    if pipeline not in family.pipelines:
+        fits = [f.name for f in FAMILIES.values() if pipeline in f.pipelines]
+        raise SpecError(
+            f"{root} is a {pipeline}, not a {family.title} model",
+            f"set model_family: {fits[0]}" if fits else None,
+        )
+    for part in ("transformer", "vae"):
+        if read_json(root / part / "config.json") is None:
+            raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
+        weights = list((root / part).glob("*.safetensors"))
+        if not weights:
+            pickled = list((root / part).glob("*.bin"))
+            raise SpecError(
+                f"{root / part} holds no .safetensors weights",
+                "convert the .bin files to safetensors; pickled weights are not loaded"
+                if pickled
+                else None,
+            )
+    return root
+
+
+def find_model(name_or_path: str) -> Path:
+    """A local model directory, or the snapshot of a hub id in the local cache.
+
+    Raises:
+        SpecError: Neither exists.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise SpecError(f"{path} is a file, not a model directory")
+    if _HUB_ID.match(name_or_path) and not name_or_path.startswith("."):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(name_or_path, local_files_only=True))
+        except (LocalEntryNotFoundError, OSError, ValueError):
+            raise SpecError(
+                f"no such model: {name_or_path} is neither a directory here nor in the hub cache",
+                f"check the path, or run `hf download {name_or_path}` first",
+            ) from None
+    raise SpecError(f"no such model directory: {name_or_path}")
+
+
+def check_dataset(spec: JobSpec) -> int:
+    """The number of pictures in the dataset folder.
+
+    Raises:
+        SpecError: There is no such folder, or no picture in it, or a caption for none of them.
+    """
+    root = Path(spec.dataset)
+    if not root.exists():
+        raise SpecError(f"no such dataset folder: {root}")
+    if not root.is_dir():
+        raise SpecError(f"the dataset {root} is a file, not a folder of pictures")
+    pictures = list_pictures(root)
+    if not pictures:
+        kinds = " ".join(sorted(PICTURE_SUFFIXES))
+        raise SpecError(f"0 pictures in the dataset folder {root}", f"looked for {kinds}")
+    if not any(picture.with_suffix(".txt").is_file() for picture in pictures):
+        raise SpecError(
+            f"none of the {len(pictures)} pictures in {root} has a caption",
+            "write one beside each, e.g. cat.txt for cat.png",
+        )
+    return len(pictures)
+
+
+def list_pictures(root: Path) -> list[Path]:
+    """Picture files below a folder, in a fixed order; hidden files are passed over."""
+    return sorted(
+        path
+        for path in root.rglob("*")
+        if path.suffix.lower() in PICTURE_SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(root).parts)
+        and path.is_file()
+    )
+
+
+def check_devices(spec: JobSpec) -> int | list[str] | None:
+    """Match what the job asks for to what this machine has.
+
+    Returns:
+        GPU UUIDs, a count of any GPUs, or None for CPU ranks.
+
+    Raises:
+        SpecError: The machine can never satisfy the request.
+    """
+    present = [] if spec.device == "cpu" else devices.gpus()
+    ranks = world_size(spec)
+    if not present:
+        if spec.gpus is not None or spec.device == "cuda":
+            raise SpecError(
+                "the job asks for GPUs, and this machine shows none",
+                "leave out gpus to run on CPU ranks",
+            )
+        return None
+    if isinstance(spec.gpus, list):
+        return [_uuid_of(name, present) for name in spec.gpus]
+    if ranks > len(present):
+        raise SpecError(
+            f"the job asks for {ranks} GPUs, and this machine has {len(present)}",
+            "lower num_processes, or set device: cpu for CPU ranks",
+        )
+    return ranks
+
+
+def _uuid_of(name: int | str, present: list[devices.Gpu]) -> str:
+    matches = [
+        gpu.uuid
+        for gpu in present
+        if (gpu.index == name if isinstance(name, int) else gpu.uuid.startswith(name))
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    have = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in present)
+    raise SpecError(f"there is no GPU {name} on this machine", f"it has {have}")

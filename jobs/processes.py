@@ -1,0 +1,137 @@
+"""Who is alive: processes identified by pid *and* start time, and found by their run id.
+
+A pid alone proves nothing, since the kernel gives it to someone else later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+RUN_ID_VARIABLE: Final = "FSDP_TUI_RUN_ID"
+_START_TOLERANCE: Final = 1.5  # seconds; /proc counts starts in clock ticks since boot
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process that cannot be mistaken for another: pid and start time (Unix seconds)."""
+
+    pid: int
+    started: float
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The identity of a live process, or None when there is none with this pid."""
+        try:
+            return cls(pid, psutil.Process(pid).create_time())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return None
+
+    def alive(self) -> bool:
+        """Whether this very process still runs; a zombie does not."""
+        try:
+            process = psutil.Process(self.pid)
+            return (
+                abs(process.create_time() - self.started) < _START_TOLERANCE
+                and process.status() != psutil.STATUS_ZOMBIE
+            )
+        except psutil.Error:
+            return False
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal if it still is the same process; whether it was sent."""
+        if not self.alive():
+            return False
+        try:
+            os.kill(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+
+def with_run_id(run_id: str) -> list[ProcessId]:
+    """Every live process of ours whose environment carries this run id.
+
+    Finds ranks that lost their launcher: torch elastic starts each rank in a session of its own,
+    so no process group holds them together.
+    """
+    needle = f"{RUN_ID_VARIABLE}={run_id}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                ours = needle in file.read().split(b"\0")
+        except OSError:  # gone, or not ours to read
+            continue
+        identity = ProcessId.of(int(name)) if ours else None
+        if identity is not None and identity.alive():
+            found.append(identity)
+    return found
+
+
+def end(processes: Iterable[ProcessId], *, grace: float, timeout: float = 10.0) -> list[ProcessId]:
+    """SIGTERM, wait `grace` seconds, SIGKILL, wait; returns those that are still alive.
+
+    With `grace=0` SIGKILL is sent at once.
+    """
+    remaining = [process for process in processes if process.alive()]
+    if grace > 0:
+        for process in remaining:
+            process.signal(signal.SIGTERM)
+        remaining = wait_gone(remaining, grace)
+    for process in remaining:
+        process.signal(signal.SIGKILL)
+    return wait_gone(remaining, timeout)
+
+
+def wait_gone(processes: Iterable[ProcessId], timeout: float) -> list[ProcessId]:
+    """Wait until none is alive or `timeout` seconds have passed; returns those still alive."""
+    deadline = time.monotonic() + timeout
+    remaining = list(processes)
+    while True:
+        reap()
+        remaining = [process for process in remaining if process.alive()]
+        if not remaining or time.monotonic() >= deadline:
+            return remaining
+        time.sleep(0.05)
+
+
+def reap() -> None:
+    """Collect ended children that nobody waits for, so that none stays a zombie.
+
+    Only processes that are no direct `Popen` of ours are at stake: `Popen.poll` copes with a
+    child that was collected elsewhere, but loses its exit status, so a caller that needs the
+    status polls its `Popen` first.
+    """
+    for child in psutil.Process().children():
+        try:
+            if child.status() == psutil.STATUS_ZOMBIE and child.pid not in _WAITED_FOR:
+                os.waitpid(child.pid, os.WNOHANG)
+        except (psutil.Error, ChildProcessError):
+            continue
+
+
+_WAITED_FOR: set[int] = set()
+
+
+def wait_for_by_hand(pid: int) -> None:
+    """Leave this child to whoever holds its `Popen`; `reap` passes it over."""
+    _WAITED_FOR.add(pid)
+
+
+def become_subreaper() -> bool:
+    """Let orphans of our children become our children (Linux); whether the kernel agreed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)

@@ -1,0 +1,232 @@
+"""The run directory: every path and every format in one place.
+
+It is the contract between the ranks that write it and everyone who reads it. Whole files are
+replaced atomically; streams are append-only, one JSON object a line, and a reader survives a torn
+last line and kinds it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REQUESTS: Final = ("stop", "save_now", "sample_now")
+MANIFEST: Final = "manifest.json"
+
+# The phases of a rank, and what people read for them. Only `train` has steps.
+PHASES: Final = {
+    "start": "starting",
+    "encode": "encoding captions",
+    "latents": "caching latents",
+    "load": "loading weights",
+    "train": "training",
+    "sample": "sampling",
+    "save": "saving",
+    "export": "exporting",
+}
+
+
+def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace `path` as a whole; a reader sees the old text or the new one, never a part.
+
+    Args:
+        path: The file; its directory must exist.
+        text: The new content, written as UTF-8.
+        durable: Also wait until it is on the disk.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file, or None when it is missing or not (yet) a JSON object."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What a rank says of itself about once a second. Sizes in bytes, times in Unix seconds.
+
+    `heartbeat` moves while the process lives; `progressed` only when its work moves on.
+    The torch sizes are None on CPU ranks, where `rss` is what there is.
+    """
+
+    rank: int
+    pid: int
+    started: float
+    host: str
+    device: str
+    phase: str
+    step: int
+    heartbeat: float
+    progressed: float
+    device_uuid: str | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+    rss: int | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RankStatus | None:
+        """None when a field that every rank writes is missing."""
+        known = {f.name for f in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in data.items() if key in known})
+        except TypeError:
+            return None
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. Creating the object touches nothing on disk."""
+
+    root: Path
+
+    @property
+    def job_file(self) -> Path:
+        return self.root / "job.yaml"
+
+    @property
+    def launch_file(self) -> Path:
+        return self.root / "launch.json"
+
+    @property
+    def accelerate_file(self) -> Path:
+        return self.root / "accelerate.yaml"
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def ranks(self) -> Path:
+        return self.root / "ranks"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    def create(self) -> None:
+        """Make the directories (0700)."""
+        for path in (self.root, self.control, self.ranks, self.logs):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def rank_file(self, rank: int) -> Path:
+        return self.ranks / f"{rank}.json"
+
+    def rank_error(self, rank: int) -> Path:
+        """Written once by a rank that fails: type, message, phase, step, traceback."""
+        return self.ranks / f"{rank}.error.json"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.log"
+
+    @property
+    def launcher_log(self) -> Path:
+        return self.logs / "launcher.log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.logs / "supervisor.log"
+
+    # -- requests --------------------------------------------------------------------------
+
+    def request(self, name: str) -> None:
+        """Ask the ranks for something; they see it at the next step boundary."""
+        if name not in REQUESTS:
+            raise ValueError(f"unknown request {name!r}")
+        self.control.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self.control / name).touch()
+
+    def requested(self, name: str) -> bool:
+        return (self.control / name).exists()
+
+    def clear_request(self, name: str) -> None:
+        (self.control / name).unlink(missing_ok=True)
+
+    # -- ranks -----------------------------------------------------------------------------
+
+    def rank_statuses(self) -> list[RankStatus]:
+        """What the ranks last wrote, by rank; files that cannot be read are left out."""
+        found = []
+        for path in self.ranks.glob("[0-9]*.json"):
+            if path.name.endswith(".error.json"):
+                continue
+            data = read_json(path)
+            status = RankStatus.from_dict(data) if data else None
+            if status is not None:
+                found.append(status)
+        return sorted(found, key=lambda status: status.rank)
+
+    def rank_errors(self) -> list[dict[str, Any]]:
+        """What failing ranks wrote, the earliest first."""
+        found = [data for path in self.ranks.glob("*.error.json") if (data := read_json(path))]
+        return sorted(found, key=lambda data: float(data.get("t", 0)))
+
+    def forget_attempt(self) -> None:
+        """Remove what only concerned an earlier attempt: requests, rank files."""
+        for name in REQUESTS:
+            self.clear_request(name)
+        for path in self.ranks.glob("*.json"):
+            path.unlink(missing_ok=True)
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step}"
+
+    def complete_checkpoints(self) -> list[tuple[int, Path]]:
+        """`(step, path)` of every complete checkpoint, oldest first.
+
+        A checkpoint is renamed into place only when its manifest and all its files are on disk,
+        so a directory with a readable manifest is complete.
+        """
+        found = []
+        for path in self.checkpoints.glob("step-*"):
+            number = path.name.removeprefix("step-")
+            if number.isdigit() and read_json(path / MANIFEST) is not None:
+                found.append((int(number), path))
+        return sorted(found)
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        complete = self.complete_checkpoints()
+        return complete[-1] if complete else None
+
+
+def event(kind: str, **values: Any) -> str:
+    """One line of the event stream, with its newline."""
+    return json.dumps({"t": round(time.time(), 3), "kind": kind, **values}) + "\n"

@@ -1,0 +1,53 @@
+"""The states of a job and which may follow which. The only such table."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Where a job is in its life."""
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    SAVING = "saving"
+    STOPPING = "stopping"
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    LOST = "lost"
+
+    @property
+    def active(self) -> bool:
+        """Processes exist, or are about to."""
+        return self in ACTIVE
+
+    @property
+    def ended(self) -> bool:
+        """No process of the job exists, and none will unless someone resumes it."""
+        return self in ENDED
+
+
+ACTIVE = frozenset({State.STARTING, State.RUNNING, State.SAVING, State.STOPPING})
+ENDED = frozenset({State.COMPLETED, State.STOPPED, State.FAILED, State.LOST})
+
+_ENDINGS = {State.COMPLETED, State.STOPPED, State.FAILED, State.LOST}
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.STARTING, State.STOPPED, State.FAILED}),
+    State.STARTING: frozenset({State.RUNNING, State.SAVING, State.STOPPING, *_ENDINGS}),
+    State.RUNNING: frozenset({State.SAVING, State.STOPPING, *_ENDINGS}),
+    State.SAVING: frozenset({State.RUNNING, State.STOPPING, *_ENDINGS}),
+    State.STOPPING: frozenset(_ENDINGS),
+    # Resuming puts an ended job back into the queue; a completed one may be given more steps.
+    State.COMPLETED: frozenset({State.QUEUED}),
+    State.STOPPED: frozenset({State.QUEUED}),
+    State.FAILED: frozenset({State.QUEUED}),
+    State.LOST: frozenset({State.QUEUED}),
+}
+
+
+def may_follow(current: State, following: State) -> bool:
+    """Whether a job may go from `current` to `following`."""
+    return following in TRANSITIONS[current]

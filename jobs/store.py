@@ -1,0 +1,373 @@
+"""The jobs database: what was asked for, what became of it, who holds which GPU.
+
+One SQLite file in WAL mode, opened briefly by every process that needs it. A state changes only by
+compare-and-set inside a write transaction, and every change is kept with its time and reason.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import NotFoundError, StateError, UserError
+from jobs.paths import ensure_state_home
+from jobs.processes import ProcessId
+from jobs.rundir import RunDir
+from jobs.states import State, may_follow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+_SCHEMA_VERSION: Final = 1
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS jobs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL DEFAULT '',
+    ranks INTEGER NOT NULL,
+    wanted TEXT NOT NULL,
+    gpus TEXT NOT NULL DEFAULT '[]',
+    total_steps INTEGER NOT NULL,
+    run_dir TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    created REAL NOT NULL,
+    queued REAL NOT NULL,
+    started REAL,
+    ended REAL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    stop_level INTEGER NOT NULL DEFAULT 0,
+    supervisor_pid INTEGER,
+    supervisor_started REAL,
+    boot_id TEXT
+);
+CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, queued);
+CREATE TABLE IF NOT EXISTS history (
+    job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    t REAL NOT NULL,
+    before TEXT,
+    after TEXT NOT NULL,
+    reason TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS history_by_job ON history (job, t);
+CREATE TABLE IF NOT EXISTS claims (
+    device TEXT PRIMARY KEY,
+    job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE
+);
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row of the database. Times in Unix seconds; `gpus` are UUIDs, empty on CPU ranks.
+
+    `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs.
+    """
+
+    id: int
+    name: str
+    state: State
+    reason: str
+    ranks: int
+    wanted: int | list[str] | None
+    gpus: list[str]
+    total_steps: int
+    run_dir: RunDir
+    run_id: str
+    created: float
+    queued: float
+    started: float | None
+    ended: float | None
+    attempt: int
+    stop_level: int
+    supervisor: ProcessId | None
+    boot_id: str | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One step in a job's life."""
+
+    t: float
+    before: State | None
+    after: State
+    reason: str
+
+
+class Store:
+    """The database file. Cheap to create; every call opens its own connection.
+
+    Raises:
+        UserError: The state directory cannot be used, or holds a newer database.
+    """
+
+    def __init__(self, home: Path | None = None) -> None:
+        self.home = home or ensure_state_home()
+        self.path = self.home / "jobs.db"
+        try:
+            with self._connect() as db:
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                if version > _SCHEMA_VERSION:
+                    raise UserError(
+                        f"{self.path} was written by a newer version of fsdp-tui",
+                        "upgrade, or point FSDP_TUI_HOME somewhere else",
+                    )
+                if version < _SCHEMA_VERSION:
+                    db.execute("PRAGMA journal_mode=WAL")
+                    db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+                    db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+        except sqlite3.Error as error:
+            raise UserError(f"cannot use the jobs database {self.path} ({error})") from error
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def get(self, job_id: int) -> Job:
+        """Raises `NotFoundError` when there is no such job."""
+        with self._connect() as db:
+            return self._get(db, job_id)
+
+    def all(self) -> list[Job]:
+        """Every job, the newest first."""
+        with self._connect() as db:
+            return [_job(row) for row in db.execute("SELECT * FROM jobs ORDER BY id DESC")]
+
+    def in_states(self, states: Iterable[State]) -> list[Job]:
+        """Jobs in any of these states, in queue order."""
+        with self._connect() as db:
+            return self._in_states(db, states)
+
+    def history(self, job_id: int) -> list[Change]:
+        """Every change of state, oldest first."""
+        with self._connect() as db:
+            rows = db.execute("SELECT * FROM history WHERE job=? ORDER BY t, rowid", (job_id,))
+            return [
+                Change(
+                    row["t"],
+                    State(row["before"]) if row["before"] else None,
+                    State(row["after"]),
+                    row["reason"],
+                )
+                for row in rows
+            ]
+
+    # -- writing ---------------------------------------------------------------------------
+
+    def add(
+        self,
+        *,
+        name: str,
+        ranks: int,
+        wanted: int | Sequence[str] | None,
+        total_steps: int,
+        run_id: str,
+        prepare: Callable[[RunDir], None],
+    ) -> Job:
+        """Put a new job into the queue.
+
+        Args:
+            name: For people; also part of the run directory's name.
+            ranks: World size.
+            wanted: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
+            total_steps: Optimizer steps.
+            run_id: Marks the job's processes in their environment.
+            prepare: Fills the run directory before anyone can see the job; if it raises, there
+                is no job.
+        """
+        now = time.time()
+        with self._write() as db:
+            cursor = db.execute(
+                "INSERT INTO jobs (name, state, ranks, wanted, total_steps, run_dir, run_id,"
+                " created, queued) VALUES (?,?,?,?,?,?,?,?,?)",
+                (name, State.QUEUED, ranks, json.dumps(wanted), total_steps, "", run_id, now, now),
+            )
+            job_id = int(cursor.lastrowid or 0)
+            run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
+            db.execute("UPDATE jobs SET run_dir=? WHERE id=?", (str(run_dir.root), job_id))
+            db.execute(
+                "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,NULL,?,?)",
+                (job_id, now, State.QUEUED, "submitted"),
+            )
+            prepare(run_dir)
+            return self._get(db, job_id)
+
+    def requeue(self, job_id: int, reason: str, *, total_steps: int) -> Job:
+        """Put an ended job into the queue again.
+
+        Raises:
+            StateError: The job has not ended.
+        """
+        with self._write() as db:
+            self._change(db, self._get(db, job_id), State.QUEUED, reason)
+            db.execute(
+                "UPDATE jobs SET queued=?, ended=NULL, stop_level=0, attempt=attempt+1, gpus='[]',"
+                " supervisor_pid=NULL, supervisor_started=NULL, total_steps=? WHERE id=?",
+                (time.time(), total_steps, job_id),
+            )
+            return self._get(db, job_id)
+
+    def change(
+        self, job_id: int, after: State, reason: str, *, only_from: Iterable[State] | None = None
+    ) -> bool:
+        """Compare-and-set of the state; whether it was changed.
+
+        Args:
+            job_id: The job.
+            after: The state to reach.
+            reason: One line for people; kept in the history.
+            only_from: Change only if the job is in one of these; otherwise return False.
+
+        Raises:
+            StateError: The states table does not allow the change.
+        """
+        with self._write() as db:
+            job = self._get(db, job_id)
+            if only_from is not None and job.state not in set(only_from):
+                return False
+            self._change(db, job, after, reason)
+            return True
+
+    def claim(self, job_id: int, gpus: Sequence[str], reason: str) -> bool:
+        """Take GPUs for a queued job and move it to `starting`, all or nothing.
+
+        Returns:
+            False when someone else holds one of the GPUs or the job is not queued any more.
+        """
+        try:
+            with self._write() as db:
+                job = self._get(db, job_id)
+                if job.state is not State.QUEUED:
+                    return False
+                db.executemany(
+                    "INSERT INTO claims (device, job) VALUES (?,?)", [(g, job_id) for g in gpus]
+                )
+                self._change(db, job, State.STARTING, reason)
+                db.execute(
+                    "UPDATE jobs SET gpus=?, started=?, boot_id=? WHERE id=?",
+                    (json.dumps(list(gpus)), time.time(), boot_id(), job_id),
+                )
+                return True
+        except sqlite3.IntegrityError:
+            return False
+
+    def claims(self) -> dict[str, int]:
+        """GPU UUID → job that holds it."""
+        with self._connect() as db:
+            return {row["device"]: row["job"] for row in db.execute("SELECT * FROM claims")}
+
+    def take_over(self, job_id: int, former: ProcessId | None, new: ProcessId) -> bool:
+        """Compare-and-set of the job's supervisor; False when someone else was quicker."""
+        with self._write() as db:
+            changed = db.execute(
+                "UPDATE jobs SET supervisor_pid=?, supervisor_started=?"
+                " WHERE id=? AND supervisor_pid IS ? AND supervisor_started IS ?",
+                (new.pid, new.started, job_id, former and former.pid, former and former.started),
+            )
+            return changed.rowcount == 1
+
+    def explain(self, job_id: int, reason: str) -> None:
+        """Say why a queued job waits; no change of state, nothing in the history."""
+        with self._write() as db:
+            db.execute(
+                "UPDATE jobs SET reason=? WHERE id=? AND state=? AND reason<>?",
+                (reason, job_id, State.QUEUED, reason),
+            )
+
+    def raise_stop_level(self, job_id: int, level: int) -> int:
+        """Ask the supervisor to stop the job at least this firmly; the level now in force."""
+        with self._write() as db:
+            db.execute("UPDATE jobs SET stop_level=MAX(stop_level, ?) WHERE id=?", (level, job_id))
+            return self._get(db, job_id).stop_level
+
+    def remove(self, job_id: int) -> Job:
+        """Forget a job that has no processes.
+
+        Raises:
+            StateError: The job is active or queued.
+        """
+        with self._write() as db:
+            job = self._get(db, job_id)
+            if not job.state.ended:
+                raise StateError(f"job {job_id} is {job.state}", "stop it first")
+            db.execute("DELETE FROM jobs WHERE id=?", (job_id,))
+            return job
+
+    # -- inside ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        db = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
+        with closing(db):
+            db.row_factory = sqlite3.Row
+            db.execute("PRAGMA foreign_keys=ON")
+            db.execute("PRAGMA synchronous=NORMAL")
+            yield db
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        """A write transaction: takes the lock at the start, so that what is read holds."""
+        with self._connect() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+            db.execute("COMMIT")
+
+    @staticmethod
+    def _get(db: sqlite3.Connection, job_id: int) -> Job:
+        row = db.execute("SELECT * FROM jobs WHERE id=?", (job_id,)).fetchone()
+        if row is None:
+            raise NotFoundError(f"there is no job {job_id}", "`fsdp-tui list` shows the jobs")
+        return _job(row)
+
+    @staticmethod
+    def _in_states(db: sqlite3.Connection, states: Iterable[State]) -> list[Job]:
+        wanted = list(states)
+        marks = ",".join("?" * len(wanted))
+        rows = db.execute(
+            f"SELECT * FROM jobs WHERE state IN ({marks}) ORDER BY queued, id", wanted
+        )
+        return [_job(row) for row in rows]
+
+    @staticmethod
+    def _change(db: sqlite3.Connection, job: Job, after: State, reason: str) -> None:
+        if not may_follow(job.state, after):
+            raise StateError(f"job {job.id} is {job.state} and cannot become {after}")
+        now = time.time()
+        db.execute("UPDATE jobs SET state=?, reason=? WHERE id=?", (after, reason, job.id))
+        if after.ended:
+            db.execute("UPDATE jobs SET ended=? WHERE id=?", (now, job.id))
+            db.execute("DELETE FROM claims WHERE job=?", (job.id,))
+        db.execute(
+            "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,?,?,?)",
+            (job.id, now, job.state, after, reason),
+        )
+
+
+def boot_id() -> str | None:
+    """The kernel's id of this boot; processes recorded under another one are gone."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _job(row: sqlite3.Row) -> Job:
+    values: dict[str, Any] = {key: row[key] for key in row.keys()}  # noqa: SIM118 - Row iterates values
+    pid, started = values.pop("supervisor_pid"), values.pop("supervisor_started")
+    return Job(
+        **values
+        | {
+            "state": State(values["state"]),
+            "wanted": json.loads(values["wanted"]),
+            "gpus": json.loads(values["gpus"]),
+            "run_dir": RunDir(Path(values["run_dir"])),
+            "supervisor": ProcessId(pid, started) if pid is not None else None,
+        }
+    )

@@ -66,7 +66,7 @@ def _gpu_count(spec: JobSpec) -> Conflict | None:
     if spec.device == "cpu":
         return Conflict("gpus", "gpus and device: cpu exclude each other")
     if asked < 1:
-        return Conflict("gpus", "gpus is empty; leave it out, or name at least one")
+        return Conflict("gpus", "gpus asks for none; leave it out, or write [0] for GPU number 0")
     if isinstance(spec.gpus, list) and len(set(spec.gpus)) != len(spec.gpus):
         return Conflict("gpus", "gpus names the same GPU twice")
     if spec.num_processes is not None and spec.num_processes != asked:

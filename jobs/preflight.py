@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from jobs import devices
 from jobs.conflicts import world_size
 from jobs.errors import SpecError
 from jobs.families import FAMILIES, get_family
+from jobs.models import find_model
 from jobs.paths import cache_home, ensure_private_dir
+from jobs.pictures import PICTURE_SUFFIXES, list_pictures
 from jobs.rundir import read_json
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
-
-PICTURE_SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
-_HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 def check(spec: JobSpec) -> int | list[str] | None:
@@ -71,31 +69,6 @@ def check_model(spec: JobSpec) -> Path:
     return root
 
 
-def find_model(name_or_path: str) -> Path:
-    """A local model directory, or the snapshot of a hub id in the local cache.
-
-    Raises:
-        SpecError: Neither exists.
-    """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise SpecError(f"{path} is a file, not a model directory")
-    if _HUB_ID.match(name_or_path) and not name_or_path.startswith("."):
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(name_or_path, local_files_only=True))
-        except (LocalEntryNotFoundError, OSError, ValueError):
-            raise SpecError(
-                f"no such model: {name_or_path} is neither a directory here nor in the hub cache",
-                f"check the path, or run `hf download {name_or_path}` first",
-            ) from None
-    raise SpecError(f"no such model directory: {name_or_path}")
-
-
 def check_dataset(spec: JobSpec) -> int:
     """The number of pictures in the dataset folder.
 
@@ -117,17 +90,6 @@ def check_dataset(spec: JobSpec) -> int:
             "write one beside each, e.g. cat.txt for cat.png",
         )
     return len(pictures)
-
-
-def list_pictures(root: Path) -> list[Path]:
-    """Picture files below a folder, in a fixed order; hidden files are passed over."""
-    return sorted(
-        path
-        for path in root.rglob("*")
-        if path.suffix.lower() in PICTURE_SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(root).parts)
-        and path.is_file()
-    )
 
 
 def check_devices(spec: JobSpec) -> int | list[str] | None:

@@ -252,3 +252,9 @@ def field_choices(name: str) -> tuple[str, ...]:
     annotation = JobSpec.model_fields[name].annotation
     choices = get_args(annotation)
     return choices if choices and all(isinstance(c, str) for c in choices) else ()
+
+
+def is_switch(name: str) -> bool:
+    """Whether a field is just on or off, so that a bare flag turns it on."""
+    field = JobSpec.model_fields.get(name)
+    return field is not None and field.annotation in (bool, bool | None)

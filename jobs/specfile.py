@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from jobs.conflicts import find_conflicts
 from jobs.errors import SpecError
 from jobs.families import get_family
-from jobs.spec import JobSpec, field_choices, field_names
-from jobs.spellings import did_you_mean, normal_key
+from jobs.spec import JobSpec, field_choices, field_names, is_switch
+from jobs.spellings import as_bool, did_you_mean, normal_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,28 +71,34 @@ def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
     return yaml.safe_dump(spec.to_dict(only_set=only_set), sort_keys=False, allow_unicode=True)
 
 
-def parse_flags(args: Sequence[str]) -> dict[str, Any]:
-    """`--key=value`, `--key value` and bare `--key` (true) → values by normal key.
+def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Read `--key=value`, `--key value` and bare `--key` (true).
 
-    Raises:
-        SpecError: A word that is not a flag.
+    Returns:
+        Values by normal key (a key given twice has a list), and the words that are no flags.
     """
     values: dict[str, Any] = {}
+    others: list[str] = []
     rest = list(args)
     while rest:
         word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            raise SpecError(f'"{word}" is not a --key=value flag')
+        if not word.startswith("--"):
+            others.append(word)
+            continue
         key, equals, value = word.partition("=")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         name = normal_key(key)
+        if not equals:
+            follows = bool(rest) and not rest[0].startswith("--")
+            if follows and (not is_switch(name) or isinstance(as_bool(rest[0]), bool)):
+                value = rest.pop(0)
+            else:
+                value = "true"
         if name in values:
-            previous = values[name]
-            values[name] = [*(previous if isinstance(previous, list) else [previous]), value]
+            before = values[name]
+            values[name] = [*(before if isinstance(before, list) else [before]), value.strip()]
         else:
             values[name] = value.strip()
-    return values
+    return values, others
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

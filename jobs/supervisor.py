@@ -131,7 +131,7 @@ class Supervisor:
         """One look: follow the ranks' phases, and carry out what was asked."""
         job = self.store.get(self.job.id)
         statuses = self.job.run_dir.rank_statuses()
-        if len(statuses) == self.ranks:
+        if len(statuses) == self.ranks and all(s.phase != "start" for s in statuses):
             saving = any(status.phase in _SAVING for status in statuses)
             if job.state is State.STARTING:
                 self._change(State.RUNNING, "all ranks are up", {State.STARTING})

@@ -87,7 +87,10 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         "PYTHONUNBUFFERED": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "TOKENIZERS_PARALLELISM": "false",
+        # A rank's log is for the run: no advice about optional packages, no library progress bars.
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DIFFUSERS_VERBOSITY": "error",
         # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
     }

@@ -1,0 +1,59 @@
+"""`python -m engine RUNDIR`: one rank of a job. `accelerate launch` starts one per device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Run the job in the directory named on the command line.
+
+    Returns:
+        The exit status: 0 when the job ended as it should (completed or stopped), else 1 or 2.
+    """
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print("usage: accelerate launch … -m engine RUNDIR", file=sys.stderr)
+        return 2
+    from jobs.rundir import RunDir
+
+    run_dir = RunDir(Path(sys.argv[1]).absolute())
+    rank = int(os.environ.get("RANK", "0"))
+    if not run_dir.job_file.is_file():
+        print(f"{run_dir.root} is not a run directory: it has no job.yaml", file=sys.stderr)
+        return 2
+    run_dir.create()
+    if not sys.stdout.isatty():
+        _write_to_log(run_dir.rank_log(rank))
+
+    # After the redirection, so that whatever these imports print is in the rank's own log.
+    from engine.failure import record_failure
+    from engine.telemetry import Telemetry
+
+    telemetry = Telemetry(run_dir, rank)
+    try:
+        from engine.run import run
+
+        run(run_dir, telemetry)
+    except BaseException as error:
+        record_failure(run_dir, rank, error, telemetry)
+        # At once, and without Python's tidying up: another rank may wait in a collective, and a
+        # destructor that tries one more would wait with it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    telemetry.close()
+    return 0
+
+
+def _write_to_log(path: Path) -> None:
+    """Send standard output and error, of C libraries too, to the rank's own file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Checkpoints: complete or absent. Written aside by all ranks, then renamed into place.
+
+`torch.distributed.checkpoint` holds the trained tensors and the optimizer's; a JSON file holds
+the step and the schedule; a manifest lists every file with its size and hash. Draws are keyed by
+step, so there is no generator state to keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from engine.weights import local_part
+from jobs.errors import UserError
+from jobs.rundir import MANIFEST, read_json, write_atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch.optim.lr_scheduler import LambdaLR
+
+    from engine.world import World
+    from jobs.rundir import RunDir
+    from jobs.spec import JobSpec
+
+_STATE: Final = "trainer_state.json"
+_SCHEMA: Final = 1
+# Only what is trained: a LoRA's frozen base is never saved.
+_OPTIONS: Final = StateDictOptions(ignore_frozen_params=True)
+
+
+@dataclass
+class Training:
+    """What a checkpoint holds: the trained model, its optimizer and schedule, the step reached."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    step: int = 0
+
+
+def save(training: Training, spec: JobSpec, run_dir: RunDir, world: World) -> Path:
+    """Write the checkpoint of the present step; a collective.
+
+    Returns:
+        Its directory. A complete checkpoint of the same step is left as it is.
+    """
+    final = run_dir.checkpoint(training.step)
+    if read_json(final / MANIFEST) is not None:
+        return final
+    aside = final.with_name(f".{final.name}.tmp")
+    if world.main:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    world.barrier()
+    state_dict_saver.save(_tensors(training), checkpoint_id=aside, no_dist=world.size == 1)
+    if world.main:
+        state = {
+            "schema": _SCHEMA,
+            "step": training.step,
+            "scheduler": training.scheduler.state_dict(),
+            "world_size": world.size,
+            "spec": spec.to_dict(),
+            "digest": spec.digest(),
+            "time": time.time(),
+        }
+        (aside / _STATE).write_text(json.dumps(state, indent=1, default=_no_functions) + "\n")
+        _write_manifest(aside, training.step)
+        shutil.rmtree(final, ignore_errors=True)  # incomplete, see above
+        os.replace(aside, final)
+        _sync(final.parent)
+        _keep_newest(run_dir, spec.checkpoints_total_limit)
+    world.barrier()  # nobody goes on, or ends, before the checkpoint is in its place
+    return final
+
+
+def load(training: Training, path: Path, world: World) -> None:
+    """Restore model, optimizer, schedule and step, on any number of ranks; a collective.
+
+    Raises:
+        UserError: The checkpoint is damaged, or does not fit the job.
+    """
+    if damage := find_damage(path):
+        raise UserError(f"the checkpoint {path} is damaged: {damage}", "remove it, then resume")
+    state = read_json(path / _STATE) or {}
+    tensors = _tensors(training)
+    state_dict_loader.load(tensors, checkpoint_id=path, no_dist=world.size == 1)
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=tensors["model"],
+        optim_state_dict=tensors["optimizer"],
+        options=StateDictOptions(ignore_frozen_params=True, strict=False),
+    )
+    training.scheduler.load_state_dict(state["scheduler"])
+    training.step = int(state["step"])
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint by its manifest, or None."""
+    manifest = read_json(path / MANIFEST)
+    if manifest is None:
+        return "no manifest"
+    for name, facts in manifest["files"].items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != facts["bytes"]:
+            return f"{name} has {size} bytes, not {facts['bytes']}"
+        if _sha256(path / name) != facts["sha256"]:
+            return f"{name} has other contents than when it was written"
+    return None
+
+
+def trained_digest(model: torch.nn.Module) -> str:
+    """A hash of this rank's trained tensors; equal on all ranks when they are replicas."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            digest.update(name.encode())
+            digest.update(local_part(parameter.detach()).contiguous().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _tensors(training: Training) -> dict[str, Any]:
+    model, optimizer = get_state_dict(training.model, training.optimizer, options=_OPTIONS)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _write_manifest(directory: Path, step: int) -> None:
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            files[str(path.relative_to(directory))] = {
+                "bytes": path.stat().st_size,
+                "sha256": _sha256(path),
+            }
+            _sync(path)
+    manifest = {"schema": _SCHEMA, "step": step, "files": files}
+    write_atomic(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n", durable=True)
+    _sync(directory)
+
+
+def _keep_newest(run_dir: RunDir, limit: int | None) -> None:
+    if limit is None:
+        return
+    for _, path in run_dir.complete_checkpoints()[:-limit]:
+        # The manifest first: a half-deleted checkpoint must not look complete.
+        (path / MANIFEST).unlink()
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _no_functions(value: object) -> None:
+    """`LambdaLR` lists its functions in its state; they are rebuilt from the spec."""
+    del value

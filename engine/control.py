@@ -1,0 +1,50 @@
+"""What people ask of a running job, agreed by all ranks at a step boundary."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jobs.rundir import REQUESTS
+
+if TYPE_CHECKING:
+    from engine.world import World
+    from jobs.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What all ranks agreed to do now."""
+
+    stop: bool
+    save_now: bool
+    sample_now: bool
+
+
+class Control:
+    """Watches the request files, and SIGTERM, which asks for the same as `stop`."""
+
+    def __init__(self, run_dir: RunDir, world: World) -> None:
+        self._run_dir = run_dir
+        self._world = world
+        self._terminated = False
+        signal.signal(signal.SIGTERM, self._note_termination)
+
+    def agree(self) -> Wishes:
+        """Look once, and agree. A collective: every rank calls it at the same step boundary.
+
+        A file may appear between two ranks' looks, so the ranks vote; one vote is enough.
+        """
+        seen = [self._run_dir.requested(name) for name in REQUESTS]
+        seen[0] = seen[0] or self._terminated
+        return Wishes(*self._world.any(seen))
+
+    def honoured(self, name: str) -> None:
+        """Remove the request file of what has been done (main rank)."""
+        if self._world.main:
+            self._run_dir.clear_request(name)
+
+    def _note_termination(self, *_: Any) -> None:
+        # Only a note: a collective or a save in a signal handler would hang or tear.
+        self._terminated = True

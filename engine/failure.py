@@ -1,0 +1,41 @@
+"""What a failing rank leaves behind: its traceback in its log, one record for the supervisor."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+from jobs.errors import UserError
+from jobs.rundir import event, write_atomic
+
+if TYPE_CHECKING:
+    from engine.telemetry import Telemetry
+    from jobs.rundir import RunDir
+
+
+def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: Telemetry) -> None:
+    """Write `ranks/<r>.error.json`, an `error` event, and the traceback to standard error.
+
+    Never starts a collective: other ranks may be inside one.
+    """
+    kind = "UserError" if isinstance(error, UserError) else type(error).__name__
+    text = "".join(traceback.format_exception(error))
+    record = {
+        "t": time.time(),
+        "rank": rank,
+        "type": kind,
+        "message": str(error) or kind,
+        "phase": telemetry.phase_name,
+        "step": telemetry.step,
+        "traceback": str(run_dir.rank_log(rank)),
+    }
+    traceback.print_exception(error)
+    try:
+        write_atomic(run_dir.rank_error(rank), json.dumps(record | {"trace": text}) + "\n")
+        with open(run_dir.events, "a", encoding="utf-8") as file:
+            file.write(event("error", **{k: v for k, v in record.items() if k != "t"}))
+    except OSError as problem:  # a full disk must not hide the first failure
+        print(f"could not record the failure: {problem}", flush=True)
+    telemetry.close()

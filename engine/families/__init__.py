@@ -1,0 +1,83 @@
+"""Model families: one small module each, with the functions that `Family` names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from jobs.families import get_family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from PIL import Image
+
+
+class Family(Protocol):
+    """What is particular to a family. Implemented by the modules of this package."""
+
+    LORA_TARGETS: str
+    LATENT_STEP: int
+
+    def pipeline_class(self) -> Any:
+        """The stock diffusers pipeline."""
+        ...
+
+    def transformer_class(self) -> Any:
+        """The denoiser's class."""
+        ...
+
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype) -> Any:
+        """A pipeline with only what encodes prompts."""
+        ...
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a prompt that the cache keeps, without a batch dimension."""
+        ...
+
+    def load_vae(self, root: Path, dtype: torch.dtype) -> Any:
+        """The autoencoder."""
+        ...
+
+    def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """`(B, 3, H, W)` in [-1, 1] → normalised latents `(B, C, h, w)`."""
+        ...
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        sigma: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        """The transformer's velocity `(B, C, h, w)` for noisy latents at `sigma: (B,)`."""
+        ...
+
+    def shift_of(self, height: int, width: int) -> float:
+        """The schedule's shift for latents of this size."""
+        ...
+
+    def sampling_pipeline(self, root: Path, transformer: Any, vae: Any) -> Any:
+        """The stock pipeline around a trained transformer, without text encoders."""
+        ...
+
+    def sample_arguments(self, condition: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """A cached prompt as the pipeline's keyword arguments (batch of one)."""
+        ...
+
+    def decode(self, pipeline: Any, latents: torch.Tensor, height: int, width: int) -> Image.Image:
+        """The picture of what the pipeline returns as latents (batch of one)."""
+        ...
+
+
+def load(name: str, flavour: str | None = None) -> Family:
+    """The family's module.
+
+    Raises:
+        SpecError: Unknown family or flavour.
+    """
+    return cast("Family", import_module(f"engine.families.{get_family(name, flavour).name}"))

@@ -1,0 +1,64 @@
+"""Ranks meet through files, with no collective open.
+
+While ranks work on shares of different size (filling a cache may take hours), a collective would
+run into the process group's timeout. A marker file per rank has none.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.rundir import RunDir
+
+
+class Meeting:
+    """Meeting points of one attempt of a run.
+
+    Args:
+        run_dir: A directory that all ranks see.
+        token: The same on all ranks, new for each attempt, so that markers of an earlier one
+            mean nothing.
+        rank: This rank.
+        size: World size.
+    """
+
+    def __init__(self, run_dir: RunDir, token: str, rank: int, size: int) -> None:
+        self._root = run_dir.root / ".meeting"
+        self._here = self._root / token
+        self._rank = rank
+        self._size = size
+        self._here.mkdir(parents=True, exist_ok=True)
+
+    def arrive(self, place: str) -> None:
+        """Say that this rank is done with what comes before `place`."""
+        (self._here / f"{place}.{self._rank}").touch()
+
+    def arrived(self, place: str) -> int:
+        """How many ranks have arrived."""
+        return sum(1 for _ in self._here.glob(f"{place}.*"))
+
+    def wait(
+        self, place: str, *, ranks: int | None = None, waiting: Callable[[], None] | None = None
+    ) -> None:
+        """Wait, however long it takes, until so many ranks (default: all) have arrived.
+
+        A rank that fails ends the job, so nobody waits for the dead.
+
+        Args:
+            place: The meeting point.
+            ranks: How many must have arrived.
+            waiting: Called several times a second meanwhile.
+        """
+        while self.arrived(place) < (self._size if ranks is None else ranks):
+            if waiting is not None:
+                waiting()
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Forget all markers; only after all ranks have met for the last time."""
+        shutil.rmtree(self._root, ignore_errors=True)

@@ -1,0 +1,137 @@
+"""What a rank says of itself: a status file about once a second, and rank 0's event stream."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+
+from jobs.rundir import PHASES, RankStatus, event, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jobs.rundir import RunDir
+
+_STATUS_EVERY: Final = 1.0  # seconds
+_PROGRESS_EVERY: Final = 0.5  # seconds
+
+
+class Telemetry:
+    """Owned by one rank. Everything but `close` may be called before torch is imported."""
+
+    def __init__(self, run_dir: RunDir, rank: int) -> None:
+        self.run_dir = run_dir
+        self.rank = rank
+        self.phase_name = "start"
+        self.step = 0
+        self.device = "cpu"
+        self.device_uuid: str | None = None
+        self.read_memory: Callable[[], dict[str, int | None]] = dict
+        self._process = psutil.Process()
+        self._started = self._process.create_time()
+        self._progressed = time.time()
+        self._ended = threading.Event()
+        # Line-buffered, so that each event is one write and a reader sees whole lines.
+        self._events = (
+            open(run_dir.events, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - for life
+            if rank == 0
+            else None
+        )
+        self._thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
+        self._write_status()
+        self._thread.start()
+
+    # -- events ----------------------------------------------------------------------------
+
+    def emit(self, kind: str, **values: Any) -> None:
+        """Append an event (rank 0; on other ranks nothing happens)."""
+        if self._events is not None:
+            self._events.write(event(kind, **values))
+
+    def say(self, text: str) -> None:
+        """A line in this rank's log."""
+        print(time.strftime("%H:%M:%S"), text, flush=True)
+
+    def warn(self, text: str) -> None:
+        """A line in the log, and an event that the dashboard shows."""
+        self.say(f"WARNING {text}")
+        self.emit("warning", message=text)
+
+    def moved(self, step: int | None = None) -> None:
+        """The work moved on: a step, a file, a tensor."""
+        self._progressed = time.time()
+        if step is not None:
+            self.step = step
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        """A phase of the run; yields `progress(done)`.
+
+        Args:
+            name: A key of `jobs.rundir.PHASES`.
+            total: What `done` counts up to, if known.
+        """
+        assert name in PHASES, name
+        before, self.phase_name = self.phase_name, name
+        begun = time.time()
+        last_said = 0.0
+        self.moved()
+        self._write_status()
+        self.emit("phase", name=name, state="begin", done=0, total=total)
+
+        def progress(done: int) -> None:
+            nonlocal last_said
+            self.moved()
+            if time.monotonic() - last_said >= _PROGRESS_EVERY:
+                last_said = time.monotonic()
+                self.emit("phase", name=name, state="progress", done=done, total=total)
+
+        yield progress
+        seconds = round(time.time() - begun, 3)
+        self.emit("phase", name=name, state="end", done=total or 0, total=total, seconds=seconds)
+        self.phase_name = before
+        self.moved()
+
+    # -- status ----------------------------------------------------------------------------
+
+    def status(self) -> RankStatus:
+        """What this rank is doing now."""
+        return RankStatus(
+            rank=self.rank,
+            pid=os.getpid(),
+            started=self._started,
+            host=socket.gethostname(),
+            device=self.device,
+            device_uuid=self.device_uuid,
+            phase=self.phase_name,
+            step=self.step,
+            heartbeat=time.time(),
+            progressed=self._progressed,
+            rss=self._process.memory_info().rss,
+            **self.read_memory(),
+        )
+
+    def close(self) -> None:
+        """Write the last status and stop."""
+        self._ended.set()
+        self._thread.join(timeout=5)
+        self._write_status()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _keep_writing(self) -> None:
+        while not self._ended.wait(_STATUS_EVERY):
+            self._write_status()
+
+    def _write_status(self) -> None:
+        try:
+            write_atomic(self.run_dir.rank_file(self.rank), self.status().to_json() + "\n")
+        except OSError as error:  # a full disk must not end the training
+            print(f"could not write the status file: {error}", flush=True)

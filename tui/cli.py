@@ -1,0 +1,268 @@
+"""The `fsdp-tui` command. Each subcommand reads its words, calls `jobs.service`, and prints.
+
+Exit status: 0 done (for `run`: completed) · 1 failed · 2 bad input · 3 stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from jobs import devices, service
+from jobs.errors import UserError
+from jobs.families import FAMILIES
+from jobs.specfile import dump_spec, load_spec, parse_flags
+from jobs.store import Store
+from tui.follow import follow_job, follow_log
+from tui.tables import describe, gpu_table, job_table
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+
+
+def main() -> NoReturn:
+    """Run the command line; what a person did wrong is one line on standard error, status 2."""
+    try:
+        status = cli.main(standalone_mode=False, prog_name="fsdp-tui")
+    except UserError as error:
+        _complain(str(error), 2)
+    except click.ClickException as error:
+        _complain(error.format_message(), 2)
+    except (click.Abort, KeyboardInterrupt):
+        _complain("interrupted", 130)
+    except BrokenPipeError:  # `fsdp-tui list | head`
+        sys.stderr.close()
+        sys.exit(0)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="fsdp-tui")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Train diffusion models on several GPUs from the terminal.
+
+    Without a command, opens the dashboard. Jobs run on their own: close the dashboard or the
+    connection, and come back to them later.
+    """
+    if context.invoked_subcommand is None:
+        _open_dashboard(Store())
+
+
+@cli.command()
+@click.option("--headless", is_flag=True, help="Follow the job here instead of in the dashboard.")
+def demo(headless: bool) -> int:
+    """Write a toy FLUX.1 and pictures on first use, and train a LoRA on two ranks."""
+    from tui.demo import start_demo
+
+    store = Store()
+    job = start_demo(store, say=click.echo)
+    if headless:
+        return follow_job(store, job.id)
+    _open_dashboard(store, select=job.id)
+    return 0
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--family", default="flux", show_default=True, help="Model family.")
+@_JSON
+def toy(directory: Path, family: str, as_json: bool) -> None:
+    """Write a small real model (DIRECTORY/model) and captioned pictures (DIRECTORY/data)."""
+    from tui.demo import write_toy
+
+    where = write_toy(directory, family)
+    click.echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
+
+
+@cli.command(context_settings=_FLAGS)
+@click.option("--dry-run", is_flag=True, help="Check and print the whole job; queue nothing.")
+@_JSON
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    """Queue a job: [JOB.yaml] [--key=value …]. Prints its id.
+
+    Every key of a job file is also a flag; flags win over the file.
+    """
+    spec = _read_job(words)
+    if dry_run:
+        from jobs.preflight import check
+
+        check(spec)
+        click.echo(json.dumps(spec.to_dict()) if as_json else dump_spec(spec), nl=as_json)
+        return
+    job = service.submit(Store(), spec)
+    if as_json:
+        click.echo(json.dumps({"id": job.id, "run_dir": str(job.run_dir.root)}))
+    else:
+        click.echo(str(job.id))
+
+
+@cli.command(context_settings=_FLAGS)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def run(words: tuple[str, ...]) -> int:
+    """Queue a job and follow it: [JOB.yaml] [--key=value …].
+
+    Ctrl-C asks it to stop (again: more firmly). Exit status: 0 completed, 3 stopped, 1 failed.
+    """
+    spec = _read_job(words)
+    store = Store()
+    return follow_job(store, service.submit(store, spec).id)
+
+
+@cli.command(name="list")
+@_JSON
+def list_jobs(as_json: bool) -> None:
+    """All jobs, the newest first."""
+    store = Store()
+    service.refresh(store)
+    present = devices.gpus()
+    rows = [service.as_dict(job, present) for job in store.all()]
+    click.echo(json.dumps(rows) if as_json else job_table(rows))
+
+
+@cli.command()
+@click.argument("job_id", metavar="ID", type=int)
+@_JSON
+def show(job_id: int, as_json: bool) -> None:
+    """One job: state, progress, history, files."""
+    store = Store()
+    service.refresh(store)
+    job = store.get(job_id)
+    facts = service.as_dict(job, devices.gpus())
+    changes = store.history(job_id)
+    facts["history"] = [
+        {"t": c.t, "from": c.before and str(c.before), "to": str(c.after), "reason": c.reason}
+        for c in changes
+    ]
+    facts["checkpoints"] = [step for step, _ in job.run_dir.complete_checkpoints()]
+    click.echo(json.dumps(facts) if as_json else describe(facts))
+
+
+@cli.command()
+@click.argument("job_id", metavar="ID", type=int)
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+@click.option("--rank", type=int, default=0, show_default=True, help="Whose log.")
+@click.option("--launcher", is_flag=True, help="The log of accelerate launch instead.")
+@click.option("--supervisor", is_flag=True, help="The log of the supervisor instead.")
+def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool) -> None:
+    """The log of a rank."""
+    store = Store()
+    job = store.get(job_id)
+    if not 0 <= rank < job.ranks:
+        raise UserError(f"job {job_id} has ranks 0 to {job.ranks - 1}, not {rank}")
+    path = job.run_dir.rank_log(rank)
+    if launcher:
+        path = job.run_dir.launcher_log
+    elif supervisor:
+        path = job.run_dir.supervisor_log
+    if not follow and not path.exists():
+        raise UserError(f"job {job_id} has no {path.name} yet ({job.state}: {job.reason})")
+    follow_log(store, job_id, path, forever=follow)
+
+
+@cli.command()
+@click.argument("job_id", metavar="ID", type=int)
+@click.option("--now", is_flag=True, help="SIGKILL at once, without a checkpoint.")
+def stop(job_id: int, now: bool) -> None:
+    """Stop a job after this step and a checkpoint. Asked again: SIGTERM, then SIGKILL."""
+    click.echo(service.stop(Store(), job_id, now=now))
+
+
+@cli.command(context_settings=_FLAGS)
+@click.argument("job_id", metavar="ID", type=int)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def resume(job_id: int, words: tuple[str, ...]) -> None:
+    """Queue an ended job again, after its newest checkpoint. [--key=value …] changes settings."""
+    values, others = parse_flags(words)
+    if others:
+        raise UserError(f'"{others[0]}" is not a --key=value flag')
+    job = service.resume(Store(), job_id, values)
+    click.echo(f"job {job.id} is {job.state}: {job.reason}")
+
+
+@cli.command()
+@click.argument("job_id", metavar="ID", type=int)
+@click.option("--keep-files", is_flag=True, help="Forget the job, keep its run directory.")
+def remove(job_id: int, keep_files: bool) -> None:
+    """Forget an ended job and delete its run directory."""
+    service.remove(Store(), job_id, files=not keep_files)
+    click.echo(f"job {job_id} removed")
+
+
+@cli.command()
+@_JSON
+def gpus(as_json: bool) -> None:
+    """The GPUs, how busy they are, and which job holds which."""
+    store = Store()
+    service.refresh(store)
+    present, claims = devices.gpus(), store.claims()
+    if as_json:
+        click.echo(json.dumps([_gpu_facts(gpu, claims) for gpu in present]))
+    else:
+        click.echo(gpu_table(present, claims) if present else _no_gpus())
+
+
+@cli.command()
+@_JSON
+def families(as_json: bool) -> None:
+    """The model families and their published flavours."""
+    if as_json:
+        click.echo(
+            json.dumps([{"name": f.name, "title": f.title, "flavours": f.flavours}
+                        for f in FAMILIES.values()])
+        )  # fmt: skip
+        return
+    for family in FAMILIES.values():
+        click.echo(f"{family.name:<10} {family.title:<10} {', '.join(family.flavours)}")
+
+
+def _read_job(words: tuple[str, ...]) -> JobSpec:
+    values, others = parse_flags(words)
+    if len(others) > 1:
+        raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
+    if not others and not values:
+        raise UserError("no job given", "name a JOB.yaml, or give --key=value flags")
+    return load_spec(Path(others[0]) if others else None, values)
+
+
+def _open_dashboard(store: Store, select: int | None = None) -> None:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError(
+            "the dashboard needs a terminal", "use `fsdp-tui list`, or `ssh -t` for a terminal"
+        )
+    from tui.app import FsdpTui  # Textual takes half a second; the other commands do without
+
+    FsdpTui(store, select=select).run()
+
+
+def _gpu_facts(gpu: devices.Gpu, claims: dict[str, int]) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "memory_total": gpu.memory_total,
+        "memory_used": gpu.memory_used,
+        "utilisation": gpu.utilisation,
+        "temperature": gpu.temperature,
+        "power": gpu.power,
+        "job": claims.get(gpu.uuid),
+        "processes": [{"pid": p.pid, "memory": p.memory} for p in gpu.processes],
+    }
+
+
+def _no_gpus() -> str:
+    host = devices.host()
+    return f"no GPUs on this machine; jobs run on CPU ranks ({host.cores} cores)"
+
+
+def _complain(text: str, status: int) -> NoReturn:
+    click.echo("fsdp-tui: " + " ".join(text.split()), err=True)
+    sys.exit(status)

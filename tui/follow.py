@@ -1,0 +1,102 @@
+"""Follow a job in the foreground: its log on standard output, its states on standard error."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from jobs import service
+from jobs.errors import StateError
+from jobs.eventlog import EventLog
+from jobs.rundir import PHASES
+from jobs.states import State
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.store import Job, Store
+
+_LOOK_EVERY = 0.25
+EXIT_STATUS = {State.COMPLETED: 0, State.STOPPED: 3, State.FAILED: 1, State.LOST: 1}
+
+
+def follow_job(store: Store, job_id: int) -> int:
+    """Print rank 0's log and every change of state until the job ends.
+
+    Ctrl-C asks the job to stop, and asks more firmly each time; the job is followed to its end.
+
+    Returns:
+        The exit status that says how it ended.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: _stop(store, job_id))
+    try:
+        job = store.get(job_id)
+        _note(f"job {job_id} · {job.run_dir.root}")
+        job = _follow(store, job, job.run_dir.rank_log(0), states=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return EXIT_STATUS[job.state]
+
+
+def follow_log(store: Store, job_id: int, path: Path, *, forever: bool) -> None:
+    """Print a log; with `forever`, go on until the job has ended."""
+    if not forever:
+        sys.stdout.write(path.read_text(encoding="utf-8", errors="replace"))
+        return
+    _follow(store, store.get(job_id), path, states=False)
+
+
+def _follow(store: Store, job: Job, path: Path, *, states: bool) -> Job:
+    tail = _Tail(path)
+    events = EventLog(job.run_dir.events)
+    said: Any = None
+    phase: Any = None
+    while True:
+        service.refresh(store)
+        job = store.get(job.id)
+        # The state first: what an ended job wrote is then complete when it is copied below.
+        tail.copy_new()
+        if states:
+            if (job.state, job.reason) != said:
+                said = (job.state, job.reason)
+                _note(f"{job.state}: {job.reason}" if job.reason else str(job.state))
+            events.poll()
+            if events.phase is not None and events.phase.name != phase:
+                phase = events.phase.name
+                if events.phase.total:
+                    _note(f"{PHASES.get(phase, phase)} ({events.phase.total})")
+        if job.state.ended:
+            return job
+        time.sleep(_LOOK_EVERY)
+
+
+class _Tail:
+    """Copies what a file gains to standard output."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def copy_new(self) -> None:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                while data := file.read(1 << 20):
+                    self._offset += len(data)
+                    sys.stdout.write(data.decode(errors="replace"))
+        except FileNotFoundError:
+            return
+        sys.stdout.flush()
+
+
+def _stop(store: Store, job_id: int) -> None:
+    try:
+        _note(service.stop(store, job_id))
+    except StateError:
+        return  # it has ended meanwhile
+
+
+def _note(text: str) -> None:
+    print(f"fsdp-tui: {text}", file=sys.stderr, flush=True)

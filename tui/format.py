@@ -1,0 +1,138 @@
+"""Numbers, times and bars as people read them. Pure functions; a missing value is `–`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+MISSING = "–"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Span(NamedTuple):
+    """A piece of a line and the role its colour follows from (see `tui.widgets.lines`)."""
+
+    text: str
+    role: str = ""
+
+
+Row = tuple[Span, ...]
+
+
+def size(count: float | None) -> str:
+    """Bytes with a unit: `610 MiB`, `1.2 GiB`."""
+    if count is None:
+        return MISSING
+    value, unit = float(count), 0
+    while value >= 1000 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    digits = 1 if unit >= 3 and value < 100 else 0
+    return f"{value:.{digits}f} {_UNITS[unit]}"
+
+
+def gib(count: float | None) -> str:
+    """Bytes as a bare number of GiB, for columns whose heading names the unit."""
+    if count is None:
+        return MISSING
+    value = count / 2**30
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """`0:42`, `12:05`, `3:20:11`, `2d 04h`."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02}h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A loss or a rate in about `digits` significant digits, never longer than eight characters."""
+    if value is None:
+        return MISSING
+    if math.isnan(value):
+        return "nan"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    magnitude = abs(value)
+    if magnitude != 0 and (magnitude < 1e-3 or magnitude >= 1e5):
+        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-").replace("e+0", "e")
+    before = len(str(int(magnitude)))
+    return f"{value:.{max(0, digits - before + (magnitude < 1))}f}"
+
+
+def pace(seconds: float | None) -> str:
+    """Seconds per step in at most five characters where it can be."""
+    if seconds is None:
+        return MISSING
+    if seconds >= 100:
+        return duration(seconds)
+    return f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" if seconds < 10 else (
+        f"{seconds:.1f}"
+    )
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.0f}%"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Indices, runs of three or more drawn together: `0-3,6`."""
+    found = sorted(set(numbers))
+    parts: list[str] = []
+    start = 0
+    for end in range(1, len(found) + 1):
+        if end < len(found) and found[end] == found[end - 1] + 1:
+            continue
+        run = found[start:end]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+        start = end
+    return ",".join(parts)
+
+
+def cut(text: str, width: int) -> str:
+    """The text in at most `width` cells, its end replaced by `…` when something is missing."""
+    if len(text) <= width:
+        return text
+    return text[: width - 1] + "…" if width > 0 else ""
+
+
+def left(text: str, width: int) -> str:
+    return cut(text, width).ljust(width)
+
+
+def right(text: str, width: int) -> str:
+    return cut(text, width).rjust(width)
+
+
+def bar(fraction: float | None, width: int, role: str = "bar") -> Row:
+    """A bar of `width` cells in half-cell steps; the shape says it too, not only the colour."""
+    if width <= 0:
+        return ()
+    if fraction is None:
+        return (Span("┄" * width, "faint"),)
+    halves = round(min(1.0, max(0.0, fraction)) * width * 2)
+    full, half = divmod(halves, 2)
+    done = "━" * full + ("╸" if half else "")
+    return tuple(
+        span for span in (Span(done, role), Span("┄" * (width - len(done)), "faint")) if span.text
+    )
+
+
+def load_role(fraction: float | None) -> str:
+    """The role of a memory bar by how full it is."""
+    if fraction is None or fraction < 0.85:
+        return "bar"
+    return "warn" if fraction < 0.95 else "bad"
+
+
+def plain(row: Sequence[Span]) -> str:
+    """The characters of a row without its roles."""
+    return "".join(span.text for span in row)

@@ -1,0 +1,93 @@
+"""Plain tables for the command line, made to be read by people and by `grep`. Pure."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from tui.format import MISSING, duration, number, pace, ranges, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jobs.devices import Gpu
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, two spaces apart."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in [head, *rows]
+    ]
+    return "\n".join(lines)
+
+
+def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """`fsdp-tui list`."""
+    if not jobs:
+        return "no jobs yet; `fsdp-tui demo` starts one, `fsdp-tui submit JOB.yaml` queues yours"
+    head = ("ID", "NAME", "STATE", "STEP", "LOSS", "S/STEP", "ETA", "ON", "REASON")
+    rows = [
+        (
+            str(job["id"]),
+            job["name"],
+            job["state"],
+            f"{job['step']}/{job['total_steps']}",
+            number(job["loss"]),
+            pace(job["seconds_per_step"]),
+            duration(job["eta"]),
+            _where(job),
+            job["reason"],
+        )
+        for job in jobs
+    ]
+    return table(head, rows)
+
+
+def describe(job: Mapping[str, Any]) -> str:
+    """`fsdp-tui show`."""
+    lines = [
+        f"job {job['id']}  {job['name']}",
+        f"state        {job['state']}: {job['reason']}",
+        f"step         {job['step']} of {job['total_steps']}",
+        f"loss         {number(job['loss'])}",
+        f"pace         {pace(job['seconds_per_step'])} s/step, {duration(job['eta'])} left",
+        f"on           {_where(job)}",
+        f"files        {job['run_dir']}",
+        f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
+        "history",
+    ]
+    lines += [
+        f"  {_when(change['t'])}  {change['to']:<10} {change['reason']}"
+        for change in job["history"]
+    ]
+    return "\n".join(lines)
+
+
+def gpu_table(present: Sequence[Gpu], claims: Mapping[str, int]) -> str:
+    """`fsdp-tui gpus`."""
+    head = ("GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "JOB")
+    rows = [
+        (
+            str(gpu.index),
+            gpu.name,
+            f"{size(gpu.memory_used)} of {size(gpu.memory_total)}",
+            MISSING if gpu.utilisation is None else f"{gpu.utilisation} %",
+            MISSING if gpu.temperature is None else f"{gpu.temperature} °C",
+            MISSING if gpu.power is None else f"{gpu.power:.0f} W",
+            str(claims.get(gpu.uuid, MISSING)),
+        )
+        for gpu in present
+    ]
+    return table(head, rows)
+
+
+def _where(job: Mapping[str, Any]) -> str:
+    if job["gpus"]:
+        return f"gpu {ranges(job['gpus'])}"
+    return f"{job['ranks']} ranks"
+
+
+def _when(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))

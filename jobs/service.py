@@ -106,9 +106,12 @@ def resume(store: Store, job_id: int, overrides: Mapping[str, Any] | None = None
     spec = load_spec(job.run_dir.job_file, overrides)
     preflight.check(spec)
     newest = job.run_dir.latest_checkpoint()
-    if job.state is State.COMPLETED and newest and newest[0] >= spec.max_train_steps:
+    done = newest[0] if newest else 0
+    if done > spec.max_train_steps or (
+        done == spec.max_train_steps and job.state is State.COMPLETED
+    ):
         raise StateError(
-            f"job {job_id} has trained all of its {spec.max_train_steps} steps",
+            f"job {job_id} has already trained {done} of {spec.max_train_steps} steps",
             f"resume {job_id} --max_train_steps=N with a larger N trains on",
         )
     if overrides:

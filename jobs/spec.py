@@ -258,3 +258,9 @@ def is_switch(name: str) -> bool:
     """Whether a field is just on or off, so that a bare flag turns it on."""
     field = JobSpec.model_fields.get(name)
     return field is not None and field.annotation in (bool, bool | None)
+
+
+def takes_many(name: str) -> bool:
+    """Whether a field holds a list."""
+    field = JobSpec.model_fields.get(name)
+    return field is not None and "list[" in str(field.annotation)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from jobs.conflicts import find_conflicts
 from jobs.errors import SpecError
 from jobs.families import get_family
-from jobs.spec import JobSpec, field_choices, field_names, is_switch
+from jobs.spec import JobSpec, field_choices, field_names, is_switch, takes_many
 from jobs.spellings import as_bool, did_you_mean, normal_key
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Read `--key=value`, `--key value` and bare `--key` (true).
 
     Returns:
-        Values by normal key (a key given twice has a list), and the words that are no flags.
+        Values by normal key, and the words that are no flags. A key that takes several values may
+        be given several times.
     """
     values: dict[str, Any] = {}
     others: list[str] = []
@@ -93,11 +94,11 @@ def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 value = rest.pop(0)
             else:
                 value = "true"
-        if name in values:
+        if name in values and takes_many(name):
             before = values[name]
             values[name] = [*(before if isinstance(before, list) else [before]), value.strip()]
         else:
-            values[name] = value.strip()
+            values[name] = value.strip()  # given twice: the later one counts
     return values, others
 
 

@@ -185,7 +185,7 @@ class Supervisor:
         newest = run_dir.latest_checkpoint()
         resume = f"resume continues after step {newest[0]}" if newest else "no checkpoint"
         if log.end_reason == "completed":
-            self._finish(State.COMPLETED, f"trained {self.job.total_steps} steps")
+            self._finish(State.COMPLETED, f"trained {newest[0] if newest else 0} steps")
         elif log.end_reason == "stopped":
             at = f"stopped at step {newest[0]}, saved" if newest else "stopped"
             self._finish(State.STOPPED, at)

@@ -7,38 +7,58 @@ import signal
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from jobs.rundir import RunDir
 
-_RANK_DEATH: Final = re.compile(r"exitcode\s*:?\s*(-?\d+)\)?\s.*?local_rank:?\s*(\d+)")
+# Torch elastic's closing summary names every rank that did not end well.
+_RANK_EXIT: Final = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
+# What ranks say when *another* one has gone: never the cause.
+_AFTERMATH: Final = re.compile(
+    r"connection (reset|closed|refused)|closed by peer|broken pipe|socket|gloo|nccl|timed? ?out"
+    r"|ProcessGroup|remote (worker|process)",
+    re.IGNORECASE,
+)
 _LONGEST: Final = 300
 
 
-def why_failed(run_dir: RunDir, exit_code: int | None) -> str:
+def why_failed(run_dir: RunDir, exit_code: int | None, *, ended_by_us: Collection[int] = ()) -> str:
     """One line: which rank, what, when.
 
     Args:
         run_dir: Where the ranks wrote.
         exit_code: The launcher's, or None when it was not our child.
+        ended_by_us: Ranks that were ended only because another one had failed.
     """
     errors = run_dir.rank_errors()
-    if errors:
-        return _rank_error(errors[0])
     tail = _tail(run_dir.launcher_log)
-    if death := _RANK_DEATH.search(tail):
-        code, rank = int(death[1]), int(death[2])
-        status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
-        when = f" at step {status.step} during {status.phase}" if status else " while starting"
-        if code < 0:
-            return f"rank {rank} was killed by {_signal_name(-code)}{when}"
-        return f"rank {rank} exited with status {code}{when}; {_last_line(run_dir, rank)}"
+    causes = [error for error in errors if not _is_aftermath(error)]
+    if causes:
+        return _rank_error(causes[0])
+    told = {int(error.get("rank", -1)) for error in errors} | set(ended_by_us)
+    for rank, code in _rank_exits(tail).items():
+        if rank not in told:
+            return _silent_death(run_dir, rank, code)
+    if errors:
+        silent = [s.rank for s in run_dir.rank_statuses() if s.rank not in told]
+        return _silent_death(run_dir, silent[0], None) if silent else _rank_error(errors[0])
     if exit_code is not None and exit_code < 0:
         return f"the launcher was killed by {_signal_name(-exit_code)}"
-    last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
     if exit_code == 0:
         return "the ranks ended without saying why; see logs/launcher.log"
+    last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
     return f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
+
+
+def _is_aftermath(error: dict[str, Any]) -> bool:
+    return error.get("type") in {"RuntimeError", "DistBackendError", "DistNetworkError"} and bool(
+        _AFTERMATH.search(str(error.get("message", "")))
+    )
+
+
+def _rank_exits(tail: str) -> dict[int, int]:
+    return {int(rank): int(code) for rank, code in _RANK_EXIT.findall(tail) if int(code) != 0}
 
 
 def _rank_error(error: dict[str, Any]) -> str:
@@ -50,6 +70,17 @@ def _rank_error(error: dict[str, Any]) -> str:
     if error.get("type") == "OutOfMemoryError":
         return f"{where} ran out of GPU memory {when}: {message}"
     return f"{where} failed {when}: {error.get('type')}: {message}"
+
+
+def _silent_death(run_dir: RunDir, rank: int, code: int | None) -> str:
+    """A rank that ended without a word of its own."""
+    status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
+    when = f"at step {status.step} during {status.phase}" if status else "while starting"
+    if code is None:
+        return f"rank {rank} vanished {when}"
+    if code < 0:
+        return f"rank {rank} was killed by {_signal_name(-code)} {when}"
+    return f"rank {rank} exited with status {code} {when}; {_last_line(run_dir, rank)}"
 
 
 def _last_line(run_dir: RunDir, rank: int) -> str:

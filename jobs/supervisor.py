@@ -29,10 +29,12 @@ from jobs.specfile import load_spec
 from jobs.states import State
 
 if TYPE_CHECKING:
+    from jobs.rundir import RankStatus
     from jobs.store import Job, Store
 
 LOOK_EVERY: Final = 0.2  # seconds
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
+FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
 _SAVING: Final = frozenset({"save", "export"})
 
 
@@ -50,7 +52,8 @@ class Supervisor:
     stop_level: int = 0
     deadline: float | None = None
     exit_code: int | None = None
-    said: str = field(default="")
+    failed_at: float | None = None
+    ended_by_us: set[int] = field(default_factory=set)
 
     def run(self) -> None:
         """Launch, or adopt what an earlier supervisor launched, and stay until the end."""
@@ -139,10 +142,33 @@ class Supervisor:
                 self._change(State.SAVING, "writing a checkpoint", {State.RUNNING})
             elif not saving and job.state is State.SAVING:
                 self._change(State.RUNNING, "the checkpoint is written", {State.SAVING})
+        self._end_the_stranded(statuses)
         overdue = self.deadline is not None and time.monotonic() > self.deadline
         wanted = max(job.stop_level, self.stop_level + 1 if overdue else 0)
         if wanted > self.stop_level:
             self._stop(min(wanted, 3))
+
+    def _end_the_stranded(self, statuses: list[RankStatus]) -> None:
+        """When a rank has failed, the others may wait in a collective until its timeout.
+
+        Elastic would wait for them as long as for a save, since it cannot tell the two apart.
+        """
+        ended = [s for s in statuses if not ProcessId(s.pid, s.started).alive()]
+        failed = self.job.run_dir.rank_errors()
+        if self.failed_at is None:
+            if failed or 0 < len(ended) < len(statuses):
+                self.failed_at = time.monotonic()
+            return
+        if time.monotonic() - self.failed_at < FAILURE_GRACE:
+            return
+        told = {int(error["rank"]) for error in failed if "rank" in error}
+        stranded = [s for s in statuses if s not in ended and s.rank not in told]
+        if not stranded or not (failed or ended):
+            return
+        for status in stranded:
+            self.ended_by_us.add(status.rank)
+            ProcessId(status.pid, status.started).signal(signal.SIGKILL)
+        self._say(f"ended ranks that waited for a failed one: {[s.rank for s in stranded]}")
 
     def _stop(self, level: int) -> None:
         """Level 1: ask at the step boundary. 2: SIGTERM to the ranks. 3: SIGKILL to all."""
@@ -176,7 +202,10 @@ class Supervisor:
         if not left:
             return
         self._say(f"the launcher is gone, ending what is left: {[p.pid for p in left]}")
-        if stubborn := processes.end(left, grace=0 if self.stop_level >= 3 else 2.0):
+        # Ranks that are all alive can still save; those that miss one only wait for it.
+        healthy = len(left) >= self.ranks and self.failed_at is None
+        grace = 0.0 if self.stop_level >= 3 else min(self.grace, TERM_GRACE) if healthy else 2.0
+        if stubborn := processes.end(left, grace=grace):
             self._say(f"still alive after SIGKILL: {[p.pid for p in stubborn]}")
 
     def _conclude(self) -> None:
@@ -186,9 +215,13 @@ class Supervisor:
         resume = f"resume continues after step {newest[0]}" if newest else "no checkpoint"
         if log.end_reason == "completed":
             self._finish(State.COMPLETED, f"trained {newest[0] if newest else 0} steps")
-        elif log.end_reason == "stopped":
+        elif log.end_reason == "stopped" and (self.stop_level or not self.exit_code):
             at = f"stopped at step {newest[0]}, saved" if newest else "stopped"
             self._finish(State.STOPPED, at)
+        elif log.end_reason == "stopped":  # by our SIGTERM, after the launcher had died
+            self._finish(
+                State.FAILED, f"{why_failed(run_dir, self.exit_code)}; the ranks saved, {resume}"
+            )
         elif self.stop_level >= 2:
             word = "SIGTERM" if self.stop_level == 2 else "SIGKILL"
             self._finish(State.STOPPED, f"ended by {word}; {resume}")
@@ -197,7 +230,8 @@ class Supervisor:
         elif self.child is None and not run_dir.rank_errors():
             self._finish(State.LOST, f"everything was killed; {resume}")
         else:
-            self._finish(State.FAILED, why_failed(run_dir, self.exit_code))
+            reason = why_failed(run_dir, self.exit_code, ended_by_us=self.ended_by_us)
+            self._finish(State.FAILED, reason)
 
     def _finish(self, state: State, reason: str) -> None:
         for request in ("stop", "save_now", "sample_now"):

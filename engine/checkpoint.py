@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,7 +30,6 @@ from jobs.rundir import MANIFEST, read_json, write_atomic
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
     from torch.optim.lr_scheduler import LambdaLR
 
     from engine.world import World
@@ -138,6 +138,11 @@ def trained_digest(model: torch.nn.Module) -> str:
 
 def _tensors(training: Training) -> dict[str, Any]:
     model, optimizer = get_state_dict(training.model, training.optimizer, options=_OPTIONS)
+    if training.step == 0:
+        # Torch fills an empty optimizer by a step with zero gradients, which counts as one.
+        for state in training.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].zero_()
     return {"model": model, "optimizer": optimizer}
 
 

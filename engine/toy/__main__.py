@@ -1,0 +1,71 @@
+"""`python -m engine.toy DIR`: write a toy model and its pictures, print where they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from engine.toy import DTYPES, FAMILIES, write_toy
+from jobs.errors import UserError
+
+# The libraries' progress bars and advice would drown the one line that is the answer.
+QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+}
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line on standard error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0, or 2 for bad input.
+    """
+    parser = _OneLineParser(prog="toy", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--family", default="flux", help=f"one of: {', '.join(FAMILIES)}")
+    parser.add_argument("--pictures", type=int, default=240, help="how many")
+    parser.add_argument("--size", type=int, default=96, help="pixels of their short side")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and pictures")
+    parser.add_argument("--dtype", default="float32", help=f"one of: {', '.join(DTYPES)}")
+    parser.add_argument("--hidden_scale", type=int, default=1, help="times as wide")
+    parser.add_argument("--force", action="store_true", help="write both anew")
+    parser.add_argument("--json", action="store_true", help="print the paths as JSON")
+    options = parser.parse_args(arguments)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        paths = write_toy(
+            options.directory,
+            options.family,
+            pictures=options.pictures,
+            size=options.size,
+            seed=options.seed,
+            dtype=options.dtype,
+            hidden_scale=options.hidden_scale,
+            force=options.force,
+        )
+    except UserError as error:
+        print(f"toy: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps({"model": str(paths.model), "data": str(paths.data)}))
+    else:
+        print(f"model: {paths.model}  data: {paths.data}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""A small FLUX.1: every class, every file and every setting of the published one, tiny sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from engine.toy.pictures import toy_captions, toy_pictures
+from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
+from engine.toy.vocabulary import (
+    CLIP_LENGTH,
+    build_clip_tokenizer,
+    build_t5_tokenizer,
+    save_clip_vocabulary,
+)
+from engine.toy.weights import fill_random, one_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from PIL import Image
+    from transformers import CLIPTokenizer, T5TokenizerFast
+
+# What the vocabularies are made from: the same for every seed, and enough to hold every word.
+CAPTIONS = 512
+# What the autoencoder is fitted to, unless the caller has pictures.
+PICTURES = 48
+PICTURE_SIZE = 64
+
+CLIP_HEAD_DIM = 32
+T5_HEAD_DIM = 32
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True)
+class FluxSizes:
+    """Sizes of the transformer and of the text encoders it listens to.
+
+    Attributes:
+        layers: Double-stream blocks (19 in the published model).
+        single_layers: Single-stream blocks (38).
+        heads: Attention heads (24); width is heads * head_dim.
+        head_dim: Width of a head (128); a multiple of 32.
+        clip_dim: Width of CLIP's pooled embedding (768); a multiple of 32.
+        t5_dim: Width of T5's embeddings (4096); a multiple of 32.
+    """
+
+    layers: int = 2
+    single_layers: int = 4
+    heads: int = 4
+    head_dim: int = 32
+    clip_dim: int = 64
+    t5_dim: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "clip_dim", "t5_dim"):
+            if getattr(self, name) % 32:
+                raise ValueError(f"{name} must be a multiple of 32, not {getattr(self, name)}")
+
+    def scaled(self, factor: int) -> FluxSizes:
+        """`factor` times as wide: about factor squared as many parameters."""
+        return replace(self, heads=self.heads * factor)
+
+    @property
+    def rotary_axes(self) -> tuple[int, int, int]:
+        """Widths of the rotary embedding's three axes, in the published 16 : 56 : 56."""
+        first = self.head_dim // 8
+        return first, (self.head_dim - first) // 2, (self.head_dim - first) // 2
+
+
+def write_flux(
+    model_dir: Path,
+    *,
+    seed: int,
+    dtype: str = "float32",
+    sizes: FluxSizes | None = None,
+    sample_images: Sequence[Image.Image] | None = None,
+    max_shard_size: int | str | None = None,
+) -> None:
+    """Write the model in the layout of `FluxPipeline.save_pretrained`.
+
+    Args:
+        model_dir: Created if it is missing.
+        seed: Same seed, same bytes (on one machine: the autoencoder is fitted).
+        dtype: Of all weights: float32, bfloat16 or float16.
+        sizes: Of the transformer; the defaults make about 2 million parameters.
+        sample_images: Pictures of one size to fit the autoencoder to; else the toy's own.
+        max_shard_size: Split larger weights over several files, such as "500KB".
+    """
+    sizes = sizes or FluxSizes()
+    captions = toy_captions(CAPTIONS, seed=0)
+    clip_tokenizer = build_clip_tokenizer(captions)
+    t5_tokenizer = build_t5_tokenizer(captions)
+    wanted = getattr(torch, dtype)
+    vae = build_vae(as_tensor(sample_images or _sample_images(seed)), seed=seed)
+    pipeline = FluxPipeline(
+        scheduler=build_scheduler(),
+        vae=_cast(vae, wanted),
+        text_encoder=_cast(build_clip(clip_tokenizer, sizes, seed=seed), wanted),
+        tokenizer=clip_tokenizer,
+        text_encoder_2=_cast(build_t5(t5_tokenizer, sizes, seed=seed), wanted),
+        tokenizer_2=t5_tokenizer,
+        transformer=build_transformer(sizes, seed=seed, dtype=wanted),
+    )
+    pipeline.save_pretrained(model_dir, safe_serialization=True, max_shard_size=max_shard_size)
+    save_clip_vocabulary(clip_tokenizer, model_dir / "tokenizer")
+
+
+def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler of FLUX.1-dev."""
+    return FlowMatchEulerDiscreteScheduler(
+        num_train_timesteps=1000,
+        shift=3.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+    )
+
+
+def shape_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
+    """The transformer on the meta device: shapes without numbers."""
+    with torch.device("meta"):
+        return FluxTransformer2DModel(
+            in_channels=4 * LATENT_CHANNELS,  # A token is 2x2 latent cells.
+            num_layers=sizes.layers,
+            num_single_layers=sizes.single_layers,
+            attention_head_dim=sizes.head_dim,
+            num_attention_heads=sizes.heads,
+            joint_attention_dim=sizes.t5_dim,
+            pooled_projection_dim=sizes.clip_dim,
+            guidance_embeds=True,
+            axes_dims_rope=sizes.rotary_axes,
+        )
+
+
+def build_transformer(
+    sizes: FluxSizes, *, seed: int, dtype: torch.dtype = torch.float32
+) -> FluxTransformer2DModel:
+    """The transformer: random, its gates open, its output of size 0.5.
+
+    A new LoRA adds nothing at first, and what it adds after a few steps is small. It counts
+    from the start because the stream between the blocks is small too (size 0.1; the last norm
+    makes it 1 again), and because the output is read mostly where the embedded latents are not:
+    what a block writes there is not mixed with them.
+    """
+    # A large one is filled once, and in its own dtype.
+    transformer = _cast(shape_transformer(sizes), dtype).to_empty(device="cpu")
+    fill_random(transformer, seed, gain=_transformer_gain, bias=0.005)
+    with torch.no_grad(), one_thread():
+        for block in transformer.transformer_blocks:
+            for norm in (block.norm1, block.norm1_context):
+                _open_gates(norm.linear, chunks=6, gates=(2, 5))
+        for block in transformer.single_transformer_blocks:
+            _open_gates(block.norm.linear, chunks=3, gates=(2,))
+        _quieten(transformer.proj_out, transformer.x_embedder)
+    return transformer.eval()
+
+
+def build_clip(tokenizer: CLIPTokenizer, sizes: FluxSizes, *, seed: int) -> CLIPTextModel:
+    """The text encoder whose pooled output is `sizes.clip_dim` wide."""
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=sizes.clip_dim,
+        intermediate_size=4 * sizes.clip_dim,
+        projection_dim=sizes.clip_dim,
+        num_hidden_layers=2,
+        num_attention_heads=max(1, sizes.clip_dim // CLIP_HEAD_DIM),
+        max_position_embeddings=CLIP_LENGTH,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = CLIPTextModel(config)
+    fill_random(model, seed, gain=_text_gain(sizes.clip_dim))
+    return model.eval()
+
+
+def build_t5(tokenizer: T5TokenizerFast, sizes: FluxSizes, *, seed: int) -> T5EncoderModel:
+    """The text encoder whose token embeddings are `sizes.t5_dim` wide."""
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=sizes.t5_dim,
+        d_kv=T5_HEAD_DIM,
+        d_ff=4 * sizes.t5_dim,
+        num_layers=2,
+        num_heads=max(1, sizes.t5_dim // T5_HEAD_DIM),
+        feed_forward_proj="gated-gelu",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+    model = T5EncoderModel(config)
+    fill_random(model, seed, gain=_text_gain(sizes.t5_dim))
+    return model.eval()
+
+
+def _sample_images(seed: int) -> list[Image.Image]:
+    """Square toy pictures at the resolution that toy jobs train at."""
+    pictures = toy_pictures(PICTURES, size=PICTURE_SIZE, seed=seed)
+    return [picture for picture in pictures if picture.width == picture.height]
+
+
+def _transformer_gain(name: str) -> float:
+    """Factors on the scale that keeps sizes, by parameter."""
+    if name == "x_embedder.weight":
+        return 0.1
+    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
+        return 0.03
+    if "single_transformer_blocks" in name and name.endswith("proj_out.weight"):
+        return 0.03
+    if name == "norm_out.linear.weight":
+        return 0.1
+    if name.endswith(("norm.linear.weight", "norm1.linear.weight", "norm1_context.linear.weight")):
+        return 0.3
+    if name.startswith("time_text_embed.guidance"):
+        return 0.3  # Training and sampling at different guidance should not be far apart.
+    return 1.0
+
+
+def _text_gain(dim: int) -> Callable[[str], float]:
+    """Factors for a text encoder: the words, not their mixing, should make the difference."""
+
+    def gain(name: str) -> float:
+        if name.endswith(("shared.weight", "token_embedding.weight")):
+            return dim**0.5  # Each entry of size 1.
+        if name.endswith("self_attn.out_proj.weight"):
+            return 3.0  # CLIP's pooled output has the words through its attention only.
+        if name.endswith("SelfAttention.q.weight"):
+            return T5_HEAD_DIM**-0.5  # T5 does not divide its attention scores by that.
+        return 1.0
+
+    return gain
+
+
+def _open_gates(linear: torch.nn.Linear, *, chunks: int, gates: Sequence[int]) -> None:
+    """Move the gates of an adaptive norm to 1, so that its block takes part from the start."""
+    parts = linear.bias.chunk(chunks)
+    for gate in gates:
+        parts[gate].add_(1.0)
+
+
+def _quieten(readout: torch.nn.Linear, embedder: torch.nn.Linear) -> None:
+    """Let `readout` see only a fifth of what `embedder` writes."""
+    basis = torch.linalg.qr(embedder.weight.float()).Q  # (width, 64)
+    weight = readout.weight.float()  # (64, width)
+    readout.weight.copy_(weight - 0.8 * (weight @ basis) @ basis.T)
+
+
+def _cast(module: Model, dtype: torch.dtype) -> Model:
+    """Change the parameters' dtype in place; diffusers' own `.to` warns about doing so."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module

@@ -1,0 +1,242 @@
+"""Captioned pictures of coloured shapes: light to make, and with something to learn in them.
+
+Picture `index` depends on `seed`, `size` and its own index only, so the first hundred of a set
+are the same pictures whatever the length of the set.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from PIL import Image, ImageDraw
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (216, 38, 44),
+    "orange": (242, 136, 28),
+    "yellow": (246, 212, 48),
+    "green": (46, 158, 70),
+    "cyan": (52, 196, 206),
+    "blue": (38, 78, 206),
+    "purple": (122, 54, 168),
+    "pink": (240, 128, 172),
+    "brown": (122, 78, 46),
+    "black": (22, 22, 26),
+    "grey": (136, 138, 142),
+    "white": (246, 246, 242),
+}
+SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "diamond", "hexagon", "crescent")
+BACKGROUNDS = ("plain", "gradient", "stripes")
+
+# Width and height in units of the short side: every fourth picture takes the next of these.
+OBLONG = ((3, 2), (2, 3), (4, 3), (3, 4))
+
+OVERSAMPLING = 4
+"""Pictures are drawn this many times too large and averaged down: that smooths the edges."""
+
+Colour = tuple[int, int, int]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class PicturePlan:
+    """Everything about one picture, before it is drawn.
+
+    Attributes:
+        stem: File name without its ending, such as `0001-red-circle`.
+        caption: What a person would write below it.
+        width: In pixels.
+        height: In pixels.
+        shape: One of `SHAPES`.
+        colour: Name of the shape's colour.
+        background: One of `BACKGROUNDS`.
+        background_colours: Names of the background's two colours; a plain one uses the first.
+        centre: Of the shape, as fractions of width and height.
+        radius: Of the shape, as a fraction of the short side.
+        turn: Of the shape, radians.
+        slant: Of the background's gradient or stripes, radians.
+    """
+
+    stem: str
+    caption: str
+    width: int
+    height: int
+    shape: str
+    colour: str
+    background: str
+    background_colours: tuple[str, str]
+    centre: Point
+    radius: float
+    turn: float
+    slant: float
+
+
+def plan_picture(index: int, *, size: int, seed: int) -> PicturePlan:
+    """Decide what picture `index` shows.
+
+    Args:
+        index: From 0; the file is numbered from 1.
+        size: Pixels of the short side.
+        seed: Of the whole set.
+    """
+    chance = random.Random(f"{seed}:{index}")
+    shape = SHAPES[index % len(SHAPES)]
+    colour, first, second = chance.sample(sorted(COLOURS), 3)
+    background = chance.choice(BACKGROUNDS)
+    where = {
+        "plain": _with_article(f"{first} background"),
+        "gradient": _with_article(f"{first} to {second} gradient"),
+        "stripes": f"{first} and {second} stripes",
+    }[background]
+    wide, high = OBLONG[index // 4 % len(OBLONG)] if index % 4 == 3 else (1, 1)
+    short = min(wide, high)
+    return PicturePlan(
+        stem=f"{index + 1:04d}-{colour}-{shape}",
+        caption=f"{_with_article(colour)} {shape} on {where}",
+        width=size * wide // short,
+        height=size * high // short,
+        shape=shape,
+        colour=colour,
+        background=background,
+        background_colours=(first, second),
+        centre=(chance.uniform(0.38, 0.62), chance.uniform(0.38, 0.62)),
+        radius=chance.uniform(0.24, 0.36),
+        turn=chance.uniform(-0.25, 0.25),
+        slant=chance.uniform(0.0, math.pi),
+    )
+
+
+def draw_picture(plan: PicturePlan) -> Image.Image:
+    """Draw it: an RGB picture of `plan.width` x `plan.height` pixels."""
+    width, height = plan.width * OVERSAMPLING, plan.height * OVERSAMPLING
+    picture = _draw_background(plan, width, height)
+    mask = Image.new("L", (width, height))
+    radius = plan.radius * min(width, height)
+    centre = (plan.centre[0] * width, plan.centre[1] * height)
+    _draw_shape(ImageDraw.Draw(mask), plan.shape, centre, radius, plan.turn)
+    picture.paste(COLOURS[plan.colour], (0, 0), mask)
+    return picture.reduce(OVERSAMPLING)
+
+
+def toy_pictures(count: int, *, size: int, seed: int) -> list[Image.Image]:
+    """The first `count` pictures of a set, in memory."""
+    return [draw_picture(plan_picture(i, size=size, seed=seed)) for i in range(count)]
+
+
+def toy_captions(count: int, *, seed: int) -> list[str]:
+    """The first `count` captions of a set."""
+    return [plan_picture(i, size=1, seed=seed).caption for i in range(count)]
+
+
+def write_pictures(data_dir: Path, *, count: int, size: int, seed: int) -> None:
+    """Write `count` PNG files, each with its caption in a `.txt` file of the same stem.
+
+    Args:
+        data_dir: Created if it is missing.
+        count: How many pictures.
+        size: Pixels of the short side; about a quarter are landscape or portrait.
+        seed: Same seed, same bytes.
+    """
+    data_dir.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        plan = plan_picture(index, size=size, seed=seed)
+        # Level 1: half the time of the default, and the files stay under a few kilobytes.
+        draw_picture(plan).save(data_dir / f"{plan.stem}.png", compress_level=1)
+        (data_dir / f"{plan.stem}.txt").write_text(plan.caption + "\n", encoding="utf-8")
+
+
+def _with_article(phrase: str) -> str:
+    return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
+
+
+def _draw_background(plan: PicturePlan, width: int, height: int) -> Image.Image:
+    """The background: RGB, `width` x `height`."""
+    first, second = (COLOURS[name] for name in plan.background_colours)
+    picture = Image.new("RGB", (width, height), first)
+    if plan.background == "plain":
+        return picture
+    # Positions run along `slant`, from -reach to +reach, and cover every corner.
+    reach = math.hypot(width, height) / 2
+    along = (math.cos(plan.slant), math.sin(plan.slant))
+    draw = ImageDraw.Draw(picture)
+    bands = 64 if plan.background == "gradient" else 8
+    for band in range(bands):
+        if plan.background == "gradient":
+            colour = _mix(first, second, band / (bands - 1))
+        elif band % 2:
+            colour = second
+        else:
+            continue
+        start, end = ((2 * (band + edge) / bands - 1) * reach for edge in (0, 1))
+        draw.polygon(_band((width / 2, height / 2), along, start, end, reach), fill=colour)
+    return picture
+
+
+def _band(centre: Point, along: Point, start: float, end: float, reach: float) -> list[Point]:
+    """Corners of the band across `along`, from `start` to `end` pixels from `centre`."""
+    (x, y), (dx, dy) = centre, along
+    return [
+        (x + dx * step - dy * side, y + dy * step + dx * side)
+        for step, side in ((start, -reach), (start, reach), (end, reach), (end, -reach))
+    ]
+
+
+def _mix(first: Colour, second: Colour, share: float) -> Colour:
+    """The colour at `share` (0 to 1) of the way from `first` to `second`."""
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(first, second, strict=True))
+    return red, green, blue
+
+
+def _draw_shape(
+    draw: ImageDraw.ImageDraw, shape: str, centre: Point, radius: float, turn: float
+) -> None:
+    """Fill `shape` with 255 in a mask. `radius` in pixels, `turn` in radians."""
+    if shape in ("circle", "ring", "crescent"):
+        draw.ellipse(_box(centre, radius), fill=255)
+        if shape == "ring":
+            draw.ellipse(_box(centre, radius * 0.55), fill=0)
+        elif shape == "crescent":
+            aside = (centre[0] + radius * math.cos(turn) / 2, centre[1] - radius * math.sin(turn))
+            draw.ellipse(_box(aside, radius * 0.8), fill=0)
+        return
+    draw.polygon(_corners(shape, centre, radius, turn), fill=255)
+
+
+def _box(centre: Point, radius: float) -> list[float]:
+    """The square around a circle: left, top, right, bottom."""
+    (x, y) = centre
+    return [x - radius, y - radius, x + radius, y + radius]
+
+
+def _corners(shape: str, centre: Point, radius: float, turn: float) -> Sequence[Point]:
+    """Corners of a shape with straight edges, its first corner at the top before turning."""
+    if shape == "cross":
+        arm = radius * 0.34
+        outline = [
+            (-arm, -radius), (arm, -radius), (arm, -arm), (radius, -arm), (radius, arm),
+            (arm, arm), (arm, radius), (-arm, radius), (-arm, arm), (-radius, arm),
+            (-radius, -arm), (-arm, -arm),
+        ]  # fmt: skip
+    else:
+        corners, inner = {
+            "square": (4, 1.0),
+            "diamond": (4, 1.0),
+            "triangle": (3, 1.0),
+            "hexagon": (6, 1.0),
+            "star": (10, 0.42),
+        }[shape]
+        turn += math.pi / 4 if shape == "square" else 0.0
+        outline = []
+        for corner in range(corners):
+            angle = 2 * math.pi * corner / corners - math.pi / 2
+            far = radius * (inner if corner % 2 else 1.0)
+            narrow = 0.7 if shape == "diamond" else 1.0
+            outline.append((far * narrow * math.cos(angle), far * math.sin(angle)))
+    cos, sin = math.cos(turn), math.sin(turn)
+    return [(centre[0] + x * cos - y * sin, centre[1] + x * sin + y * cos) for x, y in outline]

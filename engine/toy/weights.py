@@ -1,0 +1,53 @@
+"""Weights that depend on the seed and the parameter's name only, not on the run that made them."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@torch.no_grad()
+def fill_random(
+    module: torch.nn.Module,
+    seed: int,
+    *,
+    gain: Callable[[str], float] = lambda name: 1.0,
+    bias: float = 0.05,
+) -> None:
+    """Fill every parameter of `module`, in place and in its own dtype.
+
+    Matrices and convolutions are normal with standard deviation gain / sqrt(fan in), so that
+    activations keep their size through the layers; vectors called `weight` (of norms) are 1;
+    biases are normal with standard deviation `bias`. Each parameter has a generator of its own,
+    so that neither a library's initialisation nor the order of layers has a say.
+
+    Args:
+        module: May live in any dtype, on any device but meta.
+        seed: Of the model.
+        gain: From a parameter's name to the factor for it.
+        bias: Standard deviation of the biases.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.fill_(1.0)
+            continue
+        scale = gain(name) / parameter[0].numel() ** 0.5 if parameter.ndim > 1 else bias
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(scale))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: how many there are decides the order of sums, and so their bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,299 @@
+"""One rank: weights, adapters, the family's forward, checkpoints, export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from engine_support import toy, toy_spec
+from safetensors.torch import load_file, save_file
+
+from engine import adapters, checkpoint, weights
+from engine.export import export
+from engine.families import flux
+from engine.flow import keyed_generator
+from engine.optim import build_optimizer, build_scheduler
+from engine.precision import storage_dtype
+from engine.world import World
+from jobs.errors import UserError
+from jobs.rundir import RunDir
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.spec import JobSpec
+
+__all__ = ["toy"]
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
+
+
+def build(toy: Path, spec: JobSpec) -> torch.nn.Module:
+    """The transformer as a single rank builds it."""
+    directory = toy / "model" / "transformer"
+    model, stored = weights.build_on_meta(FluxTransformer2DModel, directory, spec)
+    if spec.model_type == "lora":
+        adapters.add_lora(model, spec, flux.LORA_TARGETS)
+    weights.materialise(model, ALONE.device)
+    weights.stream(model, stored, names=adapters.adapted_name(model).__getitem__)
+    if spec.model_type == "lora":
+        adapters.initialise(model, spec.seed)
+    return model
+
+
+def inputs(toy: Path) -> dict[str, Any]:
+    config = json.loads((toy / "model" / "transformer" / "config.json").read_text())
+    draw = keyed_generator(1)
+    return {
+        "noisy": torch.randn(2, config["in_channels"] // 4, 8, 12, generator=draw),
+        "sigma": torch.tensor([0.25, 0.9]),
+        "condition": {
+            "prompt_embeds": torch.randn(2, 7, config["joint_attention_dim"], generator=draw),
+            "pooled_prompt_embeds": torch.randn(2, config["pooled_projection_dim"], generator=draw),
+        },
+        "guidance": 3.5,
+    }
+
+
+@torch.no_grad()
+def test_streamed_weights_give_the_forward_of_from_pretrained(toy: Path) -> None:
+    mine = build(toy, toy_spec(toy, model_type="full"))
+    stock = FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer")
+    assert torch.equal(flux.predict(mine, **inputs(toy)), flux.predict(stock, **inputs(toy)))
+
+
+@torch.no_grad()
+def test_a_new_adapter_changes_nothing_and_a_trained_one_does(toy: Path) -> None:
+    model = build(toy, toy_spec(toy))
+    stock = FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer")
+    before = flux.predict(stock, **inputs(toy))
+    assert torch.equal(flux.predict(model, **inputs(toy)), before)
+    for name, parameter in adapters.lora_parameters(model).items():
+        if ".lora_B." in name:
+            parameter.normal_(generator=keyed_generator(2))
+    assert (flux.predict(model, **inputs(toy)) - before).abs().max() > 1e-3
+
+
+def test_only_the_adapter_is_trained_and_it_covers_every_linear_of_the_blocks(toy: Path) -> None:
+    model = build(toy, toy_spec(toy))
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == set(adapters.lora_parameters(model))
+    adapted = {name.split(".lora_A.")[0] for name in trained if ".lora_A." in name}
+    linears = {
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+        and "transformer_blocks." in name and ".norm" not in name
+    }  # fmt: skip
+    assert adapted == linears
+
+
+def test_adapters_are_drawn_by_name_and_seed(toy: Path) -> None:
+    first, again = build(toy, toy_spec(toy)), build(toy, toy_spec(toy))
+    other = build(toy, toy_spec(toy, seed=1))
+    pairs = zip(
+        adapters.lora_parameters(first).items(),
+        adapters.lora_parameters(again).values(),
+        adapters.lora_parameters(other).values(),
+        strict=True,
+    )
+    for (name, a), b, c in pairs:
+        assert torch.equal(a, b)
+        assert torch.equal(a, c) == (".lora_B." in name)
+
+
+@torch.no_grad()
+def test_predict_feeds_the_transformer_what_the_pipeline_feeds_it(toy: Path) -> None:
+    """At one timestep, for the same latents and embeddings, in a non-square picture."""
+    pipeline = FluxPipeline.from_pretrained(toy / "model")
+    transformer = pipeline.transformer
+    fed: list[tuple[dict[str, Any], torch.Tensor]] = []
+    stock_forward = transformer.forward
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        out = stock_forward(*args, **kwargs)
+        fed.append((kwargs, out[0]))
+        return out
+
+    transformer.forward = spy
+    pipeline(
+        prompt="a red circle", height=64, width=96, num_inference_steps=2, guidance_scale=2.5,
+        max_sequence_length=16, generator=keyed_generator(0), output_type="latent",
+    )  # fmt: skip
+    transformer.forward = stock_forward
+    kwargs, expected = fed[1]
+    noisy = FluxPipeline._unpack_latents(kwargs["hidden_states"], 64, 96, 8)
+    condition = flux.encode(pipeline, "a red circle", 16)
+    velocity = flux.predict(
+        transformer, noisy, kwargs["timestep"], {n: t[None] for n, t in condition.items()}, 2.5
+    )
+    packed = FluxPipeline._pack_latents(velocity, *velocity.shape)
+    assert torch.allclose(packed, expected, atol=1e-6)
+
+
+@torch.no_grad()
+def test_latents_decode_to_the_picture_they_came_from(toy: Path) -> None:
+    from engine.data.prepare import to_pixels
+
+    vae = flux.load_vae(toy / "model", torch.float32)
+    pixels = to_pixels(str(min((toy / "data").glob("*.png"))), (64, 64))
+    latents = flux.encode_pictures(vae, pixels)
+    assert latents.shape == (1, 16, 8, 8)
+    pipeline = flux.sampling_pipeline(
+        toy / "model", FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer"), vae
+    )
+    picture = flux.decode(pipeline, FluxPipeline._pack_latents(latents, 1, 16, 8, 8), 64, 64)
+    assert picture.size == (64, 64)
+
+
+def test_missing_and_extra_tensors_are_named(toy: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "transformer"
+    shutil.copytree(toy / "model" / "transformer", directory)
+    file = directory / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["surprise"] = tensors.pop("x_embedder.weight")
+    save_file(tensors, file)
+    with pytest.raises(
+        UserError, match=r"missing \(x_embedder.weight.*not in the model \(surprise"
+    ):
+        weights.build_on_meta(FluxTransformer2DModel, directory, toy_spec(toy))
+
+
+def test_a_truncated_weight_file_is_one_clear_line(toy: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "transformer"
+    shutil.copytree(toy / "model" / "transformer", directory)
+    file = directory / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"safetensors.*damaged"):
+        weights.stored_tensors(directory)
+
+
+def test_base_weights_are_cast_down_or_kept_and_never_up(toy: Path) -> None:
+    lora_bf16 = toy_spec(toy, mixed_precision="bf16")
+    full_bf16 = toy_spec(toy, mixed_precision="bf16", model_type="full")
+    half, single = torch.bfloat16, torch.float32
+    assert storage_dtype(lora_bf16, single, keep_fp32=False) is half
+    assert storage_dtype(lora_bf16, half, keep_fp32=False) is half
+    assert storage_dtype(lora_bf16, single, keep_fp32=True) is single
+    assert storage_dtype(full_bf16, half, keep_fp32=False) is single
+    model = build(toy, lora_bf16)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype is (single if parameter.requires_grad else half), name
+
+
+def _training(toy: Path, spec: JobSpec) -> checkpoint.Training:
+    model = build(toy, spec)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = build_optimizer(spec, trained, ALONE.device)
+    return checkpoint.Training(model, optimizer, build_scheduler(spec, optimizer))
+
+
+def _advance(training: checkpoint.Training, toy: Path) -> None:
+    loss = flux.predict(training.model, **inputs(toy)).square().mean()
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.scheduler.step()
+    training.step += 1
+
+
+@pytest.mark.parametrize("model_type", ["lora", "full"])
+def test_a_loaded_checkpoint_goes_on_bit_for_bit(
+    toy: Path, tmp_path: Path, model_type: str
+) -> None:
+    spec = toy_spec(toy, model_type=model_type, lr_scheduler="cosine")
+    run_dir = RunDir(tmp_path)
+    straight = _training(toy, spec)
+    for _ in range(2):
+        _advance(straight, toy)
+    path = checkpoint.save(straight, spec, run_dir, ALONE)
+    _advance(straight, toy)
+
+    resumed = _training(toy, spec)
+    checkpoint.load(resumed, path, ALONE)
+    assert resumed.step == 2
+    _advance(resumed, toy)
+    assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
+    assert checkpoint.trained_digest(resumed.model) == checkpoint.trained_digest(straight.model)
+
+
+def test_saving_before_the_first_step_changes_nothing(toy: Path, tmp_path: Path) -> None:
+    spec = toy_spec(toy)
+    untouched, saved, resumed = (_training(toy, spec) for _ in range(3))
+    path = checkpoint.save(saved, spec, RunDir(tmp_path), ALONE)
+    checkpoint.load(resumed, path, ALONE)
+    digests = set()
+    for training in (untouched, saved, resumed):
+        _advance(training, toy)
+        digests.add(checkpoint.trained_digest(training.model))
+    assert len(digests) == 1
+
+
+def test_a_lora_checkpoint_holds_no_base_weight(toy: Path, tmp_path: Path) -> None:
+    spec = toy_spec(toy)
+    training = _training(toy, spec)
+    path = checkpoint.save(training, spec, RunDir(tmp_path), ALONE)
+    adapter = sum(p.numel() * 4 for p in adapters.lora_parameters(training.model).values())
+    base = sum(p.numel() * 4 for p in training.model.parameters()) - adapter
+    on_disk = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert 3 * adapter <= on_disk < base / 4  # weights and two moments, and file headers
+
+
+def test_damage_is_found_and_named(toy: Path, tmp_path: Path) -> None:
+    spec = toy_spec(toy)
+    training = _training(toy, spec)
+    path = checkpoint.save(training, spec, RunDir(tmp_path), ALONE)
+    assert checkpoint.find_damage(path) is None
+    victim = next(path.glob("*.distcp"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    assert victim.name in (checkpoint.find_damage(path) or "")
+    with pytest.raises(UserError, match="damaged"):
+        checkpoint.load(training, path, ALONE)
+    victim.unlink()
+    assert "missing" in (checkpoint.find_damage(path) or "")
+
+
+def test_only_the_newest_checkpoints_are_kept(toy: Path, tmp_path: Path) -> None:
+    spec = toy_spec(toy, checkpoints_total_limit=2)
+    training = _training(toy, spec)
+    run_dir = RunDir(tmp_path)
+    for training.step in (1, 2, 3):
+        checkpoint.save(training, spec, run_dir, ALONE)
+    assert [step for step, _ in run_dir.complete_checkpoints()] == [2, 3]
+    assert sorted(p.name for p in run_dir.checkpoints.iterdir()) == ["step-2", "step-3"]
+
+
+def test_an_exported_lora_with_its_own_alpha_loads_into_the_stock_pipeline(
+    toy: Path, tmp_path: Path
+) -> None:
+    spec = toy_spec(toy, lora_rank=4, lora_alpha=8)
+    model = build(toy, spec)
+    with torch.no_grad():
+        for parameter in adapters.lora_parameters(model).values():
+            parameter.normal_(std=0.2, generator=keyed_generator(3))
+        expected = flux.predict(model, **inputs(toy))
+    where = export(model, spec, flux, tmp_path / "export", ALONE)
+    pipeline = FluxPipeline.from_pretrained(toy / "model")
+    with torch.no_grad():
+        plain = flux.predict(pipeline.transformer, **inputs(toy))
+        pipeline.load_lora_weights(where)
+        loaded = flux.predict(pipeline.transformer, **inputs(toy))
+    assert torch.allclose(loaded, expected, atol=1e-5)
+    assert not torch.allclose(plain, expected, atol=1e-2)
+
+
+def test_an_exported_transformer_loads_with_from_pretrained(toy: Path, tmp_path: Path) -> None:
+    spec = toy_spec(toy, model_type="full")
+    model = build(toy, spec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+        where = export(model, spec, flux, tmp_path / "export", ALONE)
+        back = FluxTransformer2DModel.from_pretrained(where / "transformer")
+        assert torch.equal(flux.predict(back, **inputs(toy)), flux.predict(model, **inputs(toy)))

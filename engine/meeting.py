@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from jobs.rundir import RunDir
 
 
+class StrandedError(RuntimeError):
+    """This rank is well, but cannot go on without one that failed."""
+
+
 class Meeting:
     """Meeting points of one attempt of a run.
 
@@ -28,6 +32,7 @@ class Meeting:
     """
 
     def __init__(self, run_dir: RunDir, token: str, rank: int, size: int) -> None:
+        self._run_dir = run_dir
         self._root = run_dir.root / ".meeting"
         self._here = self._root / token
         self._rank = rank
@@ -47,14 +52,17 @@ class Meeting:
     ) -> None:
         """Wait, however long it takes, until so many ranks (default: all) have arrived.
 
-        A rank that fails ends the job, so nobody waits for the dead.
-
         Args:
             place: The meeting point.
             ranks: How many must have arrived.
             waiting: Called several times a second meanwhile.
+
+        Raises:
+            StrandedError: Another rank has failed and will never arrive.
         """
         while self.arrived(place) < (self._size if ranks is None else ranks):
+            if any(self._run_dir.rank_error(rank).exists() for rank in range(self._size)):
+                raise StrandedError(f"another rank failed while this one waited for it at {place}")
             if waiting is not None:
                 waiting()
             time.sleep(0.1)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine.checkpoint import Training, trained_digest
 from engine.checkpoint import save as save_checkpoint
-from engine.flow import draw
+from engine.flow import draw, keyed_generator
 from engine.gradients import average_gradients, clip
 from engine.precision import autocast
 from engine.sampling import sample
@@ -82,7 +82,7 @@ class Trainer:
         spec, training = self.spec, self.training
         step = training.step
         # Dropout inside the model draws from the global generator: keyed like everything else.
-        torch.manual_seed(hash((spec.seed, step, self.world.rank)))
+        torch.manual_seed(keyed_generator(spec.seed, step, -1 - self.world.rank).initial_seed())
         batches = self.loader.step(step)
         waited = time.perf_counter() - begun
         losses = torch.zeros((), device=self.world.device)

@@ -52,6 +52,8 @@ def why_failed(run_dir: RunDir, exit_code: int | None, *, ended_by_us: Collectio
 
 
 def _is_aftermath(error: dict[str, Any]) -> bool:
+    if error.get("type") == "StrandedError":
+        return True
     return error.get("type") in {"RuntimeError", "DistBackendError", "DistNetworkError"} and bool(
         _AFTERMATH.search(str(error.get("message", "")))
     )

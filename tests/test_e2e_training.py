@@ -1,0 +1,308 @@
+"""Real jobs with real ranks over gloo, through the command line, as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import yaml
+from engine_support import toy, toy_values
+
+from jobs.eventlog import EventLog
+from jobs.processes import with_run_id
+from jobs.rundir import RunDir
+from jobs.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["toy"]
+
+pytestmark = pytest.mark.e2e
+PATIENCE = 120.0  # seconds; a slow machine under load, not an expectation
+
+
+@dataclass
+class Bench:
+    """One state directory, shared by the jobs of this file (and so their caches)."""
+
+    home: Path
+    toy: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
+            "FSDP_TUI_HOME": str(self.home / "state"),
+            "XDG_CACHE_HOME": str(self.home / "cache"),
+            "FSDP_TUI_CPU_JOBS": "1",
+        }
+
+    @property
+    def store(self) -> Store:
+        return Store(self.home / "state")
+
+    def cli(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "tui", *words],
+            env=self.environment, cwd=cwd or self.home, capture_output=True, text=True,
+            timeout=PATIENCE, check=False,
+        )  # fmt: skip
+
+    def job_file(self, **changes: Any) -> Path:
+        path = self.home / "job.yaml"
+        path.write_text(yaml.safe_dump(toy_values(self.toy, **{"num_processes": 2} | changes)))
+        return path
+
+    def submit(self, **changes: Any) -> int:
+        done = self.cli("submit", str(self.job_file(**changes)))
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    def show(self, job: int) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(self.cli("show", str(job), "--json").stdout)
+        return facts
+
+    def wait(self, job: int, *states: str) -> dict[str, Any]:
+        self.until(lambda: self.store.get(job).state in states)
+        return self.show(job)
+
+    def run(self, **changes: Any) -> Run:
+        """Run a job to its end."""
+        job = self.submit(**changes)
+        self.wait(job, "completed", "stopped", "failed", "lost")
+        facts = self.show(job)
+        assert facts["state"] == "completed", facts["reason"]
+        return Run(job, RunDir(Path(facts["run_dir"])))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, self.cli("list").stdout
+            time.sleep(0.05)
+
+    def wait_for_step(self, job: int, step: int) -> None:
+        events = EventLog(self.store.get(job).run_dir.events)
+
+        def reached() -> bool:
+            events.poll()
+            assert not self.store.get(job).state.ended, self.show(job)
+            return events.last is not None and events.last.step >= step
+
+        self.until(reached)
+
+    def processes(self, job: int) -> list[psutil.Process]:
+        return [psutil.Process(p.pid) for p in with_run_id(self.store.get(job).run_id)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished job."""
+
+    job: int
+    files: RunDir
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in EventLog(self.files.events).read_all().steps]
+
+    @property
+    def norms(self) -> list[float | None]:
+        return [step.grad_norm for step in EventLog(self.files.events).read_all().steps]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("e2e"), toy)
+    yield bench
+    for job in bench.store.all():
+        for process in with_run_id(job.run_id):
+            process.signal(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def straight(bench: Bench) -> Run:
+    """Twelve steps of a LoRA on two FSDP2 ranks, never stopped; what others are compared with."""
+    return bench.run(
+        name="straight",
+        max_train_steps=12,
+        train_batch_size=2,
+        validation_prompts=["a red circle", "a blue square", "a green star"],
+        validation_num_inference_steps=2,
+    )
+
+
+def test_every_base_parameter_is_half_on_each_rank(straight: Run) -> None:
+    for rank in range(2):
+        summary = next(
+            line for line in straight.files.rank_log(rank).read_text().splitlines()
+            if "sharded:" in line
+        )  # fmt: skip
+        assert "DTensors over 2 ranks" in summary
+        assert "(0.5000," in summary
+        assert "2 FluxTransformerBlock, 4 FluxSingleTransformerBlock" in summary
+
+
+def test_a_run_leaves_what_the_contract_names(straight: Run) -> None:
+    files = straight.files
+    launch = json.loads(files.launch_file.read_text())
+    assert "--use_fsdp" in launch["command"]
+    assert launch["versions"]["torch"]
+    assert yaml.safe_load(files.job_file.read_text())["max_train_steps"] == 12
+    assert [s.phase for s in files.rank_statuses()] == ["start", "start"]
+    assert [step for step, _ in files.complete_checkpoints()] == [12]
+    pictures = sorted(p.name for p in (files.samples / "step-12").glob("*.png"))
+    assert pictures == ["00.png", "01.png", "02.png"]
+    assert json.loads((files.samples / "step-12" / "02.json").read_text())["prompt"] == (
+        "a green star"
+    )
+    log = EventLog(files.events).read_all()
+    assert log.end_reason == "completed"
+    assert [step.step for step in log.steps] == list(range(1, 13))
+    assert not (files.root / ".meeting").exists()
+
+
+def test_the_exported_lora_changes_the_picture_of_a_stock_pipeline(
+    straight: Run, toy: Path
+) -> None:
+    import numpy as np
+    import torch
+    from diffusers import FluxPipeline
+
+    pipeline = FluxPipeline.from_pretrained(toy / "model")
+    pipeline.set_progress_bar_config(disable=True)
+
+    def picture() -> np.ndarray[Any, Any]:
+        return np.asarray(
+            pipeline(
+                "a red circle", height=64, width=64, num_inference_steps=2,
+                max_sequence_length=16, generator=torch.Generator().manual_seed(0),
+                output_type="np",
+            ).images[0]
+        )  # fmt: skip
+
+    before = picture()
+    pipeline.load_lora_weights(straight.files.export)
+    assert np.abs(picture() - before).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"num_processes": 1, "train_batch_size": 4},
+        {"num_processes": 2, "strategy": "ddp", "train_batch_size": 2},
+        {"train_batch_size": 1, "gradient_accumulation_steps": 2, "lora_placement": "sharded"},
+        {"train_batch_size": 2, "gradient_checkpointing": True},
+    ],
+    ids=["one rank", "ddp", "sharded lora, accumulated", "activation checkpointing"],
+)
+def test_ranks_and_strategies_train_alike(
+    bench: Bench, straight: Run, layout: dict[str, Any]
+) -> None:
+    other = bench.run(**({"name": "alike", "max_train_steps": 12} | layout))
+    assert other.losses == pytest.approx(straight.losses, rel=1e-5)
+    assert other.norms == pytest.approx(straight.norms, rel=1e-4)
+
+
+def test_full_training_on_two_ranks_equals_one_and_its_export_loads(bench: Bench) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    common = {"model_type": "full", "optimizer": "sgd", "learning_rate": 0.02,
+              "max_train_steps": 5}  # fmt: skip
+    one = bench.run(name="full-1", **common | {"num_processes": 1, "train_batch_size": 2})
+    two = bench.run(name="full-2", **common)
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert two.losses[0] != two.losses[-1]
+    mine, theirs = (
+        FluxTransformer2DModel.from_pretrained(run.files.export / "transformer").state_dict()
+        for run in (one, two)
+    )
+    for name, tensor in mine.items():
+        assert (tensor - theirs[name]).abs().max() <= 1e-5 * tensor.abs().max().clamp(1e-3), name
+
+
+def test_stop_saves_within_a_step_and_resume_equals_never_stopping(
+    bench: Bench, straight: Run
+) -> None:
+    job = bench.submit(name="halves", max_train_steps=12, train_batch_size=2)
+    bench.wait_for_step(job, 3)
+    assert bench.cli("stop", str(job)).returncode == 0
+    asked = EventLog(bench.store.get(job).run_dir.events).read_all().steps[-1].step
+    facts = bench.wait(job, "stopped", "completed")
+    assert facts["state"] == "stopped", "the job was too short to be stopped"
+    stopped_at = facts["checkpoints"][-1]
+    assert facts["step"] == stopped_at
+    assert stopped_at <= asked + 2, "one step that was under way, one that began meanwhile"
+    assert not bench.processes(job)
+
+    assert bench.cli("resume", str(job)).returncode == 0
+    facts = bench.wait(job, "completed", "failed")
+    assert facts["state"] == "completed"
+    resumed = Run(job, RunDir(Path(facts["run_dir"])))
+    steps = [s.step for s in EventLog(resumed.files.events).read_all().steps]
+    assert steps == list(range(1, 13)), "the next step follows, none is missing or twice"
+    assert resumed.losses == straight.losses, "bit for bit"
+
+
+def test_the_processes_of_a_run_and_what_survives_the_dashboard(bench: Bench) -> None:
+    job = bench.submit(name="family", max_train_steps=5000)
+    bench.wait_for_step(job, 1)
+    supervisor = bench.store.get(job).supervisor
+    assert supervisor is not None
+    launcher = psutil.Process(supervisor.pid).children()
+    assert len(launcher) == 1
+    assert "launch" in launcher[0].cmdline()
+    ranks = launcher[0].children()
+    assert [r.cmdline()[-3:] for r in ranks] == [["-m", "engine", str(
+        bench.store.get(job).run_dir.root)]] * 2  # fmt: skip
+    assert os.getsid(supervisor.pid) == supervisor.pid, "no terminal's hang-up reaches it"
+
+    ranks[1].kill()
+    facts = bench.wait(job, "failed", "completed", "stopped")
+    assert facts["state"] == "failed"
+    assert facts["reason"].startswith("rank 1 was killed by SIGKILL")
+    assert not bench.processes(job)
+
+
+def test_a_killed_supervisor_is_replaced_and_the_job_goes_on(bench: Bench) -> None:
+    job = bench.submit(name="orphan", max_train_steps=40)
+    bench.wait_for_step(job, 1)
+    first = bench.store.get(job).supervisor
+    assert first is not None
+    assert first.signal(signal.SIGKILL)
+    bench.cli("list")
+    facts = bench.wait(job, "completed", "failed", "lost")
+    assert facts["state"] == "completed"
+    assert bench.store.get(job).supervisor != first
+
+
+def test_folders_named_like_our_packages_do_not_shadow_them(bench: Bench, tmp_path: Path) -> None:
+    for name in ("engine", "jobs", "tui"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('shadowed')")
+    script = Path(sys.executable).parent / "fsdp-tui"
+    done = subprocess.run(
+        [str(script), "run", str(bench.job_file(name="shadow", max_train_steps=1))],
+        env=bench.environment, cwd=tmp_path, capture_output=True, text=True,
+        timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_job_whose_pictures_are_all_broken_fails_with_the_reason(
+    bench: Bench, tmp_path: Path
+) -> None:
+    (tmp_path / "x.png").write_text("not a picture")
+    (tmp_path / "x.txt").write_text("a caption")
+    done = bench.cli("run", str(bench.job_file(name="broken", dataset=str(tmp_path))))
+    assert done.returncode == 1
+    assert "no usable picture" in done.stderr
+    assert not bench.processes(bench.store.all()[0].id)

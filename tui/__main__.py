@@ -1,0 +1,5 @@
+"""`python -m tui`: the same as the `fsdp-tui` command."""
+
+from tui.cli import main
+
+main()

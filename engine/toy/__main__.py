@@ -24,7 +24,7 @@ class _OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line on standard error."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"fsdp-tui: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         0, or 2 for bad input.
     """
-    parser = _OneLineParser(prog="toy", description=__doc__)
+    parser = _OneLineParser(prog="python -m engine.toy", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--family", default="flux", help=f"one of: {', '.join(FAMILIES)}")
     parser.add_argument("--pictures", type=int, default=240, help="how many")
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
             force=options.force,
         )
     except UserError as error:
-        print(f"toy: {error}", file=sys.stderr)
+        print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps({"model": str(paths.model), "data": str(paths.data)}))

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # What the vocabularies are made from: the same for every seed, and enough to hold every word.
 CAPTIONS = 512
-# What the autoencoder is fitted to, unless the caller has pictures.
-PICTURES = 48
+# What the autoencoder is made for, unless the caller has pictures.
+PICTURES = 160
 PICTURE_SIZE = 64
 
 CLIP_HEAD_DIM = 32
@@ -90,7 +90,7 @@ def write_flux(
         seed: Same seed, same bytes (on one machine: the autoencoder is fitted).
         dtype: Of all weights: float32, bfloat16 or float16.
         sizes: Of the transformer; the defaults make about 2 million parameters.
-        sample_images: Pictures of one size to fit the autoencoder to; else the toy's own.
+        sample_images: Pictures of one size to make the autoencoder for; else the toy's own.
         max_shard_size: Split larger weights over several files, such as "500KB".
     """
     sizes = sizes or FluxSizes()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +33,8 @@ def main() -> int:
     from engine.failure import record_failure
     from engine.telemetry import Telemetry
 
+    faulthandler.enable()  # a crash in C leaves a stack too
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for when the job stands still
     telemetry = Telemetry(run_dir, rank)
     try:
         from engine.run import run

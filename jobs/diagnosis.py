@@ -6,6 +6,8 @@ import re
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.processes import kernel_oom_kills
+
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
@@ -23,14 +25,22 @@ _AFTERMATH: Final = re.compile(
 _LONGEST: Final = 300
 
 
-def why_failed(run_dir: RunDir, exit_code: int | None, *, ended_by_us: Collection[int] = ()) -> str:
+def why_failed(
+    run_dir: RunDir,
+    exit_code: int | None,
+    *,
+    ended_by_us: Collection[int] = (),
+    oom_kills_before: int | None = None,
+) -> str:
     """One line: which rank, what, when.
 
     Args:
         run_dir: Where the ranks wrote.
         exit_code: The launcher's, or None when it was not our child.
         ended_by_us: Ranks that were ended only because another one had failed.
+        oom_kills_before: The kernel's count of processes killed for memory before the run.
     """
+    out_of_memory = oom_kills_before is not None and kernel_oom_kills() > oom_kills_before
     errors = run_dir.rank_errors()
     tail = _tail(run_dir.launcher_log)
     causes = [error for error in errors if not _is_aftermath(error)]
@@ -39,16 +49,24 @@ def why_failed(run_dir: RunDir, exit_code: int | None, *, ended_by_us: Collectio
     told = {int(error.get("rank", -1)) for error in errors} | set(ended_by_us)
     for rank, code in _rank_exits(tail).items():
         if rank not in told:
-            return _silent_death(run_dir, rank, code)
+            return _silent_death(run_dir, rank, code, out_of_memory)
     if errors:
         silent = [s.rank for s in run_dir.rank_statuses() if s.rank not in told]
-        return _silent_death(run_dir, silent[0], None) if silent else _rank_error(errors[0])
+        if not silent:
+            return _rank_error(errors[0])
+        return _silent_death(run_dir, silent[0], None, out_of_memory)
     if exit_code is not None and exit_code < 0:
         return f"the launcher was killed by {_signal_name(-exit_code)}"
     if exit_code == 0:
         return "the ranks ended without saying why; see logs/launcher.log"
     last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
     return f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
+
+
+def is_persons_fault(run_dir: RunDir) -> bool:
+    """Whether the job itself is wrong, so that another attempt would fail alike."""
+    causes = [error for error in run_dir.rank_errors() if not _is_aftermath(error)]
+    return bool(causes) and causes[0].get("type") == "UserError"
 
 
 def _is_aftermath(error: dict[str, Any]) -> bool:
@@ -74,10 +92,12 @@ def _rank_error(error: dict[str, Any]) -> str:
     return f"{where} failed {when}: {error.get('type')}: {message}"
 
 
-def _silent_death(run_dir: RunDir, rank: int, code: int | None) -> str:
+def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: bool) -> str:
     """A rank that ended without a word of its own."""
     status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
     when = f"at step {status.step} during {status.phase}" if status else "while starting"
+    if out_of_memory and code in (None, -signal.SIGKILL):
+        return f"rank {rank} was killed by the kernel {when}: the machine ran out of memory"
     if code is None:
         return f"rank {rank} vanished {when}"
     if code < 0:
@@ -92,12 +112,9 @@ def _last_line(run_dir: RunDir, rank: int) -> str:
 
 def _signal_name(number: int) -> str:
     try:
-        name = signal.Signals(number).name
+        return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-    if number == signal.SIGKILL:
-        return f"{name} (by someone, or by the kernel when memory ran out)"
-    return name
 
 
 def _tail(path: Path, size: int = 64 << 10) -> str:

@@ -36,9 +36,12 @@ _ENDINGS = {State.COMPLETED, State.STOPPED, State.FAILED, State.LOST}
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.STARTING, State.STOPPED, State.FAILED}),
-    State.STARTING: frozenset({State.RUNNING, State.SAVING, State.STOPPING, *_ENDINGS}),
-    State.RUNNING: frozenset({State.SAVING, State.STOPPING, *_ENDINGS}),
-    State.SAVING: frozenset({State.RUNNING, State.STOPPING, *_ENDINGS}),
+    # To starting again: a restart after a failure, when the job asks for it.
+    State.STARTING: frozenset(
+        {State.STARTING, State.RUNNING, State.SAVING, State.STOPPING, *_ENDINGS}
+    ),
+    State.RUNNING: frozenset({State.STARTING, State.SAVING, State.STOPPING, *_ENDINGS}),
+    State.SAVING: frozenset({State.STARTING, State.RUNNING, State.STOPPING, *_ENDINGS}),
     State.STOPPING: frozenset(_ENDINGS),
     # Resuming puts an ended job back into the queue; a completed one may be given more steps.
     State.COMPLETED: frozenset({State.QUEUED}),

@@ -269,12 +269,15 @@ class Store:
             )
             return changed.rowcount == 1
 
-    def explain(self, job_id: int, reason: str) -> None:
-        """Say why a queued job waits; no change of state, nothing in the history."""
+    def explain(self, job_id: int, reason: str, state: State = State.QUEUED) -> None:
+        """Say why a job waits, or what is the matter; no change of state, nothing in the history.
+
+        Nothing happens when the job is not in `state`.
+        """
         with self._write() as db:
             db.execute(
                 "UPDATE jobs SET reason=? WHERE id=? AND state=? AND reason<>?",
-                (reason, job_id, State.QUEUED, reason),
+                (reason, job_id, state, reason),
             )
 
     def raise_stop_level(self, job_id: int, level: int) -> int:

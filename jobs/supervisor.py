@@ -6,26 +6,21 @@ starts another one, which adopts the launcher and the ranks that are still runni
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import yaml
-
 from jobs import processes
-from jobs.conflicts import world_size
-from jobs.diagnosis import why_failed
+from jobs.attempt import Attempt, adopt, launch
 from jobs.errors import UserError
-from jobs.eventlog import EventLog
-from jobs.launchers import local
+from jobs.hang import find_hang
+from jobs.housekeeping import cap_logs, space_warning
+from jobs.outcome import Outcome, judge
 from jobs.processes import ProcessId
-from jobs.rundir import read_json, write_atomic
-from jobs.specfile import load_spec
+from jobs.rundir import REQUESTS
 from jobs.states import State
 
 if TYPE_CHECKING:
@@ -35,106 +30,80 @@ if TYPE_CHECKING:
 LOOK_EVERY: Final = 0.2  # seconds
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
+STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack
+HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = frozenset({"save", "export"})
+_UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})
 
 
 @dataclass
 class Supervisor:
-    """Owns one attempt of one job, from `starting` to its end."""
+    """Owns a job from `starting` to its end, over as many attempts as it takes."""
 
     store: Store
     job: Job
-    launcher: ProcessId | None = None
-    child: subprocess.Popen[bytes] | None = None
-    ranks: int = 1
-    grace: float = 600.0
-    events_offset: int = 0
     stop_level: int = 0
     deadline: float | None = None
-    exit_code: int | None = None
     failed_at: float | None = None
+    hang: str | None = None
     ended_by_us: set[int] = field(default_factory=set)
+    tidied_at: float = 0.0
 
     def run(self) -> None:
         """Launch, or adopt what an earlier supervisor launched, and stay until the end."""
         processes.become_subreaper()
         try:
-            self._adopt() if self.job.run_dir.launch_file.exists() else self._launch()
+            attempt = adopt(self.job)
+            if attempt is not None:
+                self._say("adopted the job of a supervisor that is gone")
+            else:
+                attempt = self._launch(restarts=0)
+            outcome = self._watch(attempt)
+            while (
+                outcome.worth_retrying
+                and attempt.restarts < attempt.spec.max_restarts
+                and self.store.get(self.job.id).stop_level == 0
+            ):
+                number = attempt.restarts + 1
+                self.store.change(
+                    self.job.id,
+                    State.STARTING,
+                    f"restart {number} of {attempt.spec.max_restarts} after: {outcome.reason}",
+                )
+                self._say(f"restart {number} after: {outcome.reason}")
+                self.failed_at, self.hang, self.ended_by_us = None, None, set()
+                attempt = self._launch(restarts=number)
+                outcome = self._watch(attempt)
         except (UserError, OSError) as error:
-            self._finish(State.FAILED, f"could not start: {error}")
-            return
-        while self._launcher_alive():
-            self._look()
+            outcome = Outcome(State.FAILED, f"could not start: {error}")
+        self._finish(outcome)
+
+    def _launch(self, restarts: int) -> Attempt:
+        attempt = launch(self.job, restarts)
+        self._say(f"launched {attempt.command}")
+        return attempt
+
+    def _watch(self, attempt: Attempt) -> Outcome:
+        """Stay with an attempt until nothing of it is left."""
+        while attempt.alive():
+            self._look(attempt)
             processes.reap()
             time.sleep(LOOK_EVERY)
-        self._clean_up()
-        self._conclude()
+        self._clean_up(attempt)
+        return judge(
+            self.job.run_dir,
+            attempt,
+            stop_level=self.stop_level,
+            hang=self.hang,
+            ended_by_us=self.ended_by_us,
+        )
 
-    # -- beginning -------------------------------------------------------------------------
-
-    def _launch(self) -> None:
-        run_dir = self.job.run_dir
-        run_dir.create()
-        processes.end(processes.with_run_id(self.job.run_id), grace=0)  # of a launch cut short
-        run_dir.forget_attempt()
-        spec = load_spec(run_dir.job_file)
-        self.ranks, self.grace = world_size(spec), spec.stop_grace_seconds
-        self.events_offset = _size(run_dir.events)
-        launch = local.build(spec, run_dir, gpus=self.job.gpus, run_id=self.job.run_id)
-        config = local.accelerate_config(spec, on_gpus=bool(self.job.gpus))
-        write_atomic(run_dir.accelerate_file, yaml.safe_dump(config, sort_keys=False))
-        with open(run_dir.launcher_log, "wb") as log:
-            self.child = subprocess.Popen(
-                launch.command,
-                env=local.full_environment(launch),
-                cwd=run_dir.root,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        processes.wait_for_by_hand(self.child.pid)
-        self.launcher = ProcessId.of(self.child.pid)
-        record = {
-            "command": launch.command,
-            "environment": launch.environment,
-            "gpus": self.job.gpus,
-            "ranks": self.ranks,
-            "grace": self.grace,
-            "attempt": self.job.attempt,
-            "events_offset": self.events_offset,
-            "launcher": [self.launcher.pid, self.launcher.started] if self.launcher else None,
-            "started": time.time(),
-            "versions": local.versions(),
-        }
-        write_atomic(run_dir.launch_file, json.dumps(record, indent=2) + "\n", durable=True)
-        self._say(f"launched {' '.join(launch.command)}")
-
-    def _adopt(self) -> None:
-        record = read_json(self.job.run_dir.launch_file) or {}
-        if record.get("attempt") != self.job.attempt:  # left by an earlier attempt
-            self._launch()
-            return
-        self.ranks = int(record["ranks"])
-        self.grace = float(record["grace"])
-        self.events_offset = int(record["events_offset"])
-        if record.get("launcher"):
-            self.launcher = ProcessId(*record["launcher"])
-        self._say("adopted the job of a supervisor that is gone")
-
-    # -- watching --------------------------------------------------------------------------
-
-    def _launcher_alive(self) -> bool:
-        if self.child is not None:
-            self.exit_code = self.child.poll()
-            return self.exit_code is None
-        return self.launcher is not None and self.launcher.alive()
-
-    def _look(self) -> None:
-        """One look: follow the ranks' phases, and carry out what was asked."""
+    def _look(self, attempt: Attempt) -> None:
+        """Follow the ranks' phases, and carry out what was asked."""
         job = self.store.get(self.job.id)
         statuses = self.job.run_dir.rank_statuses()
-        if len(statuses) == self.ranks and all(s.phase != "start" for s in statuses):
+        everyone = len(statuses) == job.ranks
+        if everyone and all(status.phase != "start" for status in statuses):
             saving = any(status.phase in _SAVING for status in statuses)
             if job.state is State.STARTING:
                 self._change(State.RUNNING, "all ranks are up", {State.STARTING})
@@ -143,10 +112,38 @@ class Supervisor:
             elif not saving and job.state is State.SAVING:
                 self._change(State.RUNNING, "the checkpoint is written", {State.SAVING})
         self._end_the_stranded(statuses)
+        if everyone:
+            self._end_a_hang(attempt, statuses)
+        self._tidy()
         overdue = self.deadline is not None and time.monotonic() > self.deadline
         wanted = max(job.stop_level, self.stop_level + 1 if overdue else 0)
         if wanted > self.stop_level:
-            self._stop(min(wanted, 3))
+            self._stop(attempt, min(wanted, 3))
+
+    # -- stopping --------------------------------------------------------------------------
+
+    def _stop(self, attempt: Attempt, level: int) -> None:
+        """Level 1: ask at the step boundary. 2: SIGTERM to the ranks. 3: SIGKILL to all."""
+        self.stop_level = level
+        if level == 1:
+            self.job.run_dir.request("stop")
+            self._change(State.STOPPING, "stops after this step and a checkpoint", _UP)
+            self.deadline = time.monotonic() + attempt.spec.stop_grace_seconds
+            return
+        targets = [p for p in processes.with_run_id(self.job.run_id) if p != attempt.launcher]
+        if level == 2:
+            self._change(State.STOPPING, "SIGTERM sent", _UP)
+            self.deadline = time.monotonic() + TERM_GRACE
+            number = signal.SIGTERM
+        else:
+            self._change(State.STOPPING, "SIGKILL sent", _UP)
+            self.deadline = None
+            number = signal.SIGKILL
+            if attempt.launcher is not None:
+                targets.append(attempt.launcher)
+        for process in targets:
+            process.signal(number)
+        self._say(f"stop level {level}: {number.name} to {[p.pid for p in targets]}")
 
     def _end_the_stranded(self, statuses: list[RankStatus]) -> None:
         """When a rank has failed, the others may wait in a collective until its timeout.
@@ -170,76 +167,53 @@ class Supervisor:
             ProcessId(status.pid, status.started).signal(signal.SIGKILL)
         self._say(f"ended ranks that waited for a failed one: {[s.rank for s in stranded]}")
 
-    def _stop(self, level: int) -> None:
-        """Level 1: ask at the step boundary. 2: SIGTERM to the ranks. 3: SIGKILL to all."""
-        self.stop_level = level
-        active = {State.STARTING, State.RUNNING, State.SAVING}
-        if level == 1:
-            self.job.run_dir.request("stop")
-            self._change(State.STOPPING, "stops after this step and a checkpoint", active)
-            self.deadline = time.monotonic() + self.grace
+    def _end_a_hang(self, attempt: Attempt, statuses: list[RankStatus]) -> None:
+        """A job that stands still is ended, once every rank's stack is in its log."""
+        if self.hang is not None or self.failed_at is not None or self.stop_level:
             return
-        targets = [p for p in processes.with_run_id(self.job.run_id) if p != self.launcher]
-        if level == 2:
-            self._change(State.STOPPING, "SIGTERM sent", active)
-            self.deadline = time.monotonic() + TERM_GRACE
-            number = signal.SIGTERM
-        else:
-            self._change(State.STOPPING, "SIGKILL sent", active)
-            self.deadline = None
-            number = signal.SIGKILL
-            if self.launcher is not None:
-                targets.append(self.launcher)
-        for process in targets:
-            process.signal(number)
-        self._say(f"stop level {level}: {number.name} to {[p.pid for p in targets]}")
+        found = find_hang(statuses, time.time(), attempt.spec.hang_timeout)
+        if found is None:
+            return
+        self.hang = found.reason
+        self._say(f"hang: {found.reason}")
+        identities = [ProcessId(status.pid, status.started) for status in statuses]
+        for identity in identities:
+            identity.signal(signal.SIGUSR1)  # the engine's faulthandler writes all stacks
+        time.sleep(STACKS_TAKE)
+        for identity in [*identities, *([attempt.launcher] if attempt.launcher else [])]:
+            identity.signal(signal.SIGKILL)
 
     # -- ending ----------------------------------------------------------------------------
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, attempt: Attempt) -> None:
         """Nothing of the run may outlive it, whatever killed the launcher."""
         left = processes.with_run_id(self.job.run_id)
         if not left:
             return
         self._say(f"the launcher is gone, ending what is left: {[p.pid for p in left]}")
         # Ranks that are all alive can still save; those that miss one only wait for it.
-        healthy = len(left) >= self.ranks and self.failed_at is None
-        grace = 0.0 if self.stop_level >= 3 else min(self.grace, TERM_GRACE) if healthy else 2.0
-        if stubborn := processes.end(left, grace=grace):
+        healthy = len(left) >= self.job.ranks and self.failed_at is None and self.hang is None
+        grace = min(attempt.spec.stop_grace_seconds, TERM_GRACE) if healthy else 2.0
+        if stubborn := processes.end(left, grace=0.0 if self.stop_level >= 3 else grace):
             self._say(f"still alive after SIGKILL: {[p.pid for p in stubborn]}")
 
-    def _conclude(self) -> None:
-        run_dir = self.job.run_dir
-        log = EventLog(run_dir.events, _offset=self.events_offset).read_all()
-        newest = run_dir.latest_checkpoint()
-        resume = f"resume continues after step {newest[0]}" if newest else "no checkpoint"
-        if log.end_reason == "completed":
-            self._finish(State.COMPLETED, f"trained {newest[0] if newest else 0} steps")
-        elif log.end_reason == "stopped" and (self.stop_level or not self.exit_code):
-            at = f"stopped at step {newest[0]}, saved" if newest else "stopped"
-            self._finish(State.STOPPED, at)
-        elif log.end_reason == "stopped":  # by our SIGTERM, after the launcher had died
-            self._finish(
-                State.FAILED, f"{why_failed(run_dir, self.exit_code)}; the ranks saved, {resume}"
-            )
-        elif self.stop_level >= 2:
-            word = "SIGTERM" if self.stop_level == 2 else "SIGKILL"
-            self._finish(State.STOPPED, f"ended by {word}; {resume}")
-        elif self.stop_level == 1 and not log.steps and not run_dir.rank_errors():
-            self._finish(State.STOPPED, "stopped before the first step")
-        elif self.child is None and not run_dir.rank_errors():
-            self._finish(State.LOST, f"everything was killed; {resume}")
-        else:
-            reason = why_failed(run_dir, self.exit_code, ended_by_us=self.ended_by_us)
-            self._finish(State.FAILED, reason)
-
-    def _finish(self, state: State, reason: str) -> None:
-        for request in ("stop", "save_now", "sample_now"):
+    def _finish(self, outcome: Outcome) -> None:
+        for request in REQUESTS:
             self.job.run_dir.clear_request(request)
-        self._say(f"{state}: {reason}")
-        self.store.change(self.job.id, state, reason)
+        self._say(f"{outcome.state}: {outcome.reason}")
+        self.store.change(self.job.id, outcome.state, outcome.reason)
 
-    def _change(self, state: State, reason: str, only_from: set[State]) -> None:
+    def _tidy(self) -> None:
+        if time.monotonic() - self.tidied_at < HOUSEKEEPING_EVERY:
+            return
+        self.tidied_at = time.monotonic()
+        for path in cap_logs(self.job.run_dir):
+            self._say(f"{path.name} grew too large; its end is in {path.name}.1")
+        if warning := space_warning(self.job.run_dir):
+            self.store.explain(self.job.id, f"warning: {warning}", State.RUNNING)
+            self._say(warning)
+
+    def _change(self, state: State, reason: str, only_from: frozenset[State] | set[State]) -> None:
         if self.store.change(self.job.id, state, reason, only_from=only_from):
             self._say(f"{state}: {reason}")
 
@@ -264,10 +238,3 @@ def supervise(store: Store, job_id: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Supervisor(store, store.get(job_id)).run()
     dispatch(store)
-
-
-def _size(path: os.PathLike[str]) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

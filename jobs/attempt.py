@@ -1,0 +1,136 @@
+"""One launch of a job: started here, or found again by a later supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import yaml
+
+from jobs import processes
+from jobs.launchers import local
+from jobs.processes import ProcessId
+from jobs.rundir import read_json, write_atomic
+from jobs.specfile import load_spec
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+    from jobs.store import Job
+
+
+@dataclass
+class Attempt:
+    """A launcher and its ranks.
+
+    Attributes:
+        spec: The job as it runs.
+        command: The launcher's command line.
+        launcher: `accelerate launch`; None when it could not be identified.
+        child: The launcher as our child; None when an earlier supervisor started it, and then
+            its exit status cannot be known.
+        events_offset: Where in the event stream this attempt begins.
+        restarts: How often the job was restarted after a failure before this attempt.
+        oom_kills: The kernel's count of processes killed for memory, at the launch.
+    """
+
+    spec: JobSpec
+    command: str
+    launcher: ProcessId | None
+    child: subprocess.Popen[bytes] | None
+    events_offset: int
+    restarts: int
+    oom_kills: int
+    exit_code: int | None = None
+
+    def alive(self) -> bool:
+        """Whether the launcher still runs."""
+        if self.child is not None:
+            self.exit_code = self.child.poll()
+            return self.exit_code is None
+        return self.launcher is not None and self.launcher.alive()
+
+
+def launch(job: Job, restarts: int = 0) -> Attempt:
+    """Start the job's launcher, detached, and record it in `launch.json`.
+
+    Raises:
+        UserError: The job file cannot be run.
+        OSError: The launcher cannot be started.
+    """
+    run_dir = job.run_dir
+    run_dir.create()
+    processes.end(processes.with_run_id(job.run_id), grace=0)  # of a launch cut short
+    run_dir.forget_attempt()
+    spec = load_spec(run_dir.job_file)
+    started = local.build(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
+    config = local.accelerate_config(spec, on_gpus=bool(job.gpus))
+    write_atomic(run_dir.accelerate_file, yaml.safe_dump(config, sort_keys=False))
+    offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0
+    with open(run_dir.launcher_log, "wb") as log:
+        child = subprocess.Popen(
+            started.command,
+            env=local.full_environment(started),
+            cwd=run_dir.root,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    processes.wait_for_by_hand(child.pid)
+    attempt = Attempt(
+        spec=spec,
+        command=" ".join(started.command),
+        launcher=ProcessId.of(child.pid),
+        child=child,
+        events_offset=offset,
+        restarts=restarts,
+        oom_kills=processes.kernel_oom_kills(),
+    )
+    record = {
+        "command": started.command,
+        "environment": started.environment,
+        "gpus": job.gpus,
+        "attempt": job.attempt,
+        "restarts": restarts,
+        "events_offset": offset,
+        "oom_kills": attempt.oom_kills,
+        "launcher": [attempt.launcher.pid, attempt.launcher.started] if attempt.launcher else None,
+        "started": time.time(),
+        "versions": local.versions(),
+        "git": _git_revision(),
+    }
+    write_atomic(run_dir.launch_file, json.dumps(record, indent=2) + "\n", durable=True)
+    return attempt
+
+
+def adopt(job: Job) -> Attempt | None:
+    """Find the attempt that an earlier supervisor launched; None when there was none yet."""
+    record = read_json(job.run_dir.launch_file) or {}
+    if record.get("attempt") != job.attempt:  # missing, or left by an earlier attempt
+        return None
+    return Attempt(
+        spec=load_spec(job.run_dir.job_file),
+        command=" ".join(record.get("command", [])),
+        launcher=ProcessId(*record["launcher"]) if record.get("launcher") else None,
+        child=None,
+        events_offset=int(record["events_offset"]),
+        restarts=int(record.get("restarts", 0)),
+        oom_kills=int(record.get("oom_kills", 0)),
+    )
+
+
+def _git_revision() -> str | None:
+    """The revision of the code, when it runs from a checkout."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    try:
+        done = subprocess.run(
+            ["git", "-C", here, "describe", "--always", "--dirty"],
+            capture_output=True, text=True, timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

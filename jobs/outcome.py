@@ -1,0 +1,72 @@
+"""How an attempt ended, from what it left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jobs.diagnosis import is_persons_fault, why_failed
+from jobs.eventlog import EventLog
+from jobs.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from jobs.attempt import Attempt
+    from jobs.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The state an ended attempt leads to, why, and whether another attempt could do better."""
+
+    state: State
+    reason: str
+    worth_retrying: bool = False
+
+
+def judge(
+    run_dir: RunDir,
+    attempt: Attempt,
+    *,
+    stop_level: int,
+    hang: str | None = None,
+    ended_by_us: Collection[int] = (),
+) -> Outcome:
+    """Decide how an attempt ended; no process of it is left.
+
+    Args:
+        run_dir: Where its ranks wrote.
+        attempt: The attempt.
+        stop_level: How firmly it was asked to stop; 0 when it was not.
+        hang: What was found if the supervisor ended it because it stood still.
+        ended_by_us: Ranks that were ended only because another one had failed.
+    """
+    log = EventLog(run_dir.events, _offset=attempt.events_offset).read_all()
+    newest = run_dir.latest_checkpoint()
+    resume = f"resume continues after step {newest[0]}" if newest else "no checkpoint"
+    if log.end_reason == "completed":
+        return Outcome(State.COMPLETED, f"trained {newest[0] if newest else 0} steps")
+    if log.end_reason == "stopped" and (stop_level or not attempt.exit_code):
+        return Outcome(
+            State.STOPPED, f"stopped at step {newest[0]}, saved" if newest else "stopped"
+        )
+    if stop_level >= 2:
+        word = "SIGTERM" if stop_level == 2 else "SIGKILL"
+        return Outcome(State.STOPPED, f"ended by {word}; {resume}")
+    errors = run_dir.rank_errors()
+    if stop_level == 1 and not log.steps and not errors:
+        return Outcome(State.STOPPED, "stopped before the first step")
+    if hang is not None:
+        return Outcome(State.FAILED, f"hang: {hang}; stacks are in logs/rank*.log", True)
+    if attempt.child is None and not errors:
+        return Outcome(State.LOST, f"everything was killed; {resume}", True)
+    reason = why_failed(
+        run_dir,
+        attempt.exit_code,
+        ended_by_us=ended_by_us,
+        oom_kills_before=attempt.oom_kills,
+    )
+    if log.end_reason == "stopped":  # by our SIGTERM, after the launcher had died
+        reason = f"{reason}; the ranks saved, {resume}"
+    return Outcome(State.FAILED, reason, not is_persons_fault(run_dir))

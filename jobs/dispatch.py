@@ -1,7 +1,7 @@
 """Move the queue: start what may start, and give every running job a supervisor.
 
-There is no daemon. Whoever submits, resumes, looks, or ends a job calls `dispatch`; a file lock
-makes one caller at a time decide.
+Whoever submits, resumes, looks, or ends a job calls `dispatch`, and the runner does when nobody
+else would; a file lock makes one caller at a time decide.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from jobs import devices
 from jobs.placement import Request, Start, place
+from jobs.processes import boot_id
 from jobs.states import ACTIVE, State
-from jobs.store import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,20 +34,32 @@ def dispatch(store: Store) -> None:
         queue = store.in_states([State.QUEUED])
         if not queue:
             return
-        present = [gpu.uuid for gpu in devices.gpus()]
-        on_cpu = [job.id for job in store.in_states(ACTIVE) if job.wanted is None]
+        paused = store.paused
+        reasons = {job.id: "held until it is released" for job in queue if job.held}
+        if paused:
+            reasons |= {job.id: "the queue is paused" for job in queue if not job.held}
+        ready = [job for job in queue if not job.held and not paused]
+        gpus = devices.gpus() if any(job.wanted is not None for job in ready) else []
+        present = [gpu.uuid for gpu in gpus]
+        active = store.in_states(ACTIVE)
         decisions = place(
-            [Request(job.id, job.wanted) for job in queue],
+            [Request(job.id, job.wanted, job.shares) for job in ready],
             store.claims(),
             present,
-            on_cpu,
+            [job.id for job in active if job.wanted is None],
             cpu_slots=_cpu_slots(),
         )
-        for job, decision in zip(queue, decisions, strict=True):
+        for job, decision in zip(ready, decisions, strict=True):
             if not isinstance(decision, Start):
-                store.explain(job.id, decision.reason)
+                reasons[job.id] = decision.reason
             elif store.claim(job.id, decision.gpus, _where(decision, present)):
                 _start_supervisor(store.get(job.id))
+        store.explain_all(reasons)
+
+
+def has_work(store: Store) -> bool:
+    """Whether any job is queued or active."""
+    return bool(store.in_states([State.QUEUED, *ACTIVE]))
 
 
 def needs_attention(store: Store) -> bool:
@@ -63,7 +75,13 @@ def _mend(store: Store) -> None:
     now_boot = boot_id()
     for job in store.in_states(ACTIVE):
         if job.boot_id is not None and now_boot is not None and job.boot_id != now_boot:
-            store.change(job.id, State.LOST, "the machine was restarted", only_from=ACTIVE)
+            if (
+                store.change(job.id, State.LOST, "the machine was restarted", only_from=ACTIVE)
+                and job.auto_resume
+            ):
+                store.requeue(
+                    job.id, "resumed after the machine was restarted", total_steps=job.total_steps
+                )
         elif _unsupervised(job):
             _start_supervisor(job)
 
@@ -109,6 +127,6 @@ def _cpu_slots() -> int:
 
 @contextmanager
 def _one_at_a_time(store: Store) -> Iterator[None]:
-    with open(store.home / "runner.lock", "a") as lock:
+    with open(store.home / "dispatch.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -11,10 +11,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """A queued job. `wanted`: GPU UUIDs, a count of any GPUs, or None for CPU ranks."""
+    """A queued job.
+
+    Attributes:
+        job: Its id.
+        wanted: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
+        shares: Whether it also takes GPUs that processes of others use.
+    """
 
     job: int
     wanted: int | Sequence[str] | None
+    shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,11 @@ def place(
     cpu_slots: int = 1,
     foreign: Mapping[str, str] | None = None,
 ) -> list[Start | Wait]:
-    """Decide for each queued job, in order. Nobody overtakes a job for GPUs it waits for.
+    """Decide for each queued job, in order.
+
+    A blocked job reserves what it waits for: GPUs by name, or every GPU that is free now and
+    could count towards its number. A later job passes it only on GPUs that it cannot use, so it
+    is never delayed by one and never starves.
 
     Args:
         queue: Queued jobs, the first to be served first.
@@ -49,65 +60,85 @@ def place(
         devices: UUIDs of the machine's GPUs, in index order.
         running_on_cpu: Jobs that run on CPU ranks now.
         cpu_slots: How many jobs may run on CPU ranks at once.
-        foreign: GPU UUID → who uses it, for processes that are not ours; such a GPU is used
-            only by a job that names it, never for a count of any.
+        foreign: GPU UUID → who uses it, for processes that are not ours.
 
     Returns:
         One decision per queued job, in the same order.
     """
-    holder = dict(claims)
-    index = {uuid: position for position, uuid in enumerate(devices)}
-    others = foreign or {}
-    reserved: dict[str, int] = {}  # GPU → waiting job that is to have it next
+    board = _Board(claims, devices, foreign or {})
     on_cpu = list(running_on_cpu)
     decisions: list[Start | Wait] = []
     for request in queue:
-        decision: Start | Wait
         if request.wanted is None:
             if len(on_cpu) < cpu_slots:
-                decision = Start(request.job, ())
+                decisions.append(Start(request.job, ()))
                 on_cpu.append(request.job)
             else:
-                decision = Wait(request.job, f"waits for {_jobs(on_cpu)} to leave the CPU")
+                waits = f"waits for {_jobs(on_cpu[:cpu_slots])} to leave the CPU"
+                decisions.append(Wait(request.job, waits))
         elif isinstance(request.wanted, int):
-            free = [
-                uuid
-                for uuid in devices
-                if uuid not in holder and uuid not in reserved and uuid not in others
-            ]
-            if len(free) >= request.wanted:
-                decision = Start(request.job, tuple(free[: request.wanted]))
-            else:
-                reserved |= dict.fromkeys(free, request.job)
-                decision = Wait(
-                    request.job, f"waits for {request.wanted} free GPUs; {len(free)} now"
-                )
+            decisions.append(board.any(request, request.wanted))
         else:
-            decision = _named(request.job, request.wanted, holder, reserved, index)
-            if isinstance(decision, Wait):
-                reserved |= {uuid: request.job for uuid in request.wanted if uuid not in reserved}
-        if isinstance(decision, Start):
-            holder |= dict.fromkeys(decision.gpus, request.job)
-        decisions.append(decision)
+            decisions.append(board.named(request, request.wanted))
     return decisions
 
 
-def _named(
-    job: int,
-    wanted: Sequence[str],
-    holder: Mapping[str, int],
-    reserved: Mapping[str, int],
-    index: Mapping[str, int],
-) -> Start | Wait:
-    missing = [uuid for uuid in wanted if uuid not in index]
-    if missing:
-        return Wait(job, f"waits for GPU {missing[0]}, which this machine does not show")
-    busy = [uuid for uuid in wanted if uuid in holder or uuid in reserved]
-    if not busy:
-        return Start(job, tuple(wanted))
-    blockers = [holder.get(uuid, reserved.get(uuid, 0)) for uuid in busy]
-    where = ", ".join(str(index[uuid]) for uuid in busy)
-    return Wait(job, f"waits for {_jobs(blockers)} on GPU {where}")
+class _Board:
+    """Who holds or waits for each GPU while decisions are made."""
+
+    def __init__(
+        self, claims: Mapping[str, int], devices: Sequence[str], foreign: Mapping[str, str]
+    ) -> None:
+        self._index = {uuid: position for position, uuid in enumerate(devices)}
+        self._holder = dict(claims)
+        self._reserved: dict[str, int] = {}  # GPU → waiting job that is to have it next
+        self._foreign = foreign
+        # In index order. Kept up to date, so that a decision costs no look at every GPU.
+        self._free = dict.fromkeys(uuid for uuid in devices if uuid not in claims)
+
+    def any(self, request: Request, count: int) -> Start | Wait:
+        usable = list(self._free)
+        if self._foreign and not request.shares:
+            usable = [uuid for uuid in usable if uuid not in self._foreign]
+        if len(usable) >= count:
+            return self._start(request.job, usable[:count])
+        self._reserve(request.job, usable)
+        others = [uuid for uuid in self._free if uuid in self._foreign]
+        reason = f"waits for {count} free GPUs; {len(usable)} now"
+        if others and not request.shares:
+            reason += f" ({self._used_by_others(others[0])})"
+        return Wait(request.job, reason)
+
+    def named(self, request: Request, wanted: Sequence[str]) -> Start | Wait:
+        missing = [uuid for uuid in wanted if uuid not in self._index]
+        busy = [uuid for uuid in wanted if uuid in self._holder or uuid in self._reserved]
+        others = [] if request.shares else [u for u in wanted if u in self._foreign]
+        if not (missing or busy or others):
+            return self._start(request.job, wanted)
+        if missing:
+            reason = f"waits for GPU {missing[0]}, which this machine does not show"
+        elif busy:
+            blockers = [self._holder.get(u) or self._reserved[u] for u in busy]
+            where = ", ".join(str(self._index[uuid]) for uuid in busy)
+            reason = f"waits for {_jobs(blockers)} on GPU {where}"
+        else:
+            reason = f"waits: {self._used_by_others(others[0])}"
+        self._reserve(request.job, wanted)
+        return Wait(request.job, reason)
+
+    def _start(self, job: int, gpus: Sequence[str]) -> Start:
+        for uuid in gpus:
+            self._holder[uuid] = job
+            self._free.pop(uuid, None)
+        return Start(job, tuple(gpus))
+
+    def _reserve(self, job: int, gpus: Sequence[str]) -> None:
+        for uuid in gpus:
+            self._reserved.setdefault(uuid, job)
+            self._free.pop(uuid, None)
+
+    def _used_by_others(self, uuid: str) -> str:
+        return f"GPU {self._index[uuid]} is used by {self._foreign[uuid]}"
 
 
 def _jobs(ids: Sequence[int]) -> str:

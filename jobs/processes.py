@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -149,3 +150,11 @@ def kernel_oom_kills() -> int:
         except (OSError, ValueError):
             continue
     return 0
+
+
+def boot_id() -> str | None:
+    """The kernel's id of this boot; processes recorded under another one are gone."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None

@@ -55,6 +55,9 @@ def submit(store: Store, spec: JobSpec) -> Job:
         wanted=wanted,
         total_steps=spec.max_train_steps,
         run_id=uuid.uuid4().hex,
+        priority=spec.priority,
+        shares=spec.share_gpus,
+        auto_resume=spec.auto_resume,
         prepare=prepare,
     )
     dispatch(store)
@@ -132,6 +135,18 @@ def request(store: Store, job_id: int, name: str) -> None:
     if not job.state.active:
         raise StateError(f"job {job_id} is {job.state}; it cannot {name.replace('_', ' ')}")
     job.run_dir.request(name)
+
+
+def prune(store: Store, keep_last: int) -> list[Job]:
+    """Remove all ended jobs but the newest so many, with their files.
+
+    Returns:
+        The removed jobs.
+    """
+    ended = [job for job in store.all() if job.state.ended]
+    for job in ended[keep_last:]:
+        remove(store, job.id)
+    return ended[keep_last:]
 
 
 def remove(store: Store, job_id: int, *, files: bool = True) -> None:

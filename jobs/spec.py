@@ -148,6 +148,10 @@ class JobSpec(BaseModel):
     gpus: Annotated[int | list[int | str] | None, BeforeValidator(_gpus)] = _field(
         None, "devices", "GPUs by index or UUID, or a count for any so many free ones."
     )
+    share_gpus: Bool = _field(
+        False, "devices", "Also take GPUs on which processes of others hold memory."
+    )
+    priority: int = _field(0, "running", "Queued jobs of higher priority start first.")
     num_processes: Annotated[int | None, BeforeValidator(as_none)] = _field(
         None, "devices", "Ranks; as many as there are gpus when left out.", ge=1, le=4096
     )

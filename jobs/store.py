@@ -10,18 +10,20 @@ import json
 import sqlite3
 import time
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from jobs.errors import NotFoundError, StateError, UserError
+from jobs.job import Change, Job, job_of_row
 from jobs.paths import ensure_state_home
-from jobs.processes import ProcessId
+from jobs.processes import boot_id
 from jobs.rundir import RunDir
 from jobs.states import State, may_follow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from jobs.processes import ProcessId
 
 _SCHEMA_VERSION: Final = 1
 _SCHEMA: Final = """
@@ -42,6 +44,10 @@ CREATE TABLE IF NOT EXISTS jobs (
     ended REAL,
     attempt INTEGER NOT NULL DEFAULT 0,
     stop_level INTEGER NOT NULL DEFAULT 0,
+    priority INTEGER NOT NULL DEFAULT 0,
+    held INTEGER NOT NULL DEFAULT 0,
+    shares INTEGER NOT NULL DEFAULT 0,
+    auto_resume INTEGER NOT NULL DEFAULT 0,
     supervisor_pid INTEGER,
     supervisor_started REAL,
     boot_id TEXT
@@ -55,6 +61,10 @@ CREATE TABLE IF NOT EXISTS history (
     reason TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS history_by_job ON history (job, t);
+CREATE TABLE IF NOT EXISTS settings (
+    name TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+);
 CREATE TABLE IF NOT EXISTS claims (
     device TEXT PRIMARY KEY,
     job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE
@@ -62,41 +72,7 @@ CREATE TABLE IF NOT EXISTS claims (
 """
 
 
-@dataclass(frozen=True)
-class Job:
-    """A row of the database. Times in Unix seconds; `gpus` are UUIDs, empty on CPU ranks.
-
-    `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs.
-    """
-
-    id: int
-    name: str
-    state: State
-    reason: str
-    ranks: int
-    wanted: int | list[str] | None
-    gpus: list[str]
-    total_steps: int
-    run_dir: RunDir
-    run_id: str
-    created: float
-    queued: float
-    started: float | None
-    ended: float | None
-    attempt: int
-    stop_level: int
-    supervisor: ProcessId | None
-    boot_id: str | None
-
-
-@dataclass(frozen=True)
-class Change:
-    """One step in a job's life."""
-
-    t: float
-    before: State | None
-    after: State
-    reason: str
+__all__ = ["Change", "Job", "Store"]
 
 
 class Store:
@@ -134,7 +110,7 @@ class Store:
     def all(self) -> list[Job]:
         """Every job, the newest first."""
         with self._connect() as db:
-            return [_job(row) for row in db.execute("SELECT * FROM jobs ORDER BY id DESC")]
+            return [job_of_row(row) for row in db.execute("SELECT * FROM jobs ORDER BY id DESC")]
 
     def in_states(self, states: Iterable[State]) -> list[Job]:
         """Jobs in any of these states, in queue order."""
@@ -165,6 +141,9 @@ class Store:
         wanted: int | Sequence[str] | None,
         total_steps: int,
         run_id: str,
+        priority: int = 0,
+        shares: bool = False,
+        auto_resume: bool = False,
         prepare: Callable[[RunDir], None],
     ) -> Job:
         """Put a new job into the queue.
@@ -175,6 +154,9 @@ class Store:
             wanted: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
             total_steps: Optimizer steps.
             run_id: Marks the job's processes in their environment.
+            priority: Higher is served first.
+            shares: Also takes GPUs that processes of others use.
+            auto_resume: Goes back into the queue by itself after the machine was restarted.
             prepare: Fills the run directory before anyone can see the job; if it raises, there
                 is no job.
         """
@@ -182,9 +164,11 @@ class Store:
         with self._write() as db:
             cursor = db.execute(
                 "INSERT INTO jobs (name, state, ranks, wanted, total_steps, run_dir, run_id,"
-                " created, queued) VALUES (?,?,?,?,?,?,?,?,?)",
-                (name, State.QUEUED, ranks, json.dumps(wanted), total_steps, "", run_id, now, now),
-            )
+                " created, queued, priority, shares, auto_resume)"
+                " VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                (name, State.QUEUED, ranks, json.dumps(wanted), total_steps, "", run_id, now, now,
+                 priority, shares, auto_resume),
+            )  # fmt: skip
             job_id = int(cursor.lastrowid or 0)
             run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
             db.execute("UPDATE jobs SET run_dir=? WHERE id=?", (str(run_dir.root), job_id))
@@ -280,6 +264,42 @@ class Store:
                 (reason, job_id, state, reason),
             )
 
+    def explain_all(self, reasons: Mapping[int, str]) -> None:
+        """`explain` for many queued jobs at once; what is known already is not written."""
+        known = {job.id: job.reason for job in self.in_states([State.QUEUED])}
+        new = [(r, i, State.QUEUED) for i, r in reasons.items() if known.get(i, r) != r]
+        if new:
+            with self._write() as db:
+                db.executemany("UPDATE jobs SET reason=? WHERE id=? AND state=?", new)
+
+    def set_priority(self, job_id: int, priority: int) -> None:
+        """Serve the job before those of lower priority."""
+        self._set_queued(job_id, "priority=?", priority)
+
+    def hold(self, job_id: int, held: bool) -> None:
+        """Pass the job over until it is released."""
+        self._set_queued(job_id, "held=?", held)
+
+    def move(self, job_id: int, *, first: bool) -> None:
+        """Put a queued job before (or behind) all others of its priority."""
+        with self._connect() as db:
+            edge = "MIN(queued) - 1" if first else "MAX(queued) + 1"
+            (place,) = db.execute(
+                f"SELECT {edge} FROM jobs WHERE state=?", (State.QUEUED,)
+            ).fetchone()
+        self._set_queued(job_id, "queued=?", place)
+
+    def pause(self, paused: bool) -> None:
+        """Stop (or go on) starting queued jobs; running ones are not touched."""
+        with self._write() as db:
+            db.execute("REPLACE INTO settings VALUES ('paused', ?)", (str(int(paused)),))
+
+    @property
+    def paused(self) -> bool:
+        with self._connect() as db:
+            row = db.execute("SELECT value FROM settings WHERE name='paused'").fetchone()
+            return row is not None and row["value"] == "1"
+
     def raise_stop_level(self, job_id: int, level: int) -> int:
         """Ask the supervisor to stop the job at least this firmly; the level now in force."""
         with self._write() as db:
@@ -298,6 +318,14 @@ class Store:
                 raise StateError(f"job {job_id} is {job.state}", "stop it first")
             db.execute("DELETE FROM jobs WHERE id=?", (job_id,))
             return job
+
+    def _set_queued(self, job_id: int, assignment: str, value: float) -> None:
+        """Raises `StateError` when the job does not wait in the queue."""
+        with self._write() as db:
+            job = self._get(db, job_id)
+            if job.state is not State.QUEUED:
+                raise StateError(f"job {job_id} is {job.state}, not in the queue")
+            db.execute(f"UPDATE jobs SET {assignment} WHERE id=?", (value, job_id))
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -327,16 +355,17 @@ class Store:
         row = db.execute("SELECT * FROM jobs WHERE id=?", (job_id,)).fetchone()
         if row is None:
             raise NotFoundError(f"there is no job {job_id}", "`fsdp-tui list` shows the jobs")
-        return _job(row)
+        return job_of_row(row)
 
     @staticmethod
     def _in_states(db: sqlite3.Connection, states: Iterable[State]) -> list[Job]:
         wanted = list(states)
         marks = ",".join("?" * len(wanted))
         rows = db.execute(
-            f"SELECT * FROM jobs WHERE state IN ({marks}) ORDER BY queued, id", wanted
+            f"SELECT * FROM jobs WHERE state IN ({marks}) ORDER BY priority DESC, queued, id",
+            wanted,
         )
-        return [_job(row) for row in rows]
+        return [job_of_row(row) for row in rows]
 
     @staticmethod
     def _change(db: sqlite3.Connection, job: Job, after: State, reason: str) -> None:
@@ -351,26 +380,3 @@ class Store:
             "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,?,?,?)",
             (job.id, now, job.state, after, reason),
         )
-
-
-def boot_id() -> str | None:
-    """The kernel's id of this boot; processes recorded under another one are gone."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
-
-
-def _job(row: sqlite3.Row) -> Job:
-    values: dict[str, Any] = {key: row[key] for key in row.keys()}  # noqa: SIM118 - Row iterates values
-    pid, started = values.pop("supervisor_pid"), values.pop("supervisor_started")
-    return Job(
-        **values
-        | {
-            "state": State(values["state"]),
-            "wanted": json.loads(values["wanted"]),
-            "gpus": json.loads(values["gpus"]),
-            "run_dir": RunDir(Path(values["run_dir"])),
-            "supervisor": ProcessId(pid, started) if pid is not None else None,
-        }
-    )

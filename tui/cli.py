@@ -15,8 +15,10 @@ import click
 from jobs import devices, service
 from jobs.errors import UserError
 from jobs.families import FAMILIES
+from jobs.housekeeping import directory_size
 from jobs.specfile import dump_spec, load_spec, parse_flags
 from jobs.store import Store
+from tui.cli_queue import COMMANDS
 from tui.follow import follow_job, follow_log
 from tui.tables import describe, gpu_table, job_table
 
@@ -142,6 +144,7 @@ def show(job_id: int, as_json: bool) -> None:
         {"t": c.t, "from": c.before and str(c.before), "to": str(c.after), "reason": c.reason}
         for c in changes
     ]
+    facts["disk_bytes"] = directory_size(job.run_dir.root)
     facts["checkpoints"] = [step for step, _ in job.run_dir.complete_checkpoints()]
     click.echo(json.dumps(facts) if as_json else describe(facts))
 
@@ -189,15 +192,6 @@ def resume(job_id: int, words: tuple[str, ...]) -> None:
 
 
 @cli.command()
-@click.argument("job_id", metavar="ID", type=int)
-@click.option("--keep-files", is_flag=True, help="Forget the job, keep its run directory.")
-def remove(job_id: int, keep_files: bool) -> None:
-    """Forget an ended job and delete its run directory."""
-    service.remove(Store(), job_id, files=not keep_files)
-    click.echo(f"job {job_id} removed")
-
-
-@cli.command()
 @_JSON
 def gpus(as_json: bool) -> None:
     """The GPUs, how busy they are, and which job holds which."""
@@ -222,6 +216,10 @@ def families(as_json: bool) -> None:
         return
     for family in FAMILIES.values():
         click.echo(f"{family.name:<10} {family.title:<10} {', '.join(family.flavours)}")
+
+
+for command in COMMANDS:
+    cli.add_command(command)
 
 
 def _read_job(words: tuple[str, ...]) -> JobSpec:

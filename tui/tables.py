@@ -54,7 +54,7 @@ def describe(job: Mapping[str, Any]) -> str:
         f"loss         {number(job['loss'])}",
         f"pace         {pace(job['seconds_per_step'])} s/step, {duration(job['eta'])} left",
         f"on           {_where(job)}",
-        f"files        {job['run_dir']}",
+        f"files        {job['run_dir']} ({size(job['disk_bytes'])})",
         f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
         "history",
     ]

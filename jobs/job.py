@@ -1,0 +1,76 @@
+"""A job as the database knows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.processes import ProcessId
+from jobs.rundir import RunDir
+from jobs.states import State
+
+if TYPE_CHECKING:
+    import sqlite3
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row of the database. Times in Unix seconds; `gpus` are UUIDs, empty on CPU ranks.
+
+    `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. The queue is served
+    by descending `priority`, then in order of `queued`; a `held` job is passed over.
+    """
+
+    id: int
+    name: str
+    state: State
+    reason: str
+    ranks: int
+    wanted: int | list[str] | None
+    gpus: list[str]
+    total_steps: int
+    run_dir: RunDir
+    run_id: str
+    created: float
+    queued: float
+    started: float | None
+    ended: float | None
+    attempt: int
+    stop_level: int
+    priority: int
+    held: bool
+    shares: bool
+    auto_resume: bool
+    supervisor: ProcessId | None
+    boot_id: str | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One step in a job's life."""
+
+    t: float
+    before: State | None
+    after: State
+    reason: str
+
+
+def job_of_row(row: sqlite3.Row) -> Job:
+    """A row of the `jobs` table as a `Job`."""
+    values: dict[str, Any] = {key: row[key] for key in row.keys()}  # noqa: SIM118 - Row iterates values
+    pid, started = values.pop("supervisor_pid"), values.pop("supervisor_started")
+    return Job(
+        **values
+        | {
+            "state": State(values["state"]),
+            "wanted": json.loads(values["wanted"]),
+            "gpus": json.loads(values["gpus"]),
+            "held": bool(values["held"]),
+            "shares": bool(values["shares"]),
+            "auto_resume": bool(values["auto_resume"]),
+            "run_dir": RunDir(Path(values["run_dir"])),
+            "supervisor": ProcessId(pid, started) if pid is not None else None,
+        }
+    )

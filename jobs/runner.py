@@ -1,0 +1,89 @@
+"""The queue keeper: one process per state directory that looks after all jobs.
+
+Whoever queues a job starts it if it is not there; it ends by itself when there is nothing to look
+after. It only calls `dispatch`, as everyone else does, so that nothing is lost without it: it is
+there for the times when nobody looks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from jobs.store import Store
+
+LOOK_EVERY: Final = 1.0  # seconds
+IDLE_SECONDS: Final = 60.0
+
+
+def ensure_runner(store: Store) -> None:
+    """Start the runner unless one is there. Returns within a few hundredths of a second."""
+    try:
+        with open(store.home / "runner.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    with open(store.home / "runner.log", "ab") as log:
+        subprocess.run(
+            [sys.executable, "-m", "jobs.runner"],
+            env=os.environ | {"PYTHONSAFEPATH": "1", "FSDP_TUI_HOME": str(store.home)},
+            cwd=store.home,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            check=True,
+        )
+
+
+def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
+    """Look after the queue until there has been nothing to do for a while.
+
+    Returns at once if another runner holds the lock.
+    """
+    from jobs.dispatch import dispatch, has_work
+
+    with open(store.home / "runner.lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        _say("started")
+        busy_at = time.monotonic()
+        while store.path.exists() and time.monotonic() - busy_at < idle_seconds:
+            try:
+                if has_work(store):
+                    busy_at = time.monotonic()
+                    dispatch(store)
+            except Exception as error:  # one bad look must not end the keeping
+                _say(f"{type(error).__name__}: {error}")
+            time.sleep(LOOK_EVERY)
+        _say("nothing to do, ended")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), f"[{os.getpid()}]", text, flush=True)
+
+
+def main() -> None:
+    """Leave the starter's process and session, then keep the queue."""
+    if os.fork() > 0:
+        os._exit(0)
+    os.setsid()
+    import signal
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    from jobs.store import Store
+
+    keep(Store(), float(os.environ.get("FSDP_TUI_RUNNER_IDLE", IDLE_SECONDS)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Commands about the queue, and requests to running jobs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from jobs import service
+from jobs.dispatch import dispatch
+from jobs.store import Store
+
+_ID = click.argument("job_id", metavar="ID", type=int)
+
+
+@click.command()
+@_ID
+def hold(job_id: int) -> None:
+    """Keep a queued job waiting until it is released."""
+    store = Store()
+    store.hold(job_id, True)
+    dispatch(store)
+    click.echo(f"job {job_id} is held; `fsdp-tui release {job_id}` lets it start")
+
+
+@click.command()
+@_ID
+def release(job_id: int) -> None:
+    """Let a held job start when its turn comes."""
+    store = Store()
+    store.hold(job_id, False)
+    dispatch(store)
+    click.echo(f"job {job_id} is {store.get(job_id).state}")
+
+
+@click.command()
+@_ID
+@click.option("--first", "place", flag_value="first", help="Before all others.")
+@click.option("--last", "place", flag_value="last", help="Behind all others.")
+@click.option("--priority", type=int, help="Jobs of higher priority start first.")
+def move(job_id: int, place: str | None, priority: int | None) -> None:
+    """Change a queued job's place: --first, --last, or --priority N."""
+    if place is None and priority is None:
+        raise click.UsageError("say where to: --first, --last or --priority N")
+    store = Store()
+    if priority is not None:
+        store.set_priority(job_id, priority)
+    if place is not None:
+        store.move(job_id, first=place == "first")
+    dispatch(store)
+    click.echo(f"job {job_id} is moved")
+
+
+@click.command()
+@click.option("--off", is_flag=True, help="Go on starting queued jobs.")
+def pause(off: bool) -> None:
+    """Start no queued job until `pause --off`; running jobs are not touched."""
+    store = Store()
+    store.pause(not off)
+    dispatch(store)
+    click.echo("the queue goes on" if off else "the queue is paused; `pause --off` goes on")
+
+
+@click.command(name="save-now")
+@_ID
+def save_now(job_id: int) -> None:
+    """Ask a running job for a checkpoint after this step."""
+    service.request(Store(), job_id, "save_now")
+    click.echo(f"job {job_id} saves after this step")
+
+
+@click.command(name="sample-now")
+@_ID
+def sample_now(job_id: int) -> None:
+    """Ask a running job for samples after this step."""
+    service.request(Store(), job_id, "sample_now")
+    click.echo(f"job {job_id} samples after this step")
+
+
+@click.command()
+@_ID
+@click.option("--keep-files", is_flag=True, help="Forget the job, keep its run directory.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def remove(job_id: int, keep_files: bool, yes: bool) -> None:
+    """Forget an ended job and delete its run directory."""
+    store = Store()
+    root = store.get(job_id).run_dir.root
+    if not (yes or keep_files) and sys.stdin.isatty():
+        click.confirm(f"delete {root} with its checkpoints and exports?", abort=True)
+    service.remove(store, job_id, files=not keep_files)
+    click.echo(f"job {job_id} removed")
+
+
+@click.command()
+@click.option("--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
+              help="Keep the newest N ended jobs.")  # fmt: skip
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def prune(keep_last: int, yes: bool) -> None:
+    """Remove old ended jobs with their files."""
+    store = Store()
+    ended = [job for job in store.all() if job.state.ended][keep_last:]
+    if ended and not yes and sys.stdin.isatty():
+        names = ", ".join(f"{job.id} {job.name}" for job in ended[:8])
+        more = f" and {len(ended) - 8} more" if len(ended) > 8 else ""
+        click.confirm(f"delete {names}{more} with checkpoints and exports?", abort=True)
+    removed = service.prune(store, keep_last)
+    click.echo(f"{len(removed)} jobs removed")
+
+
+COMMANDS: tuple[Any, ...] = (
+    hold, release, move, pause, save_now, sample_now, remove, prune,
+)  # fmt: skip

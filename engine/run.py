@@ -75,6 +75,7 @@ def run(run_dir: RunDir, telemetry: Telemetry) -> None:
             path = export(model, spec, family, run_dir.export, world)
         telemetry.emit("export", path=str(path))
         telemetry.say(f"exported to {path}")
+    telemetry.phase_name = "end"
     meeting.arrive("end")
     if world.main:
         meeting.wait("end")

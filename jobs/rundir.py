@@ -29,6 +29,7 @@ PHASES: Final = {
     "sample": "sampling",
     "save": "saving",
     "export": "exporting",
+    "end": "ending",
 }
 
 

@@ -157,7 +157,7 @@ def test_a_run_leaves_what_the_contract_names(straight: Run) -> None:
     assert "--use_fsdp" in launch["command"]
     assert launch["versions"]["torch"]
     assert yaml.safe_load(files.job_file.read_text())["max_train_steps"] == 12
-    assert [s.phase for s in files.rank_statuses()] == ["start", "start"]
+    assert [s.phase for s in files.rank_statuses()] == ["end", "end"]
     assert [step for step, _ in files.complete_checkpoints()] == [12]
     pictures = sorted(p.name for p in (files.samples / "step-12").glob("*.png"))
     assert pictures == ["00.png", "01.png", "02.png"]

@@ -232,7 +232,8 @@ def _read_job(words: tuple[str, ...]) -> JobSpec:
 
 
 def _open_dashboard(store: Store, select: int | None = None) -> None:
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    # Textual reads standard input and draws on standard error.
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UserError(
             "the dashboard needs a terminal", "use `fsdp-tui list`, or `ssh -t` for a terminal"
         )

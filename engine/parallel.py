@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.precision import compute_dtype
 from jobs.errors import UserError
+from jobs.families import wrapped_classes
 
 # Torch warns when a wrapped block returns a view, since an in-place operation on it would be wrong;
 # diffusers' blocks return slices of the joint sequence and nothing writes into them.
@@ -39,7 +40,7 @@ def build_plugin(spec: JobSpec) -> FullyShardedDataParallelPlugin:
         fsdp_version=2,
         reshard_after_forward=spec.fsdp_reshard_after_forward,
         auto_wrap_policy=spec.fsdp_auto_wrap_policy,
-        transformer_cls_names_to_wrap=spec.fsdp_transformer_layer_cls_to_wrap,
+        transformer_cls_names_to_wrap=wrapped_classes(spec),
         min_num_params=spec.fsdp_min_num_params,
         state_dict_type=spec.fsdp_state_dict_type,
         mixed_precision_policy=_precision_policy(spec),

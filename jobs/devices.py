@@ -7,28 +7,75 @@ give is None, never an exception.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+_RETRY_AFTER: Final = 30.0  # seconds until a driver that was not there is looked for again
+_SLOW: Final = 5.0  # seconds that names, limits, MIG mode and command lines are good for
+_HIDDEN_USE: Final = 2**30  # bytes that no idle GPU holds by itself
+_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # the kernel's fixed number for the host's own
+_COMMAND_LENGTH: Final = 300
+_SLOWDOWNS: Final = {  # bits of NVML's clock event reasons; being idle is none
+    0x04: "power limit",
+    0x10: "sync boost",
+    0x20: "heat",
+    0x40: "heat",
+    0x80: "power brake",
+    0x200: "board limit",
+    0x400: "reliability",
+    0x08: "hardware slowdown",  # set beside the reason proper, so it speaks only when alone
+}
+_LOST: Final = {
+    15: "is lost (it fell off the bus); the machine must be restarted",
+    16: "must be reset before it can be used again",
+    4: "may not be used by you",
+}
 
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that holds memory on a GPU. The pid is the driver's, which may be the host's."""
+    """A process that holds memory on a GPU. The pid is the driver's, which may be the host's.
+
+    `user` and `command` are given only where this pid is certainly that process. `kind` is
+    `compute` or `graphics`; `mig` is the UUID of the MIG instance it runs on.
+    """
 
     pid: int
     memory: int | None
+    kind: str = "compute"
+    user: str | None = None
+    command: str | None = None
+    mig: str | None = None
+
+
+@dataclass(frozen=True)
+class MigInstance:
+    """A part of a GPU that MIG presents as a device of its own."""
+
+    uuid: str
+    name: str
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+    memory_total: int | None = None
+    memory_used: int | None = None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One look at a GPU: bytes, percent, degrees Celsius, watts."""
+    """One look at a GPU: bytes (a total of 0 is unknown), percent, degrees Celsius, watts, MHz.
+
+    `throttle` says in words why the clock is held back, "" when it is not. `problem` continues the
+    sentence "GPU 3 …"; a GPU that has one gives no other values.
+    """
 
     index: int
     uuid: str
@@ -40,6 +87,24 @@ class Gpu:
     power: float | None = None
     power_limit: float | None = None
     processes: tuple[GpuProcess, ...] = field(default=())
+    clock: int | None = None
+    clock_limit: int | None = None
+    memory_clock: int | None = None
+    throttle: str | None = None
+    pci: str | None = None
+    mig_mode: bool = False
+    mig: tuple[MigInstance, ...] = ()
+    problem: str | None = None
+
+    @property
+    def unusable(self) -> str | None:
+        """Why no job may have this GPU, continuing "GPU 3 …"; None when one may."""
+        if self.problem is None and self.mig_mode:
+            return (
+                "is divided by MIG, and jobs need whole GPUs: "
+                "ranks on MIG instances cannot exchange data"
+            )
+        return self.problem
 
 
 @dataclass(frozen=True)
@@ -53,19 +118,15 @@ class Host:
 
 
 def gpus() -> list[Gpu]:
-    """Every GPU that jobs may use, in PCI bus order; empty without a driver.
+    """Every GPU that jobs may see, in PCI bus order; empty without a driver.
 
-    An inherited `CUDA_VISIBLE_DEVICES` (as schedulers and containers set it) is respected.
+    An inherited `CUDA_VISIBLE_DEVICES` (as schedulers and containers set it) is respected; its
+    indices count in PCI bus order, and so do the ones given here, whatever it hides.
     """
-    nvml = _nvml()
-    if nvml is None:
-        return []
-    found = []
-    for index in range(_or(0, nvml.nvmlDeviceGetCount)):
-        handle = _or(None, partial(nvml.nvmlDeviceGetHandleByIndex, index))
-        if handle is not None:
-            found.append(_read(nvml, index, handle))
-    return [gpu for gpu in found if _visible(gpu)]
+    with _LOCK:
+        nvml = _nvml()
+        found = _look(nvml) if nvml is not None else []
+    return visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def host() -> Host:
@@ -79,62 +140,261 @@ def host() -> Host:
     )
 
 
-def _read(nvml: Any, index: int, handle: Any) -> Gpu:
-    memory = _or(None, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    rates = _or(None, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-    power = _or(None, lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-    limit = _or(None, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
-    processes = _or([], lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-    return Gpu(
-        index=index,
-        uuid=_text(_or(f"GPU-{index}", lambda: nvml.nvmlDeviceGetUUID(handle))),
-        name=_text(_or("GPU", lambda: nvml.nvmlDeviceGetName(handle))),
-        memory_total=int(memory.total) if memory is not None else 0,
-        memory_used=int(memory.used) if memory is not None else None,
-        utilisation=int(rates.gpu) if rates is not None else None,
-        temperature=_or(
-            None, lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        ),
-        power=power / 1000 if power is not None else None,
-        power_limit=limit / 1000 if limit is not None else None,
-        processes=tuple(GpuProcess(int(p.pid), p.usedGpuMemory) for p in processes),
-    )
+def find(name: str, present: Sequence[Gpu]) -> tuple[Gpu, MigInstance | None] | None:
+    """The GPU or MIG instance that a person or `CUDA_VISIBLE_DEVICES` calls by this name.
+
+    Args:
+        name: An index, the UUID or a beginning of it (`GPU-…`, `MIG-…`) that fits only one
+            device, or `MIG-<UUID of the GPU>/<GPU instance>/<compute instance>`.
+        present: The GPUs to choose from.
+    """
+    if name.isdecimal():
+        chosen = [gpu for gpu in present if gpu.index == int(name)]
+        return (chosen[0], None) if chosen else None
+    if not name.startswith(("GPU-", "MIG-")):
+        return None
+    matches: list[tuple[Gpu, MigInstance | None]] = []
+    for gpu in present:
+        if gpu.uuid.startswith(name):
+            matches.append((gpu, None))
+        for part in gpu.mig:
+            place = f"MIG-{gpu.uuid}/{part.gpu_instance}/{part.compute_instance}"
+            if part.uuid.startswith(name) or place == name:
+                matches.append((gpu, part))
+    return matches[0] if len(matches) == 1 else None
 
 
-def _visible(gpu: Gpu) -> bool:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return True
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return any(
-        name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
-        for name in names
-    )
+def visible(present: Sequence[Gpu], setting: str | None) -> list[Gpu]:
+    """The GPUs that a value of `CUDA_VISIBLE_DEVICES` shows, still in index order. Pure.
+
+    As in CUDA, the first entry that names no device ends the list (`0,2,-1,1` shows 0 and 2). A
+    GPU of which only some MIG instances are named is shown with these alone.
+    """
+    if setting is None:
+        return list(present)
+    whole: set[str] = set()
+    parts: set[str] = set()
+    for name in setting.split(","):
+        match = find(name.strip(), present)
+        if match is None:
+            break
+        gpu, part = match
+        if part is None:
+            whole.add(gpu.uuid)
+        else:
+            parts.add(part.uuid)
+    shown = []
+    for gpu in present:
+        named = tuple(part for part in gpu.mig if part.uuid in parts)
+        if gpu.uuid in whole or named:
+            shown.append(gpu if gpu.uuid in whole else replace(gpu, mig=named))
+    return shown
 
 
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def foreign_users(
+    present: Sequence[Gpu], ours: Collection[int], claimed: Collection[str] = ()
+) -> dict[str, str]:
+    """Which GPUs are used by processes that are not ours, and by whom. Pure.
+
+    Args:
+        present: The GPUs as `gpus()` shows them.
+        ours: The pids of the processes of our jobs.
+        claimed: UUIDs of the GPUs that our jobs hold. These are never foreign: in a container the
+            driver may give pids that nobody can match with ours.
+
+    Returns:
+        UUID → a line for people: user, command, pid and memory. What merely draws (a desktop) and
+        holds little memory does not count; much memory that no visible process holds does.
+    """
+    lines = {}
+    for gpu in present:
+        if gpu.uuid in claimed:
+            continue
+        strangers = [
+            process
+            for process in gpu.processes
+            if process.pid not in ours
+            and (process.kind == "compute" or (process.memory or 0) >= _HIDDEN_USE)
+        ]
+        if strangers:
+            strangers.sort(key=lambda process: -(process.memory or 0))
+            more = f" and {len(strangers) - 2} more" if len(strangers) > 2 else ""
+            lines[gpu.uuid] = "; ".join(map(_line, strangers[:2])) + more
+        elif not gpu.processes and (gpu.memory_used or 0) >= _HIDDEN_USE:
+            lines[gpu.uuid] = f"processes that cannot be seen from here ({_gib(gpu.memory_used)})"
+    return lines
 
 
-def _or(default: Any, call: Callable[[], Any]) -> Any:
-    """The call's value, or `default` where this driver or GPU cannot say."""
-    import pynvml
+def _line(process: GpuProcess) -> str:
+    pid, memory = f"pid {process.pid}", _gib(process.memory)
+    if process.command is None:
+        who = pid if process.user is None else f"{process.user}: {pid}"
+        return f"{who} ({memory})"
+    program, _, rest = process.command.partition(" ")
+    command = f"{os.path.basename(program)} {rest}".strip()
+    command = command if len(command) <= 60 else command[:59] + "…"
+    return f"{process.user or 'someone'}: {command} ({pid}, {memory})"
 
-    with suppress(pynvml.NVMLError):
-        return call()
-    return default
+
+def _gib(memory: int | None) -> str:
+    return "memory unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
 
 
-@cache
+@dataclass(frozen=True)
+class _Facts:
+    """What changes rarely, and when it was read (monotonic seconds)."""
+
+    at: float
+    uuid: str
+    name: str
+    pci: tuple[int, int, int] | None
+    memory_total: int
+    power_limit: float | None
+    clock_limit: int | None
+    mig_mode: bool
+
+
+class _Driver:
+    """The connection to NVML, and what need not be asked anew at every look."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.inherited = False  # a fork brought it here; the driver's connection did not come along
+        self.retry_at = 0.0
+        self.absent: set[tuple[Any, ...]] = set()  # calls that this driver is too old or new for
+        self.facts: dict[int, _Facts] = {}  # by NVML's index
+        self.people: dict[tuple[int, float], tuple[str | None, str | None]] = {}
+        self.people_until = 0.0
+
+
+_driver = _Driver()
+_LOCK: Final = threading.RLock()
+
+
+def _forked() -> None:
+    _driver.inherited = _driver.ready
+    _LOCK.release()
+
+
+# Held over a fork, so that no child starts with a lock (ours or NVML's) that nobody will release.
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_forked)
+
+
 def _nvml() -> Any:
-    """The `pynvml` module, ready to use; None on a machine without the driver.
+    """The `pynvml` module, ready to use; None while this machine shows no driver.
 
-    Initialised once per process: it takes tens of milliseconds on a machine with many GPUs.
+    Initialised once per process, since that takes tens of milliseconds on a machine with many
+    GPUs; where it fails it is tried again later, because drivers are loaded and repaired.
     """
     import pynvml  # 0.07 s; not paid by commands that never look at GPUs
 
+    if _driver.inherited:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+        _driver.ready = _driver.inherited = False
+        _driver.retry_at = 0.0
+    now = time.monotonic()
+    if not _driver.ready and now >= _driver.retry_at:
+        _driver.retry_at = now + _RETRY_AFTER
+        _driver.absent.clear()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            _driver.ready = True
+    return pynvml if _driver.ready else None
+
+
+def _look(nvml: Any) -> list[Gpu]:
+    """All GPUs. Those the driver cannot reach keep their place, so that no other is renumbered."""
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError:  # the driver was unloaded or replaced
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+        _driver.ready = False
+        return []
+    placed: list[tuple[tuple[int, ...], Gpu]] = []
+    before: tuple[int, ...] = ()
+    for position in range(count):
+        gpu = _read(nvml, position)
+        facts = _driver.facts.get(position)
+        pci = facts.pci if facts is not None else None
+        # NVML promises no order. One whose address is unknown stays behind its neighbour.
+        before = pci if pci is not None else (*before, position)
+        placed.append((before, gpu))
+    placed.sort(key=lambda entry: entry[0])
+    return [replace(gpu, index=index) for index, (_, gpu) in enumerate(placed)]
+
+
+class _Ask:
+    """Questions to the driver about one device; an answer it does not give is None.
+
+    Once the driver says that the device is gone, `problem` says so and it is not asked again.
+    """
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self.nvml = nvml
+        self.handle = handle
+        self.problem: str | None = None
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        function = getattr(self.nvml, name, None)
+        call = (name, *arguments)
+        if function is None or self.problem is not None or call in _driver.absent:
+            return None
+        try:
+            return function(self.handle, *arguments)
+        except self.nvml.NVMLError as error:
+            if error.value == self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+                _driver.absent.add(call)
+            elif error.value in (15, 16):
+                self.problem = _LOST[error.value]
+        except self.nvml.NVMLLibraryMismatchError:  # is no NVMLError
+            _driver.absent.add(call)
         return None
-    return pynvml
+
+    def number(self, *call: Any, per: int = 0) -> Any:
+        """An integer, or a float in units of `per`."""
+        answer = self(*call)
+        if answer is None:
+            return None
+        return answer / per if per else int(answer)
+
+
+def _read(nvml: Any, position: int) -> Gpu:
+    try:
+        ask = _Ask(nvml, nvml.nvmlDeviceGetHandleByIndex(position))
+    except nvml.NVMLError as error:
+        return _lost(position, _LOST.get(error.value, f"cannot be reached ({error})"))
+    facts = _facts(ask, position)
+    memory = ask("nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2)  # without what the driver keeps
+    if memory is None:
+        memory = ask("nvmlDeviceGetMemoryInfo")
+    rates = ask("nvmlDeviceGetUtilizationRates")
+    sensor = nvml.NVML_TEMPERATURE_GPU
+    temperature = ask.number("nvmlDeviceGetTemperature", sensor)
+    if temperature is None:
+        temperature = ask.number("nvmlDeviceGetTemperatureV", sensor)
+    reasons = ask.number("nvmlDeviceGetCurrentClocksEventReasons")
+    if reasons is None:
+        reasons = ask.number("nvmlDeviceGetCurrentClocksThrottleReasons")
+    instances = list(_instances(ask)) if facts.mig_mode else []
+    gpu = Gpu(
+        index=position,
+        uuid=facts.uuid,
+        name=facts.name,
+        memory_total=int(memory.total) if memory is not None else facts.memory_total,
+        memory_used=int(memory.used) if memory is not None else None,
+        utilisation=int(rates.gpu) if rates is not None else None,
+        temperature=temperature,
+        power=ask.number("nvmlDeviceGetPowerUsage", per=1000),
+        power_limit=facts.power_limit,
+        processes=_processes(ask, instances),
+        clock=ask.number("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        clock_limit=facts.clock_limit,
+        memory_clock=ask.number("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        throttle=_throttle(reasons),
+        pci=_pci_text(facts.pci),
+        mig_mode=facts.mig_mode,
+        mig=tuple(instance for _, instance in instances),
+    )
+    return gpu if ask.problem is None else _lost(position, ask.problem)

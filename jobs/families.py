@@ -6,9 +6,13 @@ The engine's side of a family (how it is encoded, packed and called) is `engine/
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jobs.errors import SpecError
 from jobs.spellings import did_you_mean
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,8 @@ def get_family(name: str, flavour: str | None = None) -> Family:
             f"{did_you_mean(flavour, family.flavours)}; known: {', '.join(family.flavours)}"
         )
     return family
+
+
+def wrapped_classes(spec: JobSpec) -> list[str]:
+    """The block classes that become FSDP units of their own: the job's, else the family's."""
+    return spec.fsdp_transformer_layer_cls_to_wrap or list(get_family(spec.model_family).blocks)

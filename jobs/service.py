@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs import preflight
 from jobs.conflicts import world_size
-from jobs.dispatch import dispatch, needs_attention
+from jobs.dispatch import dispatch, has_work, needs_attention
 from jobs.errors import StateError
 from jobs.eventlog import EventLog
 from jobs.rundir import write_atomic
+from jobs.runner import ensure_runner
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 
@@ -61,6 +62,7 @@ def submit(store: Store, spec: JobSpec) -> Job:
         prepare=prepare,
     )
     dispatch(store)
+    ensure_runner(store)
     return store.get(job.id)
 
 
@@ -122,6 +124,7 @@ def resume(store: Store, job_id: int, overrides: Mapping[str, Any] | None = None
     after = f"resumed after step {newest[0]}" if newest else "started again from the beginning"
     store.requeue(job_id, after, total_steps=spec.max_train_steps)
     dispatch(store)
+    ensure_runner(store)
     return store.get(job_id)
 
 
@@ -164,6 +167,8 @@ def refresh(store: Store) -> None:
     """Make the database agree with the process table; cheap when there is nothing to do."""
     if needs_attention(store):
         dispatch(store)
+    if has_work(store):
+        ensure_runner(store)
 
 
 @dataclass(frozen=True)

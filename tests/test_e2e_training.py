@@ -44,6 +44,7 @@ class Bench:
             "FSDP_TUI_HOME": str(self.home / "state"),
             "XDG_CACHE_HOME": str(self.home / "cache"),
             "FSDP_TUI_CPU_JOBS": "1",
+            "FSDP_TUI_RUNNER_IDLE": "2",
         }
 
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 from jobs.conflicts import chosen_strategy, world_size
+from jobs.families import wrapped_classes
 from jobs.processes import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
@@ -143,8 +144,8 @@ def _fsdp_flags(spec: JobSpec) -> list[str]:
         # would make transformers leave text encoders empty on every rank but the first.
         "--fsdp_cpu_ram_efficient_loading=false",
     ]
-    if spec.fsdp_transformer_layer_cls_to_wrap:
-        names = ",".join(spec.fsdp_transformer_layer_cls_to_wrap)
+    if spec.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
+        names = ",".join(wrapped_classes(spec))
         flags.append(f"--fsdp_transformer_layer_cls_to_wrap={names}")
     if spec.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
         flags.append(f"--fsdp_min_num_params={spec.fsdp_min_num_params}")

@@ -332,32 +332,26 @@ class _Ask:
     """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        self.nvml = nvml
-        self.handle = handle
+        self.nvml, self.handle = nvml, handle
         self.problem: str | None = None
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
-        function = getattr(self.nvml, name, None)
-        call = (name, *arguments)
-        if function is None or self.problem is not None or call in _driver.absent:
-            return None
-        try:
-            return function(self.handle, *arguments)
-        except self.nvml.NVMLError as error:
-            if error.value == self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+    def __call__(self, *calls: str | tuple[Any, ...]) -> Any:
+        """The answer to the first of these calls (name, or name and arguments) that has one."""
+        for call in calls:
+            name, *arguments = (call,) if isinstance(call, str) else call
+            function = getattr(self.nvml, name, None)
+            if function is None or self.problem is not None or call in _driver.absent:
+                continue
+            try:
+                return function(self.handle, *arguments)
+            except self.nvml.NVMLLibraryMismatchError:  # is no NVMLError
                 _driver.absent.add(call)
-            elif error.value in (15, 16):
-                self.problem = _LOST[error.value]
-        except self.nvml.NVMLLibraryMismatchError:  # is no NVMLError
-            _driver.absent.add(call)
+            except self.nvml.NVMLError as error:
+                if error.value == self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+                    _driver.absent.add(call)
+                elif error.value in (15, 16):
+                    self.problem = _LOST[error.value]
         return None
-
-    def number(self, *call: Any, per: int = 0) -> Any:
-        """An integer, or a float in units of `per`."""
-        answer = self(*call)
-        if answer is None:
-            return None
-        return answer / per if per else int(answer)
 
 
 def _read(nvml: Any, position: int) -> Gpu:
@@ -366,35 +360,26 @@ def _read(nvml: Any, position: int) -> Gpu:
     except nvml.NVMLError as error:
         return _lost(position, _LOST.get(error.value, f"cannot be reached ({error})"))
     facts = _facts(ask, position)
-    memory = ask("nvmlDeviceGetMemoryInfo", nvml.nvmlMemory_v2)  # without what the driver keeps
-    if memory is None:
-        memory = ask("nvmlDeviceGetMemoryInfo")
+    memory = _memory(ask)
     rates = ask("nvmlDeviceGetUtilizationRates")
     sensor = nvml.NVML_TEMPERATURE_GPU
-    temperature = ask.number("nvmlDeviceGetTemperature", sensor)
-    if temperature is None:
-        temperature = ask.number("nvmlDeviceGetTemperatureV", sensor)
-    reasons = ask.number("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:
-        reasons = ask.number("nvmlDeviceGetCurrentClocksThrottleReasons")
+    power = ask("nvmlDeviceGetPowerUsage")
     instances = list(_instances(ask)) if facts.mig_mode else []
-    gpu = Gpu(
-        index=position,
-        uuid=facts.uuid,
-        name=facts.name,
-        memory_total=int(memory.total) if memory is not None else facts.memory_total,
-        memory_used=int(memory.used) if memory is not None else None,
-        utilisation=int(rates.gpu) if rates is not None else None,
-        temperature=temperature,
-        power=ask.number("nvmlDeviceGetPowerUsage", per=1000),
-        power_limit=facts.power_limit,
+    gpu = replace(
+        facts.gpu,
+        memory_total=memory.total if memory is not None else facts.gpu.memory_total,
+        memory_used=memory.used if memory is not None else None,
+        utilisation=rates.gpu if rates is not None else None,
+        temperature=ask(
+            ("nvmlDeviceGetTemperature", sensor), ("nvmlDeviceGetTemperatureV", sensor)
+        ),
+        power=power / 1000 if power is not None else None,
         processes=_processes(ask, instances),
-        clock=ask.number("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        clock_limit=facts.clock_limit,
-        memory_clock=ask.number("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-        throttle=_throttle(reasons),
-        pci=_pci_text(facts.pci),
-        mig_mode=facts.mig_mode,
+        clock=ask(("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
+        memory_clock=ask(("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM)),
+        throttle=_throttle(
+            ask("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        ),
         mig=tuple(instance for _, instance in instances),
     )
     return gpu if ask.problem is None else _lost(position, ask.problem)

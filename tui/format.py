@@ -63,9 +63,15 @@ def number(value: float | None, digits: int = 4) -> str:
         return "inf" if value > 0 else "-inf"
     magnitude = abs(value)
     if magnitude != 0 and (magnitude < 1e-3 or magnitude >= 1e5):
-        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-").replace("e+0", "e")
+        return _exponential(value, max(0, digits - 2))
     before = len(str(int(magnitude)))
     return f"{value:.{max(0, digits - before + (magnitude < 1))}f}"
+
+
+def _exponential(value: float, digits: int) -> str:
+    mantissa, exponent = f"{value:.{digits}e}".split("e")
+    text = f"{mantissa}e{int(exponent)}"
+    return text if len(text) <= 8 or not digits else _exponential(value, digits - 1)
 
 
 def pace(seconds: float | None) -> str:
@@ -74,9 +80,8 @@ def pace(seconds: float | None) -> str:
         return MISSING
     if seconds >= 100:
         return duration(seconds)
-    return f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" if seconds < 10 else (
-        f"{seconds:.1f}"
-    )
+    digits = 3 if seconds < 0.1 else 2 if seconds < 10 else 1
+    return f"{seconds:.{digits}f}"
 
 
 def percent(value: float | None) -> str:

@@ -39,7 +39,7 @@ def chosen_strategy(spec: JobSpec) -> tuple[str, str]:
     if spec.fsdp_enable:
         return "fsdp2", "fsdp_enable is on"
     ranks = world_size(spec)
-    if ranks == 1:
+    if ranks <= 1:
         return "single", "there is one rank"
     if spec.fsdp_enable is False:
         return "ddp", f"fsdp_enable is off and there are {ranks} ranks"
@@ -52,11 +52,13 @@ def find_conflicts(spec: JobSpec) -> list[Conflict]:
     return [conflict for conflict in found if conflict is not None]
 
 
-def _missing_paths(spec: JobSpec) -> Conflict | None:
-    for key in ("pretrained_model_name_or_path", "dataset"):
-        if not getattr(spec, key):
-            return Conflict(key, f"{key} is missing")
-    return None
+def _no_model(spec: JobSpec) -> Conflict | None:
+    key = "pretrained_model_name_or_path"
+    return None if spec.pretrained_model_name_or_path else Conflict(key, f"{key} is missing")
+
+
+def _no_dataset(spec: JobSpec) -> Conflict | None:
+    return None if spec.dataset else Conflict("dataset", "dataset is missing")
 
 
 def _gpu_count(spec: JobSpec) -> Conflict | None:
@@ -161,7 +163,8 @@ def _warmup(spec: JobSpec) -> Conflict | None:
 
 
 _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
-    _missing_paths,
+    _no_model,
+    _no_dataset,
     _gpu_count,
     _strategy,
     _fsdp_version,

@@ -1,0 +1,118 @@
+"""What the new-job form holds: texts, values, problems by field. No widgets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from jobs.spec import JobSpec
+from jobs.specfile import load_spec
+from tui.newjob import draft
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GOOD = {"pretrained_model_name_or_path": "m", "dataset": "d", "num_processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("learning_rate", 1e-4, "0.0001"),
+        ("max_train_steps", 20, "20"),
+        ("lora_alpha", None, ""),
+        ("validation_prompts", ["a red, round thing", "b"], "a red, round thing | b"),
+    ],
+)
+def test_a_value_stands_in_an_input_as_people_write_it(name: str, value: object, text: str) -> None:
+    assert draft.as_text(name, value) == text
+
+
+def test_prompts_may_hold_commas_and_come_back_as_they_were() -> None:
+    prompts = ["a red, round thing", "a blue square"]
+    text = draft.as_text("validation_prompts", prompts)
+    assert draft.from_text("validation_prompts", text) == prompts
+
+
+def test_every_field_of_the_job_survives_the_form() -> None:
+    spec = JobSpec(**GOOD, optimizer="sgd", seed=7, lora_dropout=0.25, max_train_steps=33)
+    base = spec.to_dict()
+    shown = {
+        name: draft.from_text(name, draft.as_text(name, base[name]))
+        for name in draft.SHOWN
+        if name != "fsdp_reshard_after_forward"
+    }
+    assert load_spec(None, draft.merge(base, shown)) == spec
+
+
+def test_a_blank_field_means_its_default() -> None:
+    values = draft.merge(JobSpec(max_train_steps=5).to_dict(), {"max_train_steps": None})
+    assert "max_train_steps" not in values
+
+
+def test_chosen_gpus_say_how_many_ranks_there_are() -> None:
+    values = draft.merge({"num_processes": 4}, {"num_processes": "4", "gpus": [0, 1]})
+    assert values == {"gpus": [0, 1]}
+
+
+def test_choosing_a_strategy_overrules_the_switch_that_was_carried_along() -> None:
+    base = {"fsdp_enable": True, "strategy": "auto"}
+    assert "fsdp_enable" not in draft.merge(base, {"strategy": "ddp"})
+    assert draft.merge(base, {"strategy": "auto"})["fsdp_enable"] is True
+
+
+def test_problems_stand_at_the_field_they_are_about() -> None:
+    problems = draft.find_problems(
+        GOOD | {"learning_rate": "fast", "name": "a b", "mixed_precision": "bf61"}
+    )
+    assert set(problems) == {"learning_rate", "name", "mixed_precision"}
+    assert "number" in problems["learning_rate"]
+    assert "letters" in problems["name"]
+    assert 'did you mean "bf16"' in problems["mixed_precision"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"dataset": ""}, "dataset"),
+        ({"strategy": "fsdp2", "num_processes": 1}, "strategy"),
+        ({"mixed_precision": "fp16"}, "mixed_precision"),
+        ({"model_family": "fluks"}, "model_family"),
+        ({"model_flavour": "deev"}, "model_flavour"),
+    ],
+)
+def test_a_conflict_stands_at_one_field(change: dict[str, object], field: str) -> None:
+    assert list(draft.find_problems(GOOD | change)) == [field]
+
+
+def test_a_good_job_has_no_problems() -> None:
+    assert draft.find_problems(GOOD) == {}
+
+
+def test_a_missing_dataset_is_found_at_once(tmp_path: Path) -> None:
+    good, text = draft.check_path("dataset", {"dataset": str(tmp_path / "nowhere")})
+    assert not good
+    assert "no such dataset folder" in text
+
+
+def test_a_dataset_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    (tmp_path / "a.txt").write_text("a red circle")
+    assert draft.check_path("dataset", {"dataset": str(tmp_path)}) == (True, "1 pictures")
+
+
+def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
+    values = GOOD | {"max_train_steps": "12", "validation_prompts": ["one, two"]}
+    path = draft.save_yaml(values, tmp_path / "job.yaml")
+    spec = load_spec(path)
+    assert (spec.max_train_steps, spec.validation_prompts) == (12, ["one, two"])
+
+
+def test_an_unfinished_job_can_be_saved(tmp_path: Path) -> None:
+    path = draft.save_yaml({"name": "half", "dataset": "d"}, tmp_path / "job.yaml")
+    assert "half" in path.read_text()
+
+
+def test_carried_fields_are_those_without_a_place_in_the_form() -> None:
+    assert draft.carried(JobSpec(seed=7, max_train_steps=3).to_dict()) == {"seed": 7}

@@ -1,0 +1,125 @@
+"""Fake run directories for tests of the dashboard: real files, no process."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from jobs.rundir import MANIFEST, RankStatus, RunDir, event
+from jobs.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from jobs.store import Job, Store
+
+GIB = 2**30
+
+
+def add_job(
+    store: Store,
+    name: str = "demo",
+    *,
+    state: State = State.QUEUED,
+    reason: str = "",
+    ranks: int = 2,
+    gpus: Sequence[str] = (),
+    wanted: int | list[str] | None = None,
+    total_steps: int = 200,
+    job_file: str = "name: demo\n",
+) -> Job:
+    """A job in the given state, brought there through the states that lead to it."""
+
+    def prepare(run_dir: RunDir) -> None:
+        run_dir.create()
+        run_dir.job_file.write_text(job_file)
+
+    job = store.add(
+        name=name,
+        ranks=ranks,
+        wanted=wanted if wanted is not None else (list(gpus) or None),
+        total_steps=total_steps,
+        run_id=f"run-{name}",
+        prepare=prepare,
+    )
+    if state is State.QUEUED:
+        if reason:
+            store.explain(job.id, reason)
+        return store.get(job.id)
+    store.claim(job.id, gpus, "starting on CPU ranks" if not gpus else "starting on GPUs")
+    if state is not State.STARTING:
+        store.change(job.id, State.RUNNING, "all ranks are up")
+    if state not in (State.STARTING, State.RUNNING):
+        store.change(job.id, state, reason or f"now {state}")
+    return store.get(job.id)
+
+
+def write_steps(
+    job: Job, count: int, *, first: int = 1, seconds: float = 0.42, seed: int = 1
+) -> None:
+    """Optimizer steps with a falling, noisy loss."""
+    noise = random.Random(seed)
+    lines = []
+    for step in range(first, first + count):
+        loss = 0.38 + 0.55 * math.exp(-step / 60) + noise.gauss(0, 0.045)
+        lines.append(
+            event(
+                "step", step=step, epoch=step / 100, loss=round(loss, 5), lr=1e-3,
+                grad_norm=round(0.3 + noise.random() / 5, 4),
+                seconds=round(seconds * noise.uniform(0.95, 1.06), 4),
+                images_per_second=round(2 / seconds, 3),
+            )
+        )  # fmt: skip
+    append_events(job, *lines)
+
+
+def append_events(job: Job, *lines: str) -> None:
+    with open(job.run_dir.events, "a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def write_rank(job: Job, rank: int, **changes: Any) -> None:
+    """What a rank says of itself; a fresh heartbeat unless `changes` say otherwise."""
+    now = time.time()
+    values: dict[str, Any] = {
+        "rank": rank, "pid": 4000 + rank, "started": now - 90, "host": "node", "device": "cpu",
+        "phase": "train", "step": 0, "heartbeat": now, "progressed": now,
+        "rss": int(1.31 * GIB) + rank * 7_000_000,
+    }  # fmt: skip
+    job.run_dir.rank_file(rank).write_text(RankStatus(**values | changes).to_json())
+
+
+def write_log(job: Job, text: str, rank: int = 0, *, append: bool = False) -> None:
+    with open(job.run_dir.rank_log(rank), "a" if append else "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_checkpoint(job: Job, step: int) -> Path:
+    path = job.run_dir.checkpoint(step)
+    path.mkdir(parents=True)
+    (path / MANIFEST).write_text(json.dumps({"step": step}))
+    return path
+
+
+class FakeGpus:
+    """Stands in for `jobs.devices.gpus`."""
+
+    def __init__(self, count: int) -> None:
+        from jobs.devices import Gpu
+
+        self.gpus = [
+            Gpu(
+                index=index, uuid=f"GPU-{index:04}", name="NVIDIA H200",
+                memory_total=int(139.8 * GIB), memory_used=int((3 + 31 * (index % 4)) * GIB),
+                utilisation=(0, 97, 99, 34)[index % 4], temperature=41 + 9 * (index % 4),
+                power=90.0 + 170 * (index % 4), power_limit=700.0,
+            )
+            for index in range(count)
+        ]  # fmt: skip
+
+    def __call__(self) -> list[Any]:
+        return list(self.gpus)

@@ -1,0 +1,134 @@
+"""Every action of the dashboard, once. Keys, footer, palette and help are made from this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from textual.binding import Binding
+
+from jobs.states import State
+
+if TYPE_CHECKING:
+    from textual.binding import BindingType
+
+    from jobs.store import Job
+
+Group = Literal["jobs", "log", "app", "list"]
+Needs = Literal["nothing", "job", "ended", "stoppable", "active"]
+
+GROUP_TITLES: Final[dict[Group, str]] = {
+    "jobs": "Jobs",
+    "list": "Moving in the list",
+    "log": "Log",
+    "app": "Dashboard",
+}
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing a person can do.
+
+    Attributes:
+        name: The action method, without `action_`; also the binding's id.
+        keys: Comma-separated keys, as Textual names them.
+        shown: The keys as people read them.
+        label: A word or two for the footer.
+        help: A sentence for the help screen, the palette and tooltips.
+        group: Heading in the help screen.
+        needs: What the selected job must be for the action to make sense.
+        footer: Whether it has a place in the footer, and its order there.
+    """
+
+    name: str
+    keys: str
+    shown: str
+    label: str
+    help: str
+    group: Group
+    needs: Needs = "nothing"
+    footer: int = 0
+
+    def fits(self, job: Job | None) -> bool:
+        """Whether the action makes sense for the selected job."""
+        if self.needs == "nothing":
+            return True
+        if job is None:
+            return False
+        match self.needs:
+            case "ended":
+                return job.state.ended
+            case "stoppable":
+                return job.state.active or job.state is State.QUEUED
+            case "active":
+                return job.state.active
+        return True
+
+
+ACTIONS: Final[tuple[Action, ...]] = (
+    Action("new_job", "n", "n", "new", "Describe a new job and queue it", "jobs", footer=1),
+    Action(
+        "start_job", "s", "s", "start",
+        "Start an ended job again, after its newest checkpoint", "jobs", "ended", 2,
+    ),
+    Action(
+        "stop_job", "x", "x", "stop",
+        "Stop the job after this step and a save; again: more firmly", "jobs",
+        "stoppable", 3,
+    ),
+    Action(
+        "save_now", "m", "m", "save",
+        "Write a checkpoint at the next step and go on training", "jobs", "active", 5,
+    ),
+    Action(
+        "remove_job", "r", "r", "remove",
+        "Forget an ended job and delete its run directory", "jobs", "ended", 6,
+    ),
+    Action(
+        "details", "i,enter", "i", "info",
+        "History, checkpoints, job file and launch command", "jobs", "job", 7,
+    ),
+    Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
+    Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),
+    Action("page_down", "ctrl+d", "^d", "page down", "Move down by half a screen", "list"),
+    Action("page_up", "ctrl+u", "^u", "page up", "Move up by half a screen", "list"),
+    Action("first", "g", "g", "first", "Select the first job", "list"),
+    Action("last", "G,shift+g", "G", "last", "Select the last job", "list"),
+    Action("toggle_log", "l", "l", "logs", "Show the log on the whole screen, and back", "log",
+           "job", 4),
+    Action("next_log", "right_square_bracket", "]", "next log",
+           "Next log: ranks, launcher, supervisor", "log", "job"),
+    Action("previous_log", "left_square_bracket", "[", "previous log", "Previous log", "log",
+           "job"),
+    Action("follow_log", "f", "f", "follow", "Follow the log, or hold it still", "log", "job"),
+    Action("log_page_up", "pageup", "PgUp", "scroll back", "Scroll the log back", "log", "job"),
+    Action("log_page_down", "pagedown", "PgDn", "scroll on", "Scroll the log on", "log", "job"),
+    Action("log_home", "home", "Home", "log start", "Go to the beginning of the log", "log",
+           "job"),
+    Action("log_end", "end", "End", "log end", "Go to the end of the log and follow it", "log",
+           "job"),
+    Action("show_help", "question_mark,f1", "?", "help", "All keys", "app", footer=8),
+    Action("app.command_palette", "ctrl+p", "^p", "palette", "Find an action by its name", "app"),
+    Action("switch_theme", "t", "t", "theme", "Switch between the dark and the light theme",
+           "app"),
+    Action("quit_app", "q", "q", "quit", "Leave the dashboard; jobs go on without it", "app",
+           footer=9),
+)  # fmt: skip
+
+
+def bindings(*groups: Group) -> list[BindingType]:
+    """Key bindings of these groups; a screen or widget that has their methods uses them."""
+    return [
+        Binding(
+            action.keys, action.name, action.label,
+            show=bool(action.footer), tooltip=action.help, id=f"{action.group}.{action.name}",
+            key_display=action.shown,
+        )
+        for action in ACTIONS
+        if action.group in groups
+    ]  # fmt: skip
+
+
+def footer_actions() -> list[Action]:
+    """What the footer shows, in its order."""
+    return sorted((action for action in ACTIONS if action.footer), key=lambda a: a.footer)

@@ -1,0 +1,194 @@
+"""Look at jobs and devices once a second, in a thread. Knows no widgets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from threading import Event
+from typing import TYPE_CHECKING, Final
+
+from jobs import devices, service
+from jobs.errors import UserError
+from jobs.eventlog import EventLog
+from jobs.states import State
+from tui.format import ranges
+from tui.snapshot import Curve, JobView, Snapshot, in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jobs.devices import Gpu
+    from jobs.service import Progress
+    from jobs.store import Job, Store
+
+PERIOD: Final = 1.0  # seconds
+_POLL_BYTES: Final = 1 << 20  # of one event log at a time, so that the screen's thread gets a turn
+_ENDED_TAIL: Final = 64 << 10  # bytes of an ended job's events that hold its last steps
+_ENDED_PER_LOOK: Final = 25
+_KEPT_LOGS: Final = 6  # event logs of ended jobs that were selected
+
+
+class Collector:
+    """Makes snapshots. One thread runs `run`; any thread may set `selected` and `wake` it."""
+
+    def __init__(self, store: Store, selected: int | None = None) -> None:
+        self.store = store
+        self.selected = selected
+        self._wake = Event()
+        self._closed = Event()
+        self._logs: OrderedDict[int, EventLog] = OrderedDict()
+        self._ended: dict[int, tuple[float | None, Progress]] = {}
+        self._curve = Curve(-1)
+        self._budget = _ENDED_PER_LOOK
+        self._views: list[JobView] = []  # what was read last stays when reading fails
+        self._untended = ""  # why the queue could not be tended; one thread writes, one reads
+
+    def run(self, publish: Callable[[Snapshot], None]) -> None:
+        """Look until closed. A failure is published, and the next look is made all the same."""
+        while not self._closed.is_set():
+            publish(self.look())
+            self._wake.wait(PERIOD)
+            self._wake.clear()
+
+    def tend(self) -> None:
+        """Make the database agree with the process table, until closed.
+
+        In a thread of its own: this may wait for another process that does the same, and what is
+        on the screen must not grow old meanwhile.
+        """
+        while not self._closed.is_set():
+            try:
+                service.refresh(self.store)
+            except Exception as error:  # one failure must not end the tending
+                self._untended = f"cannot tend the queue: {_words(error)}"
+            else:
+                self._untended = ""
+            self._closed.wait(PERIOD)
+
+    def wake(self) -> None:
+        """Look again now: something was selected or done."""
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._wake.set()
+
+    def look(self) -> Snapshot:
+        """One snapshot, of what can be read."""
+        problems = [self._untended] if self._untended else []
+        gpus: list[Gpu] = []
+        host = None
+        try:
+            gpus, host = devices.gpus(), devices.host()
+            jobs = in_order(self.store.all())
+            chosen = self._chosen(jobs)
+            self._views = [self._try_view(job, gpus, chosen == job.id, problems) for job in jobs]
+            self._forget(jobs)
+            self._draw(chosen)
+        except Exception as error:  # one failing look must not end the looking
+            problems.append(f"cannot look at the jobs: {_words(error)}")
+        return Snapshot(
+            t=time.time(),
+            jobs=tuple(self._views),
+            gpus=tuple(gpus),
+            host=host,
+            curve=self._curve,
+            problem="; ".join(problems),
+        )
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _chosen(self, jobs: Sequence[Job]) -> int | None:
+        """The selected job; the first one while nothing is selected."""
+        if any(job.id == self.selected for job in jobs):
+            return self.selected
+        return jobs[0].id if jobs else None
+
+    def _try_view(
+        self, job: Job, gpus: Sequence[Gpu], chosen: bool, problems: list[str]
+    ) -> JobView:
+        """A job whose files cannot be read is shown all the same, as the database knows it."""
+        try:
+            return self._view(job, gpus, chosen)
+        except Exception as error:
+            problems.append(f"cannot read the files of job {job.id}: {_words(error)}")
+            return JobView(job, where=where_of(job, gpus))
+
+    def _view(self, job: Job, gpus: Sequence[Gpu], chosen: bool) -> JobView:
+        where = where_of(job, gpus)
+        if job.state.active:
+            log = self._follow(job)
+            ranks = tuple(job.run_dir.rank_statuses())
+            return JobView(job, service.progress(job, log), where, log.phase, ranks)
+        if chosen:
+            return JobView(job, service.progress(job, self._follow(job)), where)
+        return JobView(job, self._ended_progress(job), where)
+
+    def _follow(self, job: Job) -> EventLog:
+        log = self._logs.get(job.id)
+        if log is None:
+            log = self._logs[job.id] = EventLog(job.run_dir.events)
+        self._logs.move_to_end(job.id)
+        changed = False
+        while log.poll(_POLL_BYTES) and not self._closed.is_set():
+            changed = True
+        if changed and self._curve.job == job.id:
+            self._curve = Curve(-1)
+        return log
+
+    def _ended_progress(self, job: Job) -> Progress:
+        """The last steps of a job that nobody looks at, read once for each of its ends."""
+        known = self._ended.get(job.id)
+        if known is not None and known[0] == job.ended:
+            return known[1]
+        if job.attempt == 0 and job.state is State.QUEUED:
+            return service.Progress()
+        if self._budget <= 0:
+            return known[1] if known else service.Progress()
+        self._budget -= 1
+        try:
+            size = os.stat(job.run_dir.events).st_size
+        except OSError:
+            size = 0
+        log = EventLog(job.run_dir.events, _offset=max(0, size - _ENDED_TAIL)).read_all()
+        progress = service.progress(job, log)
+        self._ended[job.id] = (job.ended, progress)
+        return progress
+
+    def _forget(self, jobs: Sequence[Job]) -> None:
+        """Drop what belongs to jobs that are gone or that nobody has looked at for long."""
+        self._budget = _ENDED_PER_LOOK
+        present = {job.id for job in jobs}
+        active = {job.id for job in jobs if job.state.active}
+        for known in [job_id for job_id in self._ended if job_id not in present]:
+            del self._ended[known]
+        idle = [job_id for job_id in self._logs if job_id not in active]
+        for job_id in idle[: max(0, len(idle) - _KEPT_LOGS)]:
+            del self._logs[job_id]
+        for job_id in [job_id for job_id in self._logs if job_id not in present]:
+            del self._logs[job_id]
+
+    def _draw(self, chosen: int | None) -> None:
+        if chosen is None:
+            self._curve = Curve(-1)
+        elif self._curve.job != chosen:
+            log = self._logs.get(chosen)
+            self._curve = Curve(chosen, tuple(log.steps) if log else ())
+
+
+def _words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def where_of(job: Job, gpus: Sequence[Gpu]) -> str:
+    """The job's devices in a few characters: `0-3`, `any 2`, `cpu×2`."""
+    if job.wanted is None:
+        return f"cpu×{job.ranks}"
+    index = {gpu.uuid: gpu.index for gpu in gpus}
+    names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
+    if not names:
+        return f"any {job.wanted}" if job.state is State.QUEUED else f"×{job.ranks}"
+    known = [index[name] for name in names if name in index]
+    return ranges(known) if len(known) == len(names) else f"×{len(names)}"

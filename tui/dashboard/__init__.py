@@ -1,0 +1,1 @@
+"""The main screen: devices, jobs, the selected job, its log and its loss curve."""

@@ -1,0 +1,83 @@
+"""The line about the selected job: what it does now, how far that is, or why it ended."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from jobs.states import State
+from tui.dashboard.job_rows import GLYPHS
+from tui.format import Row, Span, bar, cut, duration, pace
+
+if TYPE_CHECKING:
+    from tui.snapshot import JobView
+
+_MOST_LINES = 3
+
+
+def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
+    """One line for a job that runs; up to three for the reason of one that does not."""
+    if view is None or width < 20:
+        return ()
+    job = view.job
+    glyph, role = GLYPHS[job.state]
+    head = (Span(f"{glyph} ", role), Span(f"#{job.id} {cut(job.name, width // 4)}  ", "strong"))
+    if job.state in (State.STARTING, State.RUNNING, State.SAVING):
+        return ((*head, *_progress(view, width - _length(head))),)
+    if job.state is State.STOPPING:
+        words = f"stopping: {job.reason}" + (f" · {view.doing}" if view.doing else "")
+        words += " · x again is firmer" if job.stop_level < 3 else ""
+        return _wrapped(head, words, width, "warn")
+    if job.state is State.QUEUED:
+        return _wrapped(head, f"queued: {job.reason or 'starts as soon as it may'}", width, "")
+    hint = " · s starts it again" if job.state is not State.COMPLETED else ""
+    spent = f" · took {duration(job.ended - job.started)}" if job.ended and job.started else ""
+    words = f"{job.state}: {job.reason}{spent}{hint}"
+    return _wrapped(head, words, width, "bad" if job.state in (State.FAILED, State.LOST) else "")
+
+
+def _progress(view: JobView, width: int) -> Row:
+    doing = view.doing
+    if doing is None:
+        done, total = view.progress.step, view.job.total_steps or None
+        words, tail = "training", _pace(view)
+    elif view.phase is not None:
+        done, total = view.phase.done, view.phase.total or None  # 0: nothing to do
+        words, tail = doing, ""
+    else:
+        done, total, words, tail = 0, None, doing, ""
+    if total is None:
+        more = f" {done}" if done else ""
+        return (Span(f"{words}{more} …", "accent"),)
+    share = done / total if total else 0.0
+    count = f" {done}/{total}  {share * 100:.0f}%"
+    if len(words) + len(count) + len(tail) + 12 > width:
+        tail = ""
+    room = min(60, width - len(words) - len(count) - len(tail) - 1)
+    return (
+        Span(f"{words} ", "accent"),
+        *bar(share, room, "bar"),
+        Span(count, "strong"),
+        Span(tail, "dim"),
+    )
+
+
+def _pace(view: JobView) -> str:
+    now = view.progress
+    if now.seconds_per_step is None:
+        return ""
+    eta = f"  {duration(now.eta)} left" if now.eta is not None else ""
+    return f"  {pace(now.seconds_per_step)} s/step{eta}"
+
+
+def _wrapped(head: Row, words: str, width: int, role: str) -> tuple[Row, ...]:
+    indent = _length(head)
+    lines = textwrap.wrap(
+        words, width - indent, max_lines=_MOST_LINES, placeholder=" …", break_on_hyphens=False
+    )
+    first, *rest = lines or [""]
+    return ((*head, Span(first, role)), *((Span(" " * indent + line, role),) for line in rest))
+
+
+def _length(row: Row) -> int:
+    return sum(len(span.text) for span in row)

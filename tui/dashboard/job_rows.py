@@ -1,0 +1,105 @@
+"""The lines of the jobs table. Pure functions of a snapshot and a width."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from jobs.states import State
+from tui.format import Row, Span, bar, cut, duration, left, number, pace, right
+
+if TYPE_CHECKING:
+    from tui.snapshot import JobView, Snapshot
+
+GLYPHS: Final[dict[State, tuple[str, str]]] = {
+    State.QUEUED: ("◌", "dim"),
+    State.STARTING: ("◔", "accent"),
+    State.RUNNING: ("●", "good"),
+    State.SAVING: ("◆", "accent"),
+    State.STOPPING: ("◑", "warn"),
+    State.COMPLETED: ("✓", "good"),
+    State.STOPPED: ("■", "dim"),
+    State.FAILED: ("✗", "bad"),
+    State.LOST: ("?", "bad"),
+}
+
+
+class Columns(NamedTuple):
+    """Widths of the columns; 0 leaves one out. Chosen once for a width, so that rows align."""
+
+    id: int
+    name: int
+    state: int
+    bar: int
+    step: int
+    loss: int
+    pace: int
+    eta: int
+    gpus: int
+    why: int = 0
+
+
+def columns(snapshot: Snapshot, width: int) -> Columns:
+    """Fit the columns: the bar goes first when it is narrow, then pace, then ETA."""
+    views = snapshot.jobs
+    ids = max([2, *(len(str(view.job.id)) for view in views)])
+    names = max([8, *(len(view.job.name) for view in views)])
+    step = max([7, *(len(step_text(view)) for view in views)])
+    gpus = max([4, *(len(view.where) for view in views)])
+    chosen = Columns(ids, 0, 11, 0, step, 8, 6, 8, min(gpus, 12))
+    least = min(names, 10)
+    for leave_out in ("pace", "eta", "loss"):
+        if _used(chosen) + 1 + least > width:
+            chosen = chosen._replace(**{leave_out: 0})
+    spare = width - _used(chosen) - 1 - least
+    name = least + max(0, min(names - least, spare - 7))  # a long name before a long bar
+    spare -= name - least
+    chosen = chosen._replace(bar=min(14, spare - 1) if spare >= 6 else 0)
+    chosen = chosen._replace(name=max(4, min(names, width - _used(chosen) - 1)))
+    spare = width - _used(chosen) - chosen.name - 1 - 2
+    return chosen._replace(why=spare if spare >= 16 else 0)
+
+
+def header_row(shape: Columns) -> Row:
+    parts = [
+        (shape.id, "id", right), (shape.name, "name", left), (shape.state, "state", left),
+        (shape.bar + 1 + shape.step if shape.bar else shape.step, "step", right),
+        (shape.loss, "loss", right), (shape.pace, "s/step", right), (shape.eta, "eta", right),
+        (shape.gpus, "gpus", left),
+    ]  # fmt: skip
+    return (Span(" ".join(fit(text, width) for width, text, fit in parts if width), "title"),)
+
+
+def job_row(view: JobView, shape: Columns) -> Row:
+    """One job."""
+    job, now = view.job, view.progress
+    glyph, role = GLYPHS[job.state]
+    share = now.step / job.total_steps if job.total_steps else 0.0
+    live = job.state.active
+    spans = [
+        Span(right(str(job.id), shape.id) + " ", "dim"),
+        Span(left(job.name, shape.name) + " ", "strong" if live else ""),
+        Span(left(f"{glyph} {job.state}", shape.state) + " ", role),
+    ]
+    if shape.bar:
+        spans += [*bar(share, shape.bar, "bar" if live else "dim"), Span(" ")]
+    spans.append(Span(right(step_text(view), shape.step)))
+    cells = [
+        (shape.loss, number(now.loss), ""),
+        (shape.pace, pace(now.seconds_per_step), "dim"),
+        (shape.eta, duration(now.eta), "dim"),
+    ]
+    spans += [Span(" " + right(text, width), role) for width, text, role in cells if width]
+    spans.append(Span(" " + left(view.where, shape.gpus), "accent" if live else "dim"))
+    if shape.why and (why := view.doing if live else job.reason):
+        spans.append(Span("  " + cut(why, shape.why), "accent" if live else "dim"))
+    return tuple(spans)
+
+
+def step_text(view: JobView) -> str:
+    return f"{view.progress.step}/{view.job.total_steps}"
+
+
+def _used(shape: Columns) -> int:
+    """Cells of the fixed columns and the gaps between them, less the name."""
+    widths = [width for width in shape._replace(name=0, why=0) if width]
+    return sum(widths) + len(widths) - 1

@@ -1,0 +1,238 @@
+"""The main screen: wires its panels to snapshots, and keys to what they do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from textual import on
+from textual.containers import Container, Vertical
+from textual.screen import Screen
+
+from jobs import service
+from tui.actions import bindings
+from tui.dashboard.jobs_panel import JobsPanel
+from tui.dashboard.log_view import LogView
+from tui.dashboard.logs import log_sources, log_title
+from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
+from tui.snapshot import Snapshot
+from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from textual.app import ComposeResult
+
+    from jobs.store import Store
+    from tui.app import FsdpTui
+    from tui.snapshot import JobView
+
+
+class DashboardScreen(Screen[None]):
+    """Devices, jobs, what the selected one does, its log and its loss."""
+
+    BINDINGS = bindings("jobs", "log", "app")
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (160, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
+    AUTO_FOCUS = "#jobs"
+
+    app: FsdpTui
+
+    def __init__(self, store: Store, host: str, selected: int | None) -> None:
+        super().__init__()
+        self.store = store
+        self.snapshot = Snapshot(t=0)
+        self.title_bar = TitleBar(host)
+        self.devices = DevicesPanel()
+        self.jobs = JobsPanel(selected)
+        self.activity = ActivityPanel()
+        self.log_view = LogView()
+        self.curve = CurvePanel()
+        self.problem = ProblemBar()
+        self.key_bar = KeyBar()
+        self._log_index = 0
+        self._log_job: int | None = None
+
+    def compose(self) -> ComposeResult:
+        yield self.title_bar
+        with Container(id="body"):
+            with Vertical(id="overview"):
+                yield self.devices
+                yield self.jobs
+                yield self.activity
+            with Container(id="details"):
+                yield self.log_view
+                yield self.curve
+        yield self.problem
+        yield self.key_bar
+
+    def on_mount(self) -> None:
+        self.app.collector.wake()  # the first snapshot may have come before the panels
+
+    # -- snapshots come down ---------------------------------------------------------------
+
+    def update_from(self, snapshot: Snapshot) -> None:
+        """Hand a new snapshot to every panel."""
+        panels = (self.title_bar, self.devices, self.jobs, self.activity, self.log_view,
+                  self.curve, self.problem, self.key_bar)  # fmt: skip
+        if not all(panel.is_attached for panel in panels):
+            return  # not there yet, or being taken down
+        self.snapshot = snapshot
+        self.title_bar.update_from(snapshot)
+        self.devices.update_from(snapshot)
+        self.jobs.update_from(snapshot)
+        self.problem.update_from(snapshot.problem)
+        self._show_selected()
+
+    @property
+    def selected(self) -> JobView | None:
+        return self.snapshot.find(self.jobs.selected)
+
+    def _show_selected(self) -> None:
+        view = self.selected
+        self.activity.update_from(view)
+        self.key_bar.update_from(view.job if view else None)
+        curve = self.snapshot.curve
+        if view is None or (curve is not None and curve.job == view.job.id):
+            self.curve.update_from(curve if view else None)
+        job_id = view.job.id if view else None
+        if job_id != self._log_job:
+            self._log_job, self._log_index = job_id, 0
+        self._show_log()
+
+    def _show_log(self) -> None:
+        view = self.selected
+        if view is None:
+            self.log_view.open(None, "log")
+            return
+        sources = log_sources(view.job)
+        self._log_index %= len(sources)
+        self.log_view.open(sources[self._log_index].path, log_title(sources, self._log_index))
+
+    @on(JobsPanel.Selected)
+    def _job_selected(self, event: JobsPanel.Selected) -> None:
+        self.app.select(event.job)
+        self._show_selected()
+
+    @on(JobsPanel.Opened)
+    def _job_opened(self) -> None:
+        self.action_details()
+
+    # -- jobs ------------------------------------------------------------------------------
+
+    def action_new_job(self) -> None:
+        from tui.newjob.screen import NewJobScreen  # only when someone wants it
+
+        view = self.selected
+        template = view.job.run_dir.job_file if view else None
+        self.app.push_screen(NewJobScreen(self.store, template, self.snapshot), self._job_added)
+
+    def _job_added(self, job: int | None) -> None:
+        if job is not None:
+            self.jobs.awaited = job
+            self.app.collector.wake()
+            self.app.say(f"job {job} is queued")
+
+    def action_start_job(self) -> None:
+        def start(job: int) -> str:
+            resumed = service.resume(self.store, job)
+            return f"job {job} is {resumed.state}: {self.store.history(job)[-1].reason}"
+
+        self._do(start)
+
+    def action_stop_job(self) -> None:
+        self._do(partial(service.stop, self.store))
+
+    def action_save_now(self) -> None:
+        def save(job: int) -> str:
+            service.request(self.store, job, "save_now")
+            return f"job {job} saves a checkpoint at the next step"
+
+        self._do(save)
+
+    def action_remove_job(self) -> None:
+        view = self.selected
+        if view is None:
+            return
+        if not view.job.state.ended:
+            self.app.say(f"job {view.job.id} is {view.job.state}; stop it first", "warning")
+            return
+        from tui.modals.confirm import ConfirmScreen
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._do(remove)
+
+        def remove(job: int) -> str:
+            service.remove(self.store, job)
+            return f"job {job} and its run directory are gone"
+
+        question = f"Remove job {view.job.id} “{view.job.name}”?"
+        detail = (
+            f"Its run directory is deleted, with logs, checkpoints and exports:\n"
+            f"{view.job.run_dir.root}"
+        )
+        self.app.push_screen(ConfirmScreen(question, detail, "remove"), answered)
+
+    def action_details(self) -> None:
+        if (view := self.selected) is not None:
+            from tui.modals.details import DetailsScreen
+
+            self.app.push_screen(DetailsScreen(self.store, view.job.id))
+
+    def _do(self, act: Callable[[int], str]) -> None:
+        if (view := self.selected) is not None:
+            self.app.act(partial(act, view.job.id))
+
+    # -- log -------------------------------------------------------------------------------
+
+    def action_toggle_log(self) -> None:
+        self.toggle_class("-log-only")
+        if self.has_class("-log-only"):
+            self.log_view.focus()
+        else:
+            self.jobs.focus()
+
+    def key_escape(self) -> None:
+        if self.has_class("-log-only"):
+            self.action_toggle_log()
+
+    def action_next_log(self) -> None:
+        self._log_index += 1
+        self._show_log()
+
+    def action_previous_log(self) -> None:
+        self._log_index -= 1
+        self._show_log()
+
+    def action_show_log(self, index: int) -> None:
+        self._log_index = index
+        self._show_log()
+
+    def action_follow_log(self) -> None:
+        self.log_view.toggle_follow()
+
+    def action_log_page_up(self) -> None:
+        self.log_view.action_page_up()
+
+    def action_log_page_down(self) -> None:
+        self.log_view.action_page_down()
+
+    def action_log_home(self) -> None:
+        self.log_view.action_scroll_home()
+
+    def action_log_end(self) -> None:
+        self.log_view.action_scroll_end()
+
+    # -- dashboard -------------------------------------------------------------------------
+
+    def action_show_help(self) -> None:
+        from tui.modals.help import HelpScreen
+
+        self.app.push_screen(HelpScreen())
+
+    def action_switch_theme(self) -> None:
+        self.app.switch_theme()
+
+    def action_quit_app(self) -> None:
+        self.app.exit()

@@ -1,0 +1,1 @@
+"""The form that describes a new job."""

@@ -1,0 +1,203 @@
+"""What the form holds, without widgets: texts of fields ↔ values of a job, and what is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+from pydantic import ValidationError
+
+from jobs import preflight
+from jobs.conflicts import find_conflicts
+from jobs.errors import SpecError, UserError
+from jobs.families import FAMILIES
+from jobs.spec import JobSpec, field_choices, field_names
+from jobs.specfile import dump_spec, load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# The fields that the form always shows, by heading. All others are carried along unchanged.
+ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
+    "job": ("name", "model_type", "model_family", "model_flavour"),
+    "model and data": ("pretrained_model_name_or_path", "dataset"),
+    "training": (
+        "max_train_steps", "learning_rate", "resolution", "train_batch_size",
+        "gradient_accumulation_steps", "lora_rank", "mixed_precision",
+    ),
+    "devices": ("gpus", "num_processes", "strategy", "fsdp_reshard_after_forward"),
+    "output": ("checkpointing_steps", "validation_prompts"),
+}  # fmt: skip
+SHOWN: Final = tuple(name for names in ESSENTIAL.values() for name in names)
+PATHS: Final = ("pretrained_model_name_or_path", "dataset")
+_LABELS: Final = {
+    "pretrained_model_name_or_path": "model",
+    "train_batch_size": "batch per rank",
+    "gradient_accumulation_steps": "accumulation",
+    "max_train_steps": "steps",
+    "model_type": "type",
+    "model_family": "family",
+    "model_flavour": "flavour",
+    "mixed_precision": "precision",
+    "num_processes": "ranks",
+    "fsdp_reshard_after_forward": "reshard",
+    "checkpointing_steps": "save every",
+    "validation_prompts": "prompts",
+}
+_SEPARATOR: Final = " | "
+
+
+def label(name: str) -> str:
+    """The field's short label in the form."""
+    return _LABELS.get(name, name.replace("_", " "))
+
+
+def help_text(name: str) -> str:
+    """The field's own help, with its key as job files spell it."""
+    text = JobSpec.model_fields[name].description or ""
+    if name == "validation_prompts":
+        text += " Separate several with |."
+    return f"{name}: {text}"
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words a field allows; families and flavours included."""
+    if name == "model_family":
+        return tuple(FAMILIES)
+    return field_choices(name)
+
+
+def as_text(name: str, value: Any) -> str:
+    """A value as it stands in an input."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return (_SEPARATOR if name == "validation_prompts" else ", ").join(map(str, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
+
+
+def from_text(name: str, text: str) -> Any:
+    """What an input says; None when it is blank, which means the default."""
+    text = text.strip()
+    if not text:
+        return None
+    if name == "validation_prompts":  # a prompt may hold commas
+        return [part.strip() for part in text.split("|") if part.strip()]
+    return text
+
+
+def starting_values(template: Path | None) -> dict[str, Any]:
+    """Values of an earlier job's file, or the defaults when there is none that can be read."""
+    try:
+        return load_spec(template).to_dict() if template else JobSpec().to_dict()
+    except UserError:
+        return JobSpec().to_dict()
+
+
+def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+    """What the form says over what it carries along; blank fields fall to their default."""
+    values = {key: value for key, value in base.items() if key not in shown} | dict(shown)
+    if base.get("fsdp_enable") is not None and shown.get("strategy") != base.get("strategy"):
+        values.pop("fsdp_enable", None)  # the person just chose the strategy by its name
+    if values.get("gpus"):
+        values.pop("num_processes", None)  # as many as there are gpus
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def carried(base: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that differ from the defaults and have no field in the form."""
+    defaults = JobSpec().to_dict()
+    return {
+        key: value for key, value in base.items() if key not in SHOWN and value != defaults[key]
+    }
+
+
+def find_problems(values: Mapping[str, Any]) -> dict[str, str]:
+    """What is wrong with the values, by field; the key is empty for what belongs to none."""
+    try:
+        load_spec(None, values)
+    except SpecError as error:
+        return _by_field(values, str(error).removeprefix("flags: "))
+    return {}
+
+
+def _by_field(values: Mapping[str, Any], message: str) -> dict[str, str]:
+    try:
+        spec = JobSpec.model_validate(dict(values))
+    except ValidationError:
+        # One sentence per field, each beginning with its key.
+        names = "|".join(field_names())
+        parts = re.split(rf"; (?=(?:{names}|unknown key)\b)", message)
+        return {
+            key if key in field_names() else "": text
+            for part in parts
+            for key, _, text in [part.partition(": ")]
+        }
+    conflicts = find_conflicts(spec)
+    if conflicts:
+        return {conflict.key: conflict.message for conflict in conflicts}
+    key = next((name for name in ("model_flavour", "model_family") if name in message), "")
+    return {key: message}
+
+
+def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
+    """Look whether the model or the dataset is there; reads the disk.
+
+    Returns:
+        Whether it can be used, and what was found or what is wrong.
+    """
+    text = str(values.get(name) or "")
+    if not text:
+        return True, ""
+    try:
+        spec = JobSpec.model_validate({
+            "pretrained_model_name_or_path": text, "dataset": str(Path(text).expanduser()),
+            "model_family": values.get("model_family") or "flux",
+        })  # fmt: skip
+        if name == "dataset":
+            return True, f"{preflight.check_dataset(spec)} pictures"
+        preflight.check_model(spec)
+        return True, f"a {spec.model_family} model"
+    except UserError as error:
+        return False, str(error)
+
+
+def spec_of(values: Mapping[str, Any]) -> JobSpec:
+    """The job that the values describe.
+
+    Raises:
+        SpecError: Something is wrong with them.
+    """
+    return load_spec(None, values)
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """The values as a job file, without what is the default anyway."""
+    try:
+        return dump_spec(load_spec(None, values), only_set=True)
+    except SpecError:
+        defaults = JobSpec().to_dict()
+        kept = {
+            key: value
+            for key, value in values.items()
+            if as_text(key, value) != as_text(key, defaults.get(key))
+        }
+        return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
+
+
+def save_yaml(values: Mapping[str, Any], path: Path) -> Path:
+    """Write the values as a job file, complete or not, so that nothing typed is lost.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    path = path.expanduser()
+    try:
+        path.write_text(as_yaml(values), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error})") from error
+    return path

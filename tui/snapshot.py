@@ -1,0 +1,82 @@
+"""What the dashboard shows at one moment, as immutable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jobs.rundir import PHASES
+from jobs.service import Progress
+from jobs.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.devices import Gpu, Host
+    from jobs.eventlog import Phase, StepRecord
+    from jobs.rundir import RankStatus
+    from jobs.store import Job
+
+LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called late
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job, how far it is, and where. `ranks` and `phase` only while it is active."""
+
+    job: Job
+    progress: Progress = field(default_factory=Progress)
+    where: str = ""
+    phase: Phase | None = None
+    ranks: tuple[RankStatus, ...] = ()
+
+    @property
+    def doing(self) -> str | None:
+        """What rank 0 is doing other than steps, for people; None while it trains."""
+        if self.phase is not None and not self.phase.finished and self.phase.name != "train":
+            return PHASES.get(self.phase.name, self.phase.name)
+        if self.job.state is State.STARTING and not self.ranks:
+            return "starting the ranks"
+        if self.job.state.active and self.ranks:
+            name = self.ranks[0].phase
+            return None if name == "train" else PHASES.get(name, name)
+        return None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The steps of the selected job; a new tuple only when something was added."""
+
+    job: int
+    steps: tuple[StepRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One look at everything. `problem` says what could not be read, in one line."""
+
+    t: float
+    jobs: tuple[JobView, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    host: Host | None = None
+    curve: Curve | None = None
+    problem: str = ""
+
+    def find(self, job_id: int | None) -> JobView | None:
+        return next((view for view in self.jobs if view.job.id == job_id), None)
+
+    def count(self, *states: State) -> int:
+        return sum(view.job.state in states for view in self.jobs)
+
+
+def in_order(jobs: Sequence[Job]) -> list[Job]:
+    """Active jobs first, then the queue as it will be served, then ended ones, newest first."""
+
+    def key(job: Job) -> tuple[int, float]:
+        if job.state.active:
+            return 0, float(job.id)
+        if job.state is State.QUEUED:
+            return 1, job.queued
+        return 2, -(job.ended or job.created)
+
+    return sorted(jobs, key=key)

@@ -1,0 +1,1 @@
+"""Reusable one-purpose widgets."""

@@ -1,0 +1,92 @@
+"""The lines at the edges of the screen: title, keys, and what went wrong."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+from textual.widgets import Static
+
+from jobs.states import ACTIVE, State
+from tui.actions import footer_actions
+
+if TYPE_CHECKING:
+    from jobs.store import Job
+    from tui.snapshot import Snapshot
+
+
+class _Line(Static):
+    """One line that is painted again only when its text changed."""
+
+    def __init__(self, id: str) -> None:  # noqa: A002
+        super().__init__("", id=id)
+        self._text: Content | None = None
+
+    def say(self, text: Content) -> None:
+        if self._text is None or text.markup != self._text.markup:
+            self._text = text
+            self.update(text)
+
+
+class TitleBar(_Line):
+    """Application, machine, and how many jobs run and wait."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__("titlebar")
+        self.host = host
+
+    def update_from(self, snapshot: Snapshot) -> None:
+        running, queued = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
+        devices = f"{len(snapshot.gpus)} GPU{'s' * (len(snapshot.gpus) != 1)}"
+        left = Content.from_markup(
+            "[b $primary]fsdp-tui[/] [$foreground 60%]on[/] [b]$host[/]"
+            " [$foreground 60%]· $gpus[/]",
+            host=self.host,
+            gpus=devices if snapshot.gpus else "CPU only",
+        )
+        right = Content.from_markup(
+            "[$green]● $running running[/]  [$foreground 60%]◌ $queued queued  $clock[/]".replace(
+                "$green", "$success" if running else "$foreground 60%"
+            ),
+            running=str(running),
+            queued=str(queued),
+            clock=time.strftime("%H:%M", time.localtime(snapshot.t)),
+        )
+        gap = max(2, self.size.width - len(left.plain) - len(right.plain))
+        self.say(Content.assemble(left, " " * gap, right))
+
+
+class KeyBar(_Line):
+    """The keys of the footer, to press or click; those that do not fit the job are dim."""
+
+    def __init__(self) -> None:
+        super().__init__("keybar")
+        self.auto_links = False  # they would all get one colour
+        self._fitting: tuple[bool, ...] = ()
+
+    def update_from(self, job: Job | None) -> None:
+        actions = footer_actions()
+        fitting = tuple(action.fits(job) for action in actions)
+        if fitting == self._fitting:
+            return
+        self._fitting = fitting
+        parts = [
+            f"[@click=screen.{action.name}]"
+            + (f"[b $accent]{action.shown}[/] {action.label}" if fits
+               else f"[$foreground 35%]{action.shown} {action.label}[/]")
+            + "[/]"
+            for action, fits in zip(actions, fitting, strict=True)
+        ]  # fmt: skip
+        self.say(Content.from_markup("  ".join(parts)))
+
+
+class ProblemBar(_Line):
+    """What the dashboard could not read or do; gone when it can again."""
+
+    def __init__(self) -> None:
+        super().__init__("problem")
+
+    def update_from(self, problem: str) -> None:
+        self.set_class(bool(problem), "-shown")
+        self.say(Content(f"! {problem}" if problem else ""))

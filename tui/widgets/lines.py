@@ -1,0 +1,113 @@
+"""A panel of coloured lines that repaints only the lines that changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.segment import Segment
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.style import Style
+
+    from tui.format import Row
+
+ROLES = (
+    "dim", "faint", "strong", "title", "good", "warn", "bad", "bar", "accent", "raw", "smooth",
+)  # fmt: skip
+
+
+class Lines(ScrollView, can_focus=False, inherit_bindings=False):
+    """Shows rows of spans. The first `fixed` rows do not scroll.
+
+    Textual compares no cells: what is refreshed is sent to the terminal. `show` therefore
+    compares rows, and refreshes those that differ.
+    """
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"lines--{role}" for role in (*ROLES, "cursor")}
+    DEFAULT_CSS = """
+    Lines {
+        height: auto;
+        overflow-x: hidden;
+        scrollbar-size-vertical: 1;
+        scrollbar-gutter: auto;
+        .lines--dim { color: $foreground 62%; }
+        .lines--faint { color: $foreground 26%; }
+        .lines--strong { color: $foreground; text-style: bold; }
+        .lines--title { color: $secondary; }
+        .lines--good { color: $success; }
+        .lines--warn { color: $warning; }
+        .lines--bad { color: $error; text-style: bold; }
+        .lines--bar { color: $primary; }
+        .lines--accent { color: $accent; }
+        .lines--raw { color: $primary 42%; }
+        .lines--smooth { color: $accent; text-style: bold; }
+        .lines--cursor { background: $primary 16%; }
+        &:focus .lines--cursor { background: $primary 28%; }
+    }
+    """
+
+    def __init__(self, *, fixed: int = 0, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self.rows: tuple[Row, ...] = ()
+        self.fixed = fixed
+        self._palette: dict[tuple[str, bool], Style] = {}
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Replace the rows; lines that stay the same are not repainted."""
+        before, self.rows = self.rows, tuple(rows)
+        if len(before) != len(self.rows):
+            self.virtual_size = Size(self.size.width, len(self.rows))
+            self.refresh(layout=True)
+            return
+        for index, (old, new) in enumerate(zip(before, self.rows, strict=True)):
+            if old != new:
+                self.repaint(index)
+
+    def repaint(self, index: int) -> None:
+        """Paint one row again, if it can be seen."""
+        if index < self.fixed:
+            self.refresh_lines(index + self.scroll_offset.y)
+        elif self.fixed <= index - self.scroll_offset.y < self.size.height:
+            self.refresh_line(index)
+
+    def row_at(self, y: int) -> int:
+        """The row that is painted in line `y` of the widget."""
+        return y if y < self.fixed else y + self.scroll_offset.y
+
+    def is_marked(self, index: int) -> bool:
+        """Whether a row is painted as the selected one."""
+        return False
+
+    def render_line(self, y: int) -> Strip:
+        index = self.row_at(y)
+        if index >= len(self.rows):
+            return Strip.blank(self.size.width, self._style("", False))
+        marked = self.is_marked(index)
+        segments = [Segment(span.text, self._style(span.role, marked)) for span in self.rows[index]]
+        return (
+            Strip(segments).adjust_cell_length(self.size.width, self._style("", marked)).simplify()
+        )
+
+    def notify_style_update(self) -> None:
+        self._palette.clear()
+        super().notify_style_update()
+
+    def _style(self, role: str, marked: bool) -> Style:
+        key = (role, marked)
+        if key not in self._palette:
+            style = self.visual_style
+            if marked:
+                style += self.get_visual_style("lines--cursor", partial=True)
+            if role:
+                style += self.get_visual_style(f"lines--{role}", partial=True)
+            self._palette[key] = style.rich_style
+        return self._palette[key]
+
+    def watch_has_focus(self, focused: bool) -> None:
+        super().watch_has_focus(focused)
+        self._palette.clear()

@@ -94,6 +94,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
         "command": started.command,
         "environment": started.environment,
         "gpus": job.gpus,
+        "run_id": job.run_id,
         "attempt": job.attempt,
         "restarts": restarts,
         "events_offset": offset,
@@ -110,8 +111,8 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
 def adopt(job: Job) -> Attempt | None:
     """Find the attempt that an earlier supervisor launched; None when there was none yet."""
     record = read_json(job.run_dir.launch_file) or {}
-    if record.get("attempt") != job.attempt:  # missing, or left by an earlier attempt
-        return None
+    if (record.get("run_id"), record.get("attempt")) != (job.run_id, job.attempt):
+        return None  # missing, or left by an earlier attempt or another job
     return Attempt(
         spec=load_spec(job.run_dir.job_file),
         command=" ".join(record.get("command", [])),

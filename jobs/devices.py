@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 _RETRY_AFTER: Final = 30.0  # seconds until a driver that was not there is looked for again
 _SLOW: Final = 5.0  # seconds that names, limits, MIG mode and command lines are good for
@@ -32,12 +32,12 @@ _SLOWDOWNS: Final = {  # bits of NVML's clock event reasons; being idle is none
     0x80: "power brake",
     0x200: "board limit",
     0x400: "reliability",
-    0x08: "hardware slowdown",  # set beside the reason proper, so it speaks only when alone
 }
-_LOST: Final = {
+_SLOWED: Final = (0x08, "hardware slowdown")  # set beside the reason proper, if that is known
+_TROUBLE: Final = {  # NVML's error → what is wrong with the GPU
+    4: "may not be used by you",
     15: "is lost (it fell off the bus); the machine must be restarted",
     16: "must be reset before it can be used again",
-    4: "may not be used by you",
 }
 
 
@@ -45,8 +45,8 @@ _LOST: Final = {
 class GpuProcess:
     """A process that holds memory on a GPU. The pid is the driver's, which may be the host's.
 
-    `user` and `command` are given only where this pid is certainly that process. `kind` is
-    `compute` or `graphics`; `mig` is the UUID of the MIG instance it runs on.
+    `user` and `command` are given only where this pid is known to be that process (`_is_meant`).
+    `kind` is `compute` or `graphics`; `mig` is the UUID of the MIG instance it runs on.
     """
 
     pid: int
@@ -73,8 +73,8 @@ class MigInstance:
 class Gpu:
     """One look at a GPU: bytes (a total of 0 is unknown), percent, degrees Celsius, watts, MHz.
 
-    `throttle` says in words why the clock is held back, "" when it is not. `problem` continues the
-    sentence "GPU 3 …"; a GPU that has one gives no other values.
+    `throttle` says in words why the clock is held back, "" when it is not. `problem` says why the
+    driver cannot reach the GPU, continuing "GPU 3 …"; what was known before is still there.
     """
 
     index: int
@@ -240,18 +240,7 @@ def _gib(memory: int | None) -> str:
     return "memory unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What changes rarely, and when it was read (monotonic seconds)."""
-
-    at: float
-    uuid: str
-    name: str
-    pci: tuple[int, int, int] | None
-    memory_total: int
-    power_limit: float | None
-    clock_limit: int | None
-    mig_mode: bool
+# -- the driver --------------------------------------------------------------------------------
 
 
 class _Driver:
@@ -259,12 +248,17 @@ class _Driver:
 
     def __init__(self) -> None:
         self.ready = False
-        self.inherited = False  # a fork brought it here; the driver's connection did not come along
+        self.inherited = False  # by a fork; NVML's connection belongs to the parent
         self.retry_at = 0.0
-        self.absent: set[tuple[Any, ...]] = set()  # calls that this driver is too old or new for
+        self.absent: set[Any] = set()  # calls that this driver is too old or too new for
         self.facts: dict[int, _Facts] = {}  # by NVML's index
-        self.people: dict[tuple[int, float], tuple[str | None, str | None]] = {}
+        self.people: dict[tuple[int, float], tuple[str, str]] = {}
         self.people_until = 0.0
+
+    def close(self, nvml: Any) -> None:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+        self.ready = self.inherited = False
 
 
 _driver = _Driver()
@@ -289,9 +283,7 @@ def _nvml() -> Any:
     import pynvml  # 0.07 s; not paid by commands that never look at GPUs
 
     if _driver.inherited:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-        _driver.ready = _driver.inherited = False
+        _driver.close(pynvml)
         _driver.retry_at = 0.0
     now = time.monotonic()
     if not _driver.ready and now >= _driver.retry_at:
@@ -301,28 +293,6 @@ def _nvml() -> Any:
             pynvml.nvmlInit()
             _driver.ready = True
     return pynvml if _driver.ready else None
-
-
-def _look(nvml: Any) -> list[Gpu]:
-    """All GPUs. Those the driver cannot reach keep their place, so that no other is renumbered."""
-    try:
-        count = nvml.nvmlDeviceGetCount()
-    except nvml.NVMLError:  # the driver was unloaded or replaced
-        with suppress(nvml.NVMLError):
-            nvml.nvmlShutdown()
-        _driver.ready = False
-        return []
-    placed: list[tuple[tuple[int, ...], Gpu]] = []
-    before: tuple[int, ...] = ()
-    for position in range(count):
-        gpu = _read(nvml, position)
-        facts = _driver.facts.get(position)
-        pci = facts.pci if facts is not None else None
-        # NVML promises no order. One whose address is unknown stays behind its neighbour.
-        before = pci if pci is not None else (*before, position)
-        placed.append((before, gpu))
-    placed.sort(key=lambda entry: entry[0])
-    return [replace(gpu, index=index) for index, (_, gpu) in enumerate(placed)]
 
 
 class _Ask:
@@ -349,25 +319,63 @@ class _Ask:
             except self.nvml.NVMLError as error:
                 if error.value == self.nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
                     _driver.absent.add(call)
-                elif error.value in (15, 16):
-                    self.problem = _LOST[error.value]
+                elif error.value != self.nvml.NVML_ERROR_NO_PERMISSION:
+                    self.problem = _TROUBLE.get(error.value)
         return None
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What changes rarely of a GPU, and when it was read (monotonic seconds)."""
+
+    at: float
+    gpu: Gpu
+    pci: tuple[int, int, int] | None
+
+
+def _look(nvml: Any) -> list[Gpu]:
+    """All GPUs. Those the driver cannot reach keep their place, so that no other is renumbered."""
+    try:
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError:  # the driver was unloaded or replaced
+        _driver.close(nvml)
+        return []
+    now = time.monotonic()
+    if now >= _driver.people_until:
+        _driver.people.clear()
+        _driver.people_until = now + _SLOW
+    placed: list[tuple[tuple[int, ...], Gpu]] = []
+    place: tuple[int, ...] = ()
+    for position in range(count):
+        gpu = _read(nvml, position)
+        facts = _driver.facts.get(position)
+        # NVML promises no order. A GPU whose address is unknown stays behind its neighbour.
+        place = facts.pci if facts is not None and facts.pci is not None else (*place, position)
+        placed.append((place, gpu))
+    placed.sort(key=lambda entry: entry[0])
+    return [replace(gpu, index=index) for index, (_, gpu) in enumerate(placed)]
 
 
 def _read(nvml: Any, position: int) -> Gpu:
     try:
         ask = _Ask(nvml, nvml.nvmlDeviceGetHandleByIndex(position))
     except nvml.NVMLError as error:
-        return _lost(position, _LOST.get(error.value, f"cannot be reached ({error})"))
-    facts = _facts(ask, position)
+        return _lost(position, _TROUBLE.get(error.value, f"cannot be reached ({error})"))
+    known = _slow_facts(ask, position)
     memory = _memory(ask)
     rates = ask("nvmlDeviceGetUtilizationRates")
     sensor = nvml.NVML_TEMPERATURE_GPU
     power = ask("nvmlDeviceGetPowerUsage")
-    instances = list(_instances(ask)) if facts.mig_mode else []
+    reasons = ask(
+        "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
+    )
+    instances = list(_instances(ask)) if known.mig_mode else []
     gpu = replace(
-        facts.gpu,
-        memory_total=memory.total if memory is not None else facts.gpu.memory_total,
+        known,
+        memory_total=memory.total if memory is not None else known.memory_total,
         memory_used=memory.used if memory is not None else None,
         utilisation=rates.gpu if rates is not None else None,
         temperature=ask(
@@ -377,9 +385,129 @@ def _read(nvml: Any, position: int) -> Gpu:
         processes=_processes(ask, instances),
         clock=ask(("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
         memory_clock=ask(("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM)),
-        throttle=_throttle(
-            ask("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-        ),
+        throttle=_throttle(reasons),
         mig=tuple(instance for _, instance in instances),
     )
     return gpu if ask.problem is None else _lost(position, ask.problem)
+
+
+def _slow_facts(ask: _Ask, position: int) -> Gpu:
+    """The GPU without what changes from look to look."""
+    # Asked at every look: all that is remembered hangs on whose it is.
+    uuid = _text(ask("nvmlDeviceGetUUID"))
+    if ask.problem is not None:
+        return _lost(position, ask.problem)
+    known = _driver.facts.get(position)
+    if known and known.gpu.uuid == uuid and time.monotonic() - known.at < _SLOW:
+        return known.gpu
+    address = ask("nvmlDeviceGetPciInfo")
+    memory = _memory(ask)
+    limit = ask("nvmlDeviceGetEnforcedPowerLimit")
+    mode = ask("nvmlDeviceGetMigMode")
+    gpu = Gpu(
+        index=position,
+        uuid=uuid or f"unknown-{position}",
+        name=_text(ask("nvmlDeviceGetName")) or "GPU",
+        memory_total=memory.total if memory is not None else 0,
+        power_limit=limit / 1000 if limit is not None else None,
+        clock_limit=ask(("nvmlDeviceGetMaxClockInfo", ask.nvml.NVML_CLOCK_SM)),
+        pci=_text(address.busId) if address is not None else None,
+        mig_mode=mode is not None and mode[0] == ask.nvml.NVML_DEVICE_MIG_ENABLE,
+        problem=None if uuid else "does not say its UUID",
+    )
+    pci = (address.domain, address.bus, address.device) if address is not None else None
+    if ask.problem is None:
+        _driver.facts[position] = _Facts(time.monotonic(), gpu, pci)
+    return gpu
+
+
+def _lost(position: int, problem: str) -> Gpu:
+    """A GPU that the driver cannot reach, with what was known of it before."""
+    known = _driver.facts.get(position)
+    gpu = known.gpu if known is not None else Gpu(position, f"unknown-{position}", "GPU", 0)
+    return replace(gpu, problem=problem)
+
+
+def _memory(ask: _Ask) -> Any:
+    """Total and used bytes; the second version leaves out what the driver keeps for itself."""
+    return ask(("nvmlDeviceGetMemoryInfo", ask.nvml.nvmlMemory_v2), "nvmlDeviceGetMemoryInfo")
+
+
+def _instances(ask: _Ask) -> Iterator[tuple[_Ask, MigInstance]]:
+    """The MIG instances. Their handles end with any change of the layout, so none is kept."""
+    for place in range(ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
+        handle = ask(("nvmlDeviceGetMigDeviceHandleByIndex", place))
+        if handle is None:  # a hole; others may follow
+            continue
+        part = _Ask(ask.nvml, handle)
+        memory = _memory(part)
+        instance = MigInstance(
+            uuid=_text(part("nvmlDeviceGetUUID")),
+            name=_text(part("nvmlDeviceGetName")) or "MIG",
+            gpu_instance=part("nvmlDeviceGetGpuInstanceId"),
+            compute_instance=part("nvmlDeviceGetComputeInstanceId"),
+            memory_total=memory.total if memory is not None else None,
+            memory_used=memory.used if memory is not None else None,
+        )
+        yield part, instance
+
+
+def _processes(
+    whole: _Ask, instances: Sequence[tuple[_Ask, MigInstance]]
+) -> tuple[GpuProcess, ...]:
+    """Who holds memory, each process once. A divided GPU's instances are asked: as a whole it
+    answers only root."""
+    found: dict[tuple[int, str | None], GpuProcess] = {}
+    parts: list[tuple[_Ask, str | None]] = [(part, it.uuid) for part, it in instances]
+    for ask, mig in parts or [(whole, None)]:
+        for kind, name in (("compute", "Compute"), ("graphics", "Graphics")):
+            call = f"nvmlDeviceGet{name}RunningProcesses"
+            for entry in ask(call, f"{call}_v2") or ():
+                # In containers some drivers say 0 bytes, which no process on a GPU holds.
+                memory = entry.usedGpuMemory or None
+                process = GpuProcess(entry.pid, memory, kind, *_who(entry.pid), mig)
+                found.setdefault((entry.pid, mig), process)
+    return tuple(found.values())
+
+
+def _who(pid: int) -> tuple[str | None, str | None]:
+    """User and command line of a process the driver names; None where they cannot be known."""
+    with suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        bearer = (pid, process.create_time())
+        if not _is_meant(*bearer):
+            return None, None
+        if bearer not in _driver.people:
+            words = " ".join(process.cmdline()) or process.name()
+            # Whoever started it chose these characters; none may steer a terminal.
+            plain = "".join(c if c.isprintable() else " " for c in words[:_COMMAND_LENGTH])
+            _driver.people[bearer] = (process.username(), " ".join(plain.split()))
+        return _driver.people[bearer]
+    return None, None
+
+
+@lru_cache(maxsize=256)
+def _is_meant(pid: int, _started: float) -> bool:
+    """Whether the driver's pid means the process that has this pid here.
+
+    In the host's own pid namespace it does. In a container some drivers translate pids and others
+    give the host's, which may be someone else's here; then only a process that has CUDA's library
+    mapped can be meant. `_started` tells the cache one bearer of a pid from the next.
+    """
+    if os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE:
+        return True
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+        return any("/libcuda.so" in line for line in maps)
+
+
+def _throttle(reasons: int | None) -> str | None:
+    if reasons is None:
+        return None
+    words = [word for bit, word in _SLOWDOWNS.items() if reasons & bit]
+    if not words and reasons & _SLOWED[0]:
+        return _SLOWED[1]
+    return ", ".join(dict.fromkeys(words))
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value or "")

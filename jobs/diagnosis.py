@@ -42,12 +42,11 @@ def why_failed(
     """
     out_of_memory = oom_kills_before is not None and kernel_oom_kills() > oom_kills_before
     errors = run_dir.rank_errors()
-    tail = _tail(run_dir.launcher_log)
     causes = [error for error in errors if not _is_aftermath(error)]
     if causes:
         return _rank_error(causes[0])
     told = {int(error.get("rank", -1)) for error in errors} | set(ended_by_us)
-    for rank, code in _rank_exits(tail).items():
+    for rank, code in rank_exits(run_dir).items():
         if rank not in told:
             return _silent_death(run_dir, rank, code, out_of_memory)
     if errors:
@@ -59,6 +58,7 @@ def why_failed(
         return f"the launcher was killed by {_signal_name(-exit_code)}"
     if exit_code == 0:
         return "the ranks ended without saying why; see logs/launcher.log"
+    tail = _tail(run_dir.launcher_log)
     last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
     return f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
 
@@ -77,8 +77,10 @@ def _is_aftermath(error: dict[str, Any]) -> bool:
     )
 
 
-def _rank_exits(tail: str) -> dict[int, int]:
-    return {int(rank): int(code) for rank, code in _RANK_EXIT.findall(tail) if int(code) != 0}
+def rank_exits(run_dir: RunDir) -> dict[int, int]:
+    """Rank → exit status of each that did not end well, as the launcher tells at its end."""
+    found = _RANK_EXIT.findall(_tail(run_dir.launcher_log))
+    return {int(rank): int(code) for rank, code in found if int(code) != 0}
 
 
 def _rank_error(error: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from jobs.processes import boot_id
 from jobs.states import ACTIVE, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from jobs.store import Job, Store
 
@@ -40,19 +40,20 @@ def dispatch(store: Store) -> None:
             reasons |= {job.id: "the queue is paused" for job in queue if not job.held}
         ready = [job for job in queue if not job.held and not paused]
         gpus = devices.gpus() if any(job.wanted is not None for job in ready) else []
-        present = [gpu.uuid for gpu in gpus]
+        indices = {gpu.uuid: gpu.index for gpu in gpus}
         active = store.in_states(ACTIVE)
         decisions = place(
             [Request(job.id, job.wanted, job.shares) for job in ready],
             store.claims(),
-            present,
+            list(indices),
             [job.id for job in active if job.wanted is None],
             cpu_slots=_cpu_slots(),
+            indices=indices,
         )
         for job, decision in zip(ready, decisions, strict=True):
             if not isinstance(decision, Start):
                 reasons[job.id] = decision.reason
-            elif store.claim(job.id, decision.gpus, _where(decision, present)):
+            elif store.claim(job.id, decision.gpus, _where(decision, indices)):
                 _start_supervisor(store.get(job.id))
         store.explain_all(reasons)
 
@@ -75,13 +76,9 @@ def _mend(store: Store) -> None:
     now_boot = boot_id()
     for job in store.in_states(ACTIVE):
         if job.boot_id is not None and now_boot is not None and job.boot_id != now_boot:
-            if (
-                store.change(job.id, State.LOST, "the machine was restarted", only_from=ACTIVE)
-                and job.auto_resume
-            ):
-                store.requeue(
-                    job.id, "resumed after the machine was restarted", total_steps=job.total_steps
-                )
+            lost = store.change(job.id, State.LOST, "the machine was restarted", only_from=ACTIVE)
+            if lost and job.auto_resume and not job.stop_level:
+                store.requeue(job.id, "resumed after the machine was restarted")
         elif _unsupervised(job):
             _start_supervisor(job)
 
@@ -113,10 +110,10 @@ def _home(job: Job) -> os.PathLike[str]:
     return job.run_dir.root.parent.parent
 
 
-def _where(decision: Start, present: list[str]) -> str:
+def _where(decision: Start, indices: Mapping[str, int]) -> str:
     if not decision.gpus:
         return "starting on CPU ranks"
-    return "starting on GPU " + ", ".join(str(present.index(uuid)) for uuid in decision.gpus)
+    return "starting on GPU " + ", ".join(str(indices[uuid]) for uuid in decision.gpus)
 
 
 def _cpu_slots() -> int:

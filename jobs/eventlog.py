@@ -68,7 +68,7 @@ class EventLog:
         for line in data[:end].splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
                 self._take(event)
@@ -120,11 +120,13 @@ class EventLog:
                     self.warnings.append(str(event.get("message", "")))
                 case str() as kind:
                     self.notes[kind] = event
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return  # a line that some other version wrote
 
     def _take_step(self, event: dict[str, Any]) -> None:
-        values: dict[str, Any] = {name: event.get(name) for name in StepRecord.__dataclass_fields__}
+        values: dict[str, Any] = {
+            name: _number(event.get(name)) for name in StepRecord.__dataclass_fields__
+        }
         values |= {"step": int(event["step"]), "loss": float(event["loss"])}
         record = StepRecord(**values)
         while self.steps and self.steps[-1].step >= record.step:
@@ -141,3 +143,8 @@ class EventLog:
             finished=event.get("state") == "end",
             t=float(event.get("t", 0)),
         )
+
+
+def _number(value: Any) -> float | None:
+    """A finite or infinite number, or None for whatever else stands there."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

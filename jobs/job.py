@@ -48,6 +48,18 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What of a job's spec the queue goes by; see `Job`."""
+
+    ranks: int
+    wanted: int | list[str] | None
+    total_steps: int
+    priority: int = 0
+    shares: bool = False
+    auto_resume: bool = False
+
+
+@dataclass(frozen=True)
 class Change:
     """One step in a job's life."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from jobs.errors import SpecError
+from jobs.paths import exists, expand
 
 _HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
 
@@ -17,10 +18,10 @@ def find_model(name_or_path: str) -> Path:
     Raises:
         SpecError: Neither exists.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = expand(name_or_path)
+    if exists(path) and path.is_dir():
         return path
-    if path.exists():
+    if exists(path):
         raise SpecError(f"{path} is a file, not a model directory")
     if _HUB_ID.match(name_or_path) and not name_or_path.startswith("."):
         from huggingface_hub import snapshot_download

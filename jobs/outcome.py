@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobs.diagnosis import is_persons_fault, why_failed
+from jobs.diagnosis import is_persons_fault, rank_exits, why_failed
 from jobs.eventlog import EventLog
 from jobs.states import State
 
@@ -31,6 +31,7 @@ def judge(
     *,
     stop_level: int,
     hang: str | None = None,
+    interrupted: bool = False,
     ended_by_us: Collection[int] = (),
 ) -> Outcome:
     """Decide how an attempt ended; no process of it is left.
@@ -40,6 +41,7 @@ def judge(
         attempt: The attempt.
         stop_level: How firmly it was asked to stop; 0 when it was not.
         hang: What was found if the supervisor ended it because it stood still.
+        interrupted: Its ranks were well, but had lost their launcher and were told to save and end.
         ended_by_us: Ranks that were ended only because another one had failed.
     """
     log = EventLog(run_dir.events, _offset=attempt.events_offset).read_all()
@@ -47,7 +49,7 @@ def judge(
     resume = f"resume continues after step {newest[0]}" if newest else "no checkpoint"
     if log.end_reason == "completed":
         return Outcome(State.COMPLETED, f"trained {newest[0] if newest else 0} steps")
-    if log.end_reason == "stopped" and (stop_level or not attempt.exit_code):
+    if log.end_reason == "stopped" and (stop_level or not interrupted):
         return Outcome(
             State.STOPPED, f"stopped at step {newest[0]}, saved" if newest else "stopped"
         )
@@ -59,14 +61,15 @@ def judge(
         return Outcome(State.STOPPED, "stopped before the first step")
     if hang is not None:
         return Outcome(State.FAILED, f"hang: {hang}; stacks are in logs/rank*.log", True)
-    if attempt.child is None and not errors:
-        return Outcome(State.LOST, f"everything was killed; {resume}", True)
+    if attempt.child is None and not errors and not rank_exits(run_dir):
+        what = "the launcher was killed" if interrupted else "everything was killed"
+        return Outcome(State.LOST, f"{what}; {resume}", True)
     reason = why_failed(
         run_dir,
         attempt.exit_code,
         ended_by_us=ended_by_us,
         oom_kills_before=attempt.oom_kills,
     )
-    if log.end_reason == "stopped":  # by our SIGTERM, after the launcher had died
-        reason = f"{reason}; the ranks saved, {resume}"
+    if interrupted:
+        reason = f"{reason}; {resume}"
     return Outcome(State.FAILED, reason, not is_persons_fault(run_dir))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jobs.errors import UserError
+from jobs.errors import SpecError, UserError
 
 
 def state_home() -> Path:
@@ -22,6 +22,26 @@ def cache_home() -> Path:
     xdg = os.environ.get("XDG_CACHE_HOME")
     base = Path(xdg) if xdg else Path.home() / ".cache"
     return base.absolute() / "fsdp-tui"
+
+
+def expand(text: str) -> Path:
+    """A path as a person writes it, with `~` and `~user`.
+
+    Raises:
+        SpecError: There is no such user.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise SpecError(f"{text}: there is no such home directory") from None
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything at a path; a name that no system takes is not there."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def ensure_private_dir(path: Path) -> Path:

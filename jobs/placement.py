@@ -47,6 +47,7 @@ def place(
     running_on_cpu: Sequence[int] = (),
     cpu_slots: int = 1,
     foreign: Mapping[str, str] | None = None,
+    indices: Mapping[str, int] | None = None,
 ) -> list[Start | Wait]:
     """Decide for each queued job, in order.
 
@@ -61,11 +62,12 @@ def place(
         running_on_cpu: Jobs that run on CPU ranks now.
         cpu_slots: How many jobs may run on CPU ranks at once.
         foreign: GPU UUID → who uses it, for processes that are not ours.
+        indices: GPU UUID → its number for people; its place in `devices` when left out.
 
     Returns:
         One decision per queued job, in the same order.
     """
-    board = _Board(claims, devices, foreign or {})
+    board = _Board(claims, devices, foreign or {}, indices)
     on_cpu = list(running_on_cpu)
     decisions: list[Start | Wait] = []
     for request in queue:
@@ -87,9 +89,13 @@ class _Board:
     """Who holds or waits for each GPU while decisions are made."""
 
     def __init__(
-        self, claims: Mapping[str, int], devices: Sequence[str], foreign: Mapping[str, str]
+        self,
+        claims: Mapping[str, int],
+        devices: Sequence[str],
+        foreign: Mapping[str, str],
+        indices: Mapping[str, int] | None,
     ) -> None:
-        self._index = {uuid: position for position, uuid in enumerate(devices)}
+        self._index = indices or {uuid: position for position, uuid in enumerate(devices)}
         self._holder = dict(claims)
         self._reserved: dict[str, int] = {}  # GPU → waiting job that is to have it next
         self._foreign = foreign

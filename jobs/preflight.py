@@ -10,7 +10,7 @@ from jobs.conflicts import world_size
 from jobs.errors import SpecError
 from jobs.families import FAMILIES, get_family
 from jobs.models import find_model
-from jobs.paths import cache_home, ensure_private_dir
+from jobs.paths import cache_home, ensure_private_dir, exists
 from jobs.pictures import PICTURE_SUFFIXES, list_pictures
 from jobs.rundir import read_json
 
@@ -76,7 +76,7 @@ def check_dataset(spec: JobSpec) -> int:
         SpecError: There is no such folder, or no picture in it, or a caption for none of them.
     """
     root = Path(spec.dataset)
-    if not root.exists():
+    if not exists(root):
         raise SpecError(f"no such dataset folder: {root}")
     if not root.is_dir():
         raise SpecError(f"the dataset {root} is a file, not a folder of pictures")
@@ -111,7 +111,10 @@ def check_devices(spec: JobSpec) -> int | list[str] | None:
             )
         return None
     if isinstance(spec.gpus, list):
-        return [_uuid_of(name, present) for name in spec.gpus]
+        found = [_uuid_of(name, present) for name in spec.gpus]
+        if len(set(found)) != len(found):
+            raise SpecError(f"gpus names the same GPU twice: {', '.join(map(str, spec.gpus))}")
+        return found
     if ranks > len(present):
         raise SpecError(
             f"the job asks for {ranks} GPUs, and this machine has {len(present)}",

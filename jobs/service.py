@@ -6,6 +6,7 @@ nothing here prints.
 
 from __future__ import annotations
 
+import math
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jobs.conflicts import world_size
 from jobs.dispatch import dispatch, has_work, needs_attention
 from jobs.errors import StateError
 from jobs.eventlog import EventLog
+from jobs.job import Terms
 from jobs.rundir import write_atomic
 from jobs.runner import ensure_runner
 from jobs.specfile import dump_spec, load_spec
@@ -51,19 +53,22 @@ def submit(store: Store, spec: JobSpec) -> Job:
         write_atomic(run_dir.job_file, text, durable=True)
 
     job = store.add(
-        name=spec.name,
-        ranks=world_size(spec),
-        wanted=wanted,
-        total_steps=spec.max_train_steps,
-        run_id=uuid.uuid4().hex,
-        priority=spec.priority,
-        shares=spec.share_gpus,
-        auto_resume=spec.auto_resume,
-        prepare=prepare,
+        name=spec.name, terms=_terms(spec, wanted), run_id=uuid.uuid4().hex, prepare=prepare
     )
     dispatch(store)
     ensure_runner(store)
     return store.get(job.id)
+
+
+def _terms(spec: JobSpec, wanted: int | list[str] | None) -> Terms:
+    return Terms(
+        ranks=world_size(spec),
+        wanted=wanted,
+        total_steps=spec.max_train_steps,
+        priority=spec.priority,
+        shares=spec.share_gpus,
+        auto_resume=spec.auto_resume,
+    )
 
 
 def stop(store: Store, job_id: int, *, now: bool = False) -> str:
@@ -109,7 +114,7 @@ def resume(store: Store, job_id: int, overrides: Mapping[str, Any] | None = None
     if not job.state.ended:
         raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
     spec = load_spec(job.run_dir.job_file, overrides)
-    preflight.check(spec)
+    wanted = preflight.check(spec)
     newest = job.run_dir.latest_checkpoint()
     done = newest[0] if newest else 0
     if done > spec.max_train_steps or (
@@ -122,7 +127,7 @@ def resume(store: Store, job_id: int, overrides: Mapping[str, Any] | None = None
     if overrides:
         write_atomic(job.run_dir.job_file, dump_spec(spec), durable=True)
     after = f"resumed after step {newest[0]}" if newest else "started again from the beginning"
-    store.requeue(job_id, after, total_steps=spec.max_train_steps)
+    store.requeue(job_id, after, _terms(spec, wanted))
     dispatch(store)
     ensure_runner(store)
     return store.get(job_id)
@@ -214,7 +219,8 @@ def as_dict(job: Job, present: list[Gpu]) -> dict[str, Any]:
         "reason": job.reason,
         "step": now.step,
         "total_steps": job.total_steps,
-        "loss": now.loss,
+        # JSON has no infinity, and scripts choke on one
+        "loss": now.loss if now.loss is not None and math.isfinite(now.loss) else None,
         "seconds_per_step": now.seconds_per_step,
         "eta": now.eta,
         "ranks": job.ranks,

@@ -66,7 +66,9 @@ def _field(default: Any, group: str, help_text: str, **limits: Any) -> Any:
 class JobSpec(BaseModel):
     """A validated job. Raises `pydantic.ValidationError`; `jobs.specfile` turns it into words."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     # -- what to train ---------------------------------------------------------------------
     name: str = _field(

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from jobs.conflicts import find_conflicts
 from jobs.errors import SpecError
 from jobs.families import get_family
+from jobs.paths import exists, expand
 from jobs.spec import JobSpec, field_choices, field_names, is_switch, takes_many
 from jobs.spellings import as_bool, did_you_mean, normal_key
 
@@ -68,7 +69,12 @@ def load_spec(
 
 def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
     """The job as YAML that `load_spec` reads back to an equal job."""
-    return yaml.safe_dump(spec.to_dict(only_set=only_set), sort_keys=False, allow_unicode=True)
+    values = spec.to_dict(only_set=only_set)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    if yaml.safe_load(text) == values:
+        return text
+    # Line separators of Unicode, for one, come back changed unless they are escaped.
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -115,6 +121,8 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
+    except (ValueError, OverflowError, RecursionError) as error:  # what YAML itself cannot build
+        raise SpecError(f"{path}: a value cannot be read ({error})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" line {mark.line + 1}" if mark is not None else ""
@@ -165,14 +173,14 @@ def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
         text = getattr(spec, key)
         if not text:
             continue
-        path = Path(text).expanduser()
+        path = expand(text)
         for candidate in [path] if path.is_absolute() else [root / path for root in roots]:
-            if candidate.exists():
+            if exists(candidate):
                 update[key] = str(candidate.resolve())
                 break
         else:
             if text.startswith(("~", "./", "../")):
                 update[key] = str((roots[0] / path).absolute())
     if spec.cache_dir:
-        update["cache_dir"] = str(Path(spec.cache_dir).expanduser().absolute())
+        update["cache_dir"] = str(expand(spec.cache_dir).absolute())
     return spec.model_copy(update=update) if update else spec

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import NotFoundError, StateError, UserError
-from jobs.job import Change, Job, job_of_row
+from jobs.job import Change, Job, Terms, job_of_row
 from jobs.paths import ensure_state_home
 from jobs.processes import boot_id
 from jobs.rundir import RunDir
@@ -72,7 +72,7 @@ CREATE TABLE IF NOT EXISTS claims (
 """
 
 
-__all__ = ["Change", "Job", "Store"]
+__all__ = ["Change", "Job", "Store", "Terms"]
 
 
 class Store:
@@ -134,31 +134,19 @@ class Store:
     # -- writing ---------------------------------------------------------------------------
 
     def add(
-        self,
-        *,
-        name: str,
-        ranks: int,
-        wanted: int | Sequence[str] | None,
-        total_steps: int,
-        run_id: str,
-        priority: int = 0,
-        shares: bool = False,
-        auto_resume: bool = False,
-        prepare: Callable[[RunDir], None],
+        self, *, name: str, terms: Terms, run_id: str, prepare: Callable[[RunDir], None]
     ) -> Job:
         """Put a new job into the queue.
 
         Args:
             name: For people; also part of the run directory's name.
-            ranks: World size.
-            wanted: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
-            total_steps: Optimizer steps.
+            terms: What the queue goes by.
             run_id: Marks the job's processes in their environment.
-            priority: Higher is served first.
-            shares: Also takes GPUs that processes of others use.
-            auto_resume: Goes back into the queue by itself after the machine was restarted.
             prepare: Fills the run directory before anyone can see the job; if it raises, there
                 is no job.
+
+        Raises:
+            UserError: The run directory of the new job's number exists already.
         """
         now = time.time()
         with self._write() as db:
@@ -166,11 +154,16 @@ class Store:
                 "INSERT INTO jobs (name, state, ranks, wanted, total_steps, run_dir, run_id,"
                 " created, queued, priority, shares, auto_resume)"
                 " VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-                (name, State.QUEUED, ranks, json.dumps(wanted), total_steps, "", run_id, now, now,
-                 priority, shares, auto_resume),
+                (name, State.QUEUED, terms.ranks, json.dumps(terms.wanted), terms.total_steps, "",
+                 run_id, now, now, terms.priority, terms.shares, terms.auto_resume),
             )  # fmt: skip
             job_id = int(cursor.lastrowid or 0)
             run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
+            if run_dir.root.exists():
+                raise UserError(
+                    f"{run_dir.root} is there already, from a database that is gone",
+                    "move it away; its checkpoints would be taken for the new job's",
+                )
             db.execute("UPDATE jobs SET run_dir=? WHERE id=?", (str(run_dir.root), job_id))
             db.execute(
                 "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,NULL,?,?)",
@@ -179,8 +172,8 @@ class Store:
             prepare(run_dir)
             return self._get(db, job_id)
 
-    def requeue(self, job_id: int, reason: str, *, total_steps: int) -> Job:
-        """Put an ended job into the queue again.
+    def requeue(self, job_id: int, reason: str, terms: Terms | None = None) -> Job:
+        """Put an ended job into the queue again, on other terms if they are given.
 
         Raises:
             StateError: The job has not ended.
@@ -189,9 +182,16 @@ class Store:
             self._change(db, self._get(db, job_id), State.QUEUED, reason)
             db.execute(
                 "UPDATE jobs SET queued=?, ended=NULL, stop_level=0, attempt=attempt+1, gpus='[]',"
-                " supervisor_pid=NULL, supervisor_started=NULL, total_steps=? WHERE id=?",
-                (time.time(), total_steps, job_id),
+                " held=0, supervisor_pid=NULL, supervisor_started=NULL WHERE id=?",
+                (time.time(), job_id),
             )
+            if terms is not None:
+                db.execute(
+                    "UPDATE jobs SET ranks=?, wanted=?, total_steps=?, priority=?, shares=?,"
+                    " auto_resume=? WHERE id=?",
+                    (terms.ranks, json.dumps(terms.wanted), terms.total_steps, terms.priority,
+                     terms.shares, terms.auto_resume, job_id),
+                )  # fmt: skip
             return self._get(db, job_id)
 
     def change(

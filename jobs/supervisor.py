@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import time
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -46,6 +48,7 @@ class Supervisor:
     deadline: float | None = None
     failed_at: float | None = None
     hang: str | None = None
+    interrupted: bool = False
     ended_by_us: set[int] = field(default_factory=set)
     tidied_at: float = 0.0
 
@@ -71,11 +74,17 @@ class Supervisor:
                     f"restart {number} of {attempt.spec.max_restarts} after: {outcome.reason}",
                 )
                 self._say(f"restart {number} after: {outcome.reason}")
-                self.failed_at, self.hang, self.ended_by_us = None, None, set()
+                self.failed_at, self.hang, self.interrupted = None, None, False
+                self.ended_by_us = set()
                 attempt = self._launch(restarts=number)
                 outcome = self._watch(attempt)
-        except (UserError, OSError) as error:
+        except UserError as error:
             outcome = Outcome(State.FAILED, f"could not start: {error}")
+        except Exception as error:  # a supervisor that dies is replaced, and would die again
+            traceback.print_exc()
+            processes.end(processes.with_run_id(self.job.run_id), grace=2.0)
+            reason = f"its supervisor failed: {type(error).__name__}: {error}"
+            outcome = Outcome(State.FAILED, reason)
         self._finish(outcome)
 
     def _launch(self, restarts: int) -> Attempt:
@@ -95,6 +104,7 @@ class Supervisor:
             attempt,
             stop_level=self.stop_level,
             hang=self.hang,
+            interrupted=self.interrupted,
             ended_by_us=self.ended_by_us,
         )
 
@@ -193,13 +203,23 @@ class Supervisor:
         self._say(f"the launcher is gone, ending what is left: {[p.pid for p in left]}")
         # Ranks that are all alive can still save; those that miss one only wait for it.
         healthy = len(left) >= self.job.ranks and self.failed_at is None and self.hang is None
+        self.interrupted = healthy and self.stop_level < 2
         grace = min(attempt.spec.stop_grace_seconds, TERM_GRACE) if healthy else 2.0
-        if stubborn := processes.end(left, grace=0.0 if self.stop_level >= 3 else grace):
+        for process in left:
+            process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while left and time.monotonic() < deadline:
+            self.stop_level = max(self.stop_level, self.store.get(self.job.id).stop_level)
+            if self.stop_level >= 3:
+                break
+            left = processes.wait_gone(left, LOOK_EVERY)
+        if stubborn := processes.end(left, grace=0):
             self._say(f"still alive after SIGKILL: {[p.pid for p in stubborn]}")
 
     def _finish(self, outcome: Outcome) -> None:
         for request in REQUESTS:
-            self.job.run_dir.clear_request(request)
+            with suppress(OSError):
+                self.job.run_dir.clear_request(request)
         self._say(f"{outcome.state}: {outcome.reason}")
         self.store.change(self.job.id, outcome.state, outcome.reason)
 
@@ -207,6 +227,12 @@ class Supervisor:
         if time.monotonic() - self.tidied_at < HOUSEKEEPING_EVERY:
             return
         self.tidied_at = time.monotonic()
+        try:
+            self._keep_house()
+        except OSError as error:
+            self._say(f"housekeeping: {error}")
+
+    def _keep_house(self) -> None:
         for path in cap_logs(self.job.run_dir):
             self._say(f"{path.name} grew too large; its end is in {path.name}.1")
         if warning := space_warning(self.job.run_dir):
@@ -232,7 +258,9 @@ def supervise(store: Store, job_id: int) -> None:
     me = ProcessId.of(os.getpid())
     assert me is not None
     job = store.get(job_id)
-    if not job.state.active or not store.take_over(job_id, job.supervisor, me):
+    if not job.state.active or (job.supervisor is not None and job.supervisor.alive()):
+        return
+    if not store.take_over(job_id, job.supervisor, me):
         return
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

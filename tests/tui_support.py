@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.rundir import MANIFEST, RankStatus, RunDir, event
 from jobs.states import State
+from jobs.store import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,9 +41,7 @@ def add_job(
 
     job = store.add(
         name=name,
-        ranks=ranks,
-        wanted=wanted if wanted is not None else (list(gpus) or None),
-        total_steps=total_steps,
+        terms=Terms(ranks, wanted if wanted is not None else (list(gpus) or None), total_steps),
         run_id=f"run-{name}",
         prepare=prepare,
     )

@@ -1,0 +1,156 @@
+"""What all tests share: a state directory of their own, fake models and pictures, a watchman."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+from jobs import processes
+from jobs.specfile import load_spec
+from jobs.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jobs.spec import JobSpec
+
+_LEAVES_WITHIN = 5.0  # seconds that supervisors of ended jobs get to leave by themselves
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state directory and a cache of the test's own; every child process inherits them."""
+    path = tmp_path / "home"
+    path.mkdir(mode=0o700)
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    monkeypatch.setenv("FSDP_TUI_HOME", str(path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.delenv("FSDP_TUI_CPU_JOBS", raising=False)
+    # No queue keeper behind the test's back, and a short-lived one in its child processes.
+    monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
+    monkeypatch.setenv("FSDP_TUI_RUNNER_IDLE", "1")
+    return path
+
+
+@pytest.fixture
+def store(home: Path) -> Store:
+    """An empty jobs database in `home`."""
+    return Store(home)
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs, whatever the real one has."""
+    monkeypatch.setattr("jobs.devices.gpus", list)
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> Callable[..., Path]:
+    """Writes directories that look like diffusers models and pass the preflight check.
+
+    Called as `make_model(name="model", pipeline="FluxPipeline", suffix=".safetensors",
+    parts=("transformer", "vae"))`; `parts` are the subfolders that are written at all.
+    """
+
+    def write(
+        name: str = "model",
+        *,
+        pipeline: str = "FluxPipeline",
+        suffix: str = ".safetensors",
+        parts: tuple[str, ...] = ("transformer", "vae"),
+    ) -> Path:
+        root = tmp_path / name
+        root.mkdir()
+        (root / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+        for part in parts:
+            (root / part).mkdir()
+            (root / part / "config.json").write_text("{}")
+            empty = b"{}"  # a safetensors file without tensors: length of the header, header
+            weights = root / part / f"diffusion_pytorch_model{suffix}"
+            weights.write_bytes(struct.pack("<Q", len(empty)) + empty)
+        return root
+
+    return write
+
+
+@pytest.fixture
+def make_data(tmp_path: Path) -> Callable[..., Path]:
+    """Writes folders of tiny pictures: `make_data(name="data", pictures=3, captions=True)`."""
+
+    def write(name: str = "data", *, pictures: int = 3, captions: bool = True) -> Path:
+        root = tmp_path / name
+        root.mkdir()
+        for number in range(pictures):
+            Image.new("RGB", (8, 8), (40 * number % 256, 90, 120)).save(root / f"{number}.png")
+            if captions:
+                (root / f"{number}.txt").write_text(f"picture number {number}\n")
+        return root
+
+    return write
+
+
+@pytest.fixture
+def job_values(
+    home: Path, make_model: Callable[..., Path], make_data: Callable[..., Path]
+) -> dict[str, Any]:
+    """A job on two CPU ranks that passes every check, as it would stand in a YAML file."""
+    return {
+        "name": "t",
+        "pretrained_model_name_or_path": str(make_model()),
+        "dataset": str(make_data()),
+        "device": "cpu",
+        "num_processes": 2,
+        "max_train_steps": 5,
+        "mixed_precision": "no",
+    }
+
+
+@pytest.fixture
+def job_spec(job_values: dict[str, Any]) -> JobSpec:
+    """`job_values`, read."""
+    return load_spec(None, job_values)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_outlives_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fails the session when a job of a test is still running at its end (and ends it)."""
+    yield
+    base = tmp_path_factory.getbasetemp()
+    deadline = time.monotonic() + _LEAVES_WITHIN
+    while (left := _of_tests(base)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if left:
+        names = [f"{p.pid} {_command(p.pid)}" for p in left]
+        processes.end(left, grace=0)
+        pytest.fail("processes outlived the tests:\n" + "\n".join(names))
+
+
+def _of_tests(base: Path) -> list[processes.ProcessId]:
+    """Live supervisors, launchers and ranks whose state directory lies below `base`."""
+    below = f"FSDP_TUI_HOME={base}{os.sep}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(path.parent.name)
+        try:
+            ours = any(entry.startswith(below) for entry in path.read_bytes().split(b"\0"))
+        except OSError:  # gone, or not ours to read
+            continue
+        identity = processes.ProcessId.of(pid) if ours and pid != os.getpid() else None
+        if identity is not None and identity.alive():
+            found.append(identity)
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return "?"

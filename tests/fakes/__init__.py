@@ -1,0 +1,1 @@
+"""Light stand-ins for the launcher and the ranks; the supervisor around them is the real one."""

@@ -1,0 +1,162 @@
+"""`python rank.py RUNDIR RANK RANKS STEPS`: a rank that trains nothing and tells everything.
+
+It writes its status, rank 0 also events and checkpoints, through `jobs.rundir`, as the engine
+does; stops at a step boundary when it is asked to, by file or by SIGTERM; and goes on after the
+newest complete checkpoint. When another rank has died it waits for it in vain, as in a collective,
+and then no SIGTERM moves it. `FAKE_RANKS` holds words, separated by spaces, that change this; a word
+may begin with `N:`, and then concerns rank N only:
+
+    ignore-stop    does not look at the request file
+    ignore-term    ignores SIGTERM
+    die-on-term    is ended by SIGTERM at once, without a save
+    hang@S         stands still at step S, for good, as in a collective: its heart still beats
+    freeze@S       the same, without a heartbeat
+    crash@S        fails at step S with an error file
+    exit@S         exits with status 7 at step S, without a word
+    leave@S        exits with status 0 at step S, without a word
+    never-up       stays in the phase `start`
+    once           the above only in a run without a checkpoint
+    slow-save      a save takes a fifth of a second
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jobs.processes import ProcessId
+from jobs.rundir import MANIFEST, RankStatus, RunDir, event, write_atomic
+
+
+class Rank:
+    """One fake rank."""
+
+    def __init__(self, run_dir: RunDir, rank: int, ranks: int, steps: int) -> None:
+        self.run_dir, self.rank, self.ranks, self.steps = run_dir, rank, ranks, steps
+        newest = run_dir.latest_checkpoint()
+        self.step = newest[0] if newest else 0
+        self.words = _words(rank, fresh=newest is None)
+        self.started = psutil.Process().create_time()
+        self.phase, self.progressed = "start", time.time()
+        self.terminated = False
+        if "ignore-term" in self.words:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        elif "die-on-term" not in self.words:
+            signal.signal(signal.SIGTERM, self._note_termination)
+
+    def run(self) -> int:
+        self.tell("start")
+        while "never-up" in self.words:
+            self.wait()
+        self.emit("start", step=self.step)
+        self.log(f"starting after step {self.step}")
+        self.emit("phase", name="train", state="begin", total=self.steps)
+        while self.step < self.steps:
+            self.tell("train")
+            if (status := self.misbehave()) is not None:
+                return status
+            stop = self.wants_to_stop()
+            while self.misses_a_rank():
+                self.wait()
+            if stop:
+                return self.end("stopped")
+            time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0.05")))
+            self.step += 1
+            self.emit("step", step=self.step, loss=1.0 / self.step, seconds=0.05)
+            self.log(f"step {self.step}/{self.steps}")
+        return self.end("completed")
+
+    def wants_to_stop(self) -> bool:
+        asked = self.run_dir.requested("stop") and "ignore-stop" not in self.words
+        return asked or self.terminated
+
+    def misses_a_rank(self) -> bool:
+        """Whether another rank died in the middle of its training."""
+        return any(
+            other.phase == "train" and not ProcessId(other.pid, other.started).alive()
+            for other in self.run_dir.rank_statuses()
+        )
+
+    def misbehave(self) -> int | None:
+        """Do what this step brings; an exit status if that is the end."""
+        at = f"@{self.step}"
+        while "hang" + at in self.words:
+            self.wait()
+        while "freeze" + at in self.words:
+            time.sleep(0.05)
+        if "crash" + at in self.words:
+            self.log("Traceback (most recent call last):")
+            record: dict[str, Any] = {
+                "t": time.time(), "rank": self.rank, "type": "ValueError", "message": "a bad day",
+                "phase": "train", "step": self.step,
+            }  # fmt: skip
+            write_atomic(self.run_dir.rank_error(self.rank), json.dumps(record))
+            return 1
+        if "exit" + at in self.words:
+            self.log("so long")
+            return 7
+        return 0 if "leave" + at in self.words else None
+
+    def end(self, reason: str) -> int:
+        self.save()
+        self.emit("end", reason=reason, step=self.step)
+        self.log(reason)
+        return 0
+
+    def save(self) -> None:
+        self.tell("save")
+        if "slow-save" in self.words:
+            time.sleep(0.2)
+        if self.rank == 0:
+            aside = self.run_dir.checkpoints / f".step-{self.step}.tmp"
+            aside.mkdir(parents=True)
+            (aside / MANIFEST).write_text(json.dumps({"step": self.step}))
+            aside.rename(self.run_dir.checkpoint(self.step))
+            self.emit("checkpoint", step=self.step)
+
+    def tell(self, phase: str | None = None) -> None:
+        """Write the status; without a phase, only the heart beats."""
+        if phase is not None:
+            self.phase, self.progressed = phase, time.time()
+        status = RankStatus(
+            rank=self.rank, pid=os.getpid(), started=self.started, host="node", device="cpu",
+            phase=self.phase, step=self.step, heartbeat=time.time(), progressed=self.progressed,
+        )  # fmt: skip
+        write_atomic(self.run_dir.rank_file(self.rank), status.to_json())
+
+    def wait(self) -> None:
+        time.sleep(0.05)
+        self.tell()
+
+    def emit(self, kind: str, **values: Any) -> None:
+        if self.rank == 0:
+            with open(self.run_dir.events, "a", encoding="utf-8") as file:
+                file.write(event(kind, **values))
+
+    def log(self, text: str) -> None:
+        with open(self.run_dir.rank_log(self.rank), "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    def _note_termination(self, *_: Any) -> None:
+        self.terminated = True
+
+
+def _words(rank: int, *, fresh: bool) -> set[str]:
+    found = set()
+    for word in os.environ.get("FAKE_RANKS", "").split():
+        whose, colon, rest = word.rpartition(":")
+        if not colon or whose == str(rank):
+            found.add(rest)
+    return found if fresh or "once" not in found else set()
+
+
+if __name__ == "__main__":
+    arguments = [int(word) for word in sys.argv[2:]]
+    sys.exit(Rank(RunDir(Path(sys.argv[1])), *arguments).run())

@@ -1,0 +1,272 @@
+"""Moving the queue: what starts, what waits and why, what is mended. No process is started."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs import dispatch as dispatching
+from jobs.devices import Gpu
+from jobs.dispatch import dispatch, needs_attention
+from jobs.processes import ProcessId
+from jobs.states import State
+from jobs.store import Store, Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.store import Job
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> list[int]:
+    """The jobs for which a supervisor was started, in order."""
+    ids: list[int] = []
+    monkeypatch.setattr(dispatching, "_start_supervisor", lambda job: ids.append(job.id))
+    return ids
+
+
+@pytest.fixture
+def add(store: Store) -> Callable[..., int]:
+    def queue(wanted: int | list[str] | None = None, **changes: Any) -> int:
+        terms = Terms(ranks=1, wanted=wanted, total_steps=10, **changes)
+        return store.add(
+            name="t", terms=terms, run_id="r", prepare=lambda run_dir: run_dir.create()
+        ).id
+
+    return queue
+
+
+def have_gpus(monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
+    gpus = [Gpu(index=n, uuid=f"GPU-{n}", name="H", memory_total=1) for n in indices]
+    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
+
+
+def run_as_me(store: Store, job_id: int) -> None:
+    """The job runs, and this very process is its supervisor."""
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    assert store.take_over(job_id, store.get(job_id).supervisor, me)
+    store.change(job_id, State.RUNNING, "all ranks are up")
+
+
+def states(store: Store) -> dict[int, str]:
+    return {job.id: str(job.state) for job in store.all()}
+
+
+def test_one_job_at_a_time_runs_on_the_cpu(
+    store: Store, add: Callable[..., int], started: list[int]
+) -> None:
+    first, second = add(), add()
+    dispatch(store)
+    assert started == [first]
+    assert store.get(first).reason == "starting on CPU ranks"
+    assert store.get(second).reason == f"waits for job {first} to leave the CPU"
+    run_as_me(store, first)
+    dispatch(store)
+    assert started == [first], "nothing changed"
+    store.change(first, State.COMPLETED, "")
+    dispatch(store)
+    assert started == [first, second]
+
+
+@pytest.mark.parametrize(("slots", "count"), [("2", 2), ("9", 3), ("0", 1), ("many", 1)])
+def test_the_person_may_allow_more_on_the_cpu(
+    store: Store, add: Callable[..., int], started: list[int],
+    monkeypatch: pytest.MonkeyPatch, slots: str, count: int,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("FSDP_TUI_CPU_JOBS", slots)
+    ids = [add() for _ in range(3)]
+    dispatch(store)
+    assert started == ids[:count]
+
+
+def test_jobs_get_gpus_of_their_own(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_gpus(monkeypatch, 0, 1, 2)
+    named, any_two, late = add(["GPU-1"]), add(2), add(1)
+    dispatch(store)
+    assert started == [named, any_two]
+    assert store.claims() == {"GPU-1": named, "GPU-0": any_two, "GPU-2": any_two}
+    assert store.get(any_two).gpus == ["GPU-0", "GPU-2"]
+    assert store.get(late).reason == "waits for 1 free GPUs; 0 now"
+
+
+def test_gpus_are_told_as_people_number_them(
+    store: Store, add: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA_VISIBLE_DEVICES=2,3, as `gpus`, `show` and the job file have it."""
+    have_gpus(monkeypatch, 2, 3)
+    first, second = add(["GPU-3"]), add(["GPU-3"])
+    dispatch(store)
+    assert store.get(first).reason == "starting on GPU 3"
+    assert store.get(second).reason == f"waits for job {first} on GPU 3"
+
+
+def test_a_gpu_that_vanished_is_waited_for(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_gpus(monkeypatch, 0)
+    job = add(["GPU-7"])
+    dispatch(store)
+    assert started == []
+    assert "GPU-7, which this machine does not show" in store.get(job).reason
+
+
+def test_a_held_job_and_a_paused_queue_start_nothing(
+    store: Store, add: Callable[..., int], started: list[int]
+) -> None:
+    held, next_one = add(), add()
+    store.hold(held, True)
+    store.pause(True)
+    dispatch(store)
+    assert started == []
+    assert "held" in store.get(held).reason
+    assert "paused" in store.get(next_one).reason
+    store.pause(False)
+    dispatch(store)
+    assert started == [next_one]
+    store.change(next_one, State.COMPLETED, "")
+    store.hold(held, False)
+    dispatch(store)
+    assert started == [next_one, held]
+
+
+def test_many_that_dispatch_at_once_start_a_job_once(
+    store: Store, add: Callable[..., int], started: list[int]
+) -> None:
+    job = add()
+    barrier = threading.Barrier(6)
+
+    def look() -> None:
+        barrier.wait(10)
+        dispatch(Store(store.home))
+
+    threads = [threading.Thread(target=look) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert started == [job]
+
+
+def test_there_is_nothing_to_do(store: Store, add: Callable[..., int], started: list[int]) -> None:
+    assert not needs_attention(store)
+    dispatch(store)
+    job = add()
+    assert needs_attention(store)
+    dispatch(store)
+    assert not needs_attention(store), "its supervisor was started a moment ago"
+    run_as_me(store, job)
+    assert not needs_attention(store)
+    store.change(job, State.STOPPED, "")
+    assert not needs_attention(store)
+    assert started == [job]
+
+
+def test_a_supervisor_that_died_is_replaced(
+    store: Store, add: Callable[..., int], started: list[int]
+) -> None:
+    job = add()
+    dispatch(store)
+    dead = ProcessId(os.getpid(), 1000.0)  # the pid was given to someone else
+    assert store.take_over(job, None, dead)
+    assert needs_attention(store)
+    dispatch(store)
+    assert started == [job, job]
+
+
+def test_a_supervisor_that_never_came_is_replaced_after_a_while(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = add()
+    dispatch(store)
+    dispatch(store)
+    assert started == [job]
+    later = time.time() + dispatching._SUPERVISOR_STARTS_WITHIN + 1
+    monkeypatch.setattr(dispatching.time, "time", lambda: later)
+    assert needs_attention(store)
+    dispatch(store)
+    assert started == [job, job]
+
+
+# -- after a reboot ------------------------------------------------------------------------
+
+
+def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No supervisor of the earlier boot is alive, and the kernel gives another id."""
+    for module in ("jobs.dispatch", "jobs.store"):
+        monkeypatch.setattr(f"{module}.boot_id", lambda: "another-boot")
+
+
+def interrupted(store: Store, add: Callable[..., int], **changes: Any) -> Job:
+    job = add(**changes)
+    dispatch(store)
+    store.take_over(job, None, ProcessId(os.getpid(), 1000.0))
+    store.change(job, State.RUNNING, "")
+    return store.get(job)
+
+
+def test_after_a_reboot_what_ran_is_lost_and_what_waited_starts(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = interrupted(store, add)
+    waiting = add()
+    reboot(monkeypatch)
+    assert needs_attention(store)
+    dispatch(store)
+    job = store.get(lost.id)
+    assert (job.state, job.reason) == (State.LOST, "the machine was restarted")
+    assert job.ended is not None
+    assert started == [lost.id, waiting]
+    assert store.get(waiting).boot_id == "another-boot"
+
+
+def test_after_a_reboot_gpus_are_free_again(
+    store: Store, add: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_gpus(monkeypatch, 0)
+    interrupted(store, add, wanted=1)
+    assert store.claims()
+    reboot(monkeypatch)
+    dispatch(store)
+    assert store.claims() == {}
+
+
+def test_after_a_reboot_a_job_goes_on_by_itself_if_it_asked_to(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = interrupted(store, add, auto_resume=True)
+    reboot(monkeypatch)
+    dispatch(store)
+    assert [c.after for c in store.history(job.id)][-3:] == ["lost", "queued", "starting"]
+    assert store.get(job.id).attempt == 1
+    assert started == [job.id, job.id]
+
+
+def test_after_a_reboot_a_job_that_was_being_stopped_stays_stopped(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = interrupted(store, add, auto_resume=True)
+    store.raise_stop_level(job.id, 1)
+    store.change(job.id, State.STOPPING, "")
+    reboot(monkeypatch)
+    dispatch(store)
+    assert store.get(job.id).state.ended
+    assert started == [job.id]
+
+
+def test_a_machine_that_does_not_tell_its_boot_loses_nothing(
+    store: Store, add: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = add()
+    dispatch(store)
+    run_as_me(store, job)
+    monkeypatch.setattr("jobs.dispatch.boot_id", lambda: None)
+    dispatch(store)
+    assert states(store) == {job: "running"}

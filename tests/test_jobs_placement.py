@@ -1,0 +1,202 @@
+"""Which queued job starts where: what must hold for every queue on every machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.placement import Request, Start, Wait, place
+
+A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `place`."""
+
+    queue: list[Request]
+    claims: dict[str, int]
+    devices: list[str]
+    on_cpu: list[int]
+    slots: int
+    foreign: dict[str, str]
+
+    def decide(self) -> list[Start | Wait]:
+        return place(
+            self.queue, self.claims, self.devices, self.on_cpu, self.slots, self.foreign
+        )  # fmt: skip
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    devices = [f"GPU-{n}" for n in range(draw(st.integers(0, 6)))]
+    # One that is not there: taken out of the machine since the job was submitted.
+    known = [*devices, "GPU-gone"]
+    wanted = st.one_of(
+        st.none(),
+        st.integers(1, 7),
+        st.lists(st.sampled_from(known), min_size=1, max_size=4, unique=True),
+    )
+    asked = draw(st.lists(st.tuples(wanted, st.booleans()), max_size=7))
+    queue = [Request(100 + n, *one) for n, one in enumerate(asked)]
+    some = st.dictionaries(st.sampled_from(known), st.integers(1, 9), max_size=4)
+    return Case(
+        queue=queue,
+        claims=draw(some),
+        devices=devices,
+        on_cpu=draw(st.lists(st.integers(10, 19), max_size=3, unique=True)),
+        slots=draw(st.integers(1, 3)),
+        foreign=draw(st.dictionaries(st.sampled_from(known), st.just("someone"), max_size=2)),
+    )
+
+
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_no_gpu_is_given_to_two_jobs(case: Case) -> None:
+    taken = set(case.claims)
+    for request, decision in zip(case.queue, case.decide(), strict=True):
+        assert decision.job == request.job
+        if not isinstance(decision, Start):
+            assert decision.reason.startswith("waits")
+            continue
+        assert not taken & set(decision.gpus)
+        assert set(decision.gpus) <= set(case.devices)
+        taken |= set(decision.gpus)
+        if request.wanted is None:
+            assert decision.gpus == ()
+        elif isinstance(request.wanted, int):
+            assert len(decision.gpus) == request.wanted
+            assert list(decision.gpus) == sorted(decision.gpus, key=case.devices.index)
+        else:
+            assert decision.gpus == tuple(request.wanted)
+        if not request.shares:
+            assert not set(decision.gpus) & set(case.foreign), "somebody else's"
+
+
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_nobody_overtakes_a_job_for_what_it_waits_for(case: Case) -> None:
+    """A GPU that an earlier waiting job could use is not given to a later one."""
+    free = {uuid for uuid in case.devices if uuid not in case.claims}
+    waited_for: set[str] = set()
+    cpu_waits = False
+    for request, decision in zip(case.queue, case.decide(), strict=True):
+        if isinstance(decision, Start):
+            assert not waited_for & set(decision.gpus)
+            assert request.wanted is not None or not cpu_waits
+            free -= set(decision.gpus)
+        elif request.wanted is None:
+            cpu_waits = True
+        elif isinstance(request.wanted, int):
+            waited_for |= free if request.shares else free - set(case.foreign)
+        else:
+            waited_for |= set(request.wanted)
+
+
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_what_can_start_does(case: Case) -> None:
+    """A job waits only for something that is held, waited for by an earlier job, or not there."""
+    held = set(case.claims)
+    waited_for: set[str] = set()
+    running_on_cpu = len(case.on_cpu)
+    for request, decision in zip(case.queue, case.decide(), strict=True):
+        taken = held | waited_for | (set() if request.shares else set(case.foreign))
+        usable = [uuid for uuid in case.devices if uuid not in taken]
+        if isinstance(decision, Start):
+            held |= set(decision.gpus)
+            running_on_cpu += request.wanted is None
+        elif request.wanted is None:
+            assert running_on_cpu >= case.slots
+        elif isinstance(request.wanted, int):
+            assert len(usable) < request.wanted
+            waited_for |= set(usable)
+        else:
+            assert not set(request.wanted) <= set(usable)
+            waited_for |= set(request.wanted)
+    assert running_on_cpu <= max(case.slots, len(case.on_cpu))
+
+
+@given(case=cases())
+@settings(max_examples=100, deadline=None)
+def test_the_same_question_gets_the_same_answer(case: Case) -> None:
+    assert case.decide() == case.decide()
+
+
+def test_the_first_in_the_queue_is_served_first() -> None:
+    decisions = place([Request(1, 1), Request(2, 2), Request(3, 1)], {}, [A, B])
+    assert decisions[0] == Start(1, (A,))
+    assert decisions[1] == Wait(2, "waits for 2 free GPUs; 1 now")
+    assert isinstance(decisions[2], Wait), "the free GPU is kept for job 2"
+
+
+def test_a_job_for_other_gpus_does_not_wait_behind_one_for_named_gpus() -> None:
+    queue = [Request(2, [A, B]), Request(3, [C]), Request(4, 1), Request(5, [B])]
+    decisions = place(queue, {A: 1}, [A, B, C, D])
+    assert decisions == [
+        Wait(2, "waits for job 1 on GPU 0"),
+        Start(3, (C,)),
+        Start(4, (D,)),
+        Wait(5, "waits for job 2 on GPU 1"),
+    ]
+
+
+def test_all_that_hold_a_named_gpu_are_told() -> None:
+    (decision,) = place([Request(9, [A, B, C])], {A: 4, C: 2}, [A, B, C])
+    assert decision == Wait(9, "waits for jobs 2, 4 on GPU 0, 2")
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    (decision,) = place([Request(1, ["GPU-x"])], {}, [A])
+    assert decision == Wait(1, "waits for GPU GPU-x, which this machine does not show")
+
+
+def test_a_gpu_in_foreign_hands_is_only_for_a_job_that_shares() -> None:
+    queue = [Request(1, 1), Request(2, [A]), Request(3, [A], shares=True)]
+    first, second, third = place(queue, {}, [A, B], foreign={A: "ann's python"})
+    assert first == Start(1, (B,))
+    assert isinstance(second, Wait)
+    assert "GPU 0 is used by ann's python" in second.reason
+    assert isinstance(third, Wait), "job 2 is to have it first"
+    assert place([Request(3, [A], shares=True)], {}, [A], foreign={A: "x"}) == [Start(3, (A,))]
+    assert place([Request(3, 1, shares=True)], {}, [A], foreign={A: "x"}) == [Start(3, (A,))]
+
+
+def test_who_uses_a_gpu_is_told_when_a_number_of_gpus_is_waited_for() -> None:
+    (decision,) = place([Request(1, 2)], {}, [A, B], foreign={B: "ann's python"})
+    assert isinstance(decision, Wait)
+    assert decision.reason.startswith("waits for 2 free GPUs; 1 now")
+    assert "ann's python" in decision.reason
+
+
+def test_one_job_at_a_time_on_the_cpu_unless_told_otherwise() -> None:
+    queue = [Request(2, None), Request(3, None)]
+    assert place(queue, {}, [], running_on_cpu=[1]) == [
+        Wait(2, "waits for job 1 to leave the CPU"),
+        Wait(3, "waits for job 1 to leave the CPU"),
+    ]
+    assert place(queue, {}, [], running_on_cpu=[1], cpu_slots=2) == [
+        Start(2, ()),
+        Wait(3, "waits for jobs 1, 2 to leave the CPU"),
+    ]
+
+
+def test_a_long_queue_on_many_gpus_is_decided_at_once() -> None:
+    """10,000 jobs on 1,024 GPUs; quadratic work would take minutes."""
+    devices = [f"GPU-{n}" for n in range(1024)]
+    queue = [
+        Request(n, [devices[n % 1024], devices[(n * 7 + 1) % 1024]] if n % 3 else 4)
+        for n in range(1, 10_001)
+    ]
+    begun = time.process_time()
+    decisions = place(queue, {devices[5]: 20_000}, devices)
+    assert time.process_time() - begun < 1.0
+    assert len(decisions) == 10_000
+
+
+def test_cpu_jobs_and_gpu_jobs_do_not_wait_for_each_other() -> None:
+    decisions = place([Request(2, 1), Request(3, None)], {A: 1}, [A])
+    assert [type(d) for d in decisions] == [Wait, Start]

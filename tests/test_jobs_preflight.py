@@ -1,0 +1,270 @@
+"""What is said about a job that cannot run, before any rank starts: one clear line each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs import preflight, service
+from jobs.devices import Gpu
+from jobs.errors import SpecError, UserError
+from jobs.models import find_model
+from jobs.pictures import list_pictures
+from jobs.specfile import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.spec import JobSpec
+    from jobs.store import Store
+
+
+def read(job_values: dict[str, Any], **changes: Any) -> JobSpec:
+    values = job_values | changes
+    return load_spec(None, {key: value for key, value in values.items() if value != "left out"})
+
+
+def complaint(spec: JobSpec) -> str:
+    """The one line that the check must raise."""
+    with pytest.raises(UserError) as caught:
+        preflight.check(spec)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def gpus(count: int) -> list[Gpu]:
+    return [Gpu(index=n, uuid=f"GPU-{n}{n}-abc", name="H", memory_total=1) for n in range(count)]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus(4))
+
+
+def test_a_good_job_has_nothing_against_it(job_spec: JobSpec, tmp_path: Path) -> None:
+    assert preflight.check(job_spec) is None
+    assert (tmp_path / "cache" / "fsdp-tui").is_dir()
+
+
+def test_nothing_of_it_is_queued(store: Store, job_values: dict[str, Any]) -> None:
+    spec = read(job_values, dataset="/no/such/folder")
+    with pytest.raises(UserError, match="no such dataset folder: /no/such/folder"):
+        service.submit(store, spec)
+    assert store.all() == []
+    assert not (store.home / "runs").exists()
+
+
+# -- the model -----------------------------------------------------------------------------
+
+
+def test_a_model_directory_that_is_not_there(job_values: dict[str, Any]) -> None:
+    spec = read(job_values, pretrained_model_name_or_path="/no/such/model")
+    assert complaint(spec) == "no such model directory: /no/such/model"
+
+
+def test_a_hub_id_that_is_not_in_the_local_cache(job_values: dict[str, Any]) -> None:
+    spec = read(job_values, pretrained_model_name_or_path="nobody-at-all/no-such-model")
+    text = complaint(spec)
+    assert "nobody-at-all/no-such-model is neither a directory here nor in the hub cache" in text
+    assert "hf download nobody-at-all/no-such-model" in text
+
+
+def test_a_model_that_is_a_file(job_values: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "flux.safetensors"
+    file.touch()
+    spec = read(job_values, pretrained_model_name_or_path=str(file))
+    assert complaint(spec) == f"{file} is a file, not a model directory"
+
+
+@pytest.mark.parametrize("text", [None, "", "{torn", "[]"])
+def test_a_directory_that_is_no_model(
+    job_values: dict[str, Any], tmp_path: Path, text: str | None
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    if text is not None:
+        (folder / "model_index.json").write_text(text)
+    spec = read(job_values, pretrained_model_name_or_path=str(folder))
+    assert complaint(spec).startswith(f"{folder} is not a diffusers model")
+
+
+def test_a_model_of_another_family(
+    job_values: dict[str, Any], make_model: Callable[..., Path]
+) -> None:
+    other = make_model("sd", pipeline="StableDiffusionPipeline")
+    spec = read(job_values, pretrained_model_name_or_path=str(other))
+    assert complaint(spec) == f"{other} is a StableDiffusionPipeline, not a FLUX.1 model"
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+def test_a_model_that_lacks_a_part(
+    job_values: dict[str, Any], make_model: Callable[..., Path], part: str
+) -> None:
+    parts = tuple({"transformer", "vae"} - {part})
+    spec = read(job_values, pretrained_model_name_or_path=str(make_model("half", parts=parts)))
+    assert f"is incomplete: {part}/config.json is missing or damaged" in complaint(spec)
+
+
+def test_pickled_weights_are_not_loaded(
+    job_values: dict[str, Any], make_model: Callable[..., Path]
+) -> None:
+    old = make_model("old", suffix=".bin")
+    text = complaint(read(job_values, pretrained_model_name_or_path=str(old)))
+    assert f"{old / 'transformer'} holds no .safetensors weights" in text
+    assert "convert the .bin files" in text
+
+
+def test_weights_that_are_missing(
+    job_values: dict[str, Any], make_model: Callable[..., Path]
+) -> None:
+    model = make_model("empty", suffix=".txt")
+    text = complaint(read(job_values, pretrained_model_name_or_path=str(model)))
+    assert text.endswith("holds no .safetensors weights")
+
+
+def test_a_local_directory_comes_before_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_model("org/name") == Path("org/name")
+
+
+@pytest.mark.parametrize("name", ["~no_such_user_here/x", "x" * 5000, "a\0b", "a//b", "../gone"])
+def test_no_model_name_crashes(name: str) -> None:
+    with pytest.raises(SpecError):
+        find_model(name)
+
+
+# -- the pictures --------------------------------------------------------------------------
+
+
+def test_a_dataset_that_is_a_file(job_values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "data.zip").touch()
+    text = complaint(read(job_values, dataset=str(tmp_path / "data.zip")))
+    assert text == f"the dataset {tmp_path / 'data.zip'} is a file, not a folder of pictures"
+
+
+def test_no_pictures(job_values: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    (folder / ".hidden").mkdir(parents=True)
+    for name in ("notes.txt", "film.mp4", ".hidden/a.png", ".b.png"):
+        (folder / name).touch()
+    (folder / "folder.png").mkdir()
+    text = complaint(read(job_values, dataset=str(folder)))
+    assert text.startswith(f"0 pictures in the dataset folder {folder}")
+    assert ".jpg" in text
+
+
+def test_pictures_without_captions(
+    job_values: dict[str, Any], make_data: Callable[..., Path]
+) -> None:
+    folder = make_data("bare", pictures=2, captions=False)
+    text = complaint(read(job_values, dataset=str(folder)))
+    assert text.startswith(f"none of the 2 pictures in {folder} has a caption")
+
+
+def test_pictures_are_counted_in_all_folders(
+    job_values: dict[str, Any], make_data: Callable[..., Path]
+) -> None:
+    folder = make_data("deep", pictures=2)
+    (folder / "more").mkdir()
+    (folder / "0.png").rename(folder / "more" / "Z.PNG")
+    (folder / "0.txt").rename(folder / "more" / "Z.txt")
+    assert preflight.check_dataset(read(job_values, dataset=str(folder))) == 2
+    assert list_pictures(folder) == [folder / "1.png", folder / "more" / "Z.PNG"]
+
+
+# -- where it writes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "sub/folder"])
+def test_a_cache_that_cannot_be_written(
+    job_values: dict[str, Any], tmp_path: Path, below: str
+) -> None:
+    """A file in the place of a directory is in root's way too."""
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / below
+    text = complaint(read(job_values, cache_dir=str(cache)))
+    assert text.startswith(f"cannot create the directory {cache} (")
+    assert "cache_dir" in text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission(job_values: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o500)
+    assert "permission denied" in complaint(read(job_values, cache_dir=str(folder)))
+    assert "ermission denied" in complaint(read(job_values, cache_dir=str(folder / "sub")))
+
+
+# -- devices -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [{"gpus": 2}, {"gpus": [0, 1]}, {"device": "cuda"}])
+def test_gpus_on_a_machine_without(
+    job_values: dict[str, Any], no_gpus: None, asked: dict[str, Any]
+) -> None:
+    spec = read(job_values, **{"device": "auto"} | asked)
+    assert "the job asks for GPUs, and this machine shows none" in complaint(spec)
+
+
+def test_a_job_that_does_not_mind_runs_on_the_cpu(
+    job_values: dict[str, Any], no_gpus: None
+) -> None:
+    assert preflight.check_devices(read(job_values, device="auto")) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"num_processes": 2}, 2),
+        ({"num_processes": "left out"}, 1),
+        ({"num_processes": 2, "device": "cpu"}, None),
+        ({"num_processes": 64, "device": "cpu"}, None),
+        ({"gpus": 3, "num_processes": "left out"}, 3),
+        ({"gpus": [3, 1]}, ["GPU-33-abc", "GPU-11-abc"]),
+        ({"gpus": ["GPU-22-abc", 0]}, ["GPU-22-abc", "GPU-00-abc"]),
+        ({"gpus": ["GPU-2", "GPU-0"]}, ["GPU-22-abc", "GPU-00-abc"]),
+    ],
+)
+def test_what_is_asked_is_matched_to_the_machine(
+    job_values: dict[str, Any], four_gpus: None, asked: dict[str, Any], wanted: Any
+) -> None:
+    spec = read(job_values, **{"device": "auto"} | asked)
+    assert preflight.check_devices(spec) == wanted
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"num_processes": 5}, "the job asks for 5 GPUs, and this machine has 4"),
+        ({"gpus": 5, "num_processes": "left out"}, "5 GPUs, and this machine has 4"),
+        ({"gpus": [0, 4]}, "there is no GPU 4 on this machine"),
+        ({"gpus": [0, -1]}, "there is no GPU -1 on this machine"),
+        ({"gpus": [0, "GPU-9"]}, "there is no GPU GPU-9 on this machine"),
+        ({"gpus": [0, "GPU-"]}, "GPU-"),
+        ({"gpus": [0, "GPU-00-abc"]}, "twice"),
+        ({"gpus": ["GPU-1", "GPU-11"]}, "twice"),
+    ],
+)
+def test_what_the_machine_can_never_give(
+    job_values: dict[str, Any], four_gpus: None, asked: dict[str, Any], said: str
+) -> None:
+    assert said in complaint(read(job_values, **{"device": "auto"} | asked))
+
+
+def test_gpus_are_named_as_people_number_them(
+    job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA_VISIBLE_DEVICES=2,3 the visible GPUs keep their numbers."""
+    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus(4)[2:])
+    spec = read(job_values, device="auto", gpus=[2, 3])
+    assert preflight.check_devices(spec) == ["GPU-22-abc", "GPU-33-abc"]
+    text = complaint(read(job_values, device="auto", gpus=[0, 2]))
+    assert "there is no GPU 0 on this machine" in text
+    assert "2 (GPU-22-abc), 3 (GPU-33-abc)" in text

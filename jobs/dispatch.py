@@ -39,15 +39,19 @@ def dispatch(store: Store) -> None:
         if paused:
             reasons |= {job.id: "the queue is paused" for job in queue if not job.held}
         ready = [job for job in queue if not job.held and not paused]
-        gpus = devices.gpus() if any(job.wanted is not None for job in ready) else []
+        needed = any(job.wanted is not None for job in ready)
+        gpus = [gpu for gpu in devices.gpus() if gpu.unusable is None] if needed else []
+        claims = store.claims()
         indices = {gpu.uuid: gpu.index for gpu in gpus}
         active = store.in_states(ACTIVE)
         decisions = place(
             [Request(job.id, job.wanted, job.shares) for job in ready],
-            store.claims(),
+            claims,
             list(indices),
             [job.id for job in active if job.wanted is None],
             cpu_slots=_cpu_slots(),
+            # A claimed GPU is never foreign: its claim is kept until its ranks are gone.
+            foreign=devices.foreign_users(gpus, (), claims),
             indices=indices,
         )
         for job, decision in zip(ready, decisions, strict=True):

@@ -115,21 +115,24 @@ def check_devices(spec: JobSpec) -> int | list[str] | None:
         if len(set(found)) != len(found):
             raise SpecError(f"gpus names the same GPU twice: {', '.join(map(str, spec.gpus))}")
         return found
-    if ranks > len(present):
+    usable = [gpu for gpu in present if gpu.unusable is None]
+    if ranks > len(usable):
+        barred = [f"GPU {gpu.index} {gpu.unusable}" for gpu in present if gpu.unusable]
         raise SpecError(
-            f"the job asks for {ranks} GPUs, and this machine has {len(present)}",
+            f"the job asks for {ranks} GPUs, and this machine has {len(usable)}"
+            + (f" that jobs may use ({barred[0]})" if barred else ""),
             "lower num_processes, or set device: cpu for CPU ranks",
         )
     return ranks
 
 
 def _uuid_of(name: int | str, present: list[devices.Gpu]) -> str:
-    matches = [
-        gpu.uuid
-        for gpu in present
-        if (gpu.index == name if isinstance(name, int) else gpu.uuid.startswith(name))
-    ]
-    if len(matches) == 1:
-        return matches[0]
-    have = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in present)
-    raise SpecError(f"there is no GPU {name} on this machine", f"it has {have}")
+    match = devices.find(str(name), present)
+    if match is None:
+        have = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in present)
+        raise SpecError(f"there is no GPU {name} on this machine", f"it has {have}")
+    gpu, instance = match
+    if gpu.unusable is not None:
+        what = f"{name} is a MIG instance: " if instance is not None else ""
+        raise SpecError(f"{what}GPU {gpu.index} {gpu.unusable}")
+    return gpu.uuid

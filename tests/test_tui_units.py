@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -272,7 +273,8 @@ def test_a_machine_without_gpus_shows_itself_and_each_rank(store: Store) -> None
 
 
 def test_a_rank_stands_under_its_gpu_with_its_memory(store: Store) -> None:
-    gpus = tuple(FakeGpus(3).gpus)
+    *busy, last = FakeGpus(3).gpus
+    gpus = (*busy, replace(last, memory_used=0))
     view = active_view(store, gpus=[g.uuid for g in gpus[:2]], allocated=30 * GIB,
                        reserved=33 * GIB, peak=36 * GIB)  # fmt: skip
     lines = text_of(device_rows(Snapshot(t=time.time(), jobs=(view,), gpus=gpus), 116, 20))

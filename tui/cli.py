@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -252,8 +253,13 @@ def _gpu_facts(gpu: devices.Gpu, claims: dict[str, int]) -> dict[str, Any]:
         "utilisation": gpu.utilisation,
         "temperature": gpu.temperature,
         "power": gpu.power,
+        "power_limit": gpu.power_limit,
+        "clock": gpu.clock,
+        "throttle": gpu.throttle,
+        "problem": gpu.problem,
+        "mig": [asdict(instance) for instance in gpu.mig],
         "job": claims.get(gpu.uuid),
-        "processes": [{"pid": p.pid, "memory": p.memory} for p in gpu.processes],
+        "processes": [asdict(process) for process in gpu.processes],
     }
 
 

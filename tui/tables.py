@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from jobs.devices import foreign_users
 from tui.format import MISSING, duration, number, pace, ranges, size
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def describe(job: Mapping[str, Any]) -> str:
 
 def gpu_table(present: Sequence[Gpu], claims: Mapping[str, int]) -> str:
     """`fsdp-tui gpus`."""
-    head = ("GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "JOB")
+    head = ("GPU", "NAME", "MEMORY", "UTIL", "TEMP", "POWER", "USED BY")
+    others = foreign_users(present, (), claims)
     rows = [
         (
             str(gpu.index),
@@ -76,11 +78,18 @@ def gpu_table(present: Sequence[Gpu], claims: Mapping[str, int]) -> str:
             MISSING if gpu.utilisation is None else f"{gpu.utilisation} %",
             MISSING if gpu.temperature is None else f"{gpu.temperature} °C",
             MISSING if gpu.power is None else f"{gpu.power:.0f} W",
-            str(claims.get(gpu.uuid, MISSING)),
+            _holder(gpu, claims, others),
         )
         for gpu in present
     ]
     return table(head, rows)
+
+
+def _holder(gpu: Gpu, claims: Mapping[str, int], others: Mapping[str, str]) -> str:
+    """Our job, whoever else uses the GPU, or why nobody can."""
+    if gpu.uuid in claims:
+        return f"job {claims[gpu.uuid]}"
+    return gpu.unusable or others.get(gpu.uuid, "free")
 
 
 def _where(job: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from jobs.devices import foreign_users
 from jobs.rundir import PHASES
 from tui.format import (
     MISSING,
@@ -76,9 +77,10 @@ def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView]) -> Span:
     for view in jobs:
         if view.job.state.active and gpu.uuid in view.job.gpus:
             return Span(f"#{view.job.id} {view.job.name} …", "accent")
-    if gpu.processes:
-        pids = ", ".join(str(process.pid) for process in gpu.processes[:3])
-        return Span(f"in use by pid {pids}", "warn")
+    if gpu.unusable:
+        return Span(gpu.unusable, "bad")
+    if stranger := foreign_users([gpu], ()).get(gpu.uuid):
+        return Span(stranger, "warn")
     return Span("free", "dim")
 
 

@@ -96,7 +96,9 @@ class JobSpec(BaseModel):
     gradient_accumulation_steps: int = _field(
         1, "training", "Forwards per optimizer step; exact, not approximate.", ge=1
     )
-    max_train_steps: int = _field(1000, "training", "Optimizer steps of the whole job.", ge=1)
+    max_train_steps: int = _field(
+        1000, "training", "Optimizer steps of the whole job.", ge=1, le=1_000_000_000
+    )
     learning_rate: float = _field(1e-4, "training", "Peak learning rate.", gt=0, le=10)
     optimizer: Annotated[Optimizer, _choice(Optimizer)] = _field(
         "adamw", "training", "Optimizer; AdamW runs fused on GPUs."
@@ -153,7 +155,9 @@ class JobSpec(BaseModel):
     share_gpus: Bool = _field(
         False, "devices", "Also take GPUs on which processes of others hold memory."
     )
-    priority: int = _field(0, "running", "Queued jobs of higher priority start first.")
+    priority: int = _field(
+        0, "running", "Queued jobs of higher priority start first.", ge=-1_000_000, le=1_000_000
+    )
     num_processes: Annotated[int | None, BeforeValidator(as_none)] = _field(
         None, "devices", "Ranks; as many as there are gpus when left out.", ge=1, le=4096
     )

@@ -352,7 +352,9 @@ class Store:
 
     @staticmethod
     def _get(db: sqlite3.Connection, job_id: int) -> Job:
-        row = db.execute("SELECT * FROM jobs WHERE id=?", (job_id,)).fetchone()
+        row = None
+        if 0 < job_id < 2**63:  # what SQLite can hold
+            row = db.execute("SELECT * FROM jobs WHERE id=?", (job_id,)).fetchone()
         if row is None:
             raise NotFoundError(f"there is no job {job_id}", "`fsdp-tui list` shows the jobs")
         return job_of_row(row)

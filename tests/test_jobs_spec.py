@@ -200,8 +200,14 @@ def test_the_contract_with_outside_checks_has_all_its_keys() -> None:
 
 @pytest.mark.parametrize(
     "written",
-    ["--Train-Batch-Size", "train.batch.size", "train_batch_size", " TRAIN_batch-size ", "-train-batch-size"],
-)  # fmt: skip
+    [
+        "--Train-Batch-Size",
+        "train.batch.size",
+        "train_batch_size",
+        " TRAIN_batch-size ",
+        "-train-batch-size",
+    ],
+)
 def test_one_key_has_many_spellings(written: str) -> None:
     assert normal_key(written) == "train_batch_size"
 

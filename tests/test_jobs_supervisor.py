@@ -28,12 +28,11 @@ from jobs.processes import RUN_ID_VARIABLE, ProcessId, end, with_run_id
 from jobs.rundir import read_json
 from jobs.specfile import load_spec
 from jobs.states import ACTIVE, State
-from jobs.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jobs.store import Job
+    from jobs.store import Job, Store
 
 ENDLESS = 100_000  # steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import signal
 import sys
 import time
@@ -78,6 +79,8 @@ class _Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        # A character of several bytes may be read in two parts.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def copy_new(self) -> None:
         try:
@@ -85,7 +88,7 @@ class _Tail:
                 file.seek(self._offset)
                 while data := file.read(1 << 20):
                     self._offset += len(data)
-                    sys.stdout.write(data.decode(errors="replace"))
+                    sys.stdout.write(self._decoder.decode(data))
         except FileNotFoundError:
             return
         sys.stdout.flush()

@@ -3,8 +3,10 @@
 It writes its status, rank 0 also events and checkpoints, through `jobs.rundir`, as the engine
 does; stops at a step boundary when it is asked to, by file or by SIGTERM; and goes on after the
 newest complete checkpoint. When another rank has died it waits for it in vain, as in a collective,
-and then no SIGTERM moves it. `FAKE_RANKS` holds words, separated by spaces, that change this; a word
-may begin with `N:`, and then concerns rank N only:
+and then no SIGTERM moves it.
+
+`FAKE_RANKS` holds words, separated by spaces, that change this. One that begins with `N:` concerns
+rank N only:
 
     ignore-stop    does not look at the request file
     ignore-term    ignores SIGTERM

@@ -1,0 +1,130 @@
+"""The rules that keep the house standing: who imports whom, how long a file is, what it names."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST = 400  # lines
+# Paths of machines on which this was written. Put together here so as not to find itself.
+MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(" + "|".join(["work", "tmp/env", "root"]) + ")/")
+# Words that the packages must not import, wherever in a file it stands.
+FORBIDDEN = {
+    "jobs": {
+        "tui",
+        "engine",
+        "textual",
+        "torch",
+        "accelerate",
+        "diffusers",
+        "transformers",
+        "peft",
+    },
+    "tui": {"engine", "torch", "accelerate", "diffusers", "transformers", "peft"},
+    "engine": {"tui", "textual"},
+}
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top-level names that a file imports at run time or for types."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def loaded_by(*names: str) -> set[str]:
+    """Top-level modules that are loaded after importing these in a fresh interpreter."""
+    script = f"import sys, {', '.join(names)}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True,
+        cwd=ROOT, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    return set(done.stdout.split())
+
+
+def test_the_dashboard_and_the_command_line_load_no_torch() -> None:
+    loaded = loaded_by("tui.app", "tui.cli", "jobs.service")
+    assert "textual" in loaded, "else this test looks at the wrong thing"
+    assert not loaded & {"torch", "accelerate", "diffusers", "transformers", "peft", "engine"}
+
+
+def test_the_command_line_does_not_wait_for_textual() -> None:
+    assert "textual" not in loaded_by("tui.cli", "jobs.service")
+
+
+def test_the_core_loads_neither_front_nor_engine() -> None:
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules("jobs")]
+    loaded = loaded_by(*(name.removesuffix(".__init__") for name in names))
+    assert not loaded & FORBIDDEN["jobs"]
+
+
+@pytest.mark.parametrize("package", sorted(FORBIDDEN))
+def test_no_file_imports_what_its_package_may_not(package: str) -> None:
+    files = modules(package)
+    assert files
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for path in files
+        if (found := imports_of(path) & FORBIDDEN[package])
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("package", ["tui", "jobs", "engine"])
+def test_no_file_is_longer_than_a_person_reads_at_once(package: str) -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in modules(package)
+    }
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def ours() -> list[Path]:
+    """Files that are, or are about to be, part of the repository."""
+    if not (ROOT / ".git").exists():  # an unpacked archive: everything is part of it
+        return [p for p in ROOT.rglob("*") if p.is_file() and "/." not in str(p.relative_to(ROOT))]
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split("\0")  # fmt: skip
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
+    found = []
+    files = ours()
+    assert ROOT / "pyproject.toml" in files
+    for path in files:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:  # a picture
+            continue
+        found += [
+            f"{path.relative_to(ROOT)}:{number}: {match[0]}"
+            for number, line in enumerate(lines, 1)
+            if (match := MACHINE_PATHS.search(line))
+        ]
+    assert found == []
+
+
+def test_machine_paths_are_recognised() -> None:
+    """So that the test above can fail."""
+    for parts in (["", "work", "x"], ["see ", "tmp", "env", "bin"], ["'", "root", ".cache"]):
+        assert MACHINE_PATHS.search("/".join(parts))
+    for text in ("network/work/x", "/workspace/x", "a/root/b"):
+        assert not MACHINE_PATHS.search(text)

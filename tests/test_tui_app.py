@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +179,7 @@ async def test_late_ranks_gpus_and_memory_are_shown_on_a_gpu_machine(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = FakeGpus(4)
+    cards.gpus[2:] = [replace(gpu, memory_used=0) for gpu in cards.gpus[2:]]
     monkeypatch.setattr("jobs.devices.gpus", cards)
     uuids = [gpu.uuid for gpu in cards.gpus[:2]]
     job = add_job(store, state=State.RUNNING, gpus=uuids)

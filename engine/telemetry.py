@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
+from jobs.procfs import started_at
 from jobs.rundir import PHASES, RankStatus, event, write_atomic
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Telemetry:
         self.device_uuid: str | None = None
         self.read_memory: Callable[[], dict[str, int | None]] = dict
         self._process = psutil.Process()
-        self._started = self._process.create_time()
+        self._started = started_at(os.getpid()) or 0.0
         self._progressed = time.time()
         self._ended = threading.Event()
         # Line-buffered, so that each event is one write and a reader sees whole lines.

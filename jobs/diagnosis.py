@@ -49,11 +49,12 @@ def why_failed(
     for rank, code in rank_exits(run_dir).items():
         if rank not in told:
             return _silent_death(run_dir, rank, code, out_of_memory)
-    if errors:
+    if errors or ended_by_us:
         silent = [s.rank for s in run_dir.rank_statuses() if s.rank not in told]
-        if not silent:
+        if silent:
+            return _silent_death(run_dir, silent[0], None, out_of_memory)
+        if errors:
             return _rank_error(errors[0])
-        return _silent_death(run_dir, silent[0], None, out_of_memory)
     if exit_code is not None and exit_code < 0:
         return f"the launcher was killed by {_signal_name(-exit_code)}"
     if exit_code == 0:

@@ -64,6 +64,8 @@ class EventLog:
         except OSError:
             return False
         end = data.rfind(b"\n") + 1  # a torn last line waits for its rest
+        if end == 0 and len(data) >= limit:  # one endless line: nothing of ours, pass over it
+            end = len(data)
         self._offset += end
         for line in data[:end].splitlines():
             try:

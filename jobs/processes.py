@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from jobs.procfs import started_at
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 RUN_ID_VARIABLE: Final = "FSDP_TUI_RUN_ID"
-_START_TOLERANCE: Final = 1.5  # seconds; /proc counts starts in clock ticks since boot
+_START_TOLERANCE: Final = 0.005  # seconds; half a clock tick, lost in writing and reading it
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process that cannot be mistaken for another: pid and start time (Unix seconds)."""
+    """A process that cannot be mistaken for another: pid, and start in seconds since the boot."""
 
     pid: int
     started: float
@@ -33,21 +35,13 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
         """The identity of a live process, or None when there is none with this pid."""
-        try:
-            return cls(pid, psutil.Process(pid).create_time())
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            return None
+        started = started_at(pid)
+        return None if started is None else cls(pid, started)
 
     def alive(self) -> bool:
         """Whether this very process still runs; a zombie does not."""
-        try:
-            process = psutil.Process(self.pid)
-            return (
-                abs(process.create_time() - self.started) < _START_TOLERANCE
-                and process.status() != psutil.STATUS_ZOMBIE
-            )
-        except psutil.Error:
-            return False
+        started = started_at(self.pid)
+        return started is not None and abs(started - self.started) < _START_TOLERANCE
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal if it still is the same process; whether it was sent."""

@@ -69,6 +69,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 class RankStatus:
     """What a rank says of itself about once a second. Sizes in bytes, times in Unix seconds.
 
+    `started` alone counts from the machine's boot, as `jobs.procfs` has it.
     `heartbeat` moves while the process lives; `progressed` only when its work moves on.
     The torch sizes are None on CPU ranks, where `rss` is what there is.
     """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs import preflight
 from jobs.conflicts import world_size
 from jobs.dispatch import dispatch, has_work, needs_attention
-from jobs.errors import StateError
+from jobs.errors import StateError, UserError
 from jobs.eventlog import EventLog
 from jobs.job import Terms
 from jobs.rundir import write_atomic
@@ -48,16 +48,23 @@ def submit(store: Store, spec: JobSpec) -> Job:
     wanted = preflight.check(spec)
     text = dump_spec(spec)
 
-    def prepare(run_dir: RunDir) -> None:
-        run_dir.create()
-        write_atomic(run_dir.job_file, text, durable=True)
-
     job = store.add(
-        name=spec.name, terms=_terms(spec, wanted), run_id=uuid.uuid4().hex, prepare=prepare
+        name=spec.name,
+        terms=_terms(spec, wanted),
+        run_id=uuid.uuid4().hex,
+        prepare=lambda run_dir: _write_job_file(run_dir, text),
     )
     dispatch(store)
     ensure_runner(store)
     return store.get(job.id)
+
+
+def _write_job_file(run_dir: RunDir, text: str) -> None:
+    try:
+        run_dir.create()
+        write_atomic(run_dir.job_file, text, durable=True)
+    except OSError as error:
+        raise UserError(f"cannot write {run_dir.root} ({error.strerror})") from error
 
 
 def _terms(spec: JobSpec, wanted: int | list[str] | None) -> Terms:
@@ -125,7 +132,7 @@ def resume(store: Store, job_id: int, overrides: Mapping[str, Any] | None = None
             f"resume {job_id} --max_train_steps=N with a larger N trains on",
         )
     if overrides:
-        write_atomic(job.run_dir.job_file, dump_spec(spec), durable=True)
+        _write_job_file(job.run_dir, dump_spec(spec))
     after = f"resumed after step {newest[0]}" if newest else "started again from the beginning"
     store.requeue(job_id, after, _terms(spec, wanted))
     dispatch(store)

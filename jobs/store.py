@@ -7,6 +7,7 @@ compare-and-set inside a write transaction, and every change is kept with its ti
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import time
 from contextlib import closing, contextmanager
@@ -86,7 +87,7 @@ class Store:
         self.home = home or ensure_state_home()
         self.path = self.home / "jobs.db"
         try:
-            with self._connect() as db:
+            with self._connect("rwc") as db:
                 version = db.execute("PRAGMA user_version").fetchone()[0]
                 if version > _SCHEMA_VERSION:
                     raise UserError(
@@ -169,7 +170,11 @@ class Store:
                 "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,NULL,?,?)",
                 (job_id, now, State.QUEUED, "submitted"),
             )
-            prepare(run_dir)
+            try:
+                prepare(run_dir)
+            except BaseException:
+                shutil.rmtree(run_dir.root, ignore_errors=True)  # not in the way of the next
+                raise
             return self._get(db, job_id)
 
     def requeue(self, job_id: int, reason: str, terms: Terms | None = None) -> Job:
@@ -330,8 +335,10 @@ class Store:
     # -- inside ----------------------------------------------------------------------------
 
     @contextmanager
-    def _connect(self) -> Iterator[sqlite3.Connection]:
-        db = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
+    def _connect(self, mode: str = "rw") -> Iterator[sqlite3.Connection]:
+        # Never created here: an empty file in the place of a deleted one would have no tables.
+        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+        db = sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None)
         with closing(db):
             db.row_factory = sqlite3.Row
             db.execute("PRAGMA foreign_keys=ON")

@@ -4,6 +4,7 @@ but for `run`, which follows fake ranks under a real supervisor.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -305,6 +306,19 @@ def test_a_folder_without_pictures_is_one_line(shell: Shell, tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     said = shell.refused("submit", shell.job_file(dataset=str(tmp_path / "empty")))
     assert f"0 pictures in the dataset folder {tmp_path / 'empty'}" in said
+
+
+def test_a_full_disk_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shell.job_file()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("jobs.service.write_atomic", full)
+    result = shell("submit", path)
+    assert result.status in (1, 2)
+    assert "No space left on device" in result.err
+    assert result.err.count("\n") == 1
 
 
 def test_what_waits_says_for_what(shell: Shell) -> None:

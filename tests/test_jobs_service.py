@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,20 @@ def test_a_directory_of_a_forgotten_database_is_not_taken_for_the_job(
         assert str(old.run_dir.root) in str(error)  # noqa: PT017 - either way is right
     else:
         assert new.run_dir.latest_checkpoint() is None
+
+
+def test_a_submission_that_failed_is_not_in_the_way_of_the_next(
+    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jobs.service.write_atomic", full)
+        with pytest.raises((OSError, UserError)):
+            service.submit(store, job_spec)
+    assert store.all() == []
+    assert service.submit(store, job_spec).state is State.STARTING
 
 
 # -- stop ----------------------------------------------------------------------------------

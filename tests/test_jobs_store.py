@@ -378,6 +378,16 @@ def test_a_file_that_is_no_database_is_refused_in_words(home: Path) -> None:
         Store(home)
 
 
+def test_a_database_that_was_deleted_is_not_replaced_by_an_empty_one(store: Store) -> None:
+    """Who has it open would do so, and everyone after that would find no tables."""
+    add(store)
+    for path in store.home.glob("jobs.db*"):
+        path.unlink()
+    with pytest.raises((UserError, sqlite3.Error)):
+        store.all()
+    assert not store.path.exists()
+
+
 def test_a_database_of_tomorrow_is_left_alone(home: Path) -> None:
     Store(home)
     with sqlite3.connect(home / "jobs.db") as db:

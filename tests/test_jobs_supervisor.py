@@ -14,137 +14,34 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes.supervise import start_supervisor
 from fakes.waiting import eventually
+from lab import ENDLESS, opened
 
 from jobs import service
 from jobs.errors import StateError
 from jobs.eventlog import EventLog
-from jobs.processes import RUN_ID_VARIABLE, ProcessId, end, with_run_id
+from jobs.processes import RUN_ID_VARIABLE, with_run_id
 from jobs.rundir import read_json
-from jobs.specfile import load_spec
-from jobs.states import ACTIVE, State
+from jobs.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jobs.store import Job, Store
+    from lab import Lab
 
-ENDLESS = 100_000  # steps
-
-
-@dataclass
-class Lab:
-    """Jobs of fake ranks, and ways to disturb them."""
-
-    store: Store
-    values: dict[str, Any]
-    monkeypatch: pytest.MonkeyPatch
-
-    def set(self, **environment: str) -> None:
-        """`ranks="1:crash@2"` sets FAKE_RANKS, and so on; inherited by what starts from now on."""
-        for name, value in environment.items():
-            self.monkeypatch.setenv(f"FAKE_{name.upper()}", value)
-
-    def submit(self, **changes: Any) -> Job:
-        return service.submit(self.store, load_spec(None, self.values | changes))
-
-    def get(self, job: Job) -> Job:
-        return self.store.get(job.id)
-
-    def wait(self, job: Job, *states: State, look: bool = False) -> Job:
-        """Until the job is in one of these states; with `look`, someone looks at it meanwhile."""
-
-        def reached() -> bool:
-            if look:
-                service.refresh(self.store)
-            now = self.get(job)
-            assert now.state in states or not now.state.ended, f"{now.state}: {now.reason}"
-            return now.state in states
-
-        eventually(reached, told=lambda: self.get(job))
-        return self.get(job)
-
-    def wait_for_step(self, job: Job, step: int) -> None:
-        eventually(lambda: self.step(job) >= step, told=lambda: self.get(job))
-
-    def running(self, **changes: Any) -> Job:
-        """A job that trains, and would do so for hours."""
-        job = self.submit(**{"max_train_steps": ENDLESS} | changes)
-        self.wait(job, State.RUNNING)
-        self.wait_for_step(job, 2)
-        return self.get(job)
-
-    def step(self, job: Job) -> int:
-        last = EventLog(job.run_dir.events).read_all().last
-        return last.step if last else 0
-
-    def launcher(self, job: Job) -> ProcessId:
-        record = read_json(job.run_dir.launch_file)
-        assert record is not None
-        return ProcessId(*record["launcher"])
-
-    def rank(self, job: Job, number: int) -> ProcessId:
-        status = next(s for s in job.run_dir.rank_statuses() if s.rank == number)
-        return ProcessId(status.pid, status.started)
-
-    def supervisor(self, job: Job) -> ProcessId:
-        found = self.get(job).supervisor
-        assert found is not None
-        return found
-
-    def kill(self, *victims: ProcessId, number: signal.Signals = signal.SIGKILL) -> None:
-        """All of them at once: none sees another one go and reacts."""
-        if number is signal.SIGKILL:
-            for victim in victims:
-                assert victim.signal(signal.SIGSTOP)
-        for victim in victims:
-            assert victim.signal(number)
-        if number is signal.SIGKILL:
-            eventually(lambda: not any(victim.alive() for victim in victims))
-
-    def kill_everything(self, job: Job) -> None:
-        self.kill(self.supervisor(job), *with_run_id(job.run_id))
-
-    def reasons(self, job: Job) -> list[str]:
-        return [change.reason for change in self.store.history(job.id)]
-
-    def path(self, job: Job) -> list[str]:
-        """The states it went through; saving and going on are left out."""
-        states = [str(change.after) for change in self.store.history(job.id)]
-        while "saving" in states:
-            at = states.index("saving")
-            del states[at : at + 2 if states[at + 1 : at + 2] == ["running"] else at + 1]
-        return states
-
-    def left(self) -> list[ProcessId]:
-        found = [process for job in self.store.all() for process in with_run_id(job.run_id)]
-        return found + [
-            j.supervisor for j in self.store.all() if j.supervisor and j.supervisor.alive()
-        ]
+    from jobs.store import Store
 
 
 @pytest.fixture
 def lab(
     store: Store, job_values: dict[str, Any], no_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Lab]:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", start_supervisor)
-    for name in [name for name in os.environ if name.startswith("FAKE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.03")
-    made = Lab(store, job_values | {"checkpointing_steps": 0}, monkeypatch)
-    yield made
-    still_active = store.in_states(ACTIVE)
-    try:
-        if not still_active:
-            eventually(lambda: not made.left(), 5, told=made.left)
-    finally:
-        end(made.left(), grace=0)
-    assert not still_active, "the test ended before its job"
+    with opened(store, job_values, monkeypatch) as made:
+        yield made
 
 
 # -- ordinary lives ------------------------------------------------------------------------
@@ -340,10 +237,17 @@ def test_a_rank_that_exits_without_a_word_is_named(lab: Lab) -> None:
     )
 
 
-def test_ranks_that_leave_as_if_all_were_well_are_a_failure(lab: Lab) -> None:
+def test_a_rank_that_leaves_as_if_all_were_well_is_a_failure(lab: Lab) -> None:
     lab.set(ranks="leave@2")
-    job = lab.wait(lab.submit(max_train_steps=ENDLESS), State.FAILED)
+    job = lab.wait(lab.submit(max_train_steps=ENDLESS, num_processes=1), State.FAILED)
     assert "without saying why" in job.reason
+
+
+def test_a_rank_that_leaves_the_others_waiting_is_named(lab: Lab) -> None:
+    lab.set(ranks="0:leave@2", failure_grace="0.2")
+    job = lab.wait(lab.submit(max_train_steps=ENDLESS), State.FAILED)
+    assert "rank 0" in job.reason
+    assert "rank 1 was killed" not in job.reason, "that was us"
 
 
 def test_a_launcher_that_refuses_is_quoted(lab: Lab) -> None:
@@ -396,6 +300,17 @@ def test_a_job_starts_again_after_a_failure_as_often_as_it_asks(lab: Lab) -> Non
         "queued", "starting", "running", "starting", "running", "failed",
     ]  # fmt: skip
     assert any(reason.startswith("restart 1 of 1 after: rank 1") for reason in lab.reasons(job))
+
+
+def test_a_job_that_starts_again_goes_on_after_its_newest_checkpoint(lab: Lab) -> None:
+    lab.set(ranks="save@2 1:crash@4 once", failure_grace="0.1")
+    job = lab.wait(lab.submit(max_train_steps=6, max_restarts=3), State.COMPLETED)
+    assert lab.path(job).count("starting") == 2, "the other restarts were not needed"
+    log = job.run_dir.rank_log(0).read_text()
+    assert log.count("starting after step") == 2
+    assert "starting after step 2" in log
+    steps = [record.step for record in EventLog(job.run_dir.events).read_all().steps]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_job_that_stands_still_is_ended(lab: Lab) -> None:

@@ -16,25 +16,39 @@ rank N only:
     crash@S        fails at step S with an error file
     exit@S         exits with status 7 at step S, without a word
     leave@S        exits with status 0 at step S, without a word
+    save@S         saves at step S and goes on
     never-up       stays in the phase `start`
     once           the above only in a run without a checkpoint
     slow-save      a save takes a fifth of a second
+
+and more of the environment:
+
+    FAKE_SAVE_EVERY    a checkpoint after every so many steps; else only at the end
+    FAKE_STEP_BYTES    the data of the checkpoint of step N is N times as large
+    FAKE_GATES         a folder: until it holds `start`, ranks stay in the phase `start`; until it
+                       holds `save`, they stand in the middle of a save; until it holds `full`,
+                       rank 0 keeps the disk full after a save that found no more space
+    FAKE_LOCKSTEP      no rank begins a step before all have ended the one before
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from jobs.processes import ProcessId
+from jobs.procfs import started_at
 from jobs.rundir import MANIFEST, RankStatus, RunDir, event, write_atomic
+
+SAVE_EVERY = int(os.environ.get("FAKE_SAVE_EVERY", "0"))
+CHUNK = 1 << 16
 
 
 class Rank:
@@ -45,7 +59,7 @@ class Rank:
         newest = run_dir.latest_checkpoint()
         self.step = newest[0] if newest else 0
         self.words = _words(rank, fresh=newest is None)
-        self.started = psutil.Process().create_time()
+        self.started = started_at(os.getpid()) or 0.0
         self.phase, self.progressed = "start", time.time()
         self.terminated = False
         if "ignore-term" in self.words:
@@ -55,7 +69,7 @@ class Rank:
 
     def run(self) -> int:
         self.tell("start")
-        while "never-up" in self.words:
+        while "never-up" in self.words or self.held_at("start"):
             self.wait()
         self.emit("start", step=self.step)
         self.log(f"starting after step {self.step}")
@@ -65,7 +79,7 @@ class Rank:
             if (status := self.misbehave()) is not None:
                 return status
             stop = self.wants_to_stop()
-            while self.misses_a_rank():
+            while self.misses_a_rank() or self.is_ahead():
                 self.wait()
             if stop:
                 return self.end("stopped")
@@ -73,6 +87,8 @@ class Rank:
             self.step += 1
             self.emit("step", step=self.step, loss=1.0 / self.step, seconds=0.05)
             self.log(f"step {self.step}/{self.steps}")
+            if SAVE_EVERY and self.step % SAVE_EVERY == 0:
+                self.save()
         return self.end("completed")
 
     def wants_to_stop(self) -> bool:
@@ -80,15 +96,27 @@ class Rank:
         return asked or self.terminated
 
     def misses_a_rank(self) -> bool:
-        """Whether another rank died in the middle of its training."""
+        """Whether another rank died in the middle of its work."""
         return any(
-            other.phase == "train" and not ProcessId(other.pid, other.started).alive()
+            other.phase != "end" and not ProcessId(other.pid, other.started).alive()
             for other in self.run_dir.rank_statuses()
         )
+
+    def is_ahead(self) -> bool:
+        if "FAKE_LOCKSTEP" not in os.environ:
+            return False
+        return any(s.step < self.step for s in self.run_dir.rank_statuses())
+
+    def held_at(self, gate: str) -> bool:
+        gates = os.environ.get("FAKE_GATES")
+        return gates is not None and not Path(gates, gate).exists()
 
     def misbehave(self) -> int | None:
         """Do what this step brings; an exit status if that is the end."""
         at = f"@{self.step}"
+        if "save" + at in self.words:
+            self.save()
+            self.tell("train")
         while "hang" + at in self.words:
             self.wait()
         while "freeze" + at in self.words:
@@ -110,18 +138,41 @@ class Rank:
         self.save()
         self.emit("end", reason=reason, step=self.step)
         self.log(reason)
+        self.tell("end")
         return 0
 
     def save(self) -> None:
+        """A collective, as in the engine: without all ranks nothing is completed."""
+        if self.run_dir.checkpoint(self.step).exists():
+            return
         self.tell("save")
         if "slow-save" in self.words:
             time.sleep(0.2)
+        aside = self.run_dir.checkpoints / f".step-{self.step}.tmp"
         if self.rank == 0:
-            aside = self.run_dir.checkpoints / f".step-{self.step}.tmp"
+            shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            (aside / MANIFEST).write_text(json.dumps({"step": self.step}))
-            aside.rename(self.run_dir.checkpoint(self.step))
+            self.write_data(aside)
+        while self.held_at("save") or self.misses_a_rank():
+            self.wait()
+        if self.rank == 0:
+            publish_checkpoint(aside, self.run_dir.checkpoint(self.step), self.step)
             self.emit("checkpoint", step=self.step)
+
+    def write_data(self, aside: Path) -> None:
+        """As the engine does when there is no space: tidy up, say so, exit at once."""
+        try:
+            write_data(aside, self.step)
+        except OSError as error:
+            while self.held_at("full"):
+                time.sleep(0.02)
+            shutil.rmtree(aside)
+            record = {
+                "t": time.time(), "rank": self.rank, "type": "OSError", "message": str(error),
+                "phase": "save", "step": self.step,
+            }  # fmt: skip
+            write_atomic(self.run_dir.rank_error(self.rank), json.dumps(record))
+            os._exit(1)
 
     def tell(self, phase: str | None = None) -> None:
         """Write the status; without a phase, only the heart beats."""
@@ -148,6 +199,28 @@ class Rank:
 
     def _note_termination(self, *_: Any) -> None:
         self.terminated = True
+
+
+def write_data(directory: Path, step: int) -> None:
+    """The data of a checkpoint; on the disk when this returns."""
+    size = step * int(os.environ.get("FAKE_STEP_BYTES", "1000"))
+    with open(directory / "data.bin", "wb", buffering=0) as file:
+        for offset in range(0, size, CHUNK):
+            file.write(bytes([step % 256]) * min(CHUNK, size - offset))
+        os.fsync(file.fileno())
+
+
+def publish_checkpoint(aside: Path, final: Path, step: int) -> None:
+    """Add the manifest, and rename into place."""
+    files = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in aside.iterdir()
+    }
+    (aside / MANIFEST).write_text(json.dumps({"step": step, "files": files}))
+    aside.rename(final)
 
 
 def _words(rank: int, *, fresh: bool) -> set[str]:

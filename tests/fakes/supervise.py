@@ -66,13 +66,10 @@ def _no_space(*_: Any) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def main() -> None:
-    if os.fork() > 0:
-        os._exit(0)
-    os.setsid()
+def disguise() -> None:
+    """In this process, jobs get fake launchers, and supervisors wait less."""
     from jobs import dispatch, supervisor
     from jobs.launchers import local
-    from jobs.store import Store
 
     local.build = build
     dispatch._start_supervisor = start_supervisor
@@ -84,7 +81,17 @@ def main() -> None:
     settings.STACKS_TAKE = float(os.environ.get("FAKE_STACKS_TAKE", "0.1"))
     if os.environ.get("FAKE_TROUBLE") == "housekeeping":
         settings.cap_logs = _no_space
-    supervisor.supervise(Store(), int(sys.argv[1]))
+
+
+def main() -> None:
+    if os.fork() > 0:
+        os._exit(0)
+    os.setsid()
+    disguise()
+    from jobs.store import Store
+    from jobs.supervisor import supervise
+
+    supervise(Store(), int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""The command line and environment that start a job's ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs.launchers import local
+from jobs.processes import RUN_ID_VARIABLE
+from jobs.rundir import RunDir
+from jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def build(tmp_path: Path, gpus: list[str] | None = None, **values: Any) -> local.Launch:
+    paths = {"pretrained_model_name_or_path": "m", "dataset": "d"}
+    spec = JobSpec.model_validate(paths | values)
+    return local.build(spec, RunDir(tmp_path), gpus=gpus or [], run_id="r1")
+
+
+def flags(launch: local.Launch) -> dict[str, str]:
+    words = launch.command[launch.command.index("launch") + 1 : -3]
+    assert all(word.startswith("--") for word in words)
+    return {key: value for key, _, value in (word[2:].partition("=") for word in words)}
+
+
+def test_two_sharded_ranks_on_the_cpu(tmp_path: Path) -> None:
+    launch = build(tmp_path, num_processes=2, strategy="fsdp2", mixed_precision="no")
+    given = flags(launch)
+    assert launch.command[-3:] == ["-m", "engine", str(tmp_path)]
+    assert given["num_processes"] == "2"
+    assert given["main_process_port"] == "0", "any free port: two jobs may start at once"
+    assert given["mixed_precision"] == "no"
+    assert given["fsdp_version"] == "2"
+    assert "use_fsdp" in given
+    assert "gpu_ids" not in given
+    assert launch.environment["ACCELERATE_USE_CPU"] == "true"
+    assert launch.environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert launch.environment[RUN_ID_VARIABLE] == "r1"
+
+
+def test_gpus_are_chosen_by_uuid(tmp_path: Path) -> None:
+    launch = build(tmp_path, ["GPU-b", "GPU-a"], num_processes=2)
+    assert flags(launch)["gpu_ids"] == "GPU-b,GPU-a"
+    assert launch.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "ACCELERATE_USE_CPU" not in launch.environment
+
+
+@pytest.mark.parametrize(
+    ("values", "fsdp", "multi"),
+    [
+        ({}, False, False),
+        ({"num_processes": 2, "strategy": "ddp"}, False, True),
+        ({"num_processes": 2}, True, False),
+    ],
+)
+def test_the_strategy_decides_what_accelerate_is_told(
+    tmp_path: Path, values: dict[str, Any], fsdp: bool, multi: bool
+) -> None:
+    given = flags(build(tmp_path, **values))
+    assert ("use_fsdp" in given, "multi_gpu" in given) == (fsdp, multi)
+
+
+def test_what_the_person_says_of_fsdp_is_handed_on(tmp_path: Path) -> None:
+    given = flags(build(
+        tmp_path, num_processes=2, fsdp_reshard_after_forward=False,
+        fsdp_transformer_layer_cls_to_wrap="A,B",
+    ))  # fmt: skip
+    assert given["fsdp_reshard_after_forward"] == "false"
+    assert given["fsdp_transformer_layer_cls_to_wrap"] == "A,B"
+    sized = flags(build(
+        tmp_path, num_processes=2, fsdp_auto_wrap_policy="size_based", fsdp_min_num_params=77,
+    ))  # fmt: skip
+    assert sized["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP"
+    assert sized["fsdp_min_num_params"] == "77"
+    assert "fsdp_transformer_layer_cls_to_wrap" not in sized
+
+
+def test_elastic_waits_as_long_as_the_person_does(tmp_path: Path) -> None:
+    """Else it kills ranks thirty seconds after SIGTERM, in the middle of a save."""
+    launch = build(tmp_path, stop_grace_seconds=1234.5)
+    assert launch.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "1234"
+
+
+def test_nothing_of_another_launch_is_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {
+        "RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": "1", "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1", "TORCHELASTIC_RUN_ID": "x", "CUDA_VISIBLE_DEVICES": "7",
+    }  # fmt: skip
+    for name, value in others.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_TUI_HOME", "/somewhere")
+    monkeypatch.setenv("KEPT", "yes")
+    environment = local.full_environment(build(tmp_path))
+    assert not environment.keys() & (others.keys() - {"CUDA_VISIBLE_DEVICES"})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "", "our choice, not the inherited one"
+    assert environment["FSDP_TUI_HOME"] == "/somewhere"
+    assert environment["KEPT"] == "yes"
+    assert environment["PYTHONSAFEPATH"] == "1"
+
+
+def test_the_config_file_overrules_the_persons_default() -> None:
+    spec = JobSpec(num_processes=2)
+    assert local.accelerate_config(spec, on_gpus=False)["use_cpu"] is True
+    assert local.accelerate_config(spec, on_gpus=True)["use_cpu"] is False
+    assert local.accelerate_config(spec, on_gpus=True)["num_processes"] == 2
+
+
+def test_the_versions_of_what_decides_the_numbers_are_recorded() -> None:
+    assert {"python", "torch", "accelerate", "diffusers", "peft"} <= set(local.versions())

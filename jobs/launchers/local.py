@@ -96,7 +96,8 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
     }
     if gpus:
-        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the person's own choice stays
+            environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return Launch(command, environment)

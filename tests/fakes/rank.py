@@ -13,6 +13,7 @@ rank N only:
     die-on-term    is ended by SIGTERM at once, without a save
     hang@S         stands still at step S, for good, as in a collective: its heart still beats
     freeze@S       the same, without a heartbeat
+    hold@S         stands still at step S until FAKE_GATES holds `train`
     crash@S        fails at step S with an error file
     exit@S         exits with status 7 at step S, without a word
     leave@S        exits with status 0 at step S, without a word
@@ -117,6 +118,8 @@ class Rank:
         if "save" + at in self.words:
             self.save()
             self.tell("train")
+        while "hold" + at in self.words and self.held_at("train"):
+            self.wait()
         while "hang" + at in self.words:
             self.wait()
         while "freeze" + at in self.words:

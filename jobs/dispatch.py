@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from jobs import devices
+from jobs.detach import start_detached
 from jobs.placement import Request, Start, place
 from jobs.processes import boot_id
 from jobs.states import ACTIVE, State
@@ -96,22 +95,15 @@ def _unsupervised(job: Job) -> bool:
 
 
 def _start_supervisor(job: Job) -> None:
-    job.run_dir.create()
-    with open(job.run_dir.supervisor_log, "ab") as log:
-        subprocess.run(
-            [sys.executable, "-m", "jobs.supervise", str(job.id)],
-            env=os.environ | {"PYTHONSAFEPATH": "1", "FSDP_TUI_HOME": str(_home(job))},
-            cwd=job.run_dir.root,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            check=True,
-        )
-
-
-def _home(job: Job) -> os.PathLike[str]:
-    return job.run_dir.root.parent.parent
+    run_dir = job.run_dir
+    run_dir.create()
+    start_detached(
+        "jobs.supervise",
+        str(job.id),
+        home=run_dir.root.parent.parent,
+        cwd=run_dir.root,
+        log=run_dir.supervisor_log,
+    )
 
 
 def _where(decision: Start, indices: Mapping[str, int]) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
+
+from jobs.detach import leave_starter, start_detached
 
 if TYPE_CHECKING:
     from jobs.store import Store
@@ -29,17 +29,7 @@ def ensure_runner(store: Store) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    with open(store.home / "runner.log", "ab") as log:
-        subprocess.run(
-            [sys.executable, "-m", "jobs.runner"],
-            env=os.environ | {"PYTHONSAFEPATH": "1", "FSDP_TUI_HOME": str(store.home)},
-            cwd=store.home,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            check=True,
-        )
+    start_detached("jobs.runner", home=store.home, cwd=store.home, log=store.home / "runner.log")
 
 
 def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
@@ -74,9 +64,7 @@ def _say(text: str) -> None:
 
 def main() -> None:
     """Leave the starter's process and session, then keep the queue."""
-    if os.fork() > 0:
-        os._exit(0)
-    os.setsid()
+    leave_starter()
     import signal
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,0 +1,158 @@
+"""Many processes on one jobs database at once: nothing is locked out, lost, or in two states.
+
+A few seconds by default; `FSDP_TUI_STRESS_SECONDS=60` is the long version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.errors import UserError
+from jobs.states import ACTIVE, State, may_follow
+
+if TYPE_CHECKING:
+    import pytest
+
+    from jobs.store import Store
+
+WORKERS = 20
+SECONDS = float(os.environ.get("FSDP_TUI_STRESS_SECONDS", "3"))
+TELLS_TO_END = 30.0  # seconds; a worker that waits longer for the database has lost
+
+
+def work(number: int, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
+    """Submit, stop and list for a while, in a process of its own.
+
+    Supervisors are played too: a job that this process started is carried to some end by it.
+
+    Returns:
+        How often what was done, the ids of its jobs, the jobs it took away, the slowest call.
+    """
+    import random
+
+    from jobs import devices, dispatch, service
+    from jobs.specfile import load_spec
+    from jobs.store import Store
+
+    dice = random.Random(number)
+    store = Store()
+    spec = load_spec(None, values)
+    started: list[int] = []
+    submitted: list[int] = []
+    removed: list[int] = []
+    counts: Counter[str] = Counter()
+    errors: list[str] = []
+    slowest = 0.0
+    setattr(devices, "gpus", list)  # noqa: B010
+    setattr(dispatch, "_start_supervisor", lambda job: started.append(job.id))  # noqa: B010
+    setattr(service, "ensure_runner", lambda store: None)  # noqa: B010
+
+    def submit() -> None:
+        submitted.append(service.submit(store, spec).id)
+
+    def stop() -> None:
+        service.stop(store, dice.choice(submitted), now=dice.random() < 0.5)
+
+    def look() -> None:
+        service.refresh(store)
+        known = {job.id for job in store.all()}
+        assert known >= set(submitted) - set(removed), "a job is gone"
+
+    def supervise() -> None:
+        """What a supervisor writes."""
+        job = started.pop()
+        assert store.change(job, State.RUNNING, "all ranks are up", only_from={State.STARTING})
+        end = State.STOPPED if store.get(job).stop_level else State.COMPLETED
+        assert store.change(job, end, "played", only_from=ACTIVE)
+
+    def remove() -> None:
+        job = dice.choice(submitted)
+        service.remove(store, job)
+        removed.append(job)
+
+    until = time.monotonic() + seconds
+    while time.monotonic() < until or started:
+        choice = dice.random()
+        action = (
+            supervise if started and (choice < 0.5 or time.monotonic() > until)
+            else submit if (choice < 0.5 and len(submitted) < 40) or not submitted
+            else stop if choice < 0.75
+            else remove if choice < 0.8
+            else look
+        )  # fmt: skip
+        begun = time.monotonic()
+        try:
+            action()
+        except UserError:  # it has ended already, it is gone, it still runs
+            counts["refused"] += 1
+        except Exception as error:
+            errors.append(f"{action.__name__}: {type(error).__name__}: {error}")
+        else:
+            counts[action.__name__] += 1
+        slowest = max(slowest, time.monotonic() - begun)
+    return {
+        "submitted": submitted, "removed": removed, "counts": counts, "errors": errors,
+        "slowest": slowest,
+    }  # fmt: skip
+
+
+def test_many_processes_share_the_jobs(
+    store: Store, job_values: dict[str, Any], no_gpus: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("FSDP_TUI_CPU_JOBS", "4")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(number), str(SECONDS), json.dumps(job_values)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(WORKERS)
+    ]  # fmt: skip
+    reports = []
+    try:
+        for worker in workers:
+            out, err = worker.communicate(timeout=SECONDS + 2 * TELLS_TO_END)
+            assert worker.returncode == 0, err
+            reports.append(json.loads(out))
+    finally:
+        for worker in workers:
+            worker.kill()
+
+    errors = [error for report in reports for error in report["errors"]]
+    assert errors == []
+    counts: Counter[str] = sum((Counter(r["counts"]) for r in reports), Counter())
+    for action in ("submit", "stop", "look", "supervise"):
+        assert counts[action], f"nobody came to {action}"
+    slowest = max(report["slowest"] for report in reports)
+    with capsys.disabled():
+        told = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        print(f"\n{WORKERS} processes, {SECONDS:g} s: {told}; slowest call {slowest:.2f} s")
+
+    submitted = [job for report in reports for job in report["submitted"]]
+    removed = [job for report in reports for job in report["removed"]]
+    assert len(set(submitted)) == len(submitted), "an id was given twice"
+    jobs = {job.id: job for job in store.all()}
+    assert set(jobs) == set(submitted) - set(removed)
+    for job in jobs.values():
+        assert job.state is State.QUEUED or job.state.ended, "a started job was forgotten"
+        states = [change.after for change in store.history(job.id)]
+        assert states[0] is State.QUEUED
+        assert all(may_follow(a, b) for a, b in pairwise(states)), states
+        assert states[-1] is job.state
+        assert states.count(State.STARTING) <= 1, "started twice"
+        assert job.run_dir.job_file.is_file()
+    present = {Path(path).name for path in (store.home / "runs").iterdir()}
+    assert present == {job.run_dir.root.name for job in jobs.values()}, "files without a job"
+    assert slowest < TELLS_TO_END
+
+
+if __name__ == "__main__":
+    print(json.dumps(work(int(sys.argv[1]), float(sys.argv[2]), json.loads(sys.argv[3]))))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -66,7 +67,13 @@ def save(training: Training, spec: JobSpec, run_dir: RunDir, world: World) -> Pa
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     world.barrier()
-    state_dict_saver.save(_tensors(training), checkpoint_id=aside, no_dist=world.size == 1)
+    try:
+        state_dict_saver.save(_tensors(training), checkpoint_id=aside, no_dist=world.size == 1)
+    except CheckpointException as error:
+        # Torch has gathered what went wrong from all ranks, so all of them are here.
+        shutil.rmtree(aside, ignore_errors=True)  # it may be what fills the disk
+        failures = [failure for failure, _ in error.failures.values()]
+        raise next((f for f in failures if isinstance(f, OSError)), error) from None
     if world.main:
         state = {
             "schema": _SCHEMA,

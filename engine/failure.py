@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
@@ -31,11 +33,13 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
         "step": telemetry.step,
         "traceback": str(run_dir.rank_log(rank)),
     }
-    traceback.print_exception(error)
+    with suppress(OSError):  # the log may be on a full disk
+        print(text, file=sys.stderr, flush=True)
     try:
         write_atomic(run_dir.rank_error(rank), json.dumps(record | {"trace": text}) + "\n")
         with open(run_dir.events, "a", encoding="utf-8") as file:
             file.write(event("error", **{k: v for k, v in record.items() if k != "t"}))
     except OSError as problem:  # a full disk must not hide the first failure
-        print(f"could not record the failure: {problem}", flush=True)
+        with suppress(OSError):
+            print(f"could not record the failure: {problem}", flush=True)
     telemetry.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -101,18 +102,17 @@ class _Board:
         self._foreign = foreign
         # In index order. Kept up to date, so that a decision costs no look at every GPU.
         self._free = dict.fromkeys(uuid for uuid in devices if uuid not in claims)
+        self._undisturbed = dict.fromkeys(uuid for uuid in self._free if uuid not in foreign)
 
     def any(self, request: Request, count: int) -> Start | Wait:
-        usable = list(self._free)
-        if self._foreign and not request.shares:
-            usable = [uuid for uuid in usable if uuid not in self._foreign]
+        usable = self._free if request.shares else self._undisturbed
         if len(usable) >= count:
-            return self._start(request.job, usable[:count])
-        self._reserve(request.job, usable)
-        others = [uuid for uuid in self._free if uuid in self._foreign]
+            return self._start(request.job, list(islice(usable, count)))
         reason = f"waits for {count} free GPUs; {len(usable)} now"
-        if others and not request.shares:
-            reason += f" ({self._used_by_others(others[0])})"
+        self._reserve(request.job, list(usable))
+        disturbed = next(iter(self._free), None)  # what is left is used by others
+        if disturbed is not None:
+            reason += f" ({self._used_by_others(disturbed)})"
         return Wait(request.job, reason)
 
     def named(self, request: Request, wanted: Sequence[str]) -> Start | Wait:
@@ -135,13 +135,17 @@ class _Board:
     def _start(self, job: int, gpus: Sequence[str]) -> Start:
         for uuid in gpus:
             self._holder[uuid] = job
-            self._free.pop(uuid, None)
+            self._take(uuid)
         return Start(job, tuple(gpus))
 
     def _reserve(self, job: int, gpus: Sequence[str]) -> None:
         for uuid in gpus:
             self._reserved.setdefault(uuid, job)
-            self._free.pop(uuid, None)
+            self._take(uuid)
+
+    def _take(self, uuid: str) -> None:
+        self._free.pop(uuid, None)
+        self._undisturbed.pop(uuid, None)
 
     def _used_by_others(self, uuid: str) -> str:
         return f"GPU {self._index[uuid]} is used by {self._foreign[uuid]}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import uuid
 from dataclasses import asdict, dataclass, fields
@@ -216,6 +217,11 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step}"
+
+    def forget_unfinished(self) -> None:
+        """Remove checkpoints that were cut off; only when no rank is alive."""
+        for path in self.checkpoints.glob(".step-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """`(step, path)` of every complete checkpoint, oldest first.

@@ -343,7 +343,16 @@ class Store:
             db.row_factory = sqlite3.Row
             db.execute("PRAGMA foreign_keys=ON")
             db.execute("PRAGMA synchronous=NORMAL")
+            # The log is written from its beginning again each time, in space it has already.
+            db.execute("PRAGMA wal_autocheckpoint=1")
             yield db
+
+    @contextmanager
+    def held_open(self) -> Iterator[None]:
+        """Keep SQLite's side files in existence: to make them takes space, a full disk has none."""
+        with self._connect() as db:
+            db.execute("SELECT 1 FROM jobs LIMIT 1").fetchone()
+            yield
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import sys
 import time
 import traceback
@@ -81,7 +82,7 @@ class Supervisor:
         except UserError as error:
             outcome = Outcome(State.FAILED, f"could not start: {error}")
         except Exception as error:  # a supervisor that dies is replaced, and would die again
-            traceback.print_exc()
+            self._say(traceback.format_exc())
             processes.end(processes.with_run_id(self.job.run_id), grace=2.0)
             reason = f"its supervisor failed: {type(error).__name__}: {error}"
             outcome = Outcome(State.FAILED, reason)
@@ -95,7 +96,10 @@ class Supervisor:
     def _watch(self, attempt: Attempt) -> Outcome:
         """Stay with an attempt until nothing of it is left."""
         while attempt.alive():
-            self._look(attempt)
+            try:
+                self._look(attempt)
+            except (OSError, sqlite3.Error) as error:  # a full disk must not end the training
+                self._say(f"could not look: {error}")
             processes.reap()
             time.sleep(LOOK_EVERY)
         self._clean_up(attempt)
@@ -220,8 +224,16 @@ class Supervisor:
         for request in REQUESTS:
             with suppress(OSError):
                 self.job.run_dir.clear_request(request)
+        self.job.run_dir.forget_unfinished()
         self._say(f"{outcome.state}: {outcome.reason}")
-        self.store.change(self.job.id, outcome.state, outcome.reason)
+        while self.store.path.exists():
+            try:
+                self.store.change(self.job.id, outcome.state, outcome.reason)
+            except sqlite3.OperationalError as error:  # a full disk; else the state would lie
+                self._say(f"could not record the end: {error}")
+                time.sleep(1.0)
+            else:
+                return
 
     def _tidy(self) -> None:
         if time.monotonic() - self.tidied_at < HOUSEKEEPING_EVERY:
@@ -229,7 +241,7 @@ class Supervisor:
         self.tidied_at = time.monotonic()
         try:
             self._keep_house()
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             self._say(f"housekeeping: {error}")
 
     def _keep_house(self) -> None:
@@ -245,7 +257,8 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         """A line in logs/supervisor.log, which standard error is."""
-        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 def supervise(store: Store, job_id: int) -> None:
@@ -264,5 +277,6 @@ def supervise(store: Store, job_id: int) -> None:
         return
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Supervisor(store, store.get(job_id)).run()
+    with store.held_open():
+        Supervisor(store, store.get(job_id)).run()
     dispatch(store)

@@ -92,6 +92,8 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
+        # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
         # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
     }

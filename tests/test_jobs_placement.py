@@ -200,3 +200,38 @@ def test_a_long_queue_on_many_gpus_is_decided_at_once() -> None:
 def test_cpu_jobs_and_gpu_jobs_do_not_wait_for_each_other() -> None:
     decisions = place([Request(2, 1), Request(3, None)], {A: 1}, [A])
     assert [type(d) for d in decisions] == [Wait, Start]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    big=st.integers(1, 8),
+    stream=st.lists(st.integers(1, 3), min_size=8, max_size=8),
+    by_name=st.booleans(),
+)
+def test_a_blocked_job_starts_once_those_before_it_have_ended(
+    sizes: list[int], big: int, stream: list[int], by_name: bool
+) -> None:
+    """However many small jobs keep arriving behind it: it never starves."""
+    devices = [f"GPU-{n}" for n in range(8)]
+    claims: dict[str, int] = {}
+    before = []
+    for number, size in enumerate(sizes, start=1):
+        (decision,) = place([Request(number, size)], claims, devices)
+        if isinstance(decision, Start):
+            claims |= dict.fromkeys(decision.gpus, number)
+            before.append(number)
+    wanted: int | list[str] = devices[:big] if by_name else big
+    waiting = [Request(100, wanted)]
+    for rounds, size in enumerate([*stream, *stream]):
+        waiting.append(Request(200 + rounds, size))
+        decisions = place(waiting, claims, devices)
+        started = {d.job: d.gpus for d in decisions if isinstance(d, Start)}
+        if 100 in started:
+            return
+        waiting = [request for request in waiting if request.job not in started]
+        for job, gpus in started.items():
+            claims |= dict.fromkeys(gpus, job)
+        assert before, "all that ran before it has ended, and it still waits"
+        ended = before.pop(0)  # of the later ones, none ends
+        claims = {uuid: job for uuid, job in claims.items() if job != ended}
+    raise AssertionError("never started")

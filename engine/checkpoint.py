@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from engine.weights import local_part
-from jobs.errors import UserError
 from jobs.rundir import MANIFEST, read_json, write_atomic
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch.optim.lr_scheduler import LambdaLR
@@ -60,7 +60,8 @@ def save(training: Training, spec: JobSpec, run_dir: RunDir, world: World) -> Pa
         Its directory. A complete checkpoint of the same step is left as it is.
     """
     final = run_dir.checkpoint(training.step)
-    if read_json(final / MANIFEST) is not None:
+    # Agreed, since a network file system may show it to one rank before another.
+    if world.any([read_json(final / MANIFEST) is not None])[0]:
         return final
     aside = final.with_name(f".{final.name}.tmp")
     if world.main:
@@ -97,11 +98,11 @@ def save(training: Training, spec: JobSpec, run_dir: RunDir, world: World) -> Pa
 def load(training: Training, path: Path, world: World) -> None:
     """Restore model, optimizer, schedule and step, on any number of ranks; a collective.
 
-    Raises:
-        UserError: The checkpoint is damaged, or does not fit the job.
+    Args:
+        training: What to restore; built for the same job.
+        path: A sound checkpoint, see `newest_sound`.
+        world: The ranks.
     """
-    if damage := find_damage(path):
-        raise UserError(f"the checkpoint {path} is damaged: {damage}", "remove it, then resume")
     state = read_json(path / _STATE) or {}
     tensors = _tensors(training)
     state_dict_loader.load(tensors, checkpoint_id=path, no_dist=world.size == 1)
@@ -114,6 +115,27 @@ def load(training: Training, path: Path, world: World) -> None:
     )
     training.scheduler.load_state_dict(state["scheduler"])
     training.step = int(state["step"])
+
+
+def newest_sound(run_dir: RunDir, tell: Callable[[str], None]) -> tuple[int, Path] | None:
+    """The newest checkpoint whose files are what its manifest says: `(step, path)`.
+
+    Reads every byte of it, so one rank does this for all.
+
+    Args:
+        run_dir: The run.
+        tell: Called with a line for each damaged checkpoint that is passed over.
+    """
+    for step, path in reversed(run_dir.complete_checkpoints()):
+        damage = find_damage(path)
+        if damage is None:
+            return step, path
+        # Out of the way, so that the run can write this step again; kept for whoever wants it.
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
+        tell(f"the checkpoint {path.name} is damaged ({damage}), now {aside.name}")
+    return None
 
 
 def find_damage(path: Path) -> str | None:

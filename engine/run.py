@@ -119,8 +119,8 @@ def build_model(
 def resume(
     training: checkpoint.Training, run_dir: RunDir, world: World, telemetry: Telemetry
 ) -> None:
-    """Load the newest complete checkpoint; rank 0 chooses it for all."""
-    newest = run_dir.latest_checkpoint() if world.main else None
+    """Load the newest sound checkpoint; rank 0 chooses it for all."""
+    newest = checkpoint.newest_sound(run_dir, telemetry.warn) if world.main else None
     choice: list[Any] = [newest]
     if world.size > 1:
         torch.distributed.broadcast_object_list(choice, src=0)

@@ -253,10 +253,25 @@ def test_damage_is_found_and_named(toy: Path, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     assert victim.name in (checkpoint.find_damage(path) or "")
-    with pytest.raises(UserError, match="damaged"):
-        checkpoint.load(training, path, ALONE)
     victim.unlink()
     assert "missing" in (checkpoint.find_damage(path) or "")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(toy: Path, tmp_path: Path) -> None:
+    spec = toy_spec(toy)
+    training = _training(toy, spec)
+    run_dir = RunDir(tmp_path)
+    for training.step in (1, 2):
+        path = checkpoint.save(training, spec, run_dir, ALONE)
+    next(path.glob("*.distcp")).write_bytes(b"torn")
+    said: list[str] = []
+    assert checkpoint.newest_sound(run_dir, said.append) == (1, run_dir.checkpoint(1))
+    assert len(said) == 1
+    assert "step-2 is damaged" in said[0]
+    assert run_dir.complete_checkpoints() == [(1, run_dir.checkpoint(1))]
+    assert (run_dir.checkpoints / "step-2.damaged").is_dir()
+    shutil.rmtree(run_dir.checkpoint(1))
+    assert checkpoint.newest_sound(run_dir, said.append) is None
 
 
 def test_only_the_newest_checkpoints_are_kept(toy: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Exit status: 0 done (for `run`: completed) · 1 failed · 2 bad input · 3 stopp
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -238,6 +239,8 @@ def _open_dashboard(store: Store, select: int | None = None) -> None:
         raise UserError(
             "the dashboard needs a terminal", "use `fsdp-tui list`, or `ssh -t` for a terminal"
         )
+    # Without its terminal a dashboard is of no use, even one started from a shell under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from tui.app import FsdpTui  # Textual takes half a second; the other commands do without
 
     FsdpTui(store, select=select).run()

@@ -179,3 +179,16 @@ def _line(process: GpuProcess) -> str:
 
 def _gib(memory: int | None) -> str:
     return "memory unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
+
+
+def still_held(
+    present: Sequence[Gpu], uuids: Collection[str], pids: Collection[int]
+) -> list[tuple[int, int]]:
+    """`(GPU index, pid)` wherever one of these processes still holds memory on these GPUs. Pure."""
+    return [
+        (gpu.index, process.pid)
+        for gpu in present
+        if gpu.uuid in uuids
+        for process in gpu.processes
+        if process.pid in pids
+    ]

@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from jobs import processes
+from jobs import devices, processes
 from jobs.attempt import Attempt, adopt, launch
 from jobs.errors import UserError
+from jobs.gpu import still_held
 from jobs.hang import find_hang
 from jobs.housekeeping import cap_logs, space_warning
 from jobs.outcome import Outcome, judge
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 LOOK_EVERY: Final = 0.2  # seconds
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
+RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
 STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = frozenset({"save", "export"})
@@ -103,6 +105,7 @@ class Supervisor:
             processes.reap()
             time.sleep(LOOK_EVERY)
         self._clean_up(attempt)
+        self._wait_for_gpu_memory()
         return judge(
             self.job.run_dir,
             attempt,
@@ -219,6 +222,19 @@ class Supervisor:
             left = processes.wait_gone(left, LOOK_EVERY)
         if stubborn := processes.end(left, grace=0):
             self._say(f"still alive after SIGKILL: {[p.pid for p in stubborn]}")
+
+    def _wait_for_gpu_memory(self) -> None:
+        """A dead process's memory is given back a moment later; the next job must find it free."""
+        pids = {status.pid for status in self.job.run_dir.rank_statuses()}
+        deadline = time.monotonic() + RELEASE_TAKES
+        while self.job.gpus:
+            held = still_held(devices.gpus(), self.job.gpus, pids)
+            if not held:
+                return
+            if time.monotonic() > deadline:
+                self._say(f"the driver still shows memory held (GPU, pid): {held}")
+                return
+            time.sleep(LOOK_EVERY)
 
     def _finish(self, outcome: Outcome) -> None:
         for request in REQUESTS:

@@ -19,6 +19,7 @@ from jobs.errors import UserError
 from jobs.families import FAMILIES
 from jobs.housekeeping import directory_size
 from jobs.specfile import dump_spec, load_spec, parse_flags
+from jobs.states import State
 from jobs.store import Store
 from tui.cli_queue import COMMANDS
 from tui.follow import follow_job, follow_log
@@ -146,6 +147,8 @@ def show(job_id: int, as_json: bool) -> None:
         {"t": c.t, "from": c.before and str(c.before), "to": str(c.after), "reason": c.reason}
         for c in changes
     ]
+    errors = job.run_dir.rank_errors() if job.state is State.FAILED else []
+    facts["traceback"] = errors[0].get("traceback") if errors else None
     facts["disk_bytes"] = directory_size(job.run_dir.root)
     facts["checkpoints"] = [step for step, _ in job.run_dir.complete_checkpoints()]
     click.echo(json.dumps(facts) if as_json else describe(facts))

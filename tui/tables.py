@@ -57,8 +57,10 @@ def describe(job: Mapping[str, Any]) -> str:
         f"on           {_where(job)}",
         f"files        {job['run_dir']} ({size(job['disk_bytes'])})",
         f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
-        "history",
     ]
+    if job["traceback"]:
+        lines.append(f"traceback    {job['traceback']}")
+    lines.append("history")
     lines += [
         f"  {_when(change['t'])}  {change['to']:<10} {change['reason']}"
         for change in job["history"]

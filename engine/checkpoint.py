@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,15 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from engine.weights import local_part
 from jobs.rundir import MANIFEST, read_json, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch.optim.lr_scheduler import LambdaLR
-
+    from engine.training import Training
     from engine.world import World
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
@@ -41,16 +38,6 @@ _STATE: Final = "trainer_state.json"
 _SCHEMA: Final = 1
 # Only what is trained: a LoRA's frozen base is never saved.
 _OPTIONS: Final = StateDictOptions(ignore_frozen_params=True)
-
-
-@dataclass
-class Training:
-    """What a checkpoint holds: the trained model, its optimizer and schedule, the step reached."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR
-    step: int = 0
 
 
 def save(training: Training, spec: JobSpec, run_dir: RunDir, world: World) -> Path:
@@ -80,6 +67,8 @@ def save(training: Training, spec: JobSpec, run_dir: RunDir, world: World) -> Pa
             "schema": _SCHEMA,
             "step": training.step,
             "scheduler": training.scheduler.state_dict(),
+            "scaler": training.scaler.state_dict() if training.scaler is not None else None,
+            "ema": training.ema is not None,
             "world_size": world.size,
             "spec": spec.to_dict(),
             "digest": spec.digest(),
@@ -104,7 +93,7 @@ def load(training: Training, path: Path, world: World) -> None:
         world: The ranks.
     """
     state = read_json(path / _STATE) or {}
-    tensors = _tensors(training)
+    tensors = _tensors(training, ema=bool(state.get("ema")))
     state_dict_loader.load(tensors, checkpoint_id=path, no_dist=world.size == 1)
     set_state_dict(
         training.model,
@@ -115,6 +104,10 @@ def load(training: Training, path: Path, world: World) -> None:
     )
     training.scheduler.load_state_dict(state["scheduler"])
     training.step = int(state["step"])
+    if training.scaler is not None and state.get("scaler"):
+        training.scaler.load_state_dict(state["scaler"])
+    if training.ema is not None and not state.get("ema"):
+        training.ema.restart()  # the checkpoint is of a time before there was an average
 
 
 def newest_sound(run_dir: RunDir, tell: Callable[[str], None]) -> tuple[int, Path] | None:
@@ -155,24 +148,17 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def trained_digest(model: torch.nn.Module) -> str:
-    """A hash of this rank's trained tensors; equal on all ranks when they are replicas."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            digest.update(name.encode())
-            digest.update(local_part(parameter.detach()).contiguous().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _tensors(training: Training) -> dict[str, Any]:
+def _tensors(training: Training, *, ema: bool = True) -> dict[str, Any]:
     model, optimizer = get_state_dict(training.model, training.optimizer, options=_OPTIONS)
     if training.step == 0:
         # Torch fills an empty optimizer by a step with zero gradients, which counts as one.
         for state in training.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"].zero_()
-    return {"model": model, "optimizer": optimizer}
+    tensors: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    if training.ema is not None and ema:
+        tensors["ema"] = training.ema.shadow  # loading fills these very tensors
+    return tensors
 
 
 def _write_manifest(directory: Path, step: int) -> None:

@@ -37,7 +37,7 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], world: World) ->
             offset += gradient.numel()
 
 
-def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
+def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale gradients so that their global 2-norm is at most `max_norm`.
 
     Args:
@@ -45,11 +45,10 @@ def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> float:
         max_norm: 0 only measures.
 
     Returns:
-        The norm before clipping, over all parameters of all ranks.
+        The norm before clipping, over all parameters of all ranks: a scalar on their device.
     """
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return whole.item()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

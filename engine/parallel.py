@@ -1,24 +1,29 @@
-"""Shard a model as the job asks, and prove that what runs is what was asked.
+"""Shard a model as the job asks.
 
 Accelerate's `FullyShardedDataParallelPlugin` is the vocabulary (its fields, its wrap policies);
-torch's `fully_shard` does the work. Accelerate's own `prepare` is not used: on CPU it drops the
-plugin without a word, and the model would run unsharded.
+torch's `fully_shard` does the work, alike on CPU and CUDA. Accelerate's own `prepare` is not
+used: on CPU it drops the plugin without a word, and the model would run unsharded.
+`engine.sharding_check` proves afterwards that it does not.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from accelerate.utils.other import get_module_children_bottom_up
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
+from engine.mesh import sharding_mesh
 from engine.precision import compute_dtype
 from jobs.errors import UserError
 from jobs.families import wrapped_classes
@@ -28,25 +33,30 @@ from jobs.families import wrapped_classes
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from engine.world import World
     from jobs.spec import JobSpec
 
 
-def build_plugin(spec: JobSpec) -> FullyShardedDataParallelPlugin:
-    """The job's FSDP options in accelerate's terms."""
+def build_plugin(spec: JobSpec, device: torch.device) -> FullyShardedDataParallelPlugin:
+    """The job's FSDP options in accelerate's terms, with torch's own policies in them."""
+    # Pinned memory, for fast copies to and from the GPU, cannot be had where there is no driver.
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=spec.fsdp_reshard_after_forward,
+        fsdp_version=2,  # a job that says 1 was warned that it runs as 2
+        # A number of shards is beyond the plugin's words; `shard` reads it from the spec.
+        reshard_after_forward=bool(spec.fsdp_reshard_after_forward),
         auto_wrap_policy=spec.fsdp_auto_wrap_policy,
         transformer_cls_names_to_wrap=wrapped_classes(spec),
         min_num_params=spec.fsdp_min_num_params,
         state_dict_type=spec.fsdp_state_dict_type,
         mixed_precision_policy=_precision_policy(spec),
-        cpu_offload=False,
-        activation_checkpointing=False,  # the models' own, block by block
-        cpu_ram_efficient_loading=False,  # weights are streamed, see engine/weights.py
+        cpu_offload=offload if spec.fsdp_cpu_offload else OffloadPolicy(),
+        # The models' own, block by block: `engine.activation_checkpointing`.
+        activation_checkpointing=False,
+        # Weights are streamed, see `engine.weights`.
+        cpu_ram_efficient_loading=False,
     )
 
 
@@ -71,124 +81,92 @@ def shard(
     Raises:
         UserError: A class to wrap is not in the model, or nothing would be wrapped.
     """
-    plugin = build_plugin(spec)
+    assert world.mesh is not None, "only strategies that shard have a mesh"
+    plugin = build_plugin(spec, world.device)
+    options: dict[str, Any] = {
+        "mesh": sharding_mesh(world.mesh),
+        "mp_policy": plugin.mixed_precision_policy,
+        "offload_policy": plugin.cpu_offload,
+        "ignored_params": set(replicated),
+    }
+    units = []
+    for module in _modules_to_wrap(model, spec, plugin):
+        fully_shard(module, reshard_after_forward=spec.fsdp_reshard_after_forward, **options)
+        units.append(_class_name(module))
+    if not units and spec.fsdp_auto_wrap_policy != "NO_WRAP":
+        raise UserError(
+            f"fsdp_auto_wrap_policy {spec.fsdp_auto_wrap_policy} wraps nothing in this model",
+            "name block classes in fsdp_transformer_layer_cls_to_wrap"
+            if spec.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+            else "lower fsdp_min_num_params",
+        )
+    # The root is gathered until backward ends in any case; keeping it saves one all-gather.
+    fully_shard(model, reshard_after_forward=False, **options)
+    _prefetch(_units_in_order(model), spec)
+    return [*units, _class_name(model)]
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free whatever weights a forward without backward has left gathered.
+
+    The root keeps its weights gathered after forward. Without a backward they would stay so, and
+    the next forward would not see what was changed in the shards meanwhile.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _modules_to_wrap(
+    model: torch.nn.Module, spec: JobSpec, plugin: FullyShardedDataParallelPlugin
+) -> list[torch.nn.Module]:
+    """The modules that become FSDP units of their own, inner ones first; never the root."""
+    below_root = get_module_children_bottom_up(model)[:-1]
+    if spec.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
+        return _large_modules(below_root, spec.fsdp_min_num_params)
     try:
-        wraps = fsdp2_prepare_auto_wrap_policy(plugin, model)
+        policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
     except ValueError as error:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise UserError(
             f"fsdp_transformer_layer_cls_to_wrap: {error}", f"the model has {', '.join(classes)}"
         ) from None
-    options = {
-        "mesh": init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp_shard",)),
-        "mp_policy": plugin.mixed_precision_policy,
-        "ignored_params": set(replicated),
-    }
-    units = []
-    for module in get_module_children_bottom_up(model)[:-1]:
-        if wraps is not None and wraps(module) and not isinstance(module, FSDPModule):
-            fully_shard(module, reshard_after_forward=plugin.reshard_after_forward, **options)
-            units.append(_class_name(module))
-    if wraps is not None and not units:
-        raise UserError(
-            f"fsdp_auto_wrap_policy {spec.fsdp_auto_wrap_policy} wraps nothing in this model",
-            "name block classes in fsdp_transformer_layer_cls_to_wrap",
-        )
-    # The root is gathered until backward ends in any case; keeping it saves one all-gather.
-    fully_shard(model, reshard_after_forward=False, **options)
-    return [*units, _class_name(model)]
+    # A shared module is listed once for each of its places.
+    unique = dict.fromkeys(module for module in below_root if policy is not None and policy(module))
+    return list(unique)
 
 
-@dataclass(frozen=True)
-class ShardingSummary:
-    """What sharding did on this rank. Counts of parameters (elements), sizes in bytes."""
+def _large_modules(bottom_up: Sequence[torch.nn.Module], least: int) -> list[torch.nn.Module]:
+    """Modules that hold at least so many parameters outside of units below them.
 
-    ranks: int
-    units: dict[str, int]
-    tensors: int
-    parameters: int
-    local_parameters: int
-    wrapped_parameters: int
-    local_bytes: int
-    replicated_parameters: int
-
-    def __str__(self) -> str:
-        units = ", ".join(f"{count} {name}" for name, count in self.units.items())
-        share = self.local_parameters / self.parameters
-        wrapped = self.wrapped_parameters / self.parameters
-        text = (
-            f"sharded: {self.tensors} base tensors are DTensors over {self.ranks} ranks; "
-            f"{self.local_parameters:,} of {self.parameters:,} parameters here "
-            f"({share:.4f}, {self.local_bytes / 2**20:.1f} MiB); units: {units}; "
-            f"{wrapped:.1%} wrapped, {1 - wrapped:.1%} in the root"
-        )
-        if self.replicated_parameters:
-            text += f"; {self.replicated_parameters:,} LoRA parameters whole on every rank"
-        return text
-
-
-def check_sharding(
-    model: torch.nn.Module,
-    world: World,
-    units: list[str],
-    *,
-    replicated: Iterable[torch.nn.Parameter] = (),
-) -> ShardingSummary:
-    """Prove that every base parameter is a `DTensor` that holds just this rank's share.
-
-    Raises:
-        RuntimeError: A parameter is whole, or its local shape is not that of a dim-0 shard. This
-            ends the job: it would otherwise run, unsharded, at twice the memory.
+    As torch's `size_based_auto_wrap_policy` counts. Accelerate's FSDP2 version of it counts what
+    is in a unit again for every module around it, and tries containers that are never called.
     """
-    whole = {id(parameter) for parameter in replicated}
-    tensors = parameters = local = local_bytes = replicated_count = 0
-    for name, parameter in model.named_parameters():
-        if id(parameter) in whole:
-            replicated_count += parameter.numel()
+    chosen: list[torch.nn.Module] = []
+    taken: set[torch.nn.Parameter] = set()
+    for module in bottom_up:
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or module in chosen:
             continue
-        if not isinstance(parameter, DTensor):
-            raise RuntimeError(f"{name} is not sharded, though {world.strategy} was asked for")
-        rows = parameter.shape[0] if parameter.dim() else 1
-        expected = _rows_of_rank(rows, world.rank, world.size)
-        shard_here = parameter.to_local()
-        if shard_here.shape != (expected, *parameter.shape[1:]):
-            raise RuntimeError(
-                f"{name}: the local shard is {tuple(shard_here.shape)}, expected {expected} of "
-                f"{rows} rows"
-            )
-        tensors += 1
-        parameters += parameter.numel()
-        local += shard_here.numel()
-        local_bytes += shard_here.numel() * shard_here.element_size()
-    if tensors == 0:
-        raise RuntimeError("the model has no sharded parameter at all")
-    in_root = sum(
-        parameter.numel() for parameter in _own_parameters(model) if id(parameter) not in whole
-    )
-    counts: dict[str, int] = {}
-    for unit in units:
-        counts[unit] = counts.get(unit, 0) + 1
-    return ShardingSummary(
-        world.size, counts, tensors, parameters, local, parameters - in_root, local_bytes,
-        replicated_count,
-    )  # fmt: skip
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        if sum(parameter.numel() for parameter in own) >= least:
+            chosen.append(module)
+            taken.update(own)
+    return chosen
 
 
-def _own_parameters(root: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters that no unit below the root holds."""
-    below = {
-        id(parameter)
-        for module in root.modules()
-        if module is not root and isinstance(module, FSDPModule)
-        for parameter in module.parameters()
-    }
-    return [parameter for parameter in root.parameters() if id(parameter) not in below]
+def _units_in_order(model: torch.nn.Module) -> list[FSDPModule]:
+    """The units below the root in the order of their registration, which is that of forward."""
+    return [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
 
 
-def _rows_of_rank(rows: int, rank: int, size: int) -> int:
-    """How many of `rows` a rank holds: chunks of ceil(rows / size), the last ones shorter."""
-    chunk = -(-rows // size)
-    return max(0, min(chunk, rows - chunk * rank))
+def _prefetch(units: Sequence[FSDPModule], spec: JobSpec) -> None:
+    """Gather units ahead of time, so that communication hides behind more computation."""
+    for place, unit in enumerate(units):
+        if ahead := spec.fsdp_forward_prefetch:
+            unit.set_modules_to_forward_prefetch(list(units[place + 1 : place + 1 + ahead]))
+        if ahead := spec.fsdp_backward_prefetch:
+            before = units[max(0, place - ahead) : place]
+            unit.set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 def _precision_policy(spec: JobSpec) -> MixedPrecisionPolicy:

@@ -7,19 +7,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine import adapters, checkpoint, families, weights
+from engine.activation_checkpointing import checkpoint_activations
+from engine.backends import choose_attention, choose_backends, compile_blocks
+from engine.context_parallel import (
+    check_tokens,
+    enable_context_parallel,
+    require_cuda,
+    splits_text,
+)
 from engine.control import Control
 from engine.data.loader import Loader
 from engine.data.plan import BatchPlan
 from engine.data.prepare import Prepared, prepare
+from engine.ema import Ema
 from engine.export import export
 from engine.meeting import Meeting
+from engine.objective import build_objective
 from engine.optim import build_optimizer, build_scheduler
-from engine.parallel import check_sharding, shard
+from engine.parallel import shard
+from engine.peaks import Peaks
+from engine.sharding_check import check_sharding
+from engine.step import Stepper
 from engine.trainer import Trainer
+from engine.training import Training
 from engine.world import World, leave_world, start_world
-from jobs.conflicts import chosen_strategy, world_size
+from jobs.conflicts import find_warnings
 from jobs.models import find_model
 from jobs.specfile import load_spec
+from jobs.strategy import checkpoints_activations, data_parallel_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,48 +48,63 @@ if TYPE_CHECKING:
 def run(run_dir: RunDir, telemetry: Telemetry) -> None:
     """Run the job of a run directory on this rank, from the newest checkpoint if there is one."""
     spec = load_spec(run_dir.job_file)
+    choose_backends(spec)
     world = start_world(spec)
+    run_job(spec, run_dir, world, telemetry)
+    leave_world()
+
+
+def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) -> None:
+    """Run a job among ranks that have met."""
+    peaks = Peaks(world.device)
     telemetry.device = str(world.device)
     telemetry.device_uuid = world.device_uuid()
-    telemetry.read_memory = world.memory
-    strategy, reason = chosen_strategy(spec)
-    telemetry.say(f"rank {world.rank} of {world.size} on {world.device}; {strategy}: {reason}")
+    telemetry.peaks = peaks
+    telemetry.say(
+        f"rank {world.rank} of {world.size} on {world.device}; {world.strategy}: {world.reason}"
+    )
+    for warning in find_warnings(spec):
+        telemetry.warn(warning)
     control = Control(run_dir, world)
     meeting = Meeting(run_dir, world.token, world.rank, world.size)
     family = families.load(spec.model_family, spec.model_flavour)
     model_root = find_model(spec.pretrained_model_name_or_path)
 
     data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
+    if world.context_size > 1:
+        check_lengths(spec, family, data)
     model = build_model(spec, family, model_root, world, telemetry)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = build_optimizer(spec, trained, world.device)
-    training = checkpoint.Training(model, optimizer, build_scheduler(spec, optimizer))
+    training = start_training(spec, model, world)
     resume(training, run_dir, world, telemetry)
 
     plan = make_plan(spec, data)
     loader = Loader(spec, plan, data, world)
+    objective = build_objective(spec, family, model_root)
+    stepper = Stepper(spec, family, objective, training, loader, world, peaks)
     telemetry.emit(
         "start",
         step=training.step,
         total_steps=spec.max_train_steps,
         world_size=world.size,
-        strategy=strategy,
-        strategy_reason=reason,
+        strategy=world.strategy,
+        strategy_reason=world.reason,
         samples=len(data.buckets),
         steps_per_epoch=plan.steps_per_epoch,
-        trained_parameters=sum(parameter.numel() for parameter in trained),
+        trained_parameters=sum(p.numel() for p in training.trained().values()),
     )
     trainer = Trainer(
-        spec, family, model_root, run_dir, world, telemetry, control, training, plan, loader, data
-    )
+        spec, family, model_root, run_dir, world, telemetry, control, training, stepper, plan,
+        data, peaks,
+    )  # fmt: skip
     with telemetry.phase("train", spec.max_train_steps):
         outcome = trainer.train()
     loader.close()
     if outcome == "completed":
-        with telemetry.phase("export"):
+        with telemetry.phase("export"), training.averaged():
             path = export(model, spec, family, run_dir.export, world)
         telemetry.emit("export", path=str(path))
         telemetry.say(f"exported to {path}")
+    trainer.report_memory()
     telemetry.phase_name = "end"
     meeting.arrive("end")
     if world.main:
@@ -82,7 +112,6 @@ def run(run_dir: RunDir, telemetry: Telemetry) -> None:
         meeting.close()
     telemetry.emit("end", reason=outcome, step=training.step)
     telemetry.say(outcome)
-    leave_world()
 
 
 def build_model(
@@ -90,35 +119,69 @@ def build_model(
 ) -> torch.nn.Module:
     """The transformer on this rank's device: built on meta, adapted, sharded, then streamed."""
     directory = root / "transformer"
-    model, stored = weights.build_on_meta(family.transformer_class(), directory, spec)
-    if spec.gradient_checkpointing:
-        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    model, stored = weights.build_on_meta(
+        family.transformer_class(), directory, spec, say=telemetry.say
+    )
+    choose_attention(model, spec)
+    if checkpoints_activations(spec):
+        checkpoint_activations(model, spec)
     whole: list[torch.nn.Parameter] = []
     if spec.model_type == "lora":
         adapters.add_lora(model, spec, family.LORA_TARGETS)
-        if spec.lora_placement == "replicated":
+        if not world.shards or spec.lora_placement == "replicated":
             whole = list(adapters.lora_parameters(model).values())
+    if world.mesh is not None and world.context_size > 1:
+        require_cuda(world.device)
+        enable_context_parallel(model, world.mesh)
+    compile_blocks(model, spec)
     units: list[str] = []
-    if world.strategy == "fsdp2":
+    if world.shards:
         units = shard(model, spec, world, replicated=whole)
-    weights.materialise(model, world.device)
+    offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
+    weights.materialise(model, world.device, parameters_on=offload)
     with telemetry.phase("load", len(stored)) as progress:
         names = adapters.adapted_name(model)
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":
         adapters.initialise(model, spec.seed)
         whole = list(adapters.lora_parameters(model).values()) if whole else []
+    weights.check_precision(model, spec)
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
-    if world.strategy == "fsdp2":
-        summary = check_sharding(model, world, units, replicated=whole)
+    if world.shards:
+        summary = check_sharding(
+            model, world, units, replicated=whole, offloaded=offload is not None
+        )
         telemetry.say(str(summary))
         telemetry.emit("sharding", **vars(summary))
     return model
 
 
-def resume(
-    training: checkpoint.Training, run_dir: RunDir, world: World, telemetry: Telemetry
-) -> None:
+def check_lengths(spec: JobSpec, family: Family, data: Prepared) -> None:
+    """Refuse pictures and captions whose tokens a context-parallel group cannot share evenly.
+
+    Raises:
+        UserError: Names the size in pixels, or `max_sequence_length`.
+    """
+    side = spec.validation_resolution or spec.resolution
+    sizes = {*data.buckets, *([(side, side)] if spec.validation_prompts else [])}
+    for width, height in sorted(sizes):
+        tokens = (width // family.LATENT_STEP) * (height // family.LATENT_STEP)
+        check_tokens(tokens, spec.context_parallel_size, f"pictures of {width}x{height}")
+    if splits_text(family.transformer_class()):
+        check_tokens(spec.max_sequence_length, spec.context_parallel_size, "max_sequence_length")
+
+
+def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> Training:
+    """Optimizer, schedule, average and loss scale around a model, at step 0."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = build_optimizer(spec, list(trained.values()), world.device)
+    ema = Ema(trained, spec.ema_decay, on_cpu=spec.ema_device == "cpu") if spec.use_ema else None
+    fp16 = spec.mixed_precision == "fp16"
+    scaler = torch.amp.GradScaler(world.device.type) if fp16 else None
+    return Training(model, optimizer, build_scheduler(spec, optimizer), ema, scaler)
+
+
+def resume(training: Training, run_dir: RunDir, world: World, telemetry: Telemetry) -> None:
     """Load the newest sound checkpoint; rank 0 chooses it for all."""
     newest = checkpoint.newest_sound(run_dir, telemetry.warn) if world.main else None
     choice: list[Any] = [newest]
@@ -134,5 +197,5 @@ def resume(
 
 def make_plan(spec: JobSpec, data: Prepared) -> BatchPlan:
     """The batches of the whole job, the same on every rank."""
-    per_step = world_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
+    per_step = data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
     return BatchPlan(data.buckets, per_step, spec.seed)

@@ -2,6 +2,7 @@
 
 A sharded transformer gathers its weights in every forward, so all ranks must run the same number
 of forwards. Each takes another prompt; when prompts run out, a rank repeats one and discards it.
+Ranks that share a sample's tokens (context parallelism) take the same prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.flow import keyed_generator
+from engine.draws import keyed_generator
+from engine.parallel import reshard
 from engine.precision import autocast, compute_dtype
 from jobs.rundir import write_atomic
 
@@ -62,8 +64,8 @@ def sample(
     was_training = transformer.training
     transformer.eval()
     prompts = spec.validation_prompts
-    for first in range(0, len(prompts), world.size):
-        number = first + world.rank
+    for first in range(0, len(prompts), world.data_size):
+        number = first + world.data_rank
         padding = number >= len(prompts)
         prompt = min(number, len(prompts) - 1)
         condition = {
@@ -80,10 +82,11 @@ def sample(
                 generator=keyed_generator(spec.seed, prompt),
                 output_type="latent",
             ).images
-        if not padding:
+        if not padding and world.rank % world.context_size == 0:
             _write(pipeline, family, latents, spec, prompt, side, target)
-        progress(min(first + world.size, len(prompts)))
+        progress(min(first + world.data_size, len(prompts)))
     transformer.train(was_training)
+    reshard(transformer)
     del pipeline, vae
     world.barrier()
     return [_name(number) for number in range(len(prompts))]

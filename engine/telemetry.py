@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
@@ -17,10 +17,13 @@ from jobs.rundir import PHASES, RankStatus, event, write_atomic
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from engine.peaks import Peaks
     from jobs.rundir import RunDir
 
 _STATUS_EVERY: Final = 1.0  # seconds
 _PROGRESS_EVERY: Final = 0.5  # seconds
+# Phases whose peak memory is recorded. The others hold nothing, or hold phases of their own.
+_MEASURED: Final = ("encode", "latents", "load", "sample", "save", "export")
 
 
 class Telemetry:
@@ -33,7 +36,7 @@ class Telemetry:
         self.step = 0
         self.device = "cpu"
         self.device_uuid: str | None = None
-        self.read_memory: Callable[[], dict[str, int | None]] = dict
+        self.peaks: Peaks | None = None  # until torch and the device are known
         self._process = psutil.Process()
         self._started = started_at(os.getpid()) or 0.0
         self._progressed = time.time()
@@ -93,7 +96,9 @@ class Telemetry:
                 last_said = time.monotonic()
                 self.emit("phase", name=name, state="progress", done=done, total=total)
 
-        yield progress
+        measured = self.peaks.phase(name) if self.peaks and name in _MEASURED else nullcontext()
+        with measured:
+            yield progress
         seconds = round(time.time() - begun, 3)
         self.emit("phase", name=name, state="end", done=total or 0, total=total, seconds=seconds)
         self.phase_name = before
@@ -115,7 +120,8 @@ class Telemetry:
             heartbeat=time.time(),
             progressed=self._progressed,
             rss=self._process.memory_info().rss,
-            **self.read_memory(),
+            peaks=dict(self.peaks.phases) if self.peaks else None,
+            **(self.peaks.memory() if self.peaks else {}),
         )
 
     def close(self) -> None:

@@ -1,132 +1,149 @@
 """Build a model on the meta device and stream its weights: each rank reads only its own rows.
 
-A dim-0 shard is contiguous in a safetensors file, so host memory stays near zero and the ranks of
-a node together read the file once.
+A dim-0 shard is contiguous in a safetensors file, so a rank reads it straight into the memory that
+will hold it: host memory grows by the shard, and the ranks of a node together read the file once.
+`engine.weight_files` knows what lies where, `engine.weight_reader` reads.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import re
+from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.precision import compute_dtype, storage_dtype
+from engine.weight_files import StoredTensor, stored_tensors
+from engine.weight_reader import Reading, read_all
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from jobs.spec import JobSpec
 
-_DTYPES: Final = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-}
+__all__ = [
+    "StoredTensor",
+    "build_on_meta",
+    "check_precision",
+    "local_part",
+    "materialise",
+    "rows_of",
+    "stored_tensors",
+    "stream",
+]
 
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies on disk."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def elements(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Name → place of every tensor of a model saved in one or several safetensors files.
-
-    Raises:
-        UserError: A file is missing or damaged, or a tensor is of an unsupported type.
-    """
-    indices = sorted(directory.glob("*.safetensors.index.json"))
-    try:
-        if indices:
-            listed = set(json.loads(indices[0].read_text())["weight_map"].values())
-            files = [directory / name for name in sorted(listed)]
-        else:
-            files = sorted(directory.glob("*.safetensors"))[:1]
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{indices[0]} is damaged ({error})", "fetch the model again") from None
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    view = tensors.get_slice(name)
-                    kind = view.get_dtype()
-                    if kind not in _DTYPES:
-                        raise UserError(
-                            f"{file}: {name} is stored as {kind}",
-                            f"supported are {', '.join(_DTYPES)}",
-                        )
-                    found[name] = StoredTensor(file, tuple(view.get_shape()), _DTYPES[kind])
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read {file} ({error})", "fetch the model again") from None
-        except Exception as error:  # safetensors' own error class is not a subclass of these
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{file} is damaged ({error})", "fetch the model again") from None
-    return found
+# What quantisers store beside their numbers, by the end of the name: scales of fp8 files
+# (ComfyUI, compressed-tensors), bitsandbytes, quanto, GPTQ and AWQ.
+_QUANTISED: Final = re.compile(
+    r"(^|\.)(scaled_fp8|scale_weight|scale_input|weight_scale(_\w+)?|input_scale|comfy_quant"
+    r"|weight\.(absmax|quant_map|nested_\w+|quant_state\.\S+|_data|_scale)|SCB"
+    r"|qweight|qzeros|scales|g_idx)$"
+)
+_BASE_HINT: Final = "use the model's bf16 weights"
 
 
 def build_on_meta(
-    model_class: Any, directory: Path, spec: JobSpec
+    model_class: Any,
+    directory: Path,
+    spec: JobSpec,
+    *,
+    say: Callable[[str], None] = lambda note: None,
 ) -> tuple[torch.nn.Module, dict[str, StoredTensor]]:
     """Construct a model without its weights.
 
     Parameters are on the meta device in the precision they will be kept in; buffers are real, so
-    those that no file holds (rotary tables and such) have their computed values.
+    those that no file holds (rotary tables and such) have their computed values. A parameter that
+    several modules share stays one object.
+
+    Args:
+        model_class: A diffusers model class.
+        directory: With its config.json and weights.
+        spec: The job.
+        say: Called with a line for each kind of tensor that is kept in another precision than
+            the file's.
 
     Returns:
-        The model, and where its tensors are.
+        The model, and where its tensors are: by the name in `named_parameters` or `named_buffers`,
+        whatever other name of a shared tensor the file has.
 
     Raises:
-        UserError: Files and model do not fit together; names the tensors.
+        UserError: Files and model do not fit together, or the weights are quantised in a way that
+            is not supported; names the tensors.
     """
-    stored = stored_tensors(directory)
-    with init_empty_weights(include_buffers=False):
-        model = model_class.from_config(model_class.load_config(directory))
-    _check_names(model, stored, directory)
-    keep = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, parameter in list(model.named_parameters()):
-        kept_fp32 = any(part in name.split(".") for part in keep)
-        in_file = stored[name].dtype
-        if in_file.itemsize < compute_dtype(spec).itemsize and spec.model_type == "lora":
-            raise UserError(
-                f"{directory} holds {in_file} weights, and mixed_precision: no computes in fp32",
-                "set mixed_precision: bf16; base weights are never upcast",
-            )
-        dtype = storage_dtype(spec, in_file, keep_fp32=kept_fp32)
-        owner, _, leaf = name.rpartition(".")
-        setattr(
-            model.get_submodule(owner),
-            leaf,
-            torch.nn.Parameter(parameter.to(dtype), requires_grad=spec.model_type == "full"),
+    config = model_class.load_config(directory)
+    if quantisation := config.get("quantization_config"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+        raise UserError(
+            f"{directory} is quantised ({method or quantisation}), and no training on a quantised "
+            "base is tested here",
+            _BASE_HINT,
         )
+    files = stored_tensors(directory)
+    with _parameters_on_meta():
+        model = model_class.from_config(config)
+    tensors, aliases = _own_tensors(model)
+    stored = _fit(model, tensors, aliases, files, directory)
+    changes: Counter[str] = Counter()
+    for name, place in stored.items():
+        tensor, keep_fp32 = tensors[name], _kept_in_fp32(model, name)
+        _check_kind(tensor, place, spec, keep_fp32=keep_fp32)
+        if not isinstance(tensor, torch.nn.Parameter):
+            continue
+        dtype = storage_dtype(spec, place.dtype, keep_fp32=keep_fp32)
+        if dtype is not place.dtype:
+            changes[_change(place.dtype, dtype, spec, keep_fp32=keep_fp32)] += 1
+        trained = spec.model_type == "full" and tensor.requires_grad
+        replaced = torch.nn.Parameter(tensor.to(dtype), requires_grad=trained)
+        for alias in aliases[name]:
+            owner, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, replaced)
+    for change, count in changes.items():
+        say(f"{count} tensors of {directory.name} {change}")
     return model, stored
 
 
-def materialise(model: torch.nn.Module, device: torch.device) -> None:
-    """Give meta parameters memory on `device` (contents undefined), and move buffers there."""
+def materialise(
+    model: torch.nn.Module, device: torch.device, parameters_on: torch.device | None = None
+) -> None:
+    """Give meta parameters memory (contents undefined), and move buffers.
+
+    Args:
+        model: Sharded or not.
+        device: Where this rank computes.
+        parameters_on: Where sharded parameters lie, if not there (the CPU, for FSDP's offload).
+    """
+    shared: dict[int, tuple[torch.nn.Parameter, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), (parameter, []))[1].append(name)
+    placed: dict[int, torch.Tensor] = {}
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        sharded = isinstance(tensor, DTensor)
+        where = parameters_on if sharded and parameters_on is not None else device
+        if not tensor.is_meta:
+            return tensor.to(where)
+        if sharded:
+            return torch.empty_like(tensor, device=where)
+        if id(tensor) not in placed:  # once for a shared one; `shared` keeps the ids valid
+            placed[id(tensor)] = torch.empty_like(tensor, device=where)
+        return placed[id(tensor)]
 
     model._apply(place)  # what `to_empty` does, without emptying the buffers
+    # `_apply` keeps the identity of a `DTensor`, and makes a plain meta parameter anew wherever
+    # it occurs.
+    for _, names in shared.values():
+        for name in names[1:]:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(names[0]))
 
 
 def stream(
@@ -141,28 +158,32 @@ def stream(
     Args:
         model: Materialised, sharded or not.
         stored: What `build_on_meta` returned.
-        names: Name in the file → name in the model (adapters wrap modules and rename them).
+        names: Name in `stored` → name in the model (adapters wrap modules and rename them).
         progress: Called with the number of tensors done.
 
     Returns:
         Bytes read by this rank.
     """
     targets: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    by_file: dict[Path, list[str]] = {}
-    for name, place in stored.items():
-        by_file.setdefault(place.file, []).append(name)
-    done = read = 0
-    with torch.no_grad():
-        for file, contents in by_file.items():
-            with safe_open(file, framework="pt") as tensors:
-                for name in contents:
-                    values = _own_rows(targets[names(name)], tensors.get_slice(name))
-                    if values is not None:
-                        local_part(targets[names(name)]).copy_(values)
-                        read += values.numel() * values.element_size()
-                    done += 1
-                    progress(done)
-    return read
+    readings = [_reading(name, place, targets[names(name)]) for name, place in stored.items()]
+    return read_all(readings, progress)
+
+
+def check_precision(model: torch.nn.Module, spec: JobSpec) -> None:
+    """Prove that what is trained is fp32 and that no frozen weight is wider than it needs to be.
+
+    Raises:
+        RuntimeError: A tensor is in another precision; names it. This ends the job: it would
+            otherwise train badly, or hold its base at twice the memory.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            if parameter.dtype is not torch.float32:
+                raise RuntimeError(f"{name} is trained in {parameter.dtype}, not in float32")
+            continue
+        allowed = storage_dtype(spec, parameter.dtype, keep_fp32=_kept_in_fp32(model, name))
+        if parameter.dtype is not allowed:
+            raise RuntimeError(f"{name} is frozen and kept in {parameter.dtype}, not in {allowed}")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,23 +199,156 @@ def rows_of(tensor: DTensor) -> slice:
     return slice(offset[0], offset[0] + shape[0])
 
 
-def _own_rows(target: torch.Tensor, view: Any) -> torch.Tensor | None:
-    if not isinstance(target, DTensor):
-        return view[...]
-    rows = rows_of(target)
-    return view[rows] if rows.stop > rows.start else None
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within, every parameter that a module registers is on the meta device; buffers are real.
+
+    `accelerate.init_empty_weights` does that too, but makes a new parameter at each registration,
+    so that a parameter which two modules share would become two.
+    """
+    made = WeakIdKeyDictionary()
+
+    def on_meta(
+        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
+    ) -> torch.nn.Parameter:
+        if parameter.is_meta:
+            return parameter
+        if parameter not in made:
+            made[parameter] = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        return made[parameter]
+
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
-def _check_names(model: torch.nn.Module, stored: dict[str, StoredTensor], directory: Path) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+def _own_tensors(
+    model: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+    """Parameters and persistent buffers, each once, by their first name; and all names of each."""
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        known = first.setdefault(id(tensor), name)
+        tensors.setdefault(known, tensor)
+        aliases.setdefault(known, []).append(name)
+    return tensors, aliases
+
+
+def _fit(
+    model: torch.nn.Module,
+    tensors: dict[str, torch.Tensor],
+    aliases: dict[str, list[str]],
+    files: dict[str, StoredTensor],
+    directory: Path,
+) -> dict[str, StoredTensor]:
+    """Where each tensor of the model is.
+
+    Raises:
+        UserError: Tensors are missing, left over or of another shape; names them.
+    """
+    every = {alias for group in aliases.values() for alias in group}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    extra = [
+        name
+        for name in sorted(files.keys() - every)
+        if not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    if scales := [name for name in extra if _QUANTISED.search(name)]:
+        raise UserError(
+            f"{directory} is quantised: it holds {scales[0]}, and weights that need scales are "
+            "not supported",
+            _BASE_HINT,
+        )
     problems = []
-    if missing := sorted(wanted.keys() - stored.keys()):
+    present = {name: [a for a in group if a in files] for name, group in aliases.items()}
+    if missing := sorted(name for name, group in present.items() if not group):
         problems.append(f"{len(missing)} tensors are missing ({', '.join(missing[:3])} …)")
-    if extra := sorted(stored.keys() - wanted.keys()):
+    if extra:
         problems.append(f"{len(extra)} are not in the model ({', '.join(extra[:3])} …)")
-    wrong = [name for name in wanted.keys() & stored.keys() if wanted[name] != stored[name].shape]
-    if wrong:
-        name = min(wrong)
-        problems.append(f"{name} has shape {stored[name].shape}, the config says {wanted[name]}")
+    for name, group in sorted(present.items()):
+        wanted = tuple(tensors[name].shape)
+        if wrong := [alias for alias in group if files[alias].shape != wanted]:
+            shape = files[wrong[0]].shape
+            problems.append(f"{wrong[0]} has shape {shape}, the config says {wanted}")
+            break
     if problems:
         raise UserError(f"{directory} does not fit its config.json: {'; '.join(problems)}")
+    return {name: files[group[0]] for name, group in present.items()}
+
+
+def _check_kind(
+    tensor: torch.Tensor, place: StoredTensor, spec: JobSpec, *, keep_fp32: bool
+) -> None:
+    """Refuse what cannot be kept as stored.
+
+    Raises:
+        UserError: Integers where the model has real numbers or the other way round, or a frozen
+            base that would have to be cast up.
+    """
+    what = str(place.dtype).removeprefix("torch.")
+    if place.dtype.is_floating_point != tensor.is_floating_point() or (
+        isinstance(tensor, torch.nn.Parameter) and not place.dtype.is_floating_point
+    ):
+        raise UserError(
+            f"{place.file}: {place.name} is stored as {what}, and no training on a quantised base "
+            "is tested here",
+            _BASE_HINT,
+        )
+    wanted = compute_dtype(spec)
+    if (
+        spec.model_type == "lora"
+        and isinstance(tensor, torch.nn.Parameter)
+        and not keep_fp32
+        and wanted is torch.float32
+        and place.dtype.itemsize < wanted.itemsize
+    ):
+        raise UserError(
+            f"{place.file.parent} holds {what} weights, and mixed_precision: no computes in fp32",
+            "set mixed_precision: bf16; base weights are never upcast",
+        )
+
+
+def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
+    """Whether the model lists a tensor's module as one that needs fp32; diffusers' own rule."""
+    listed = getattr(model, "_keep_in_fp32_modules", None) or ()
+    parts = name.split(".")
+    return any(part in parts for part in ([listed] if isinstance(listed, str) else listed))
+
+
+def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_fp32: bool) -> str:
+    """What becomes of a tensor that is not kept as it is in the file, and why."""
+    if spec.model_type == "full":
+        reason = "full training keeps fp32 masters"
+    elif keep_fp32:
+        reason = "the model asks for fp32 there"
+    elif in_file.itemsize == 1:
+        reason = "nothing computes in fp8 here: they take twice what they take on disk"
+    else:
+        reason = "the compute precision"
+    stored, kept = (str(dtype).removeprefix("torch.") for dtype in (in_file, kept_in))
+    return f"are {stored} in the file and kept in {kept} ({reason})"
+
+
+def _reading(name: str, place: StoredTensor, target: torch.Tensor) -> Reading:
+    """What this rank reads of one tensor.
+
+    Raises:
+        RuntimeError: The tensor is sharded in a way that is not by rows.
+    """
+    if not isinstance(target, DTensor):
+        return Reading(place, 0, target)
+    by_rows = all(
+        type(placement) is Replicate or (type(placement) is Shard and placement.dim == 0)
+        for placement in target.placements
+    )
+    here, rows = local_part(target), rows_of(target)
+    if not by_rows or here.shape != (rows.stop - rows.start, *place.shape[1:]):
+        raise RuntimeError(
+            f"{name} is sharded as {target.placements}, of which {tuple(here.shape)} is here: "
+            "only rows can be streamed"
+        )
+    return Reading(place, rows.start * place.row_elements, here)

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from jobs.conflicts import chosen_strategy, world_size
+from engine.mesh import build_mesh
 from jobs.errors import UserError
+from jobs.strategy import SHARDING, STRATEGY_VARIABLE, chosen_strategy, world_size
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from jobs.spec import JobSpec
 
 
@@ -27,8 +30,11 @@ class World:
         rank: 0 … size - 1.
         size: World size.
         device: Where this rank computes.
-        strategy: single, ddp or fsdp2.
+        strategy: single, ddp, fsdp2 or hsdp.
         token: A random text, the same on all ranks, new for each attempt.
+        reason: Why this strategy.
+        mesh: The ranks as a grid, for strategies that shard; see `engine.mesh`.
+        context_size: Ranks that share each sample.
     """
 
     rank: int
@@ -36,11 +42,29 @@ class World:
     device: torch.device
     strategy: str
     token: str
+    reason: str = ""
+    mesh: DeviceMesh | None = None
+    context_size: int = 1
 
     @property
     def main(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.rank == 0
+
+    @property
+    def shards(self) -> bool:
+        """Whether the model is sharded."""
+        return self.strategy in SHARDING
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the global batch this rank trains on; shared by a context group."""
+        return self.rank // self.context_size
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts the global batch is divided."""
+        return self.size // self.context_size
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of a tensor over all ranks. A collective.
@@ -66,16 +90,6 @@ class World:
         """Wait for all ranks. A collective."""
         if self.size > 1:
             dist.barrier()
-
-    def memory(self) -> dict[str, int | None]:
-        """Bytes that torch holds on this rank's GPU; empty on CPU."""
-        if self.device.type != "cuda":
-            return {}
-        return {
-            "allocated": torch.cuda.memory_allocated(self.device),
-            "reserved": torch.cuda.memory_reserved(self.device),
-            "peak": torch.cuda.max_memory_allocated(self.device),
-        }
 
     def device_uuid(self) -> str | None:
         """The GPU's UUID as NVML spells it."""
@@ -104,17 +118,27 @@ def start_world(spec: JobSpec) -> World:
             f"{state.num_processes}",
             "launch with the same --num_processes",
         )
-    strategy, _ = chosen_strategy(spec)
-    token = [uuid.uuid4().hex[:12]]
+    device = torch.device(state.device)
+    common = [uuid.uuid4().hex[:12], *_strategy(spec)]
     if state.num_processes > 1:
-        dist.broadcast_object_list(token, src=0)
+        dist.broadcast_object_list(common, src=0)
+    token, strategy, reason = common
     return World(
         rank=state.process_index,
         size=state.num_processes,
-        device=torch.device(state.device),
+        device=device,
         strategy=strategy,
-        token=token[0],
+        token=token,
+        reason=reason,
+        mesh=build_mesh(spec, strategy, state.num_processes, device.type),
+        context_size=spec.context_parallel_size,
     )
+
+
+def _strategy(spec: JobSpec) -> tuple[str, str]:
+    """What the launcher chose; ranks started by hand choose for themselves."""
+    strategy, _, reason = os.environ.get(STRATEGY_VARIABLE, "").partition(": ")
+    return (strategy, reason) if reason else chosen_strategy(spec)
 
 
 def leave_world() -> None:

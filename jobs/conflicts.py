@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from jobs.families import FAMILIES
+from jobs.strategy import (
+    SHARDING,
+    checkpoints_activations,
+    chosen_strategy,
+    shards,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.spec import JobSpec
+
+_GPU_KERNELS: Final = ("flash", "cudnn")
 
 
 @dataclass(frozen=True)
@@ -19,37 +30,18 @@ class Conflict:
     message: str
 
 
-def world_size(spec: JobSpec) -> int:
-    """The number of ranks the job asks for."""
-    if spec.num_processes is not None:
-        return spec.num_processes
-    if isinstance(spec.gpus, int):
-        return spec.gpus
-    return len(spec.gpus) if spec.gpus else 1
-
-
-def chosen_strategy(spec: JobSpec) -> tuple[str, str]:
-    """The strategy that will run, and why.
-
-    Returns:
-        `(strategy, reason)`, the strategy one of single, ddp, fsdp2.
-    """
-    if spec.strategy != "auto":
-        return spec.strategy, "as asked"
-    if spec.fsdp_enable:
-        return "fsdp2", "fsdp_enable is on"
-    ranks = world_size(spec)
-    if ranks <= 1:
-        return "single", "there is one rank"
-    if spec.fsdp_enable is False:
-        return "ddp", f"fsdp_enable is off and there are {ranks} ranks"
-    return "fsdp2", f"there are {ranks} ranks, so that each holds 1/{ranks} of the weights"
-
-
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
     """Every conflict in the job, in the order of the table below."""
     found = (rule(spec) for rule in _RULES)
     return [conflict for conflict in found if conflict is not None]
+
+
+def find_warnings(spec: JobSpec) -> list[str]:
+    """What runs, but not as the person may think; a sentence each."""
+    warnings = []
+    if spec.fsdp_version == 1:
+        warnings.append("fsdp_version: FSDP v1 is deprecated; the job runs with FSDP v2")
+    return warnings
 
 
 def _no_model(spec: JobSpec) -> Conflict | None:
@@ -80,16 +72,30 @@ def _gpu_count(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def _deepspeed(spec: JobSpec) -> Conflict | None:
+    if spec.deepspeed_config is None:
+        return None
+    if shards(spec):
+        return Conflict(
+            "deepspeed_config",
+            "FSDP and DeepSpeed cannot be enabled simultaneously. Leave out deepspeed_config",
+        )
+    return Conflict(
+        "deepspeed_config",
+        "DeepSpeed is not run here; leave out deepspeed_config and use strategy: fsdp2",
+    )
+
+
 def _strategy(spec: JobSpec) -> Conflict | None:
     strategy, _ = chosen_strategy(spec)
     ranks = world_size(spec)
-    if spec.fsdp_enable and spec.strategy not in ("auto", "fsdp2"):
+    if spec.fsdp_enable and spec.strategy not in ("auto", *SHARDING):
         return Conflict("strategy", f"fsdp_enable: true and strategy: {spec.strategy} contradict")
-    if spec.fsdp_enable is False and spec.strategy == "fsdp2":
-        return Conflict("strategy", "fsdp_enable: false and strategy: fsdp2 contradict")
+    if spec.fsdp_enable is False and spec.strategy in SHARDING:
+        return Conflict("strategy", f"fsdp_enable: false and strategy: {spec.strategy} contradict")
     if strategy == "single" and ranks > 1:
         return Conflict("strategy", f"strategy: single runs one rank, not {ranks}")
-    if strategy in ("fsdp2", "ddp") and ranks < 2:
+    if strategy != "single" and ranks < 2:
         return Conflict(
             "strategy",
             f"{strategy} needs two or more ranks; raise num_processes, or use strategy: single",
@@ -97,9 +103,89 @@ def _strategy(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _fsdp_version(spec: JobSpec) -> Conflict | None:
-    if spec.fsdp_version == 1:
-        return Conflict("fsdp_version", "FSDP v1 is deprecated and not run; use fsdp_version: 2")
+def _hsdp(spec: JobSpec) -> Conflict | None:
+    replicas, key = spec.dp_replicate_size, "dp_replicate_size"
+    if spec.strategy != "hsdp":
+        if replicas in (None, 1):
+            return None
+        return Conflict(key, f"{key} needs strategy: hsdp")
+    ranks = world_size(spec)
+    if ranks < 2:
+        return None  # said already
+    if replicas is None:
+        return Conflict(
+            key, f"strategy: hsdp needs {key}, the number of replicas, such as one per machine"
+        )
+    if replicas == 1:
+        return Conflict(key, f"{key}: 1 has no replicas; use strategy: fsdp2")
+    if ranks % (replicas * spec.context_parallel_size):
+        times = f" x context_parallel_size {spec.context_parallel_size}"
+        product = f"{key} {replicas}{times if spec.context_parallel_size > 1 else ''}"
+        return Conflict(key, f"{product} does not divide the {ranks} ranks")
+    if ranks == replicas:
+        return Conflict(key, f"{key} {replicas} leaves nothing to shard; use strategy: ddp")
+    return None
+
+
+def _context_parallel(spec: JobSpec) -> Conflict | None:
+    size, key = spec.context_parallel_size, "context_parallel_size"
+    if size == 1:
+        return None
+    if not shards(spec) or spec.fsdp_version == 1:
+        return Conflict(
+            key, "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"
+        )
+    if world_size(spec) % size:
+        return Conflict(key, f"{key} {size} does not divide the {world_size(spec)} ranks")
+    if spec.device == "cpu":
+        return Conflict(
+            key, "context parallelism runs on CUDA GPUs only; set context_parallel_size: 1"
+        )
+    family = FAMILIES.get(spec.model_family)
+    if family is not None and not family.context_parallel:
+        able = ", ".join(f.name for f in FAMILIES.values() if f.context_parallel)
+        return Conflict(
+            key, f"{family.title} has no context-parallel plan in diffusers; those with one: {able}"
+        )
+    if spec.torch_compile:
+        return Conflict("torch_compile", "torch_compile with context parallelism is not tested")
+    if spec.attention_backend != "auto":
+        return Conflict(
+            "attention_backend", "context parallelism chooses its own attention_backend; use auto"
+        )
+    if spec.context_parallel_comm_strategy == "allgather" and spec.mixed_precision == "no":
+        return Conflict(
+            "context_parallel_comm_strategy",
+            "allgather needs flash attention, which has no fp32; set mixed_precision: bf16, or "
+            "context_parallel_comm_strategy: alltoall",
+        )
+    if spec.max_sequence_length % size:
+        return Conflict(
+            "max_sequence_length",
+            f"{key} {size} does not divide max_sequence_length {spec.max_sequence_length}",
+        )
+    return None
+
+
+def _reshard(spec: JobSpec) -> Conflict | None:
+    number, key = spec.fsdp_reshard_after_forward, "fsdp_reshard_after_forward"
+    if isinstance(number, bool) or not shards(spec):
+        return None
+    ranks = world_size(spec) // (spec.dp_replicate_size or 1)
+    if not 1 < number < ranks or ranks % number:
+        return Conflict(
+            key,
+            f"{key}: {number} must be true, false, or a divisor of the {ranks} ranks that shard, "
+            "between 1 and all of them",
+        )
+    if spec.fsdp_cpu_offload:
+        return Conflict(key, f"{key}: {number} keeps weights on the GPU, fsdp_cpu_offload does not")
+    return None
+
+
+def _offload(spec: JobSpec) -> Conflict | None:
+    if spec.fsdp_cpu_offload and not shards(spec):
+        return Conflict("fsdp_cpu_offload", "fsdp_cpu_offload needs strategy: fsdp2 or hsdp")
     return None
 
 
@@ -125,11 +211,51 @@ def _wrap(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _fp16(spec: JobSpec) -> Conflict | None:
-    if spec.mixed_precision == "fp16":
+def _activation_checkpointing(spec: JobSpec) -> Conflict | None:
+    if spec.fsdp_activation_checkpointing and not shards(spec):
         return Conflict(
-            "mixed_precision", "fp16 needs a loss scaler, which is not here yet; use bf16 or no"
+            "fsdp_activation_checkpointing",
+            "fsdp_activation_checkpointing needs FSDP; without it, use gradient_checkpointing",
         )
+    if spec.gradient_checkpointing_policy != "full" and not checkpoints_activations(spec):
+        return Conflict(
+            "gradient_checkpointing_policy",
+            "gradient_checkpointing_policy needs gradient_checkpointing: true",
+        )
+    return None
+
+
+def _attention(spec: JobSpec) -> Conflict | None:
+    backend = spec.attention_backend
+    if spec.device == "cpu" and backend in _GPU_KERNELS:
+        return Conflict(
+            "attention_backend", f"attention_backend: {backend} needs a GPU; use auto or math"
+        )
+    if backend == "flash" and spec.mixed_precision == "no":
+        return Conflict(
+            "attention_backend", "attention_backend: flash has no fp32; set mixed_precision: bf16"
+        )
+    return None
+
+
+def _ema(spec: JobSpec) -> Conflict | None:
+    if spec.use_ema and spec.ema_device == "cpu" and shards(spec):
+        return Conflict(
+            "ema_device",
+            "ema_device: cpu cannot be used with FSDP; leave it out, the average is sharded",
+        )
+    return None
+
+
+def _objective(spec: JobSpec) -> Conflict | None:
+    family = FAMILIES.get(spec.model_family)
+    if spec.snr_gamma is not None and family is not None and family.objective == "flow":
+        return Conflict(
+            "snr_gamma",
+            f"snr_gamma weights epsilon and v-prediction; {family.title} is a flow-matching model",
+        )
+    if spec.flow_shift is not None and spec.timestep_sampling != "shift":
+        return Conflict("flow_shift", "flow_shift needs timestep_sampling: shift")
     return None
 
 
@@ -166,11 +292,18 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _no_model,
     _no_dataset,
     _gpu_count,
+    _deepspeed,
     _strategy,
-    _fsdp_version,
+    _hsdp,
+    _context_parallel,
+    _reshard,
+    _offload,
     _state_dict,
     _wrap,
-    _fp16,
+    _activation_checkpointing,
+    _attention,
+    _ema,
+    _objective,
     _text_encoders,
     _warmup,
 )

@@ -6,13 +6,15 @@ The engine's side of a family (how it is encoded, packed and called) is `engine/
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jobs.errors import SpecError
 from jobs.spellings import did_you_mean
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
+
+Objective = Literal["flow", "epsilon", "v_prediction"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Family:
         transformer: Class of the denoiser.
         blocks: Its repeated block classes, wrapped by default.
         flavours: Flavour → hub id; the first is the default.
+        objective: What it learns to predict: flow, epsilon or v_prediction.
+        context_parallel: Whether diffusers has a context-parallel plan for its transformer.
     """
 
     name: str
@@ -34,6 +38,8 @@ class Family:
     transformer: str
     blocks: tuple[str, ...]
     flavours: dict[str, str] = field(default_factory=dict)
+    objective: Objective = "flow"
+    context_parallel: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -48,6 +54,7 @@ FAMILIES: dict[str, Family] = {
             "schnell": "black-forest-labs/FLUX.1-schnell",
             "krea": "black-forest-labs/FLUX.1-Krea-dev",
         },
+        context_parallel=True,
     ),
 }
 

@@ -1,8 +1,11 @@
-"""Where a model is on this machine."""
+"""Where a model is on this machine, and how large it is."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import struct
 from pathlib import Path
 from typing import Final
 
@@ -10,6 +13,8 @@ from jobs.errors import SpecError
 from jobs.paths import exists, expand
 
 _HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+_LONGEST_HEADER: Final = 100 << 20  # bytes; what safetensors itself allows
 
 
 def find_model(name_or_path: str) -> Path:
@@ -35,3 +40,30 @@ def find_model(name_or_path: str) -> Path:
                 f"check the path, or run `hf download {name_or_path}` first",
             ) from None
     raise SpecError(f"no such model directory: {name_or_path}")
+
+
+def count_parameters(component: Path) -> int | None:
+    """Elements of all tensors in a component's safetensors files; None when that cannot be told.
+
+    Reads only the files' headers: 8 bytes with the length of a JSON object, and that object.
+    """
+    indices = sorted(component.glob("*.safetensors.index.json"))
+    total = 0
+    try:
+        if indices:
+            listed = set(json.loads(indices[0].read_bytes())["weight_map"].values())
+            files = [component / name for name in sorted(listed)]
+        else:
+            files = sorted(component.glob("*.safetensors"))[:1]
+        for path in files:
+            with open(path, "rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+            total += sum(
+                math.prod(tensor["shape"])
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None
+    return total or None

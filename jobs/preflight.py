@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import devices
-from jobs.conflicts import world_size
 from jobs.errors import SpecError
 from jobs.families import FAMILIES, get_family
 from jobs.models import find_model
 from jobs.paths import cache_home, ensure_private_dir, exists
 from jobs.pictures import PICTURE_SUFFIXES, list_pictures
 from jobs.rundir import read_json
+from jobs.strategy import world_size
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
@@ -66,7 +66,21 @@ def check_model(spec: JobSpec) -> Path:
                 if pickled
                 else None,
             )
+    _check_heads(spec, root / "transformer" / "config.json")
     return root
+
+
+def _check_heads(spec: JobSpec, config: Path) -> None:
+    """Ulysses gives each rank some of the attention heads."""
+    if spec.context_parallel_size == 1 or spec.context_parallel_comm_strategy != "alltoall":
+        return
+    heads = (read_json(config) or {}).get("num_attention_heads")
+    if isinstance(heads, int) and heads % spec.context_parallel_size:
+        raise SpecError(
+            f"context_parallel_size {spec.context_parallel_size} does not divide the {heads} "
+            "attention heads of the model",
+            "choose a divisor, or context_parallel_comm_strategy: allgather",
+        )
 
 
 def check_dataset(spec: JobSpec) -> int:

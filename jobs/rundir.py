@@ -72,7 +72,8 @@ class RankStatus:
 
     `started` alone counts from the machine's boot, as `jobs.procfs` has it.
     `heartbeat` moves while the process lives; `progressed` only when its work moves on.
-    The torch sizes are None on CPU ranks, where `rss` is what there is.
+    The torch sizes are None on CPU ranks, where `rss` is what there is. `peaks` has the most
+    memory of each phase so far, allocated on a GPU, resident on CPU ranks.
     """
 
     rank: int
@@ -89,6 +90,7 @@ class RankStatus:
     reserved: int | None = None
     peak: int | None = None
     rss: int | None = None
+    peaks: dict[str, int] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

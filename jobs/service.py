@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import preflight
-from jobs.conflicts import world_size
 from jobs.dispatch import dispatch, has_work, needs_attention
 from jobs.errors import StateError, UserError
 from jobs.eventlog import EventLog
@@ -22,6 +21,7 @@ from jobs.rundir import write_atomic
 from jobs.runner import ensure_runner
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
+from jobs.strategy import world_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ from jobs.conflicts import find_conflicts
 from jobs.errors import SpecError
 from jobs.families import get_family
 from jobs.paths import exists, expand
-from jobs.spec import JobSpec, field_choices, field_names, is_switch, takes_many
+from jobs.spec import JobSpec, field_choices, field_names, is_switch, takes_many, takes_number
 from jobs.spellings import as_bool, did_you_mean, normal_key
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         name = normal_key(key)
         if not equals:
             follows = bool(rest) and not rest[0].startswith("--")
-            if follows and (not is_switch(name) or isinstance(as_bool(rest[0]), bool)):
+            if follows and (not is_switch(name) or _is_setting(name, rest[0])):
                 value = rest.pop(0)
             else:
                 value = "true"
@@ -143,6 +143,11 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     for key, value in data.items():
         values[normal_key(str(key))] = value
     return values, lines
+
+
+def _is_setting(switch: str, word: str) -> bool:
+    """Whether the word after a switch belongs to it; else it is a word of its own."""
+    return isinstance(as_bool(word), bool) or (takes_number(switch) and word.isdigit())
 
 
 def _at(lines: Mapping[str, int], key: str) -> str:

@@ -119,6 +119,16 @@ def job_spec(job_values: dict[str, Any]) -> JobSpec:
     return load_spec(None, job_values)
 
 
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `model` (toy FLUX.1) and `data` (24 captioned pictures)."""
+    from engine.toy import write_toy
+
+    root = tmp_path_factory.mktemp("toy")
+    write_toy(root, "flux", pictures=24, size=64)
+    return root
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_outlives_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fails the session when a job of a test is still running at its end (and ends it)."""

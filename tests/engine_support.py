@@ -1,27 +1,18 @@
-"""What the engine's tests share: a toy model and pictures, written once, and jobs to train it."""
+"""What the engine's tests share: jobs on the toy model, and what they trained."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
-
-import pytest
 
 from jobs.specfile import load_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from jobs.spec import JobSpec
-
-
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `model` (toy FLUX.1) and `data` (24 captioned pictures)."""
-    from engine.toy import write_toy
-
-    root = tmp_path_factory.mktemp("toy")
-    write_toy(root, "flux", pictures=24, size=64)
-    return root
 
 
 def toy_values(toy: Path, **changes: Any) -> dict[str, Any]:
@@ -44,3 +35,13 @@ def toy_values(toy: Path, **changes: Any) -> dict[str, Any]:
 
 def toy_spec(toy: Path, **changes: Any) -> JobSpec:
     return load_spec(None, toy_values(toy, **changes))
+
+
+def trained_digest(model: torch.nn.Module) -> str:
+    """A hash of the trained tensors of an unsharded model."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            digest.update(name.encode())
+            digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -284,7 +284,7 @@ def test_a_dry_run_shows_the_whole_job_and_queues_nothing(shell: Shell) -> None:
         ({"num_processes": 1, "strategy": "fsdp2"}, "fsdp2 needs two or more ranks"),
         ({"max_train_steps": 10**30}, "max_train_steps"),
         ({"priority": 10**30}, "priority"),
-        ({"mixed_precision": "fp16"}, "use bf16 or no"),
+        ({"snr_gamma": 5}, "is a flow-matching model"),
         ({"seed": "2024-02-30"}, "seed"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",

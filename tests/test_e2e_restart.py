@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from engine_support import toy
 from test_e2e_training import Bench, Run
 
 from engine.checkpoint import find_damage
@@ -23,8 +22,6 @@ from jobs.rundir import RunDir
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-__all__ = ["toy"]
 
 pytestmark = pytest.mark.e2e
 SETTINGS = {"max_train_steps": 10, "checkpointing_steps": 4}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import yaml
-from engine_support import toy, toy_values
+from engine_support import toy_values
 
 from jobs.eventlog import EventLog
 from jobs.processes import with_run_id
@@ -24,8 +24,6 @@ from jobs.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-__all__ = ["toy"]
 
 pytestmark = pytest.mark.e2e
 PATIENCE = 120.0  # seconds; a slow machine under load, not an expectation

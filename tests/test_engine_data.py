@@ -1,4 +1,4 @@
-"""Index, buckets, plan, cache and draws: the pure parts of the data path."""
+"""Index, buckets, plan and cache: the pure parts of the data path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from engine.data.buckets import bucket_sizes, nearest_bucket
 from engine.data.cache import TensorCache, fingerprint
 from engine.data.index import DataIndex, build_index, open_picture
 from engine.data.plan import BatchPlan, positions_of_rank
-from engine.flow import draw
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,31 +77,6 @@ def test_epochs_differ_in_order_and_seeds_too() -> None:
     assert first != second
     assert first != other
     assert first == [BatchPlan(("a",) * 12, 4, seed=1).samples(step) for step in range(3)]
-
-
-def test_draws_do_not_depend_on_who_draws() -> None:
-    latents = torch.randn(4, 2, 3, 3)
-    options = {"seed": 5, "step": 7, "sampling": "logit_normal", "shift": 1.0}
-    whole = draw(latents, range(4), **options)
-    halves = [draw(latents[i : i + 2], range(i, i + 2), **options) for i in (0, 2)]
-    assert torch.equal(whole.noisy, torch.cat([half.noisy for half in halves]))
-    assert torch.equal(whole.sigma, torch.cat([half.sigma for half in halves]))
-    later = draw(latents, range(4), **(options | {"step": 8}))
-    assert not torch.equal(whole.sigma, later.sigma)
-
-
-def test_flow_targets_lie_on_the_line_from_data_to_noise() -> None:
-    latents = torch.randn(3, 2, 4, 4)
-    targets = draw(latents, range(3), seed=0, step=0, sampling="uniform", shift=1.0)
-    sigma = targets.sigma.view(-1, 1, 1, 1)
-    assert torch.allclose(targets.noisy - sigma * targets.velocity, latents, atol=1e-6)
-
-
-def test_shift_moves_sigma_towards_noise() -> None:
-    latents = torch.zeros(64, 1, 1, 1)
-    plain = draw(latents, range(64), seed=0, step=0, sampling="logit_normal", shift=3.0)
-    moved = draw(latents, range(64), seed=0, step=0, sampling="shift", shift=3.0)
-    assert torch.all(moved.sigma > plain.sigma)
 
 
 def test_a_damaged_cache_file_is_removed_and_a_whole_one_kept(tmp_path: Path) -> None:

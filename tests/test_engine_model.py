@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from engine_support import toy, toy_spec
+from engine_support import toy_spec, trained_digest
 from safetensors.torch import load_file, save_file
 
 from engine import adapters, checkpoint, weights
+from engine.draws import keyed_generator
 from engine.export import export
 from engine.families import flux
-from engine.flow import keyed_generator
 from engine.optim import build_optimizer, build_scheduler
 from engine.precision import storage_dtype
+from engine.training import Training
 from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec import JobSpec
-
-__all__ = ["toy"]
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
 
@@ -185,14 +184,14 @@ def test_base_weights_are_cast_down_or_kept_and_never_up(toy: Path) -> None:
         assert parameter.dtype is (single if parameter.requires_grad else half), name
 
 
-def _training(toy: Path, spec: JobSpec) -> checkpoint.Training:
+def _training(toy: Path, spec: JobSpec) -> Training:
     model = build(toy, spec)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(spec, trained, ALONE.device)
-    return checkpoint.Training(model, optimizer, build_scheduler(spec, optimizer))
+    return Training(model, optimizer, build_scheduler(spec, optimizer))
 
 
-def _advance(training: checkpoint.Training, toy: Path) -> None:
+def _advance(training: Training, toy: Path) -> None:
     loss = flux.predict(training.model, **inputs(toy)).square().mean()
     loss.backward()
     training.optimizer.step()
@@ -218,7 +217,7 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(
     assert resumed.step == 2
     _advance(resumed, toy)
     assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
-    assert checkpoint.trained_digest(resumed.model) == checkpoint.trained_digest(straight.model)
+    assert trained_digest(resumed.model) == trained_digest(straight.model)
 
 
 def test_saving_before_the_first_step_changes_nothing(toy: Path, tmp_path: Path) -> None:
@@ -229,7 +228,7 @@ def test_saving_before_the_first_step_changes_nothing(toy: Path, tmp_path: Path)
     digests = set()
     for training in (untouched, saved, resumed):
         _advance(training, toy)
-        digests.add(checkpoint.trained_digest(training.model))
+        digests.add(trained_digest(training.model))
     assert len(digests) == 1
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from jobs.conflicts import chosen_strategy, find_conflicts, world_size
+from jobs.conflicts import find_conflicts, find_warnings
 from jobs.spec import JobSpec
+from jobs.strategy import Room, chosen_strategy, data_parallel_size, world_size
 
 
 def read(**values: Any) -> JobSpec:
@@ -32,6 +33,24 @@ def read(**values: Any) -> JobSpec:
         {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
         {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 5},
         {"lr_scheduler": "cosine", "lr_warmup_steps": 10, "max_train_steps": 10},
+        {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2},
+        {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2, "fsdp_enable": True},
+        {"num_processes": 4, "strategy": "fsdp2", "context_parallel_size": 4},
+        {"num_processes": 4, "context_parallel_size": 2},
+        {
+            "num_processes": 2,
+            "context_parallel_size": 2,
+            "mixed_precision": "no",
+            "context_parallel_comm_strategy": "alltoall",
+        },
+        {"num_processes": 4, "fsdp_reshard_after_forward": 2},
+        {"num_processes": 2, "fsdp_cpu_offload": True, "fsdp_activation_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
+        {"use_ema": True, "ema_device": "cpu"},
+        {"num_processes": 2, "use_ema": True},
+        {"timestep_sampling": "shift", "flow_shift": 3.0},
+        {"mixed_precision": "fp16"},
+        {"attention_backend": "flash"},
     ],
 )
 def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
@@ -56,11 +75,70 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"strategy": "fsdp2"}, "strategy", "two or more ranks"),
         ({"strategy": "ddp", "gpus": [3]}, "strategy", "two or more ranks"),
         ({"fsdp_enable": True}, "strategy", "two or more ranks"),
-        ({"fsdp_version": 1}, "fsdp_version", "use fsdp_version: 2"),
+        ({"num_processes": 2, "strategy": "fsdp2", "deepspeed_config": "ds.json"},
+         "deepspeed_config", "FSDP and DeepSpeed cannot be enabled simultaneously."),
+        ({"num_processes": 2, "fsdp_enable": True, "deepspeed_config": "ds.json"},
+         "deepspeed_config", "FSDP and DeepSpeed cannot be enabled simultaneously."),
+        ({"deepspeed_config": "ds.json"}, "deepspeed_config", "DeepSpeed is not run here"),
+        ({"num_processes": 4, "strategy": "hsdp"}, "dp_replicate_size", "number of replicas"),
+        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 1},
+         "dp_replicate_size", "use strategy: fsdp2"),
+        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 3},
+         "dp_replicate_size", "3 does not divide the 4 ranks"),
+        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 4},
+         "dp_replicate_size", "use strategy: ddp"),
+        ({"num_processes": 4, "strategy": "fsdp2", "dp_replicate_size": 2},
+         "dp_replicate_size", "needs strategy: hsdp"),
+        ({"strategy": "hsdp", "dp_replicate_size": 2}, "strategy", "hsdp needs two or more ranks"),
+        ({"num_processes": 8, "strategy": "hsdp", "dp_replicate_size": 2,
+          "context_parallel_size": 8},
+         "dp_replicate_size", "2 x context_parallel_size 8 does not divide the 8 ranks"),
+        ({"num_processes": 2, "strategy": "ddp", "context_parallel_size": 2},
+         "context_parallel_size", "Context parallelism requires FSDP2."),
+        ({"context_parallel_size": 2}, "context_parallel_size",
+         "Context parallelism requires FSDP2."),
+        ({"num_processes": 2, "fsdp_enable": False, "context_parallel_size": 2},
+         "context_parallel_size", "Context parallelism requires FSDP2."),
+        ({"num_processes": 2, "strategy": "fsdp2", "fsdp_version": 1, "context_parallel_size": 2},
+         "context_parallel_size", "Context parallelism requires FSDP2."),
+        ({"num_processes": 3, "strategy": "fsdp2", "context_parallel_size": 2},
+         "context_parallel_size", "2 does not divide the 3 ranks"),
+        ({"num_processes": 2, "device": "cpu", "context_parallel_size": 2},
+         "context_parallel_size", "CUDA GPUs only"),
+        ({"num_processes": 2, "context_parallel_size": 2, "torch_compile": True},
+         "torch_compile", "not tested"),
+        ({"num_processes": 2, "context_parallel_size": 2, "attention_backend": "math"},
+         "attention_backend", "chooses its own"),
+        ({"num_processes": 2, "context_parallel_size": 2, "mixed_precision": "no"},
+         "context_parallel_comm_strategy", "flash attention, which has no fp32"),
+        ({"num_processes": 3, "context_parallel_size": 3},
+         "max_sequence_length", "3 does not divide max_sequence_length 512"),
+        ({"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 3},
+         "fsdp_reshard_after_forward", "divisor of the 4 ranks"),
+        ({"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 4},
+         "fsdp_reshard_after_forward", "divisor of the 4 ranks"),
+        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2,
+          "fsdp_reshard_after_forward": 2},
+         "fsdp_reshard_after_forward", "divisor of the 2 ranks"),
+        ({"num_processes": 4, "fsdp_reshard_after_forward": 2, "fsdp_cpu_offload": True},
+         "fsdp_reshard_after_forward", "fsdp_cpu_offload does not"),
+        ({"num_processes": 2, "strategy": "ddp", "fsdp_cpu_offload": True},
+         "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
+        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
+        ({"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing",
+         "use gradient_checkpointing"),
+        ({"gradient_checkpointing_policy": "selective"}, "gradient_checkpointing_policy",
+         "needs gradient_checkpointing"),
+        ({"device": "cpu", "attention_backend": "flash"}, "attention_backend", "needs a GPU"),
+        ({"attention_backend": "flash", "mixed_precision": "no"}, "attention_backend",
+         "flash has no fp32"),
+        ({"num_processes": 2, "use_ema": True, "ema_device": "cpu"}, "ema_device",
+         "cannot be used with FSDP"),
+        ({"snr_gamma": 5.0}, "snr_gamma", "FLUX.1 is a flow-matching model"),
+        ({"flow_shift": 3.0}, "flow_shift", "needs timestep_sampling: shift"),
         ({"fsdp_state_dict_type": "full"}, "fsdp_state_dict_type", "use SHARDED_STATE_DICT"),
         ({"fsdp_transformer_layer_cls_to_wrap": ["A"], "fsdp_auto_wrap_policy": "NO_WRAP"},
          "fsdp_transformer_layer_cls_to_wrap", "needs fsdp_auto_wrap_policy"),
-        ({"mixed_precision": "fp16"}, "mixed_precision", "use bf16 or no"),
         ({"cache_text_embeddings": False}, "cache_text_embeddings", "always encoded once"),
         ({"unload_text_encoder": False}, "unload_text_encoder", "always freed"),
         ({"lr_warmup_steps": 5}, "lr_warmup_steps", "use constant_with_warmup"),
@@ -76,8 +154,18 @@ def test_what_cannot_run_is_one_conflict(values: dict[str, Any], key: str, said:
 
 
 def test_several_conflicts_are_all_found() -> None:
-    spec = read(dataset="", mixed_precision="fp16", fsdp_version=1)
-    assert [c.key for c in find_conflicts(spec)] == ["dataset", "fsdp_version", "mixed_precision"]
+    spec = read(dataset="", fsdp_state_dict_type="full", lr_warmup_steps=3)
+    assert [c.key for c in find_conflicts(spec)] == [
+        "dataset", "fsdp_state_dict_type", "lr_warmup_steps",
+    ]  # fmt: skip
+
+
+def test_an_old_fsdp_version_runs_as_the_new_one_and_is_warned_about() -> None:
+    old = read(num_processes=2, fsdp_version=1)
+    assert find_conflicts(old) == []
+    (warning,) = find_warnings(old)
+    assert "FSDP v1 is deprecated" in warning
+    assert find_warnings(read(num_processes=2)) == []
 
 
 @pytest.mark.parametrize(
@@ -103,9 +191,41 @@ def test_the_number_of_ranks(values: dict[str, Any], ranks: int) -> None:
         ({"num_processes": 2, "fsdp_enable": False}, "ddp", "fsdp_enable is off"),
         ({"num_processes": 1, "fsdp_enable": False}, "single", "one rank"),
         ({"gpus": 2, "strategy": "ddp"}, "ddp", "as asked"),
+        ({"num_processes": 4, "strategy": "hsdp"}, "hsdp", "as asked"),
+        ({"num_processes": 4, "context_parallel_size": 2}, "fsdp2", "context parallelism"),
     ],
 )
 def test_the_strategy_and_why(values: dict[str, Any], strategy: str, why: str) -> None:
     chosen, reason = chosen_strategy(read(**values))
     assert chosen == strategy
     assert why in reason
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("values", "room", "strategy", "why"),
+    [
+        # FLUX.1's 12 B parameters in bf16 are 22 GiB.
+        ({}, Room(12_000_000_000, 80 * GIB), "ddp", "frozen weights: about 22.4 of 80.0 GiB"),
+        ({}, Room(12_000_000_000, 24 * GIB), "fsdp2", "would fill a GPU"),
+        ({"mixed_precision": "no"}, Room(12_000_000_000, 72 * GIB), "fsdp2", "44.7 of 72.0 GiB"),
+        ({"model_type": "full"}, Room(12_000_000_000, 80 * GIB), "fsdp2", "201.2 of 80.0 GiB"),
+        ({"model_type": "full"}, Room(2_000_000_000, 80 * GIB), "ddp", "fits on every GPU"),
+        ({"fsdp_enable": True}, Room(1, 80 * GIB), "fsdp2", "fsdp_enable is on"),
+        ({"strategy": "fsdp2"}, Room(1, 80 * GIB), "fsdp2", "as asked"),
+        ({"context_parallel_size": 2}, Room(1, 80 * GIB), "fsdp2", "context parallelism"),
+    ],
+)
+def test_auto_copies_the_model_where_it_fits_and_shards_it_where_not(
+    values: dict[str, Any], room: Room, strategy: str, why: str
+) -> None:
+    chosen, reason = chosen_strategy(read(**{"num_processes": 2} | values), room)
+    assert chosen == strategy
+    assert why in reason
+
+
+def test_context_parallel_ranks_train_on_the_same_sample() -> None:
+    assert data_parallel_size(read(num_processes=8, context_parallel_size=4)) == 2
+    assert data_parallel_size(read()) == 1

@@ -164,7 +164,7 @@ def test_only_what_was_changed_is_listed_as_set() -> None:
 
 def test_the_choices_of_a_field() -> None:
     assert field_choices("mixed_precision") == ("no", "bf16", "fp16")
-    assert field_choices("strategy") == ("auto", "single", "ddp", "fsdp2")
+    assert field_choices("strategy") == ("auto", "single", "ddp", "fsdp2", "hsdp")
     for name in ("name", "seed", "lora_alpha", "gradient_checkpointing", "gpus", "fsdp_enable"):
         assert field_choices(name) == (), name
 
@@ -241,3 +241,23 @@ def test_a_near_miss_is_suggested_and_a_far_one_is_not() -> None:
     assert nearest("Learning_rat", known) == "learning_rate"
     assert did_you_mean("lr_schedular", known) == ' (did you mean "lr_scheduler"?)'
     assert did_you_mean("zzzz", known) == ""
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [(True, True), ("yes", True), ("false", False), (1, True), (0, False), ("1", True),
+     ("0", False), (2, 2), ("4", 4)],
+)  # fmt: skip
+def test_reshard_is_a_switch_or_a_number_of_shards(written: Any, read: bool | int) -> None:
+    value = JobSpec(fsdp_reshard_after_forward=written).fsdp_reshard_after_forward
+    assert value == read
+    assert type(value) is type(read)
+
+
+@pytest.mark.parametrize(("written", "units"), [(True, 1), ("off", 0), ("true", 1), (3, 3)])
+def test_prefetch_is_a_number_of_units(written: Any, units: int) -> None:
+    assert JobSpec(fsdp_forward_prefetch=written).fsdp_forward_prefetch == units
+
+
+def test_l2_is_another_word_for_mse() -> None:
+    assert JobSpec(loss_type="L2").loss_type == "mse"  # type: ignore[arg-type]

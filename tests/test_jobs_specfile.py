@@ -158,13 +158,20 @@ def test_a_flag_that_replaces_a_key_takes_its_line_away(tmp_path: Path) -> None:
     [
         ("resolution: tall", "resolution: input should be a valid integer"),
         ("resolution: 4", "resolution: input should be greater than or equal to 16 (got 4)"),
-        ("optimizer: adam", 'optimizer: "adam" is not one of adamw, sgd (did you mean "adamw"?)'),
+        (
+            "optimizer: adam",
+            'optimizer: "adam" is not one of adamw, sgd, adafactor, adamw_8bit, '
+            'prodigy, lion (did you mean "adamw"?)',
+        ),
         ("strategy: fsdp", '(did you mean "fsdp2"?)'),
         ("name: a b", "name: use letters, digits, dot, dash and underscore"),
         ("gradient_checkpointing: 7", "gradient_checkpointing: input should be a valid boolean"),
         ("model_family: fluxx", 'unknown model_family "fluxx" (did you mean "flux"?); known: flux'),
         ("model_flavour: def", 'unknown model_flavour "def" of flux (did you mean "dev"?)'),
-        ("fsdp_version: 1", "use fsdp_version: 2"),
+        ("fsdp_version: 3", "less than or equal to 2"),
+        ("fsdp_reshard_after_forward: maybe", "(got 'maybe')"),
+        ("fsdp_forward_prefetch: far", "(got 'far')"),
+        ("loss_type: l3", 'loss_type: "l3" is not one of mse, huber, smooth_l1'),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, line: str, said: str) -> None:
@@ -173,7 +180,7 @@ def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, line: str, sa
 
 def test_a_bad_value_and_a_conflict_name_the_line(tmp_path: Path) -> None:
     assert ": line 3: resolution" in complaint(write(tmp_path, PATHS + "resolution: 4\n"))
-    assert ": line 4: fp16" in complaint(write(tmp_path, PATHS + "seed: 1\nmixed_precision: fp16"))
+    assert ": line 4: flow_shift" in complaint(write(tmp_path, PATHS + "seed: 1\nflow_shift: 3"))
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
@@ -298,10 +305,21 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "lora_target_modules": st.none() | st.lists(_TEXT, max_size=3),
     "fsdp_transformer_layer_cls_to_wrap": st.none() | st.lists(_TEXT, max_size=2),
     "fsdp_auto_wrap_policy": st.just("TRANSFORMER_BASED_WRAP"),
-    "fsdp_version": st.just(2),
+    "fsdp_reshard_after_forward": st.booleans(),
+    "fsdp_forward_prefetch": st.integers(0, 16),
+    "dp_replicate_size": st.none(),
+    "context_parallel_size": st.just(1),
+    "deepspeed_config": st.none(),
+    "gradient_checkpointing": st.just(True),
+    "torch_compile_backend": st.sampled_from(["inductor", "eager"]),
+    "attention_backend": st.sampled_from(["auto", "math"]),
+    "ema_device": st.just("accelerator"),
+    "snr_gamma": st.none(),
+    "timestep_sampling": st.just("shift"),
+    "flow_shift": st.none() | st.floats(0.1, 10),
+    "logit_mean": st.floats(-3, 3),
     "fsdp_state_dict_type": st.just("SHARDED_STATE_DICT"),
     "fsdp_enable": st.sampled_from([None, True]),
-    "mixed_precision": st.sampled_from(["no", "bf16"]),
     "gpus": st.none(),
     "device": st.sampled_from(["auto", "cpu"]),
     "num_processes": st.integers(2, 8),

@@ -77,7 +77,7 @@ def test_problems_stand_at_the_field_they_are_about() -> None:
     [
         ({"dataset": ""}, "dataset"),
         ({"strategy": "fsdp2", "num_processes": 1}, "strategy"),
-        ({"mixed_precision": "fp16"}, "mixed_precision"),
+        ({"flow_shift": 3.0}, "flow_shift"),
         ({"model_family": "fluks"}, "model_family"),
         ({"model_flavour": "deev"}, "model_flavour"),
     ],

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from jobs import devices, service
+from jobs.conflicts import find_warnings
 from jobs.errors import UserError
 from jobs.families import FAMILIES
 from jobs.housekeeping import directory_size
+from jobs.report import read_report
 from jobs.specfile import dump_spec, load_spec, parse_flags
 from jobs.states import State
 from jobs.store import Store
@@ -151,6 +153,10 @@ def show(job_id: int, as_json: bool) -> None:
     facts["traceback"] = errors[0].get("traceback") if errors else None
     facts["disk_bytes"] = directory_size(job.run_dir.root)
     facts["checkpoints"] = [step for step, _ in job.run_dir.complete_checkpoints()]
+    report = read_report(job.run_dir)
+    facts["strategy"], facts["strategy_reason"] = report.strategy, report.reason
+    facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)
+    facts["memory"] = {"measure": report.measure, "peaks": report.peaks}
     click.echo(json.dumps(facts) if as_json else describe(facts))
 
 
@@ -233,7 +239,10 @@ def _read_job(words: tuple[str, ...]) -> JobSpec:
         raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
     if not others and not values:
         raise UserError("no job given", "name a JOB.yaml, or give --key=value flags")
-    return load_spec(Path(others[0]) if others else None, values)
+    spec = load_spec(Path(others[0]) if others else None, values)
+    for warning in find_warnings(spec):
+        click.echo(f"fsdp-tui: warning: {warning}", err=True)
+    return spec
 
 
 def _open_dashboard(store: Store, select: int | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from jobs import devices, service
 from jobs.errors import UserError
 from jobs.eventlog import EventLog
+from jobs.report import RunReport
 from jobs.states import State
 from tui.format import ranges
 from tui.snapshot import Curve, JobView, Snapshot, in_order
@@ -120,7 +121,9 @@ class Collector:
         if job.state.active:
             log = self._follow(job)
             ranks = tuple(job.run_dir.rank_statuses())
-            return JobView(job, service.progress(job, log), where, log.phase, ranks)
+            report = RunReport.of(log)
+            strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
+            return JobView(job, service.progress(job, log), where, log.phase, ranks, strategy)
         if chosen:
             return JobView(job, service.progress(job, self._follow(job)), where)
         return JobView(job, self._ended_progress(job), where)

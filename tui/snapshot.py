@@ -22,13 +22,17 @@ LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called la
 
 @dataclass(frozen=True)
 class JobView:
-    """A job, how far it is, and where. `ranks` and `phase` only while it is active."""
+    """A job, how far it is, and where. `ranks` and `phase` only while it is active.
+
+    `strategy` says how its ranks share the work and why, once they have begun.
+    """
 
     job: Job
     progress: Progress = field(default_factory=Progress)
     where: str = ""
     phase: Phase | None = None
     ranks: tuple[RankStatus, ...] = ()
+    strategy: str = ""
 
     @property
     def doing(self) -> str | None:

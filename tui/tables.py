@@ -58,6 +58,11 @@ def describe(job: Mapping[str, Any]) -> str:
         f"files        {job['run_dir']} ({size(job['disk_bytes'])})",
         f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
     ]
+    if job["strategy"]:
+        lines.insert(6, f"strategy     {job['strategy']}: {job['strategy_reason']}")
+    if job["memory"]["peaks"]:
+        lines.append(f"memory       {memory_line(**job['memory'])}")
+    lines += [f"warning      {text}" for text in job["warnings"]]
     if job["traceback"]:
         lines.append(f"traceback    {job['traceback']}")
     lines.append("history")
@@ -66,6 +71,13 @@ def describe(job: Mapping[str, Any]) -> str:
         for change in job["history"]
     ]
     return "\n".join(lines)
+
+
+def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
+    """The most that any rank took in each phase: `load 1.2 GiB · forward 3.4 GiB`."""
+    what = "resident" if measure == "rss" else measure
+    each = " · ".join(f"{phase} {size(max(ranks))}" for phase, ranks in peaks.items())
+    return f"{each} ({what}, most on any rank)"
 
 
 def gpu_table(present: Sequence[Gpu], claims: Mapping[str, int]) -> str:

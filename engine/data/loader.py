@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.data.plan import BatchPlan, positions_of_rank
+from engine.draws import drops_caption
 
 if TYPE_CHECKING:
     from engine.data.prepare import Prepared
@@ -59,20 +60,34 @@ class Loader:
         samples = self._plan.samples(step)
         return [
             self._micro_batch(
+                step,
                 samples,
                 positions_of_rank(
-                    self._world.rank, self._world.size, micro, self._spec.train_batch_size
+                    self._world.data_rank,
+                    self._world.data_size,
+                    micro,
+                    self._spec.train_batch_size,
                 ),
             )
             for micro in range(self._spec.gradient_accumulation_steps)
         ]
 
-    def _micro_batch(self, samples: tuple[int, ...], positions: range) -> MicroBatch:
+    def _micro_batch(self, step: int, samples: tuple[int, ...], positions: range) -> MicroBatch:
         chosen = [samples[position] for position in positions]
         latents = [self._data.latents.read(self._data.latent_keys[i])["latents"] for i in chosen]
-        texts = [self._data.text.read(self._data.text_keys[i]) for i in chosen]
+        texts = [
+            self._data.text.read(self._text_key(step, position, sample))
+            for position, sample in zip(positions, chosen, strict=True)
+        ]
         condition = {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
         return MicroBatch(positions, torch.stack(latents), condition)
+
+    def _text_key(self, step: int, position: int, sample: int) -> str:
+        """The caption's key, or that of the empty caption when this draw drops it."""
+        dropped = drops_caption(
+            self._spec.seed, step, position, self._spec.caption_dropout_probability
+        )
+        return self._data.empty_key if dropped else self._data.text_keys[sample]
 
     def _to_device(self, batch: MicroBatch) -> MicroBatch:
         device = self._world.device

@@ -36,7 +36,8 @@ class Prepared:
         buckets: Per sample, the `(width, height)` it was fitted to.
         latents: Cache, and per sample its key.
         text: Cache, and per sample the key of its caption.
-        prompts: Keys of the validation prompts.
+        prompt_keys: Keys of the validation prompts.
+        empty_key: Key of the empty caption, "" when no caption is ever dropped.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -45,6 +46,7 @@ class Prepared:
     text: TensorCache
     text_keys: tuple[str, ...]
     prompt_keys: tuple[str, ...]
+    empty_key: str = ""
 
 
 def prepare(
@@ -66,7 +68,9 @@ def prepare(
     text, latents = TensorCache(root, "text"), TensorCache(root, "latents")
 
     captions = [sample.caption for sample in index.samples]
-    text_of = _text_keys(spec, text, model_root, [*captions, *spec.validation_prompts])
+    empty = [""] if spec.caption_dropout_probability > 0 else []
+    wanted = [*captions, *spec.validation_prompts, *empty]
+    text_of = _text_keys(spec, text, model_root, wanted)
     texts = {key: caption for caption, key in text_of.items()}
     with _filling("encode", text, texts, world, meeting, telemetry) as (mine, progress):
         _encode_texts(spec, family, model_root, text, mine, world, progress)
@@ -92,6 +96,7 @@ def prepare(
         text,
         tuple(text_of[caption] for caption in captions),
         tuple(text_of[prompt] for prompt in spec.validation_prompts),
+        text_of.get("", ""),
     )
 
 

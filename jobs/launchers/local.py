@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from jobs.conflicts import chosen_strategy, world_size
+from jobs import devices
+from jobs.errors import UserError
 from jobs.families import wrapped_classes
+from jobs.models import count_parameters, find_model
 from jobs.processes import RUN_ID_VARIABLE
+from jobs.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +62,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         run_id: Marks every process of the run in its environment.
     """
     ranks = world_size(spec)
-    strategy, _ = chosen_strategy(spec)
+    strategy, reason = chosen_strategy(spec, room_of(spec, gpus))
     cores = psutil.cpu_count() or 1
     threads = max(1, cores // ranks if not gpus else min(8, cores // ranks))
     command = [
@@ -75,7 +78,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     ]
     if gpus:
         command.append(f"--gpu_ids={','.join(gpus)}")
-    if strategy == "fsdp2":
+    if strategy in SHARDING:
         command += _fsdp_flags(spec)
     elif ranks > 1:
         command.append("--multi_gpu")
@@ -83,6 +86,8 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
 
     environment = {
         RUN_ID_VARIABLE: run_id,
+        # What `strategy: auto` came to, so that all ranks run what this command line says.
+        STRATEGY_VARIABLE: f"{strategy}: {reason}",
         # A folder called engine/ or jobs/ in some working directory must not shadow ours.
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
@@ -103,6 +108,21 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return Launch(command, environment)
+
+
+def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
+    """What `strategy: auto` decides by; None where there are no GPUs or nothing can be told."""
+    if spec.strategy != "auto" or not gpus:
+        return None
+    memory = [gpu.memory_total for gpu in devices.gpus() if gpu.uuid in gpus]
+    try:
+        transformer = find_model(spec.pretrained_model_name_or_path) / "transformer"
+    except UserError:
+        return None
+    parameters = count_parameters(transformer)
+    if parameters is None or len(memory) < len(gpus) or not all(memory):
+        return None
+    return Room(parameters, min(total for total in memory if total))
 
 
 def versions() -> dict[str, str]:
@@ -140,9 +160,12 @@ def _fsdp_flags(spec: JobSpec) -> list[str]:
     flags = [
         "--use_fsdp",
         "--fsdp_version=2",
-        f"--fsdp_reshard_after_forward={str(spec.fsdp_reshard_after_forward).lower()}",
+        # Accelerate knows yes and no; the number of shards is the engine's to see to.
+        f"--fsdp_reshard_after_forward={str(bool(spec.fsdp_reshard_after_forward)).lower()}",
         f"--fsdp_state_dict_type={spec.fsdp_state_dict_type}",
         f"--fsdp_auto_wrap_policy={spec.fsdp_auto_wrap_policy}",
+        f"--fsdp_offload_params={str(spec.fsdp_cpu_offload).lower()}",
+        f"--fsdp_activation_checkpointing={str(spec.fsdp_activation_checkpointing).lower()}",
         # The engine always reads only each rank's own shard. Accelerate's switch of this name
         # would make transformers leave text encoders empty on every rank but the first.
         "--fsdp_cpu_ram_efficient_loading=false",

@@ -49,9 +49,9 @@ def start_supervisor(job: Job) -> None:
 
 def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -> Launch:
     """Stands in for `jobs.launchers.local.build`."""
-    from jobs.conflicts import world_size
     from jobs.launchers.local import Launch
     from jobs.processes import RUN_ID_VARIABLE
+    from jobs.strategy import world_size
 
     if os.environ.get("FAKE_TROUBLE") == "build":
         raise ArithmeticError("an error that nobody thought of")

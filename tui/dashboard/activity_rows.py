@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tui.snapshot import JobView
 
 _MOST_LINES = 3
+_LEAST_STRATEGY = 20  # columns; less of a sentence says nothing
 
 
 def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
@@ -54,11 +55,14 @@ def _progress(view: JobView, width: int) -> Row:
     if len(words) + len(count) + len(tail) + 12 > width:
         tail = ""
     room = min(60, width - len(words) - len(count) - len(tail) - 1)
+    left = width - len(words) - len(count) - len(tail) - 1 - room
+    strategy = f"  {view.strategy}" if view.strategy else ""
     return (
         Span(f"{words} ", "accent"),
         *bar(share, room, "bar"),
         Span(count, "strong"),
         Span(tail, "dim"),
+        Span(cut(strategy, left) if left >= _LEAST_STRATEGY else "", "dim"),
     )
 
 

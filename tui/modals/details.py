@@ -16,11 +16,14 @@ from textual.screen import ModalScreen
 from textual.widgets import Static, TabbedContent, TabPane
 
 from jobs.errors import UserError
+from jobs.report import RunReport, read_report
 from jobs.rundir import read_json
 from tui.dashboard.job_rows import GLYPHS
 from tui.format import size
+from tui.tables import memory_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from textual.app import ComposeResult
@@ -132,6 +135,7 @@ def overview(job: Job, history: list[Change]) -> Content:
                 reason=change.reason,
             )
         )
+    parts += _run_lines(read_report(job.run_dir), heading)
     parts += [Content(""), heading(title="checkpoints")]
     checkpoints = job.run_dir.complete_checkpoints()
     parts += [
@@ -145,6 +149,25 @@ def overview(job: Job, history: list[Change]) -> Content:
     parts += [Content(""), heading(title="exports")]
     parts += [Content(f"  {line}") for line in _files(job.run_dir.export)] or [_none()]
     return Content("\n").join(parts)
+
+
+def _run_lines(report: RunReport, heading: Callable[..., Content]) -> list[Content]:
+    """How the ranks share the work, what each phase took, and what was warned about."""
+    if not report.strategy:
+        return []
+    lines = [Content(f"  {report.strategy}: {report.reason}")]
+    if sharding := report.sharding:
+        units = ", ".join(f"{count} {name}" for name, count in sharding["units"].items())
+        lines.append(
+            Content(
+                f"  {size(sharding['local_bytes'])} of weights per rank · units: {units} · "
+                f"root gathers {size(sharding['root_bytes'])}"
+            )
+        )
+    if report.peaks:
+        lines.append(Content(f"  memory: {memory_line(report.peaks, report.measure)}"))
+    lines += [Content.from_markup("  [$warning]$text[/]", text=text) for text in report.warnings]
+    return [Content(""), heading(title="run"), *lines]
 
 
 def launch_text(record: dict[str, object] | None) -> str:

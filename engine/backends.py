@@ -1,0 +1,66 @@
+"""Which kernels torch may use: switches of the process, and of the model's attention."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+# Diffusers' names for torch's own kernels. `auto` leaves the choice to torch.
+_DIFFUSERS_NAMES: Final = {
+    "flash": "_native_flash",
+    "efficient": "_native_efficient",
+    "cudnn": "_native_cudnn",
+    "math": "_native_math",
+}
+
+
+def choose_backends(spec: JobSpec) -> None:
+    """Set TF32 and determinism as the job asks; before anything is computed."""
+    torch.set_float32_matmul_precision("high" if spec.allow_tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = spec.allow_tf32
+    if spec.deterministic:
+        # cuBLAS reads this when its first handle is made.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(spec.deterministic)
+
+
+def choose_attention(model: Any, spec: JobSpec) -> None:
+    """Have the model's attention use one kernel, and fail rather than fall back to another.
+
+    Per model, through diffusers: text encoders and VAE have head sizes that flash does not take.
+
+    Raises:
+        UserError: The model's attention cannot be told which kernel to use.
+    """
+    if spec.attention_backend == "auto":
+        return
+    name = _DIFFUSERS_NAMES[spec.attention_backend]
+    model.set_attention_backend(name)
+    processors = [getattr(module, "processor", None) for module in model.modules()]
+    if not any(getattr(p, "_attention_backend", None) == name for p in processors):
+        raise UserError(
+            f"attention_backend: {type(model).__name__} does not let its kernel be chosen",
+            "set attention_backend: auto",
+        )
+
+
+def compile_blocks(model: Any, spec: JobSpec) -> None:
+    """Compile each repeated block in place; equal blocks share one compilation.
+
+    Raises:
+        UserError: Diffusers names no repeated blocks for this model.
+    """
+    if not spec.torch_compile:
+        return
+    try:
+        model.compile_repeated_blocks(backend=spec.torch_compile_backend)
+    except ValueError as error:
+        raise UserError(f"torch_compile: {error}", "turn it off") from None

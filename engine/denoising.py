@@ -1,0 +1,69 @@
+"""Denoising diffusion: epsilon- and v-prediction on a discrete schedule, min-SNR weighting.
+
+Ho et al. 2020; v-prediction after Salimans & Ho 2022; min-SNR after Hang et al. 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.objective import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diffusers import DDPMScheduler
+
+    from jobs.families import Objective
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """The objective of epsilon- and v-prediction models.
+
+    Attributes:
+        scheduler: The model's noise schedule; diffusers adds the noise and forms v.
+        prediction: epsilon or v_prediction.
+        snr_gamma: Min-SNR's cap on the signal-to-noise ratio; None weights all steps alike.
+    """
+
+    scheduler: DDPMScheduler
+    prediction: Objective
+    snr_gamma: float | None
+
+    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Problem:
+        """Draw a timestep and noise for each sample.
+
+        Args:
+            latents: Clean latents `(B, C, h, w)`.
+            generators: One for each sample, on the CPU.
+
+        Returns:
+            Noisy latents, the timesteps `(B,)` as the level, and the noise or v as the target.
+        """
+        steps = self.scheduler.config.num_train_timesteps
+        drawn, noises = [], []
+        for generator in generators:
+            drawn.append(torch.randint(steps, (), generator=generator))
+            noises.append(torch.randn(latents.shape[1:], generator=generator))
+        timesteps = torch.stack(drawn).to(latents.device)
+        noise = torch.stack(noises).to(latents.device)
+        noisy = self.scheduler.add_noise(latents, noise, timesteps)
+        target = noise
+        if self.prediction == "v_prediction":
+            target = self.scheduler.get_velocity(latents, noise, timesteps)
+        return Problem(noisy, timesteps, target, self._weight(timesteps))
+
+    def _weight(self, timesteps: torch.Tensor) -> torch.Tensor | None:
+        """Min-SNR weights `(B,)`: min(SNR, gamma) / SNR for epsilon, / (SNR + 1) for v."""
+        if self.snr_gamma is None:
+            return None
+        alphas = self.scheduler.alphas_cumprod.to(timesteps.device)[timesteps].float()
+        ratio = alphas / (1 - alphas)
+        divisor = ratio + 1 if self.prediction == "v_prediction" else ratio
+        # A schedule may end without any signal: SNR 0, where epsilon's weight is 1 in the limit.
+        capped = ratio.clamp(max=self.snr_gamma)
+        return torch.where(divisor > 0, capped / divisor.clamp(min=1e-12), torch.ones_like(ratio))

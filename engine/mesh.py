@@ -1,0 +1,53 @@
+"""The ranks as a grid: replicas × shards × context-parallel groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from jobs.strategy import SHARDING
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from jobs.spec import JobSpec
+
+REPLICATE, SHARD, RING, ULYSSES = "dp_replicate", "dp_shard", "ring", "ulysses"
+_FLAT = "dp_shard_cp"
+
+
+def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> DeviceMesh | None:
+    """All ranks as `(dp_replicate, dp_shard)` or, under context parallelism, with two more dims.
+
+    The innermost dims vary fastest: the ranks of a machine share shards and context, which need
+    the fast links, and replicas lie across machines. Diffusers wants a dim for each kind of
+    context parallelism; the one that is not used has size 1.
+
+    Returns:
+        The mesh; None for strategies that shard nothing.
+    """
+    if strategy not in SHARDING:
+        return None
+    replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
+    context = spec.context_parallel_size
+    shape = [replicas, ranks // (replicas * context)]
+    names = [REPLICATE, SHARD]
+    if context > 1:
+        ring = context if spec.context_parallel_comm_strategy == "allgather" else 1
+        shape += [ring, context // ring]
+        names += [RING, ULYSSES]
+    return init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh over which `fully_shard` works: 1-D, or 2-D `(replicate, shard)` for HSDP.
+
+    Weights are sharded over context-parallel ranks too: they all hold the same model.
+    """
+    names = mesh.mesh_dim_names or ()
+    replicated = mesh.size(0) > 1
+    if RING not in names:
+        return mesh if replicated else mesh[SHARD]
+    flat = mesh[SHARD, RING, ULYSSES]._flatten(_FLAT)
+    return mesh[REPLICATE, _FLAT] if replicated else flat

@@ -1,0 +1,85 @@
+"""What a model is trained to say, and how far off it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+
+    from engine.families import Family
+    from jobs.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One micro-batch of the training problem.
+
+    Attributes:
+        noisy: What the model sees, `(B, C, h, w)`.
+        level: How noisy it is, `(B,)`: sigma in (0, 1), or the timestep.
+        target: What the model should predict, `(B, C, h, w)`.
+        weight: Of each sample's loss, `(B,)`; None weights all alike.
+    """
+
+    noisy: torch.Tensor
+    level: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor | None = None
+
+
+class Objective(Protocol):
+    """Draws the training problem of a micro-batch."""
+
+    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Problem:
+        """The problem for clean latents `(B, C, h, w)`, each sample with its own generator."""
+        ...
+
+
+def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objective:
+    """The objective of the job's family."""
+    from jobs.families import get_family
+
+    kind = get_family(spec.model_family).objective
+    if kind == "flow":
+        from engine.flow import Flow
+
+        return Flow(spec, family.shift_of)
+    from diffusers import DDPMScheduler
+
+    from engine.denoising import Denoising
+
+    scheduler = DDPMScheduler.from_pretrained(model_root, subfolder="scheduler")
+    return Denoising(scheduler, kind, spec.snr_gamma)
+
+
+def loss_of(prediction: torch.Tensor, problem: Problem, spec: JobSpec) -> torch.Tensor:
+    """The loss of a micro-batch in fp32: the mean over samples of each sample's mean.
+
+    Args:
+        prediction: `(B, C, h, w)`, of any precision.
+        problem: What was asked.
+        spec: The job; `loss_type` and `huber_c`.
+    """
+    prediction = prediction.float()
+    if spec.loss_type == "huber":
+        # Scaled so that, near zero, it is the squared error that `mse` is (and not half of it).
+        each = functional.huber_loss(
+            prediction, problem.target, reduction="none", delta=spec.huber_c
+        ).mul(2)
+    elif spec.loss_type == "smooth_l1":
+        each = functional.smooth_l1_loss(
+            prediction, problem.target, reduction="none", beta=spec.huber_c
+        )
+    else:
+        each = functional.mse_loss(prediction, problem.target, reduction="none")
+    losses = each.flatten(start_dim=1).mean(dim=1)  # (B,)
+    if problem.weight is not None:
+        losses = losses * problem.weight
+    return losses.mean()

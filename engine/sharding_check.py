@@ -1,0 +1,167 @@
+"""Prove that what runs is what was asked: every base parameter a shard of the right size."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from engine.mesh import sharding_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from engine.world import World
+
+
+@dataclass(frozen=True)
+class ShardingSummary:
+    """What sharding did on this rank. Counts of parameters (elements), sizes in bytes.
+
+    Attributes:
+        ranks: Over how many ranks each tensor is split.
+        replicas: How many such groups of ranks there are (1 but for HSDP).
+        units: Class name → number of FSDP units.
+        tensors: Sharded tensors.
+        parameters: Elements of them in the whole model.
+        local_parameters: Elements of them on this rank.
+        wrapped_parameters: Elements in units below the root.
+        local_bytes: This rank's shards.
+        largest_unit_bytes: The largest unit when it is gathered.
+        root_bytes: What no unit below the root holds, when it is gathered.
+        replicated_parameters: Elements of LoRA that are whole on every rank.
+    """
+
+    ranks: int
+    replicas: int
+    units: dict[str, int]
+    tensors: int
+    parameters: int
+    local_parameters: int
+    wrapped_parameters: int
+    local_bytes: int
+    largest_unit_bytes: int
+    root_bytes: int
+    replicated_parameters: int
+
+    def __str__(self) -> str:
+        units = ", ".join(f"{count} {name}" for name, count in self.units.items())
+        share = self.local_parameters / self.parameters
+        wrapped = self.wrapped_parameters / self.parameters
+        groups = f" in each of {self.replicas} replicas" if self.replicas > 1 else ""
+        text = (
+            f"sharded: {self.tensors} base tensors are DTensors over {self.ranks} ranks{groups}; "
+            f"{self.local_parameters:,} of {self.parameters:,} parameters here "
+            f"({share:.4f}, {_mebibytes(self.local_bytes)}); units: {units}; "
+            f"{wrapped:.1%} wrapped, "
+            f"the largest unit gathers {_mebibytes(self.largest_unit_bytes)}; "
+            f"{1 - wrapped:.1%} in the root ({_mebibytes(self.root_bytes)})"
+        )
+        if self.replicated_parameters:
+            text += f"; {self.replicated_parameters:,} LoRA parameters whole on every rank"
+        return text
+
+
+def check_sharding(
+    model: torch.nn.Module,
+    world: World,
+    units: list[str],
+    *,
+    replicated: Iterable[torch.nn.Parameter] = (),
+    offloaded: bool = False,
+) -> ShardingSummary:
+    """Prove that every base parameter is a `DTensor` that holds just this rank's share.
+
+    Args:
+        model: Sharded, its weights in place.
+        world: The ranks.
+        units: What `engine.parallel.shard` returned.
+        replicated: Parameters that are whole by intention.
+        offloaded: Shards belong in host memory.
+
+    Raises:
+        RuntimeError: A parameter is whole, its local shape is not that of a dim-0 shard, or it is
+            not where it belongs. This ends the job: it would otherwise run, unsharded, at
+            several times the memory.
+    """
+    if world.mesh is None:
+        raise RuntimeError(f"{world.strategy} does not shard")
+    mesh = sharding_mesh(world.mesh)
+    ranks, replicas = mesh.size(-1), world.size // mesh.size(-1)
+    here = "cpu" if offloaded else world.device.type
+    whole = {id(parameter) for parameter in replicated}
+    tensors = parameters = local = local_bytes = replicated_count = 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) in whole:
+            replicated_count += parameter.numel()
+            continue
+        if not isinstance(parameter, DTensor):
+            raise RuntimeError(f"{name} is not sharded, though {world.strategy} was asked for")
+        expected_placements = (Replicate(), Shard(0)) if replicas > 1 else (Shard(0),)
+        if parameter.placements != expected_placements:
+            raise RuntimeError(
+                f"{name} is placed {parameter.placements}, not {expected_placements}"
+            )
+        expected = _rows_of_rank(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), ranks)
+        shard_here = parameter.to_local()
+        if shard_here.shape != (expected, *parameter.shape[1:]):
+            raise RuntimeError(
+                f"{name}: the local shard is {tuple(shard_here.shape)}, expected {expected} of "
+                f"{parameter.shape[0]} rows"
+            )
+        if shard_here.device.type != here:
+            raise RuntimeError(f"{name} is on {shard_here.device}, expected {here}")
+        tensors += 1
+        parameters += parameter.numel()
+        local += shard_here.numel()
+        local_bytes += shard_here.numel() * shard_here.element_size()
+    if tensors == 0:
+        raise RuntimeError("the model has no sharded parameter at all")
+    gathered = [
+        sum(_bytes(p) for p in own if id(p) not in whole) for own in _parameters_of_units(model)
+    ]
+    root = [p for p in _parameters_of_units(model)[0] if id(p) not in whole]
+    return ShardingSummary(
+        ranks=ranks,
+        replicas=replicas,
+        units=dict(Counter(units)),
+        tensors=tensors,
+        parameters=parameters,
+        local_parameters=local,
+        wrapped_parameters=parameters - sum(p.numel() for p in root),
+        local_bytes=local_bytes,
+        largest_unit_bytes=max(gathered[1:], default=0),
+        root_bytes=gathered[0],
+        replicated_parameters=replicated_count,
+    )
+
+
+def _parameters_of_units(root: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
+    """The parameters that each FSDP unit gathers, the root's first."""
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    found: list[list[torch.nn.Parameter]] = []
+    taken: set[int] = set()
+    for unit in reversed(units):  # inner units come after those around them
+        own = [p for p in unit.parameters() if id(p) not in taken]
+        taken |= {id(p) for p in own}
+        found.append(own)
+    return found[::-1]
+
+
+def _rows_of_rank(rows: int, rank: int, size: int) -> int:
+    """How many of `rows` a rank holds: chunks of ceil(rows / size), the last ones shorter."""
+    chunk = -(-rows // size)
+    return max(0, min(chunk, rows - chunk * rank))
+
+
+def _bytes(parameter: torch.nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

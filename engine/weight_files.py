@@ -1,0 +1,187 @@
+"""What the safetensors files of a model directory hold, and where: no tensor is read here.
+
+A safetensors file is a length (8 bytes, little endian), a header of that length in JSON, and the
+tensors, each contiguous in row-major order. So rows of a tensor are one range of bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    # Of buffers only: `engine.weights` refuses integer parameters.
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# The names that `save_pretrained` of diffusers and of transformers gives.
+_STANDARD: Final = (
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "model.safetensors.index.json",
+    "model.safetensors",
+)
+_PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
+_LONGEST_HEADER: Final = 100_000_000  # bytes; the format's own limit
+_AGAIN: Final = "fetch the model again"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies on disk.
+
+    Attributes:
+        name: Its name in the file.
+        file: The file.
+        shape: Its shape.
+        dtype: What the file holds.
+        start: Where its first byte is, counted from the file's beginning.
+    """
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it has."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def row_elements(self) -> int:
+        """How many numbers a row along dim 0 has."""
+        return torch.Size(self.shape[1:]).numel()
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Name → place of every tensor of a model saved in one or several safetensors files.
+
+    Raises:
+        UserError: There are no safetensors files, or several that do not belong together, or one
+            is missing or damaged, or a tensor is of an unknown type.
+    """
+    source = _chosen(directory)
+    index = _read_index(source) if source.suffix == ".json" else {}
+    found: dict[str, StoredTensor] = {}
+    for file in sorted(set(index.values())) or [source]:
+        for tensor in _read_header(file):
+            if index.get(tensor.name, file) == file:
+                found[tensor.name] = tensor
+    if lost := sorted(index.keys() - found.keys()):
+        raise UserError(
+            f"{source} says that {lost[0]} is in {index[lost[0]].name}, and it is not", _AGAIN
+        )
+    return found
+
+
+def _chosen(directory: Path) -> Path:
+    """The weights file of a directory, or the index of several."""
+    try:
+        names = {path.name for path in directory.iterdir()}
+    except OSError as error:
+        raise UserError(f"cannot read {directory} ({error.strerror})") from None
+    for name in _STANDARD:
+        if name in names:
+            return directory / name
+    indices = sorted(n for n in names if ".safetensors.index." in n and n.endswith(".json"))
+    listed = {file.name for name in indices for file in _read_index(directory / name).values()}
+    single = sorted(n for n in names if n.endswith(".safetensors") and n not in listed)
+    if len(indices) + len(single) == 1:
+        return directory / (indices + single)[0]
+    if indices or single:
+        raise UserError(
+            f"{directory} holds several sets of weights ({', '.join(indices + single)})",
+            "keep one, or name it diffusion_pytorch_model.safetensors; weights in several files "
+            "need their .safetensors.index.json",
+        )
+    if pickled := sorted(n for n in names if n.endswith(_PICKLED)):
+        raise UserError(
+            f"{directory} holds only pickled weights ({pickled[0]}), and unpickling runs whatever "
+            "code the file brings along",
+            "convert them: load with from_pretrained, then save_pretrained",
+        )
+    if quantised := sorted(n for n in names if n.endswith(".gguf")):
+        raise UserError(
+            f"{directory} holds only GGUF weights ({quantised[0]}): training on that quantisation "
+            "is not tested",
+            "use the model's bf16 weights",
+        )
+    raise UserError(f"{directory} holds no .safetensors weights", _AGAIN)
+
+
+def _read_index(file: Path) -> dict[str, Path]:
+    """Tensor name → file, all of which exist."""
+    try:
+        names = {str(n): str(f) for n, f in json.loads(file.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({error})", _AGAIN) from None
+    for name in sorted(set(names.values())):
+        if os.path.basename(name) != name:
+            raise UserError(f"{file} is damaged (it names {name}, which is no file beside it)")
+        if not (file.parent / name).is_file():
+            raise UserError(f"{file.parent / name} is missing; {file.name} lists it", _AGAIN)
+    return {tensor: file.parent / name for tensor, name in names.items()}
+
+
+def _read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one file.
+
+    Reads nothing but the header, with plain reads: pages of a mapped file would count as this
+    process's own memory.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            start = stream.read(8)
+            if start == b"version ":
+                raise UserError(f"{file} is a Git LFS pointer, not weights", "run `git lfs pull`")
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise ValueError("its header does not fit into it")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        return [_entry(file, name, header[name], 8 + length, size) for name in header]
+    except OSError as error:
+        raise UserError(f"cannot read {file} ({error.strerror})", _AGAIN) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({error})", _AGAIN) from None
+
+
+def _entry(file: Path, name: str, entry: dict[str, Any], base: int, size: int) -> StoredTensor:
+    """One entry of a header; `base` is where the tensors begin, `size` where the file ends."""
+    kind = entry["dtype"]
+    if kind not in _DTYPES:
+        raise UserError(
+            f"{file}: {name} is stored as {kind}, with which training is not tested",
+            "supported are float32, bfloat16, float16, float64 and unscaled fp8",
+        )
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    tensor = StoredTensor(
+        name, file, tuple(int(n) for n in entry["shape"]), _DTYPES[kind], base + begin
+    )
+    if end - begin != tensor.elements * tensor.dtype.itemsize or begin < 0:
+        raise ValueError(f"{name} has {end - begin} bytes, which does not fit its shape")
+    if base + end > size:
+        raise ValueError(f"it ends {base + end - size} bytes before {name} does")
+    return tensor

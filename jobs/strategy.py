@@ -1,0 +1,93 @@
+"""How ranks share the work of a job: which strategy runs, why, and over how many ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+SHARDING: Final = ("fsdp2", "hsdp")
+
+# Tells the ranks what the launcher came to: "<strategy>: <reason>".
+STRATEGY_VARIABLE: Final = "FSDP_TUI_STRATEGY"
+
+# What `auto` reckons with. Rough on purpose: it only chooses between a whole copy of the model on
+# every rank (faster) and a shard (fits).
+_FULL_BYTES: Final = 18  # a parameter's fp32 master, gradient and two Adam moments; bf16 copy
+_ROOM_FOR_WEIGHTS: Final = 0.6  # the rest of a GPU is for activations, kernels and the allocator
+
+
+@dataclass(frozen=True)
+class Room:
+    """What `auto` decides by.
+
+    Attributes:
+        parameters: Of the transformer.
+        gpu_bytes: Memory of the smallest GPU of the job.
+    """
+
+    parameters: int
+    gpu_bytes: int
+
+
+def world_size(spec: JobSpec) -> int:
+    """The number of ranks the job asks for."""
+    if spec.num_processes is not None:
+        return spec.num_processes
+    if isinstance(spec.gpus, int):
+        return spec.gpus
+    return len(spec.gpus) if spec.gpus else 1
+
+
+def data_parallel_size(spec: JobSpec) -> int:
+    """How many ranks, or groups of ranks under context parallelism, train on different samples."""
+    return max(1, world_size(spec) // spec.context_parallel_size)
+
+
+def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
+    """The strategy that will run, and why.
+
+    Args:
+        spec: The job.
+        room: What the machine has, as far as it is known; without it `auto` shards.
+
+    Returns:
+        `(strategy, reason)`, the strategy one of single, ddp, fsdp2, hsdp.
+    """
+    if spec.strategy != "auto":
+        return spec.strategy, "as asked"
+    if spec.fsdp_enable:
+        return "fsdp2", "fsdp_enable is on"
+    ranks = world_size(spec)
+    if ranks <= 1:
+        return "single", "there is one rank"
+    if spec.fsdp_enable is False:
+        return "ddp", f"fsdp_enable is off and there are {ranks} ranks"
+    if spec.context_parallel_size > 1:
+        return "fsdp2", "context parallelism requires it"
+    if room is None:
+        return "fsdp2", f"there are {ranks} ranks, so that each holds 1/{ranks} of the weights"
+    needed = room.parameters * _bytes_per_parameter(spec)
+    share = f"{needed / 2**30:.1f} of {room.gpu_bytes / 2**30:.1f} GiB"
+    what = "frozen weights" if spec.model_type == "lora" else "weights, gradients and Adam's state"
+    if needed <= _ROOM_FOR_WEIGHTS * room.gpu_bytes:
+        return "ddp", f"a whole copy fits on every GPU ({what}: about {share}), which is faster"
+    return "fsdp2", f"a whole copy would fill a GPU ({what}: about {share})"
+
+
+def shards(spec: JobSpec) -> bool:
+    """Whether the job asks for FSDP, or leaves it to `auto` with several ranks."""
+    return chosen_strategy(spec)[0] in SHARDING
+
+
+def checkpoints_activations(spec: JobSpec) -> bool:
+    """Whether activations are recomputed; accelerate's FSDP key means the same."""
+    return spec.gradient_checkpointing or spec.fsdp_activation_checkpointing
+
+
+def _bytes_per_parameter(spec: JobSpec) -> int:
+    if spec.model_type == "full":
+        return _FULL_BYTES
+    return 4 if spec.mixed_precision == "no" else 2

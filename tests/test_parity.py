@@ -1,0 +1,258 @@
+"""The parity table: any strategy on any number of ranks trains what one process would.
+
+Ten steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
+of four, through the same code as a real job (`engine.run.run_job`). With SGD every loss and every
+trained tensor must agree; with AdamW, which turns the rounding of a gradient near zero into a whole
+step, every loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from engine_support import toy_values
+from safetensors.torch import load_file
+
+from jobs.eventlog import EventLog
+
+if TYPE_CHECKING:
+    import torch
+
+pytestmark = pytest.mark.e2e
+
+STEPS: Final = 10
+TOLERANCE: Final = 1e-5
+# Relative, of a loss after ten steps; a unit in the last place is 4e-3 in bf16, 5e-4 in fp16.
+ROUNDING: Final = {"bf16": 1e-2, "fp16": 2e-3}
+PATIENCE: Final = 300.0  # seconds; a slow machine under load, not an expectation
+
+COMMON: Final = {"max_train_steps": STEPS, "max_grad_norm": 0.05}
+REFERENCE: Final = {
+    "num_processes": 1, "train_batch_size": 2, "gradient_accumulation_steps": 2,
+}  # fmt: skip
+SHARDED: Final = {"num_processes": 2, "train_batch_size": 2, "strategy": "fsdp2"}
+FOUR: Final = {"num_processes": 4, "train_batch_size": 1}
+
+# Every layout, for LoRA and full training, and what only one of them has.
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "ddp 2": {"num_processes": 2, "train_batch_size": 2, "strategy": "ddp"},
+    "fsdp2 2": SHARDED,
+    "fsdp2 2, accumulated": SHARDED | {"train_batch_size": 1, "gradient_accumulation_steps": 2},
+    "fsdp2 2, cpu offload": SHARDED | {"fsdp_cpu_offload": True},
+    "fsdp2 2, activation checkpointing": SHARDED | {"fsdp_activation_checkpointing": True},
+    "fsdp2 4": FOUR | {"strategy": "fsdp2"},
+    "hsdp 2x2": FOUR | {"strategy": "hsdp", "dp_replicate_size": 2},
+}
+LORA_ONLY: Final[dict[str, dict[str, Any]]] = {
+    "fsdp2 2, sharded lora": SHARDED | {"lora_placement": "sharded"},
+    "hsdp 2x2, sharded lora": LAYOUTS["hsdp 2x2"] | {"lora_placement": "sharded"},
+    "fsdp2 2, sharded lora, accumulated": LAYOUTS["fsdp2 2, accumulated"]
+    | {"lora_placement": "sharded"},
+}
+# Options that must not change the numbers; full training reaches all of their code.
+FULL_ONLY: Final[dict[str, dict[str, Any]]] = {
+    "fsdp2 2, selective checkpointing": SHARDED
+    | {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
+    "fsdp2 2, prefetch": SHARDED | {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2},
+    "fsdp2 2, no reshard": SHARDED | {"fsdp_reshard_after_forward": False},
+    "fsdp2 2, no wrap": SHARDED | {"fsdp_auto_wrap_policy": "NO_WRAP"},
+    "fsdp2 2, size wrap": SHARDED
+    | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 100_000},
+    "fsdp2 2, compiled": SHARDED | {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "fsdp2 4, reshard to 2": FOUR | {"strategy": "fsdp2", "fsdp_reshard_after_forward": 2},
+}
+# What must be the same on any number of ranks, and is not part of plain training. Samples are
+# taken in between: a forward without backward leaves FSDP's root gathered.
+SAMPLES: Final = {
+    "validation_prompts": ["a red circle", "a blue square"], "validation_steps": 4,
+    "validation_num_inference_steps": 1,
+}  # fmt: skip
+EXTRAS: Final[dict[str, dict[str, Any]]] = {
+    "": {},
+    "ema": {"use_ema": True, "ema_decay": 0.9} | SAMPLES,
+    "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
+}
+OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
+    "sgd": {"optimizer": "sgd", "learning_rate": 2.0},
+    "adamw": {"optimizer": "adamw", "learning_rate": 1e-3},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the table."""
+
+    layout: str
+    model_type: str
+    optimizer: str
+    precision: str = "no"
+    extra: str = ""
+
+    @property
+    def folder(self) -> str:
+        precision = "" if self.precision == "no" else f"-{self.precision}"
+        extra = f"-{self.extra}" if self.extra else ""
+        name = f"{self.model_type}-{self.optimizer}{precision}{extra}-{self.layout}"
+        return name.replace(" ", "_")
+
+    @property
+    def reference(self) -> Case:
+        return replace(self, layout="one process")
+
+    def values(self, toy: Path) -> dict[str, Any]:
+        layouts = {"one process": REFERENCE} | LAYOUTS | LORA_ONLY | FULL_ONLY
+        return toy_values(
+            toy, model_type=self.model_type, mixed_precision=self.precision,
+            **COMMON | OPTIMIZERS[self.optimizer] | layouts[self.layout] | EXTRAS[self.extra],
+        )  # fmt: skip
+
+
+def _cases() -> list[Case]:
+    cases = [
+        Case(layout, kind, optimizer)
+        for kind in ("lora", "full")
+        for layout in LAYOUTS | (LORA_ONLY if kind == "lora" else {})
+        for optimizer in OPTIMIZERS
+    ]
+    return [
+        *cases,
+        *(Case(layout, "full", "sgd") for layout in FULL_ONLY),
+        *(Case("fsdp2 2", "full", "sgd", extra=extra) for extra in EXTRAS if extra),
+        Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
+    ]
+
+
+CASES: Final = _cases()
+HALF: Final = [
+    Case("fsdp2 2", "lora", "adamw", "bf16"),
+    Case("fsdp2 2", "full", "adamw", "bf16"),
+    Case("fsdp2 2", "lora", "adamw", "fp16"),
+    Case("fsdp2 2", "full", "adamw", "fp16"),
+]
+# Two ranks do not halve what each adds to the mean, so the first loss scale overflows on them.
+OVERFLOWS: Final = HALF[-1]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The finished runs."""
+
+    root: Path
+
+    def log(self, case: Case) -> EventLog:
+        return EventLog(self.root / case.folder / "events.jsonl").read_all()
+
+    def losses(self, case: Case) -> list[float]:
+        return [step.loss for step in self.log(case).steps]
+
+    def trained(self, case: Case) -> dict[str, torch.Tensor]:
+        """What the run exported: the adapter, or the transformer."""
+        (file,) = (self.root / case.folder / "export").rglob("*.safetensors")
+        return load_file(file)
+
+
+@pytest.fixture(scope="module")
+def table(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Table:
+    """Every run of the table, one launch for each number of ranks."""
+    root = tmp_path_factory.mktemp("parity")
+    references = {case.reference for case in [*CASES, *HALF]}
+    by_ranks: dict[int, dict[str, dict[str, Any]]] = {}
+    for case in [*references, *CASES, *HALF]:
+        values = case.values(toy) | {"cache_dir": str(root / "cache")}
+        by_ranks.setdefault(values["num_processes"], {})[str(root / case.folder)] = values
+    for ranks, jobs in by_ranks.items():
+        _train(ranks, jobs, root)
+    return Table(root)
+
+
+def _train(ranks: int, jobs: dict[str, dict[str, Any]], root: Path) -> None:
+    cases = root / f"cases-{ranks}.json"
+    cases.write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         f"--nproc-per-node={ranks}", str(Path(__file__).with_name("parity_ranks.py")), str(cases)],
+        env=os.environ | {
+            "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "XDG_CACHE_HOME": str(root / "home"),
+        },
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.folder)
+def test_every_loss_is_that_of_one_process(table: Table, case: Case) -> None:
+    losses = table.losses(case)
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(table.losses(case.reference), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.optimizer == "sgd"], ids=lambda case: case.folder
+)
+def test_every_tensor_trained_by_sgd_is_that_of_one_process(table: Table, case: Case) -> None:
+    mine, expected = table.trained(case), table.trained(case.reference)
+    assert mine.keys() == expected.keys()
+    for name, tensor in mine.items():
+        difference = (tensor - expected[name]).abs().max()
+        assert difference <= TOLERANCE * expected[name].abs().max(), name
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_an_average_is_exported_and_changes_nothing_of_the_training(
+    table: Table, kind: str
+) -> None:
+    plain = Case("one process", kind, "sgd")
+    averaged = replace(plain, extra="ema")
+    assert table.losses(averaged) == table.losses(plain)
+    with_average, without = table.trained(averaged), table.trained(plain)
+    assert any(not tensor.equal(without[name]) for name, tensor in with_average.items())
+
+
+def test_dropped_captions_change_the_losses(table: Table) -> None:
+    plain = Case("one process", "full", "sgd")
+    assert table.losses(replace(plain, extra="caption dropout")) != table.losses(plain)
+
+
+@pytest.mark.parametrize(
+    "case",
+    sorted({c.reference for c in CASES}, key=lambda c: c.folder),
+    ids=lambda case: case.folder,
+)
+def test_the_reference_trains_and_is_clipped(table: Table, case: Case) -> None:
+    """Else the table would show that doing nothing is the same everywhere."""
+    steps = table.log(case).steps
+    assert all((step.grad_norm or 0) > 0.05 for step in steps), "each step is clipped"
+    assert max(step.loss for step in steps) - min(step.loss for step in steps) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in HALF if case != OVERFLOWS], ids=lambda case: case.folder
+)
+def test_half_precision_differs_by_its_rounding_only(table: Table, case: Case) -> None:
+    """Two ranks and one agree, and both follow the curve of fp32."""
+    two, one = table.losses(case), table.losses(case.reference)
+    exact = table.losses(Case("one process", case.model_type, case.optimizer))
+    assert two == pytest.approx(one, rel=ROUNDING[case.precision])
+    assert two == pytest.approx(exact, rel=ROUNDING[case.precision])
+    assert two != exact, "it did compute in half precision"
+    assert two[-1] < two[0]
+
+
+def test_a_step_that_overflows_fp16_is_left_out_and_the_scale_lowered(table: Table) -> None:
+    log = table.log(OVERFLOWS)
+    norms = [step.grad_norm for step in log.steps]
+    assert norms[0] == float("inf")
+    assert all(norm is not None and norm < 100 for norm in norms[1:])
+    (warning,) = log.warnings
+    assert warning.startswith("step 1 was left out")
+    assert warning.endswith("the loss scale is now 32768")
+    assert log.steps[1].loss != log.steps[0].loss, "the next step draws other data"
+    assert log.steps[-1].loss < log.steps[0].loss

@@ -14,7 +14,6 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from engine.optim import explain_load_failure, fill_state
 from jobs.rundir import MANIFEST, read_json, write_atomic
 
 if TYPE_CHECKING:
@@ -94,7 +94,10 @@ def load(training: Training, path: Path, world: World) -> None:
     """
     state = read_json(path / _STATE) or {}
     tensors = _tensors(training, ema=bool(state.get("ema")))
-    state_dict_loader.load(tensors, checkpoint_id=path, no_dist=world.size == 1)
+    try:
+        state_dict_loader.load(tensors, checkpoint_id=path, no_dist=world.size == 1)
+    except CheckpointException as error:
+        raise explain_load_failure(error) or error from None
     set_state_dict(
         training.model,
         training.optimizer,
@@ -149,12 +152,8 @@ def find_damage(path: Path) -> str | None:
 
 
 def _tensors(training: Training, *, ema: bool = True) -> dict[str, Any]:
+    fill_state(training.optimizer)
     model, optimizer = get_state_dict(training.model, training.optimizer, options=_OPTIONS)
-    if training.step == 0:
-        # Torch fills an empty optimizer by a step with zero gradients, which counts as one.
-        for state in training.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].zero_()
     tensors: dict[str, Any] = {"model": model, "optimizer": optimizer}
     if training.ema is not None and ema:
         tensors["ema"] = training.ema.shadow  # loading fills these very tensors

@@ -1,39 +1,194 @@
-"""Optimizer and learning-rate schedule."""
+"""Optimizer and learning-rate schedule.
+
+Every optimizer is a library's. What decides whether one may train sharded parameters (`DTensor`s)
+is whether its numbers there equal those on whole tensors, measured in `tests/test_engine_optim`:
+adamw, sgd, lion and adamw_8bit work element by element (or block by block) and are right; those
+that reduce over a whole tensor or over all parameters are not, and are refused.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from jobs.errors import UserError
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from jobs.spec import JobSpec
+
+# Optimizers that are right on whole tensors only, and what goes wrong on shards.
+WHOLE_ONLY: Final = {
+    # Both stop: torch's (2.13) at an in-place step on a partial norm, transformers' (5.23) where
+    # it mixes its own plain means with shards.
+    "adafactor": "its row and column means run over whole tensors",
+    # prodigyopt 1.1.2: uneven shards stop it; even ones give each rank another estimate, silently.
+    "prodigy": "it estimates the rate over all parameters at once, and each rank sees only its own",
+}
+_NO_SHARDS_HINT: Final = (
+    "use adamw, adamw_8bit, lion or sgd, or train a LoRA with lora_placement: replicated"
+)
+_INSTALL_HINT: Final = "pip install 'fsdp-tui[optimizers]'"
+
+# Lion's own: with Adam's 0.999 its sign would follow gradients of a thousand steps ago.
+_LION_BETAS: Final = (0.9, 0.99)
 
 
 def build_optimizer(
     spec: JobSpec, parameters: Sequence[torch.nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained parameters (plain or `DTensor`)."""
+    """The job's optimizer over the trained parameters (plain or `DTensor`).
+
+    Args:
+        spec: The job. `adam_*` hold for adamw, adamw_8bit and prodigy.
+        parameters: What is trained; on `device`, or on the CPU under FSDP's offload.
+        device: Where this rank computes.
+
+    Raises:
+        UserError: The optimizer's package is missing, or it is wrong on sharded parameters.
+    """
+    if spec.optimizer in WHOLE_ONLY and any(isinstance(p, DTensor) for p in parameters):
+        reason = WHOLE_ONLY[spec.optimizer]
+        raise UserError(
+            f"optimizer: {spec.optimizer} cannot train sharded parameters: {reason}",
+            _NO_SHARDS_HINT,
+        )
+    common: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
+    adam: dict[str, Any] = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     if spec.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
-    return torch.optim.AdamW(
-        parameters,
-        lr=spec.learning_rate,
-        betas=(spec.adam_beta1, spec.adam_beta2),
-        eps=spec.adam_epsilon,
-        weight_decay=spec.weight_decay,
+        # Not fused: torch 2.13 has no sharding strategy for `_fused_sgd_`.
+        return torch.optim.SGD(parameters, **common)
+    if spec.optimizer == "adamw":
         # foreach needs one more fp32 copy of the shard at its peak; fused does not
-        fused=device.type == "cuda",
-    )
+        fused = device.type in ("cuda", "cpu")
+        return torch.optim.AdamW(parameters, fused=fused, **common, **adam)
+    if spec.optimizer == "adafactor":
+        # Transformers' rather than torch's, whose rate is relative to the parameters' size:
+        # there, a learning_rate that suits the other optimizers would train next to nothing.
+        library = _library("adafactor", "transformers.optimization", "transformers")
+        kind = library.Adafactor
+        return _made(kind(parameters, scale_parameter=False, relative_step=False, **common))
+    if spec.optimizer == "lion":
+        kind = _library("lion", "lion_pytorch", "lion-pytorch").Lion
+        return _made(kind(parameters, betas=_LION_BETAS, **common))
+    if spec.optimizer == "prodigy":
+        kind = _library("prodigy", "prodigyopt", "prodigyopt").Prodigy
+        # Both flags as its authors advise for diffusion models; the second one keeps a warm-up
+        # from inflating the estimate.
+        return _made(
+            kind(parameters, use_bias_correction=True, safeguard_warmup=True, **common, **adam)
+        )
+    kind = _adamw_8bit(_library("adamw_8bit", "torchao.optim", "torchao").AdamW8bit)
+    return _made(kind(parameters, **common, **adam))
 
 
 def build_scheduler(spec: JobSpec, optimizer: torch.optim.Optimizer) -> LambdaLR:
     """Advances once per optimizer step, whatever the number of ranks or forwards."""
     return LambdaLR(optimizer, lambda step: _factor(spec, step))
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that has made no step its tensors, and nothing else.
+
+    To be called before `get_state_dict` and `set_state_dict`. Those fill an empty optimizer too,
+    by a step with zero gradients at rate zero, but leave that step counted: as a tensor by Adam's,
+    as a plain number by Adafactor's, either of which bends the next real step. Rank-local, and
+    all ranks agree whether it does anything, since all have made the same steps.
+    """
+    if optimizer.state or isinstance(optimizer, torch.optim.SGD):  # plain SGD never has any
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for state in optimizer.state.values():
+        if "step" in state:
+            step = state["step"]
+            state["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
+
+
+def explain_load_failure(error: CheckpointException) -> UserError | None:
+    """The sentence for a checkpoint whose optimizer state does not fit the number of ranks.
+
+    Torchao keeps 8-bit state in blocks of 256 values with a scale each, and (0.18) cannot cut
+    through one; a shard of another size may ask for that.
+
+    Returns:
+        None when the failure is another.
+    """
+    if not any(
+        "align with block boundary" in str(failure) for failure, _ in error.failures.values()
+    ):
+        return None
+    return UserError(
+        "the 8-bit optimizer state of this checkpoint cannot be split over this number of ranks",
+        "resume on as many ranks as saved it, or on a number that divides the layers evenly",
+    )
+
+
+def _made(optimizer: Any) -> torch.optim.Optimizer:
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _library(optimizer: str, module: str, package: str) -> Any:
+    """An optional package; imported late, since transformers' and torchao's take seconds."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(
+            f"optimizer: {optimizer} needs the package {package}", _INSTALL_HINT
+        ) from None
+
+
+def _adamw_8bit(base: Any) -> Any:
+    """Torchao's `AdamW8bit` (0.18), bent in two places.
+
+    It insists on a rate that is a tensor, which neither the schedule's JSON nor the log can hold:
+    ours stays a number between steps. And it compiles its step, which on a CPU takes a minute and
+    a C++ compiler for nothing: there it runs eagerly, to the same result.
+    """
+
+    class AdamW8bit(base):
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            group["lr"] = float(group["lr"])
+
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            rates = [group["lr"] for group in self.param_groups]
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = torch.tensor(rate, dtype=torch.float32)
+            # Not `device`: FSDP's offload keeps parameters on the CPU beside a GPU.
+            on_cpu = self.param_groups[0]["params"][0].device.type == "cpu"
+            try:
+                # Made only where it is wanted: it takes effect when it is constructed.
+                with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+                    loss: float | None = super().step(closure)
+            finally:
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = rate
+            return loss
+
+    return AdamW8bit
 
 
 def _factor(spec: JobSpec, step: int) -> float:

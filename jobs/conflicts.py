@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
     from jobs.spec import JobSpec
 
+# Optimizers that are wrong on shards, and why.
+_WHOLE_ONLY: Final = {
+    "adafactor": "its row and column means run over whole tensors",
+    "prodigy": "it estimates the rate over all parameters at once, and each rank sees only its own",
+}
+_LEAST_PRODIGY_RATE: Final = 0.05
+
 _GPU_KERNELS: Final = ("flash", "cudnn")
 
 
@@ -41,6 +48,11 @@ def find_warnings(spec: JobSpec) -> list[str]:
     warnings = []
     if spec.fsdp_version == 1:
         warnings.append("fsdp_version: FSDP v1 is deprecated; the job runs with FSDP v2")
+    if spec.optimizer == "prodigy" and spec.learning_rate < _LEAST_PRODIGY_RATE:
+        warnings.append(
+            f"learning_rate: prodigy multiplies it with its own estimate, so 1.0 is usual and "
+            f"{spec.learning_rate:g} trains next to nothing"
+        )
     return warnings
 
 
@@ -189,6 +201,27 @@ def _offload(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def _optimizer(spec: JobSpec) -> Conflict | None:
+    sharded = spec.model_type == "full" or spec.lora_placement == "sharded"
+    if spec.optimizer in _WHOLE_ONLY and sharded and shards(spec):
+        return Conflict(
+            "optimizer",
+            f"optimizer: {spec.optimizer} cannot train sharded parameters: "
+            f"{_WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, lion or sgd, strategy: ddp, "
+            "or a LoRA with lora_placement: replicated",
+        )
+    return None
+
+
+def _fp16(spec: JobSpec) -> Conflict | None:
+    if spec.mixed_precision == "fp16" and spec.fsdp_cpu_offload:
+        return Conflict(
+            "mixed_precision",
+            "fp16's loss scale with fsdp_cpu_offload is not tested; use mixed_precision: bf16",
+        )
+    return None
+
+
 def _state_dict(spec: JobSpec) -> Conflict | None:
     if spec.fsdp_state_dict_type == "FULL_STATE_DICT":
         return Conflict(
@@ -298,6 +331,8 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _context_parallel,
     _reshard,
     _offload,
+    _optimizer,
+    _fp16,
     _state_dict,
     _wrap,
     _activation_checkpointing,

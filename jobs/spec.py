@@ -88,9 +88,11 @@ class JobSpec(BaseModel):
         "adamw runs fused on GPUs; adamw_8bit, prodigy and lion come with the extra "
         "`fsdp-tui[optimizers]`.",
     )  # fmt: skip
-    adam_beta1: float = field(0.9, "training", "Beta 1 of Adam-like optimizers.", ge=0, lt=1)
-    adam_beta2: float = field(0.999, "training", "Beta 2 of Adam-like optimizers.", ge=0, lt=1)
-    adam_epsilon: float = field(1e-8, "training", "Epsilon of Adam-like optimizers.", gt=0)
+    adam_beta1: float = field(0.9, "training", "Beta 1 of adamw, adamw_8bit, prodigy.", ge=0, lt=1)
+    adam_beta2: float = field(
+        0.999, "training", "Beta 2 of adamw, adamw_8bit, prodigy.", ge=0, lt=1
+    )
+    adam_epsilon: float = field(1e-8, "training", "Epsilon of adamw, adamw_8bit, prodigy.", gt=0)
     weight_decay: float = field(0.0, "training", "Weight decay of the optimizer.", ge=0)
     lr_scheduler: Annotated[LRScheduler, choice(LRScheduler)] = field(
         "constant", "training", "Learning-rate schedule; advances once per optimizer step."

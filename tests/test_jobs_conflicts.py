@@ -47,6 +47,9 @@ def read(**values: Any) -> JobSpec:
         {"num_processes": 2, "fsdp_cpu_offload": True, "fsdp_activation_checkpointing": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
         {"use_ema": True, "ema_device": "cpu"},
+        {"num_processes": 2, "optimizer": "prodigy", "learning_rate": 1.0},
+        {"num_processes": 2, "optimizer": "adafactor", "model_type": "full", "strategy": "ddp"},
+        {"num_processes": 2, "optimizer": "lion", "model_type": "full"},
         {"num_processes": 2, "use_ema": True},
         {"timestep_sampling": "shift", "flow_shift": 3.0},
         {"mixed_precision": "fp16"},
@@ -125,6 +128,12 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"num_processes": 2, "strategy": "ddp", "fsdp_cpu_offload": True},
          "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
+        ({"num_processes": 2, "optimizer": "prodigy", "model_type": "full"}, "optimizer",
+         "each rank sees only its own"),
+        ({"num_processes": 2, "optimizer": "adafactor", "lora_placement": "sharded"}, "optimizer",
+         "row and column means"),
+        ({"num_processes": 2, "mixed_precision": "fp16", "fsdp_cpu_offload": True},
+         "mixed_precision", "not tested"),
         ({"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing",
          "use gradient_checkpointing"),
         ({"gradient_checkpointing_policy": "selective"}, "gradient_checkpointing_policy",
@@ -166,6 +175,12 @@ def test_an_old_fsdp_version_runs_as_the_new_one_and_is_warned_about() -> None:
     (warning,) = find_warnings(old)
     assert "FSDP v1 is deprecated" in warning
     assert find_warnings(read(num_processes=2)) == []
+
+
+def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:
+    (warning,) = find_warnings(read(optimizer="prodigy"))
+    assert "1.0 is usual" in warning
+    assert find_warnings(read(optimizer="prodigy", learning_rate=1.0)) == []
 
 
 @pytest.mark.parametrize(
@@ -229,3 +244,10 @@ def test_auto_copies_the_model_where_it_fits_and_shards_it_where_not(
 def test_context_parallel_ranks_train_on_the_same_sample() -> None:
     assert data_parallel_size(read(num_processes=8, context_parallel_size=4)) == 2
     assert data_parallel_size(read()) == 1
+
+
+def test_the_engine_and_the_rules_agree_on_what_cannot_be_sharded() -> None:
+    from engine.optim import WHOLE_ONLY
+    from jobs import conflicts
+
+    assert conflicts._WHOLE_ONLY == WHOLE_ONLY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,11 @@ def main() -> int:
     run_dir.create()
     if not sys.stdout.isatty():
         _write_to_log(run_dir.rank_log(rank))
+
+    # Diffusers imports torchao where there is one, which complains about kernels that no optimizer
+    # needs, and makes torch complain about it.
+    for library in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
     # After the redirection, so that whatever these imports print is in the rank's own log.
     from engine.failure import record_failure

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from diffusers import attention_backend
 
 from jobs.errors import UserError
 
@@ -43,7 +44,9 @@ def choose_attention(model: Any, spec: JobSpec) -> None:
     if spec.attention_backend == "auto":
         return
     name = _DIFFUSERS_NAMES[spec.attention_backend]
-    model.set_attention_backend(name)
+    # Setting a model's sets everybody's default as well, which the context takes back.
+    with attention_backend(name):
+        model.set_attention_backend(name)
     processors = [getattr(module, "processor", None) for module in model.modules()]
     if not any(getattr(p, "_attention_backend", None) == name for p in processors):
         raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from engine.training import Training
     from engine.world import World
     from jobs.spec import JobSpec
+
+# The schedule advances with every step, also when the first ones are left out.
+warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 _MOST_SKIPPED: Final = 20  # in a row; an fp16 loss scale starts at 2^16 and halves each time
 _MEASURED_FIRST: Final = 3  # steps; Adam's state is there from the second on

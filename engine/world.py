@@ -118,7 +118,8 @@ def start_world(spec: JobSpec) -> World:
             f"{state.num_processes}",
             "launch with the same --num_processes",
         )
-    device = torch.device(state.device)
+    # All CPU ranks compute on the one CPU, which accelerate numbers.
+    device = torch.device("cpu") if state.device.type == "cpu" else torch.device(state.device)
     common = [uuid.uuid4().hex[:12], *_strategy(spec)]
     if state.num_processes > 1:
         dist.broadcast_object_list(common, src=0)

@@ -97,8 +97,6 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
-        # Diffusers imports torchao where there is one; its optimizer needs none of its kernels.
-        "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
         # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
         # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.

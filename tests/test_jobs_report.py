@@ -1,0 +1,53 @@
+"""What a run said about itself, read from its events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jobs.eventlog import EventLog
+from jobs.report import RunReport, read_report
+from jobs.rundir import RunDir, event
+from tui.tables import memory_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def written(tmp_path: Path, *events: tuple[str, dict[str, Any]]) -> RunDir:
+    run_dir = RunDir(tmp_path)
+    run_dir.events.write_text("".join(event(kind, **values) for kind, values in events))
+    return run_dir
+
+
+def test_a_run_that_has_not_begun_says_nothing(tmp_path: Path) -> None:
+    assert read_report(RunDir(tmp_path)) == RunReport()
+
+
+def test_strategy_sharding_and_memory(tmp_path: Path) -> None:
+    run_dir = written(
+        tmp_path,
+        ("sharding", {"ranks": 2, "units": {"Block": 3}}),
+        ("start", {"strategy": "fsdp2", "strategy_reason": "as asked", "step": 0}),
+        ("memory", {"measure": "allocated", "peaks": {"load": [1, 2]}, "step": 1}),
+        ("warning", {"message": "hot"}),
+        ("memory", {"measure": "allocated", "peaks": {"load": [1, 2], "step": [3, 4]}, "step": 2}),
+    )
+    report = read_report(run_dir)
+    assert (report.strategy, report.reason) == ("fsdp2", "as asked")
+    assert report.sharding == {"ranks": 2, "units": {"Block": 3}}
+    assert report.peaks == {"load": [1, 2], "step": [3, 4]}, "the latest counts"
+    assert report.warnings == ("hot",)
+
+
+def test_what_some_other_version_wrote_is_passed_over(tmp_path: Path) -> None:
+    run_dir = written(
+        tmp_path,
+        ("memory", {"peaks": {"load": [1, None], "step": "much", "save": [], "sample": [5]}}),
+    )
+    assert RunReport.of(EventLog(run_dir.events).read_all()).peaks == {"sample": [5]}
+
+
+def test_the_line_for_people() -> None:
+    line = memory_line({"load": [1 << 30, 2 << 30], "step": [3 << 20, 1]}, "rss")
+    assert line.startswith("load 2.0 GiB · step 3")
+    assert line.endswith("(resident, most on any rank)")

@@ -30,6 +30,8 @@ def choose_backends(spec: JobSpec) -> None:
         # cuBLAS reads this when its first handle is made.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
+        # Weights are read into what is allocated; filling it with NaN first would write it twice.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(spec.deterministic)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
@@ -37,18 +38,30 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter], world: World) ->
             offset += gradient.numel()
 
 
-def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale gradients so that their global 2-norm is at most `max_norm`.
+def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float, world: World) -> torch.Tensor:
+    """Scale gradients so that their global 2-norm is at most `max_norm`; a collective.
+
+    Ranks that hold copies all scale by rank 0's norm. Their own could differ in the last bit,
+    where groups of ranks add in another order, and the copies would drift apart.
 
     Args:
         parameters: All trained parameters, all sharded or all plain.
         max_norm: 0 only measures.
+        world: The ranks.
 
     Returns:
         The norm before clipping, over all parameters of all ranks: a scalar on their device.
     """
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    copies = not isinstance(parameters[0], DTensor) or world.replicas > 1
+    if world.size > 1 and copies:
+        dist.broadcast(norm, src=0)
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

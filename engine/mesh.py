@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from jobs.strategy import SHARDING
 
@@ -37,7 +39,12 @@ def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> De
         ring = context if spec.context_parallel_comm_strategy == "allgather" else 1
         shape += [ring, context // ring]
         names += [RING, ULYSSES]
-    return init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+    mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
+    for name in names:
+        _set_timeout(mesh[name], spec.distributed_timeout_seconds)
+    if context > 1:
+        _set_timeout(_flat(mesh), spec.distributed_timeout_seconds)
+    return mesh
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -49,5 +56,15 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     replicated = mesh.size(0) > 1
     if RING not in names:
         return mesh if replicated else mesh[SHARD]
-    flat = mesh[SHARD, RING, ULYSSES]._flatten(_FLAT)
+    flat = _flat(mesh)
     return mesh[REPLICATE, _FLAT] if replicated else flat
+
+
+def _flat(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a replica in one dim; the same one at every call."""
+    return mesh[SHARD, RING, ULYSSES]._flatten(_FLAT)
+
+
+def _set_timeout(mesh: DeviceMesh, seconds: float) -> None:
+    """Give the group of a 1-D mesh the job's timeout: a new group has torch's default (2.13)."""
+    _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group())

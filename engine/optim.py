@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from jobs.conflicts import WHOLE_ONLY
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,14 +27,6 @@ if TYPE_CHECKING:
 
     from jobs.spec import JobSpec
 
-# Optimizers that are right on whole tensors only, and what goes wrong on shards.
-WHOLE_ONLY: Final = {
-    # Both stop: torch's (2.13) at an in-place step on a partial norm, transformers' (5.23) where
-    # it mixes its own plain means with shards.
-    "adafactor": "its row and column means run over whole tensors",
-    # prodigyopt 1.1.2: uneven shards stop it; even ones give each rank another estimate, silently.
-    "prodigy": "it estimates the rate over all parameters at once, and each rank sees only its own",
-}
 _NO_SHARDS_HINT: Final = (
     "use adamw, adamw_8bit, lion or sgd, or train a LoRA with lora_placement: replicated"
 )

@@ -51,7 +51,7 @@ def build_plugin(spec: JobSpec, device: torch.device) -> FullyShardedDataParalle
         transformer_cls_names_to_wrap=wrapped_classes(spec),
         min_num_params=spec.fsdp_min_num_params,
         state_dict_type=spec.fsdp_state_dict_type,
-        mixed_precision_policy=_precision_policy(spec),
+        mixed_precision_policy=precision_policy(spec),
         cpu_offload=offload if spec.fsdp_cpu_offload else OffloadPolicy(),
         # The models' own, block by block: `engine.activation_checkpointing`.
         activation_checkpointing=False,
@@ -169,7 +169,7 @@ def _prefetch(units: Sequence[FSDPModule], spec: JobSpec) -> None:
             unit.set_modules_to_backward_prefetch(list(reversed(before)))
 
 
-def _precision_policy(spec: JobSpec) -> MixedPrecisionPolicy:
+def precision_policy(spec: JobSpec) -> MixedPrecisionPolicy:
     """Gather in the compute precision, reduce in fp32.
 
     `cast_forward_inputs` stays off: it would cast rotary position ids to bf16. Autocast casts

@@ -35,7 +35,7 @@ def check_replicas(trained: Mapping[str, torch.nn.Parameter], world: World) -> N
         return
     plain = {n: p.detach() for n, p in trained.items() if not isinstance(p, DTensor)}
     _compare(plain, None)
-    if world.mesh is not None and world.mesh.size(0) > 1:
+    if world.mesh is not None and world.replicas > 1:
         shards = {n: local_part(p.detach()) for n, p in trained.items() if isinstance(p, DTensor)}
         _compare(shards, world.mesh.get_group(REPLICATE))
 

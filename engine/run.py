@@ -16,6 +16,7 @@ from engine.context_parallel import (
     splits_text,
 )
 from engine.control import Control
+from engine.data.buckets import bucket_sizes, divisible
 from engine.data.loader import Loader
 from engine.data.plan import BatchPlan
 from engine.data.prepare import Prepared, prepare
@@ -24,7 +25,7 @@ from engine.export import export
 from engine.meeting import Meeting
 from engine.objective import build_objective
 from engine.optim import build_optimizer, build_scheduler
-from engine.parallel import shard
+from engine.parallel import precision_policy, shard
 from engine.peaks import Peaks
 from engine.sharding_check import check_sharding
 from engine.step import Stepper
@@ -32,6 +33,7 @@ from engine.trainer import Trainer
 from engine.training import Training
 from engine.world import World, leave_world, start_world
 from jobs.conflicts import find_warnings
+from jobs.errors import UserError
 from jobs.models import find_model
 from jobs.specfile import load_spec
 from jobs.strategy import checkpoints_activations, data_parallel_size
@@ -70,9 +72,9 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     family = families.load(spec.model_family, spec.model_flavour)
     model_root = find_model(spec.pretrained_model_name_or_path)
 
-    data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
     if world.context_size > 1:
-        check_lengths(spec, family, data)
+        check_context(spec, family, world)
+    data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
     model = build_model(spec, family, model_root, world, telemetry)
     training = start_training(spec, model, world)
     resume(training, run_dir, world, telemetry)
@@ -131,7 +133,6 @@ def build_model(
         if not world.shards or spec.lora_placement == "replicated":
             whole = list(adapters.lora_parameters(model).values())
     if world.mesh is not None and world.context_size > 1:
-        require_cuda(world.device)
         enable_context_parallel(model, world.mesh)
     compile_blocks(model, spec)
     units: list[str] = []
@@ -149,26 +150,34 @@ def build_model(
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
     if world.shards:
         summary = check_sharding(
-            model, world, units, replicated=whole, offloaded=offload is not None
-        )
+            model, world, units, replicated=whole, offloaded=offload is not None,
+            gathered_in=precision_policy(spec).param_dtype,
+        )  # fmt: skip
         telemetry.say(str(summary))
         telemetry.emit("sharding", **vars(summary))
     return model
 
 
-def check_lengths(spec: JobSpec, family: Family, data: Prepared) -> None:
-    """Refuse pictures and captions whose tokens a context-parallel group cannot share evenly.
+def check_context(spec: JobSpec, family: Family, world: World) -> None:
+    """Refuse what a context-parallel group cannot share evenly, before anything is encoded.
+
+    Pictures are fitted to sizes that divide (`engine.data.buckets.divisible`).
 
     Raises:
-        UserError: Names the size in pixels, or `max_sequence_length`.
+        UserError: Not on GPUs, or a sample's picture or a caption has an odd number of tokens.
     """
-    side = spec.validation_resolution or spec.resolution
-    sizes = {*data.buckets, *([(side, side)] if spec.validation_prompts else [])}
-    for width, height in sorted(sizes):
-        tokens = (width // family.LATENT_STEP) * (height // family.LATENT_STEP)
-        check_tokens(tokens, spec.context_parallel_size, f"pictures of {width}x{height}")
+    require_cuda(world.device)
+    size, step = spec.context_parallel_size, family.LATENT_STEP
+    if not divisible(bucket_sizes(spec.resolution, step), step, size):
+        raise UserError(
+            f"context_parallel_size {size} divides no picture size of resolution {spec.resolution}",
+            "change one of the two",
+        )
+    if spec.validation_prompts:
+        side = (spec.validation_resolution or spec.resolution) // step
+        check_tokens(side * side, size, f"samples of {side * step}x{side * step}")
     if splits_text(family.transformer_class()):
-        check_tokens(spec.max_sequence_length, spec.context_parallel_size, "max_sequence_length")
+        check_tokens(spec.max_sequence_length, size, "max_sequence_length")
 
 
 def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> Training:

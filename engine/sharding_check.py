@@ -74,6 +74,7 @@ def check_sharding(
     *,
     replicated: Iterable[torch.nn.Parameter] = (),
     offloaded: bool = False,
+    gathered_in: torch.dtype | None = None,
 ) -> ShardingSummary:
     """Prove that every base parameter is a `DTensor` that holds just this rank's share.
 
@@ -83,6 +84,7 @@ def check_sharding(
         units: What `engine.parallel.shard` returned.
         replicated: Parameters that are whole by intention.
         offloaded: Shards belong in host memory.
+        gathered_in: The precision in which weights are gathered, if not in their own.
 
     Raises:
         RuntimeError: A parameter is whole, its local shape is not that of a dim-0 shard, or it is
@@ -123,7 +125,8 @@ def check_sharding(
     if tensors == 0:
         raise RuntimeError("the model has no sharded parameter at all")
     gathered = [
-        sum(_bytes(p) for p in own if id(p) not in whole) for own in _parameters_of_units(model)
+        sum(_bytes(p, gathered_in) for p in own if id(p) not in whole)
+        for own in _parameters_of_units(model)
     ]
     root = [p for p in _parameters_of_units(model)[0] if id(p) not in whole]
     return ShardingSummary(
@@ -159,8 +162,8 @@ def _rows_of_rank(rows: int, rank: int, size: int) -> int:
     return max(0, min(chunk, rows - chunk * rank))
 
 
-def _bytes(parameter: torch.nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()
+def _bytes(parameter: torch.nn.Parameter, gathered_in: torch.dtype | None) -> int:
+    return parameter.numel() * (gathered_in or parameter.dtype).itemsize
 
 
 def _mebibytes(size: int) -> str:

@@ -102,7 +102,7 @@ class Stepper:
             average_gradients(self._trained, self._world)
             if training.scaler is not None:
                 training.scaler.unscale_(training.optimizer)
-            norm = clip(self._trained, self._spec.max_grad_norm)
+            norm = clip(self._trained, self._spec.max_grad_norm, self._world)
             # Both are global, so all ranks decide alike; one wait for the device for both.
             loss, norm_value = torch.stack(
                 [self._world.average(losses), norm.to(losses.device)]

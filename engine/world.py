@@ -57,6 +57,11 @@ class World:
         return self.strategy in SHARDING
 
     @property
+    def replicas(self) -> int:
+        """How many copies of a sharded model there are; 1 but for HSDP."""
+        return self.mesh.size(0) if self.mesh is not None else 1
+
+    @property
     def data_rank(self) -> int:
         """Which part of the global batch this rank trains on; shared by a context group."""
         return self.rank // self.context_size

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from jobs.spec import JobSpec
 
-# Optimizers that are wrong on shards, and why.
-_WHOLE_ONLY: Final = {
+# Optimizers whose numbers on shards are not those on whole tensors, and why.
+WHOLE_ONLY: Final = {
     "adafactor": "its row and column means run over whole tensors",
     "prodigy": "it estimates the rate over all parameters at once, and each rank sees only its own",
 }
 _LEAST_PRODIGY_RATE: Final = 0.05
 
-_GPU_KERNELS: Final = ("flash", "cudnn")
+GPU_KERNELS: Final = ("flash", "efficient", "cudnn")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,21 @@ def find_warnings(spec: JobSpec) -> list[str]:
             f"learning_rate: prodigy multiplies it with its own estimate, so 1.0 is usual and "
             f"{spec.learning_rate:g} trains next to nothing"
         )
+    if not shards(spec) and (ignored := _of_fsdp(spec)):
+        strategy, _ = chosen_strategy(spec)
+        warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
     return warnings
+
+
+def _of_fsdp(spec: JobSpec) -> list[str]:
+    """Keys of FSDP that were changed, less those that are refused where nothing is sharded."""
+    return [
+        name
+        for name, field in type(spec).model_fields.items()
+        if name.startswith("fsdp_")
+        and name not in ("fsdp_enable", "fsdp_version")
+        and getattr(spec, name) != field.default
+    ]
 
 
 def _no_model(spec: JobSpec) -> Conflict | None:
@@ -201,13 +215,19 @@ def _offload(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def _lora(spec: JobSpec) -> Conflict | None:
+    if spec.model_type == "lora" and spec.lora_placement == "sharded" and not shards(spec):
+        return Conflict("lora_placement", "lora_placement: sharded needs strategy: fsdp2 or hsdp")
+    return None
+
+
 def _optimizer(spec: JobSpec) -> Conflict | None:
     sharded = spec.model_type == "full" or spec.lora_placement == "sharded"
-    if spec.optimizer in _WHOLE_ONLY and sharded and shards(spec):
+    if spec.optimizer in WHOLE_ONLY and sharded and shards(spec):
         return Conflict(
             "optimizer",
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
-            f"{_WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, lion or sgd, strategy: ddp, "
+            f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, lion or sgd, strategy: ddp, "
             "or a LoRA with lora_placement: replicated",
         )
     return None
@@ -260,13 +280,14 @@ def _activation_checkpointing(spec: JobSpec) -> Conflict | None:
 
 def _attention(spec: JobSpec) -> Conflict | None:
     backend = spec.attention_backend
-    if spec.device == "cpu" and backend in _GPU_KERNELS:
+    if spec.device == "cpu" and backend in GPU_KERNELS:
         return Conflict(
             "attention_backend", f"attention_backend: {backend} needs a GPU; use auto or math"
         )
-    if backend == "flash" and spec.mixed_precision == "no":
+    if backend in ("flash", "cudnn") and spec.mixed_precision == "no":
         return Conflict(
-            "attention_backend", "attention_backend: flash has no fp32; set mixed_precision: bf16"
+            "attention_backend",
+            f"attention_backend: {backend} has no fp32; set mixed_precision: bf16",
         )
     return None
 
@@ -275,7 +296,8 @@ def _ema(spec: JobSpec) -> Conflict | None:
     if spec.use_ema and spec.ema_device == "cpu" and shards(spec):
         return Conflict(
             "ema_device",
-            "ema_device: cpu cannot be used with FSDP; leave it out, the average is sharded",
+            "ema_device: cpu cannot be used with FSDP; leave it out, the average is sharded, "
+            "or set strategy: ddp",
         )
     return None
 
@@ -331,6 +353,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _context_parallel,
     _reshard,
     _offload,
+    _lora,
     _optimizer,
     _fp16,
     _state_dict,

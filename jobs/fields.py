@@ -36,6 +36,9 @@ def read_state_dict_type(value: Any) -> Any:
     return as_choice(value, get_args(StateDictType))
 
 
+_V1_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+
+
 def read_loss(value: Any) -> Any:
     """`l2`, as other trainers call it, is `mse`."""
     if isinstance(value, str) and value.strip().lower() == "l2":
@@ -53,7 +56,12 @@ def read_reshard(value: Any) -> Any:
 
 
 def read_prefetch(value: Any) -> Any:
-    """A number of units; yes and no mean 1 and 0."""
+    """A number of units; yes and no mean 1 and 0, and so do FSDP v1's words.
+
+    What they name, FSDP2 does by itself: it gathers the next unit while one computes.
+    """
+    if isinstance(value, str) and value.strip().upper() in _V1_PREFETCH:
+        return 0
     value = as_bool(value) if not (isinstance(value, str) and value.strip().isdigit()) else value
     return int(value) if isinstance(value, bool) else value
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import devices
+from jobs.conflicts import GPU_KERNELS
 from jobs.errors import SpecError
 from jobs.families import FAMILIES, get_family
 from jobs.models import find_model
@@ -118,6 +119,17 @@ def check_devices(spec: JobSpec) -> int | list[str] | None:
     present = [] if spec.device == "cpu" else devices.gpus()
     ranks = world_size(spec)
     if not present:
+        if spec.context_parallel_size > 1:
+            raise SpecError(
+                "Context parallelism runs on CUDA GPUs only, and this machine shows none",
+                "set context_parallel_size: 1",
+            )
+        if spec.attention_backend in GPU_KERNELS:
+            raise SpecError(
+                f"attention_backend: {spec.attention_backend} needs a GPU, and this machine shows "
+                "none",
+                "use auto or math",
+            )
         if spec.gpus is not None or spec.device == "cuda":
             raise SpecError(
                 "the job asks for GPUs, and this machine shows none",

@@ -56,6 +56,27 @@ def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
     Returns:
         `(strategy, reason)`, the strategy one of single, ddp, fsdp2, hsdp.
     """
+    settled = _settled(spec)
+    if settled is not None:
+        return settled
+    ranks = world_size(spec)
+    if room is None:
+        return "fsdp2", f"there are {ranks} ranks, so that each holds 1/{ranks} of the weights"
+    needed = room.parameters * _bytes_per_parameter(spec)
+    share = f"{needed / 2**30:.1f} of {room.gpu_bytes / 2**30:.1f} GiB"
+    what = "frozen weights" if spec.model_type == "lora" else "weights, gradients and Adam's state"
+    if needed <= _ROOM_FOR_WEIGHTS * room.gpu_bytes:
+        return "ddp", f"a whole copy fits on every GPU ({what}: about {share}), which is faster"
+    return "fsdp2", f"a whole copy would fill a GPU ({what}: about {share})"
+
+
+def depends_on_memory(spec: JobSpec) -> bool:
+    """Whether `auto` may choose another strategy once it knows the GPUs' memory."""
+    return _settled(spec) is None and spec.device != "cpu"
+
+
+def _settled(spec: JobSpec) -> tuple[str, str] | None:
+    """The strategy and the reason, where the job's own settings decide."""
     if spec.strategy != "auto":
         return spec.strategy, "as asked"
     if spec.fsdp_enable:
@@ -67,14 +88,11 @@ def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
         return "ddp", f"fsdp_enable is off and there are {ranks} ranks"
     if spec.context_parallel_size > 1:
         return "fsdp2", "context parallelism requires it"
-    if room is None:
-        return "fsdp2", f"there are {ranks} ranks, so that each holds 1/{ranks} of the weights"
-    needed = room.parameters * _bytes_per_parameter(spec)
-    share = f"{needed / 2**30:.1f} of {room.gpu_bytes / 2**30:.1f} GiB"
-    what = "frozen weights" if spec.model_type == "lora" else "weights, gradients and Adam's state"
-    if needed <= _ROOM_FOR_WEIGHTS * room.gpu_bytes:
-        return "ddp", f"a whole copy fits on every GPU ({what}: about {share}), which is faster"
-    return "fsdp2", f"a whole copy would fill a GPU ({what}: about {share})"
+    if spec.fsdp_cpu_offload:
+        return "fsdp2", "fsdp_cpu_offload needs it"
+    if spec.model_type == "lora" and spec.lora_placement == "sharded":
+        return "fsdp2", "lora_placement: sharded needs it"
+    return None
 
 
 def shards(spec: JobSpec) -> bool:

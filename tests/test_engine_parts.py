@@ -204,6 +204,17 @@ def test_fp16_gradients_are_scaled_and_unscaled() -> None:
     assert at.model.weight.item() == pytest.approx(2.0 - 0.1 * 1.0, rel=1e-3), "clipped to 1"
 
 
+def test_an_fp16_gradient_that_overflows_is_left_out_even_where_nan_would_end_the_job() -> None:
+    at = rig(mixed_precision="fp16")
+    assert at.training.scaler is not None
+    at.training.scaler.scale(torch.ones(()))
+    at.training.scaler.update(3e38)
+    result = at.stepper.run()
+    assert (result.loss, result.norm, result.skipped) == (4.0, float("inf"), True)
+    assert at.training.scaler.get_scale() == pytest.approx(1.5e38)
+    assert at.model.weight.item() == 2.0
+
+
 def test_a_skipped_nan_lowers_the_fp16_scale_and_training_goes_on() -> None:
     at = rig(0, mixed_precision="fp16", on_nonfinite="skip")
     assert at.training.scaler is not None

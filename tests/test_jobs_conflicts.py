@@ -128,6 +128,12 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"num_processes": 2, "strategy": "ddp", "fsdp_cpu_offload": True},
          "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
+        ({"lora_placement": "sharded"}, "lora_placement", "needs strategy: fsdp2 or hsdp"),
+        ({"num_processes": 2, "strategy": "ddp", "lora_placement": "sharded"}, "lora_placement",
+         "needs strategy: fsdp2 or hsdp"),
+        ({"device": "cpu", "attention_backend": "efficient"}, "attention_backend", "needs a GPU"),
+        ({"attention_backend": "cudnn", "mixed_precision": "no"}, "attention_backend",
+         "cudnn has no fp32"),
         ({"num_processes": 2, "optimizer": "prodigy", "model_type": "full"}, "optimizer",
          "each rank sees only its own"),
         ({"num_processes": 2, "optimizer": "adafactor", "lora_placement": "sharded"}, "optimizer",
@@ -231,6 +237,8 @@ GIB = 1 << 30
         ({"fsdp_enable": True}, Room(1, 80 * GIB), "fsdp2", "fsdp_enable is on"),
         ({"strategy": "fsdp2"}, Room(1, 80 * GIB), "fsdp2", "as asked"),
         ({"context_parallel_size": 2}, Room(1, 80 * GIB), "fsdp2", "context parallelism"),
+        ({"fsdp_cpu_offload": True}, Room(1, 80 * GIB), "fsdp2", "fsdp_cpu_offload needs it"),
+        ({"lora_placement": "sharded"}, Room(1, 80 * GIB), "fsdp2", "sharded needs it"),
     ],
 )
 def test_auto_copies_the_model_where_it_fits_and_shards_it_where_not(
@@ -246,8 +254,7 @@ def test_context_parallel_ranks_train_on_the_same_sample() -> None:
     assert data_parallel_size(read()) == 1
 
 
-def test_the_engine_and_the_rules_agree_on_what_cannot_be_sharded() -> None:
-    from engine.optim import WHOLE_ONLY
-    from jobs import conflicts
-
-    assert conflicts._WHOLE_ONLY == WHOLE_ONLY
+def test_keys_of_fsdp_that_do_nothing_are_warned_about() -> None:
+    (warning,) = find_warnings(read(fsdp_forward_prefetch=2, fsdp_min_num_params=5))
+    assert warning == "fsdp_forward_prefetch, fsdp_min_num_params: no effect with strategy: single"
+    assert find_warnings(read(num_processes=2, fsdp_forward_prefetch=2)) == []

@@ -254,7 +254,9 @@ def test_reshard_is_a_switch_or_a_number_of_shards(written: Any, read: bool | in
     assert type(value) is type(read)
 
 
-@pytest.mark.parametrize(("written", "units"), [(True, 1), ("off", 0), ("true", 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("written", "units"), [(True, 1), ("off", 0), ("true", 1), (3, 3), ("backward_pre", 0)]
+)
 def test_prefetch_is_a_number_of_units(written: Any, units: int) -> None:
     assert JobSpec(fsdp_forward_prefetch=written).fsdp_forward_prefetch == units
 

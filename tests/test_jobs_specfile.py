@@ -315,9 +315,10 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "attention_backend": st.sampled_from(["auto", "math"]),
     "ema_device": st.just("accelerator"),
     "snr_gamma": st.none(),
-    "timestep_sampling": st.just("shift"),
-    "flow_shift": st.none() | st.floats(0.1, 10),
+    "flow_shift": st.none(),
     "logit_mean": st.floats(-3, 3),
+    "optimizer": st.sampled_from(["adamw", "sgd", "lion", "adamw_8bit"]),
+    "fsdp_cpu_offload": st.just(False),
     "fsdp_state_dict_type": st.just("SHARDED_STATE_DICT"),
     "fsdp_enable": st.sampled_from([None, True]),
     "gpus": st.none(),
@@ -364,6 +365,7 @@ def test_what_is_written_is_read_back(
         "pretrained_model_name_or_path": "no/such",
         "dataset": "no/such",
         "num_processes": 2,
+        "gradient_checkpointing": True,
     }
     job = load_spec(None, required | values)
     path = tmp_path_factory.getbasetemp() / f"round-trip-{only_set}.yaml"

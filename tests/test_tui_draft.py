@@ -116,3 +116,29 @@ def test_an_unfinished_job_can_be_saved(tmp_path: Path) -> None:
 
 def test_carried_fields_are_those_without_a_place_in_the_form() -> None:
     assert draft.carried(JobSpec(seed=7, max_train_steps=3).to_dict()) == {"seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({}, "→ single: there is one rank"),
+        (
+            {"num_processes": 2, "device": "cpu"},
+            "→ fsdp2: there are 2 ranks, so that each holds 1/2 of the weights",
+        ),
+        ({"num_processes": 2}, "on GPUs: ddp if a whole copy fits, else fsdp2"),
+        ({"gpus": [0, 1]}, "on GPUs: ddp if a whole copy fits, else fsdp2"),
+        ({"gpus": 2, "context_parallel_size": 2}, "→ fsdp2: context parallelism requires it"),
+        ({"gpus": [0, 1], "fsdp_enable": True}, "→ fsdp2: fsdp_enable is on"),
+        ({"num_processes": 2, "strategy": "ddp"}, ""),
+        ({"num_processes": "x"}, ""),
+    ],
+)
+def test_what_auto_comes_to_is_told_beside_it(change: dict[str, object], note: str) -> None:
+    assert draft.strategy_note(GOOD | change) == note
+
+
+def test_warnings_are_told_while_the_values_are_right() -> None:
+    (text,) = draft.warnings(GOOD | {"fsdp_version": 1})
+    assert "deprecated" in text
+    assert draft.warnings(GOOD) == draft.warnings(GOOD | {"seed": "x"}) == []

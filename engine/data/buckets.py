@@ -31,6 +31,14 @@ def bucket_sizes(resolution: int, step: int) -> list[tuple[int, int]]:
     return sorted(sizes)
 
 
+def divisible(sizes: Sequence[tuple[int, int]], step: int, parts: int) -> list[tuple[int, int]]:
+    """The sizes whose tokens, one for each square of `step` pixels, divide into so many parts.
+
+    Under context parallelism a sample's tokens are shared evenly by the ranks of a group.
+    """
+    return [size for size in sizes if size[0] // step * (size[1] // step) % parts == 0]
+
+
 def nearest_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """The bucket that crops least: nearest in log aspect ratio, then the largest."""
     wanted = math.log(width / height)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.data.buckets import bucket_sizes, fit, nearest_bucket
+from engine.data.buckets import bucket_sizes, divisible, fit, nearest_bucket
 from engine.data.cache import TensorCache, fingerprint
 from engine.data.index import DataIndex, build_index, open_picture
 from engine.precision import compute_dtype
@@ -75,7 +75,11 @@ def prepare(
     with _filling("encode", text, texts, world, meeting, telemetry) as (mine, progress):
         _encode_texts(spec, family, model_root, text, mine, world, progress)
 
-    sizes = bucket_sizes(spec.resolution, family.LATENT_STEP)
+    sizes = divisible(
+        bucket_sizes(spec.resolution, family.LATENT_STEP),
+        family.LATENT_STEP,
+        spec.context_parallel_size,
+    )
     buckets = tuple(nearest_bucket(s.width, s.height, sizes) for s in index.samples)
     vae_identity = fingerprint(model_root / "vae")
     latent_keys = tuple(
@@ -158,9 +162,10 @@ def _filling(
     mine = {key: wanted[key] for key in keys[world.rank :: world.size] if key in missing}
     with telemetry.phase(phase, len(missing)) as progress:
         yield mine, lambda done: progress(min(done * world.size, len(missing)))
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if mine:  # an encoder was loaded, and is in cycles
+            gc.collect()
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()
         meeting.arrive(phase)
         meeting.wait(
             phase, waiting=lambda: progress(sum(cache.path(key).exists() for key in missing))

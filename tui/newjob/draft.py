@@ -10,11 +10,12 @@ import yaml
 from pydantic import ValidationError
 
 from jobs import preflight
-from jobs.conflicts import find_conflicts
+from jobs.conflicts import find_conflicts, find_warnings
 from jobs.errors import SpecError, UserError
 from jobs.families import FAMILIES
 from jobs.spec import JobSpec, field_choices, field_names
 from jobs.specfile import dump_spec, load_spec
+from jobs.strategy import chosen_strategy, depends_on_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,6 +143,27 @@ def _by_field(values: Mapping[str, Any], message: str) -> dict[str, str]:
         return {conflict.key: conflict.message for conflict in conflicts}
     key = next((name for name in ("model_flavour", "model_family") if name in message), "")
     return {key: message}
+
+
+def warnings(values: Mapping[str, Any]) -> list[str]:
+    """What runs, but not as the person may think; nothing while the values are wrong."""
+    try:
+        return find_warnings(JobSpec.model_validate(dict(values)))
+    except ValidationError:
+        return []
+
+
+def strategy_note(values: Mapping[str, Any]) -> str:
+    """What `strategy: auto` will come to, as far as it is known before the job starts."""
+    try:
+        spec = JobSpec.model_validate(dict(values))
+    except ValidationError:
+        return ""
+    if spec.strategy != "auto":
+        return ""
+    if depends_on_memory(spec):
+        return "on GPUs: ddp if a whole copy fits, else fsdp2"
+    return "→ {}: {}".format(*chosen_strategy(spec))
 
 
 def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:

@@ -13,7 +13,7 @@ from textual.suggester import Suggester
 from textual.widgets import Input, Label, Select, Static
 
 from jobs.families import FAMILIES
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, is_switch
 from tui.newjob import draft
 from tui.newjob.gpu_picker import GpuPicker
 
@@ -131,9 +131,10 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
             [(word, word) for word in words], value=chosen_word, allow_blank=False, id=identity,
             compact=True,
         )  # fmt: skip
-    if JobSpec.model_fields[name].annotation is bool:
+    if is_switch(name) and JobSpec.model_fields[name].default is not None:
+        numbers = [(str(value), value)] if type(value) is int else []
         return Select(
-            [("yes", True), ("no", False)], value=bool(value), allow_blank=False, id=identity,
+            [("yes", True), ("no", False), *numbers], value=value, allow_blank=False, id=identity,
             compact=True,
         )  # fmt: skip
     default = draft.as_text(name, JobSpec.model_fields[name].default)

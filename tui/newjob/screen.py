@@ -134,7 +134,10 @@ class NewJobScreen(ModalScreen[int | None]):
         hidden = [text for key, text in problems.items() if not self._has_row(key)]
         for row in self.query(FieldRow):
             row.complain(problems.get(row.field) or self._bad_paths.get(row.field, ""))
-        self._complain("; ".join(filter(None, [*hidden, self._refused])))
+        said = "; ".join(filter(None, [*hidden, self._refused]))
+        self._complain(said or "; ".join(f"warning: {text}" for text in draft.warnings(values)))
+        if self._has_row("strategy"):
+            self.query_one("#row-strategy", FieldRow).note(draft.strategy_note(values))
         gpus = values.get("gpus")
         if self._has_row("num_processes"):
             ranks = self.query_one("#row-num_processes", FieldRow)

@@ -15,7 +15,6 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +40,7 @@ from engine.mesh import build_mesh, sharding_mesh
 from engine.toy.flux import build_scheduler
 from engine.weights import local_part, materialise, rows_of
 from engine.world import World
+from jobs.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -155,13 +155,10 @@ def build(case: Case) -> torch.nn.Module:
     with init_empty_weights(include_buffers=False):
         model = model_class(**_SIZES | sizes)
     if case.checkpointing != "none":
-        policy = SimpleNamespace(gradient_checkpointing_policy=case.checkpointing)
-        checkpoint_activations(model, policy)
+        spec = JobSpec(gradient_checkpointing_policy=case.checkpointing)
+        checkpoint_activations(model, spec)
     if case.trains != "full":
-        lora: Any = SimpleNamespace(
-            lora_rank=4, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None
-        )
-        add_lora(model, lora, LORA_TARGETS)
+        add_lora(model, JobSpec(lora_rank=4), LORA_TARGETS)
     return model
 
 
@@ -345,7 +342,7 @@ def work(rank: int, ranks: int, meeting: str, results: Path) -> None:
 
 def _world(rank: int, case: Case) -> World:
     strategy = "hsdp" if case.replicas > 1 else "fsdp2"
-    spec: Any = SimpleNamespace(
+    spec = JobSpec(
         dp_replicate_size=case.replicas,
         context_parallel_size=case.context,
         context_parallel_comm_strategy=case.strategy,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.eventlog import EventLog
 from jobs.report import RunReport, read_report
 from jobs.rundir import RunDir, event
-from tui.tables import memory_line
+from tui.tables import memory_line, memory_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,3 +51,14 @@ def test_the_line_for_people() -> None:
     line = memory_line({"load": [1 << 30, 2 << 30], "step": [3 << 20, 1]}, "rss")
     assert line.startswith("load 2.0 GiB · step 3")
     assert line.endswith("(resident, most on any rank)")
+
+
+def test_the_table_for_people_has_a_column_for_each_rank_or_the_extremes() -> None:
+    two = memory_table({"load": [1 << 30, 2 << 30], "step": [3 << 30, 4 << 30]}).splitlines()
+    assert [line.split()[0] for line in two] == ["phase", "load", "step"]
+    assert "rank 1" in two[0]
+    assert "2.0 GiB" in two[1]
+    many = memory_table({"load": [n << 30 for n in range(1, 9)]}).splitlines()
+    assert many[0].split() == ["phase", "least", "most"]
+    assert "1.0 GiB" in many[1]
+    assert "8.0 GiB" in many[1]

@@ -118,23 +118,34 @@ def test_carried_fields_are_those_without_a_place_in_the_form() -> None:
     assert draft.carried(JobSpec(seed=7, max_train_steps=3).to_dict()) == {"seed": 7}
 
 
+WHAT_FITS = ("→ what fits", "On GPUs: ddp if a whole copy fits, else fsdp2.")
+
+
 @pytest.mark.parametrize(
     ("change", "note"),
     [
-        ({}, "→ single: there is one rank"),
+        ({"num_processes": 1}, ("→ single", "Now single: there is one rank.")),
         (
             {"num_processes": 2, "device": "cpu"},
-            "→ fsdp2: there are 2 ranks, so that each holds 1/2 of the weights",
+            (
+                "→ fsdp2",
+                "Now fsdp2: there are 2 ranks, so that each holds 1/2 of the weights.",
+            ),
         ),
-        ({"num_processes": 2}, "on GPUs: ddp if a whole copy fits, else fsdp2"),
-        ({"gpus": [0, 1]}, "on GPUs: ddp if a whole copy fits, else fsdp2"),
-        ({"gpus": 2, "context_parallel_size": 2}, "→ fsdp2: context parallelism requires it"),
-        ({"gpus": [0, 1], "fsdp_enable": True}, "→ fsdp2: fsdp_enable is on"),
-        ({"num_processes": 2, "strategy": "ddp"}, ""),
-        ({"num_processes": "x"}, ""),
+        ({"num_processes": 2}, WHAT_FITS),
+        ({"gpus": [0, 1]}, WHAT_FITS),
+        (
+            {"gpus": 2, "context_parallel_size": 2},
+            ("→ fsdp2", "Now fsdp2: context parallelism requires it."),
+        ),
+        ({"gpus": [0, 1], "fsdp_enable": True}, ("→ fsdp2", "Now fsdp2: fsdp_enable is on.")),
+        ({"num_processes": 2, "strategy": "ddp"}, ("", "")),
+        ({"num_processes": "x"}, ("", "")),
     ],
 )
-def test_what_auto_comes_to_is_told_beside_it(change: dict[str, object], note: str) -> None:
+def test_what_auto_comes_to_is_told_beside_it(
+    change: dict[str, object], note: tuple[str, str]
+) -> None:
     assert draft.strategy_note(GOOD | change) == note
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from jobs.devices import Gpu
 
+_MOST_RANK_COLUMNS = 4  # what fits beside a phase's name in 60 columns
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell, two spaces apart."""
@@ -78,6 +80,16 @@ def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
     what = "resident" if measure == "rss" else measure
     each = " · ".join(f"{phase} {size(max(ranks))}" for phase, ranks in peaks.items())
     return f"{each} ({what}, most on any rank)"
+
+
+def memory_table(peaks: Mapping[str, Sequence[int]]) -> str:
+    """A row for each phase, a column for each rank; of many ranks, the least and the most."""
+    ranks = len(next(iter(peaks.values()), ()))
+    if ranks <= _MOST_RANK_COLUMNS:
+        head = ("phase", *(f"rank {rank}" for rank in range(ranks)))
+        return table(head, [(phase, *map(size, numbers)) for phase, numbers in peaks.items()])
+    rows = [(phase, size(min(numbers)), size(max(numbers))) for phase, numbers in peaks.items()]
+    return table(("phase", "least", "most"), rows)
 
 
 def gpu_table(present: Sequence[Gpu], claims: Mapping[str, int]) -> str:

@@ -20,7 +20,7 @@ from jobs.report import RunReport, read_report
 from jobs.rundir import read_json
 from tui.dashboard.job_rows import GLYPHS
 from tui.format import size
-from tui.tables import memory_line
+from tui.tables import memory_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ def overview(job: Job, history: list[Change]) -> Content:
             Content.from_markup(
                 f"  [$foreground 60%]$clock[/]  [{_ROLE_COLOURS[role]}]$state[/]  $reason",
                 clock=time.strftime("%H:%M:%S", moment),
-                state=f"{glyph} {change.after}".ljust(11),
+                state=f"{glyph} {change.after}".ljust(12),
                 reason=change.reason,
             )
         )
@@ -155,19 +155,20 @@ def _run_lines(report: RunReport, heading: Callable[..., Content]) -> list[Conte
     """How the ranks share the work, what each phase took, and what was warned about."""
     if not report.strategy:
         return []
-    lines = [Content(f"  {report.strategy}: {report.reason}")]
+    texts = [f"{report.strategy}: {report.reason}"]
     if sharding := report.sharding:
         units = ", ".join(f"{count} {name}" for name, count in sharding["units"].items())
-        lines.append(
-            Content(
-                f"  {size(sharding['local_bytes'])} of weights per rank · units: {units} · "
-                f"root gathers {size(sharding['root_bytes'])}"
-            )
-        )
+        texts.append(f"{size(sharding['local_bytes'])} of weights on each rank, units: {units}")
+    lines = [Content(text) for text in texts]
+    lines += [Content.from_markup("[$warning]$text[/]", text=text) for text in report.warnings]
+    parts = [Content(""), heading(title="run"), *lines]
     if report.peaks:
-        lines.append(Content(f"  memory: {memory_line(report.peaks, report.measure)}"))
-    lines += [Content.from_markup("  [$warning]$text[/]", text=text) for text in report.warnings]
-    return [Content(""), heading(title="run"), *lines]
+        title = "most memory by phase and rank"
+        if report.measure == "rss":
+            title += ", with everything that the process holds"
+        parts += [Content(""), heading(title=title)]
+        parts += [Content(line) for line in memory_table(report.peaks).splitlines()]
+    return parts
 
 
 def launch_text(record: dict[str, object] | None) -> str:

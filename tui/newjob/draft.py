@@ -153,17 +153,22 @@ def warnings(values: Mapping[str, Any]) -> list[str]:
         return []
 
 
-def strategy_note(values: Mapping[str, Any]) -> str:
-    """What `strategy: auto` will come to, as far as it is known before the job starts."""
+def strategy_note(values: Mapping[str, Any]) -> tuple[str, str]:
+    """What `strategy: auto` will come to, as far as it is known before the job starts.
+
+    Returns:
+        In a few characters, and as a sentence; both empty where there is nothing to tell.
+    """
     try:
         spec = JobSpec.model_validate(dict(values))
     except ValidationError:
-        return ""
+        return "", ""
     if spec.strategy != "auto":
-        return ""
+        return "", ""
     if depends_on_memory(spec):
-        return "on GPUs: ddp if a whole copy fits, else fsdp2"
-    return "→ {}: {}".format(*chosen_strategy(spec))
+        return "→ what fits", "On GPUs: ddp if a whole copy fits, else fsdp2."
+    strategy, reason = chosen_strategy(spec)
+    return f"→ {strategy}", f"Now {strategy}: {reason}."
 
 
 def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:

@@ -115,7 +115,10 @@ class NewJobScreen(ModalScreen[int | None]):
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         row = next((node for node in event.widget.ancestors if isinstance(node, FieldRow)), None)
-        self.query_one("#field-help", Static).update(draft.help_text(row.field) if row else "")
+        text = draft.help_text(row.field) if row else ""
+        if row is not None and row.field == "strategy":
+            text += " ".join(["", *filter(None, [draft.strategy_note(self.values)[1]])])
+        self.query_one("#field-help", Static).update(text)
 
     @on(FieldRow.Changed)
     def _changed(self) -> None:
@@ -135,9 +138,9 @@ class NewJobScreen(ModalScreen[int | None]):
         for row in self.query(FieldRow):
             row.complain(problems.get(row.field) or self._bad_paths.get(row.field, ""))
         said = "; ".join(filter(None, [*hidden, self._refused]))
-        self._complain(said or "; ".join(f"warning: {text}" for text in draft.warnings(values)))
+        self._complain(said or "; ".join(draft.warnings(values)), warning=not said)
         if self._has_row("strategy"):
-            self.query_one("#row-strategy", FieldRow).note(draft.strategy_note(values))
+            self.query_one("#row-strategy", FieldRow).note(draft.strategy_note(values)[0])
         gpus = values.get("gpus")
         if self._has_row("num_processes"):
             ranks = self.query_one("#row-num_processes", FieldRow)
@@ -246,8 +249,9 @@ class NewJobScreen(ModalScreen[int | None]):
     def _has_row(self, name: str) -> bool:
         return bool(name) and bool(self.query(f"#row-{name}"))
 
-    def _complain(self, problem: str) -> None:
+    def _complain(self, problem: str, *, warning: bool = False) -> None:
         error = self.query_one("#form-error", Static)
+        error.set_class(warning, "-warning")
         error.update(f"! {problem}" if problem else "")
         error.set_class(bool(problem), "-shown")
 

@@ -45,7 +45,7 @@ def main() -> None:
 
 def pretend(gpus: int) -> None:
     """Fill the state directory with jobs that nobody ran; nothing is started."""
-    from tui_support import FakeGpus, add_job, write_log, write_rank, write_steps
+    from tui_support import FakeGpus, add_job, write_facts, write_log, write_rank, write_steps
 
     from jobs import devices, dispatch
     from jobs.states import State
@@ -67,6 +67,7 @@ def pretend(gpus: int) -> None:
     write_steps(stopped, 57)
     uuids = [gpu.uuid for gpu in cards.gpus[1:3]]
     running = add_job(store, "demo", state=State.RUNNING, gpus=uuids, total_steps=240)
+    write_facts(running)
     write_steps(running, 131, seconds=0.37)
     for rank in range(2):
         on_card = {}

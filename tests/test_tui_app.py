@@ -17,6 +17,7 @@ from tui_support import (
     add_job,
     append_events,
     write_checkpoint,
+    write_facts,
     write_log,
     write_rank,
     write_steps,
@@ -427,6 +428,20 @@ async def test_details_show_history_files_and_job_file(store: Store) -> None:
         assert "accelerate launch" in text("launch")
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.dashboard)
+
+
+async def test_details_show_what_ran_why_and_what_it_took(store: Store) -> None:
+    job = add_job(store, state=State.COMPLETED)
+    write_facts(job)
+    append_events(job, event("warning", message="fsdp_version: FSDP v1 is deprecated"))
+    async with running(store) as (app, pilot):
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, DetailsScreen))
+        text = lambda: str(app.screen.query_one("#overview").content)  # noqa: E731
+        await until(pilot, lambda: "fsdp2: a whole copy would fill a GPU" in text())
+        assert "11.0 GiB of weights on each rank, units: 19 FluxTransformerBlock" in text()
+        assert "backward  74.0 GiB  74.0 GiB" in text()
+        assert "FSDP v1 is deprecated" in text()
 
 
 async def test_help_lists_every_key(store: Store) -> None:

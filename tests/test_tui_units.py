@@ -234,6 +234,18 @@ def test_a_failed_job_says_why(store: Store) -> None:
     assert "79.6 GiB" in " ".join(rows)
 
 
+def test_how_the_ranks_share_the_work_is_told_where_there_is_room(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING, total_steps=240)
+    view = JobView(job, Progress(120, 0.4, 0.5, 60.0), strategy="ddp: a whole copy fits")
+    assert "ddp: a whole copy fits" in said(view, 116)
+    assert "ddp" in said(view, 76)
+    assert "whole copy" not in said(view, 76)
+    for width in range(40, 180):
+        (row,) = text_of(activity_rows(view, width))
+        assert len(row) <= width
+        assert "120/240" in row
+
+
 def test_a_queued_job_says_why_it_waits(store: Store) -> None:
     view = JobView(add_job(store, reason="waits for job 3 on GPU 0, 1"))
     assert "queued: waits for job 3 on GPU 0, 1" in said(view)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tui.snapshot import JobView
 
 _MOST_LINES = 3
-_LEAST_STRATEGY = 20  # columns; less of a sentence says nothing
+_LEAST_BAR = 12  # columns
 
 
 def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
@@ -54,16 +54,23 @@ def _progress(view: JobView, width: int) -> Row:
     count = f" {done}/{total}  {share * 100:.0f}%"
     if len(words) + len(count) + len(tail) + 12 > width:
         tail = ""
-    room = min(60, width - len(words) - len(count) - len(tail) - 1)
-    left = width - len(words) - len(count) - len(tail) - 1 - room
-    strategy = f"  {view.strategy}" if view.strategy else ""
+    room = width - len(words) - len(count) - len(tail) - 1
+    strategy = _strategy(view.strategy, room)
     return (
         Span(f"{words} ", "accent"),
-        *bar(share, room, "bar"),
+        *bar(share, min(60, room - len(strategy)), "bar"),
         Span(count, "strong"),
         Span(tail, "dim"),
-        Span(cut(strategy, left) if left >= _LEAST_STRATEGY else "", "dim"),
+        Span(strategy, "dim"),
     )
+
+
+def _strategy(text: str, room: int) -> str:
+    """`  fsdp2: why`, or `  fsdp2`, or nothing, so that enough is left of the room for a bar."""
+    for words in filter(None, (text, text.partition(":")[0])):
+        if room - len(words) - 2 >= _LEAST_BAR:
+            return f"  {words}"
+    return ""
 
 
 def _pace(view: JobView) -> str:

@@ -261,3 +261,20 @@ def test_half_precision_differs_by_its_rounding_only(table: Table, case: Case) -
     assert two == pytest.approx(exact, rel=ROUNDING[case.precision])
     assert two != exact, "it did compute in half precision"
     assert two[-1] < two[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "told"),
+    [(2, 0, {0, 1}), (4, 0, {0, 1, 2, 3}), (4, 1, {1, 3})],
+    ids=["copies on 2", "copies on 4", "a shard of one of two replicas"],
+)
+def test_a_copy_that_differs_in_one_bit_is_found(
+    table: Table, ranks: int, changed: int, told: set[int]
+) -> None:
+    """On the ranks that hold the copies; there the job ends, before it is saved."""
+    layouts = 1 if ranks == 2 else 2
+    for rank in range(ranks):
+        file = table.root / f"planted-{layouts}-{rank}.json"
+        said = json.loads(file.read_text())[changed]
+        expected = "the ranks' copies of 1 trained tensors differ, such as w"
+        assert said.startswith(expected) if rank in told else said == "nothing"

@@ -610,6 +610,7 @@ async def test_a_job_file_fills_the_form_and_can_be_saved(
     import yaml
 
     given, saved = tmp_path / "given.yaml", tmp_path / "saved.yaml"
+    job_values |= {"num_processes": 4, "fsdp_reshard_after_forward": 2}  # not a mere switch
     given.write_text(yaml.safe_dump(job_values | {"name": "given", "seed": 9}))
     async with form(store) as (app, pilot):
         for key, path in (("ctrl+o", given), ("ctrl+s", saved)):
@@ -621,6 +622,30 @@ async def test_a_job_file_fills_the_form_and_can_be_saved(
             await until(pilot, lambda: field(app, "name").value == "given")
         await until(pilot, saved.exists)
         assert load_spec(saved) == load_spec(given)
+
+
+async def test_the_form_tells_what_auto_comes_to_and_what_is_deprecated(
+    store: Store, job_values: dict[str, Any], tmp_path: Path
+) -> None:
+    import yaml
+
+    given = tmp_path / "given.yaml"
+    given.write_text(yaml.safe_dump(job_values | {"name": "old", "fsdp_version": 1}))
+    async with form(store) as (app, pilot):
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: app.screen.query("#path"))
+        app.screen.query_one("#path").value = str(given)  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        await until(pilot, lambda: field(app, "name").value == "old")
+        note = lambda: str(app.screen.query_one("#row-strategy .note").content)  # noqa: E731
+        await until(pilot, lambda: note() == "→ fsdp2")
+        field(app, "strategy").control.focus()
+        help_text = lambda: str(app.screen.query_one("#field-help").content)  # noqa: E731
+        await until(pilot, lambda: "Now fsdp2: there are 2 ranks" in help_text())
+        warning = app.screen.query_one("#form-error")
+        assert "FSDP v1 is deprecated" in str(warning.content)
+        assert warning.has_class("-warning")
 
 
 async def test_gpus_are_toggled_by_number_keys(

@@ -13,7 +13,7 @@ from textual.suggester import Suggester
 from textual.widgets import Input, Label, Select, Static
 
 from jobs.families import FAMILIES
-from jobs.spec import JobSpec, is_switch
+from jobs.spec import JobSpec, is_switch, takes_number
 from tui.newjob import draft
 from tui.newjob.gpu_picker import GpuPicker
 
@@ -81,6 +81,8 @@ class FieldRow(Vertical):
         """Show another value."""
         match self.control:
             case Select() as select:
+                if takes_number(self.field):
+                    select.set_options(_yes_or_no(value))
                 if value is None:
                     select.clear()
                 else:
@@ -132,17 +134,21 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
             compact=True,
         )  # fmt: skip
     if is_switch(name) and JobSpec.model_fields[name].default is not None:
-        numbers = [(str(value), value)] if type(value) is int else []
         return Select(
-            [("yes", True), ("no", False), *numbers], value=value, allow_blank=False, id=identity,
-            compact=True,
-        )  # fmt: skip
+            _yes_or_no(value), value=value, allow_blank=False, id=identity, compact=True
+        )
     default = draft.as_text(name, JobSpec.model_fields[name].default)
     suggester = PathSuggester() if name in draft.PATHS else None
     return Input(
         draft.as_text(name, value), placeholder=default, id=identity, compact=True,
         suggester=suggester,
     )  # fmt: skip
+
+
+def _yes_or_no(value: bool | int) -> list[tuple[str, bool | int]]:
+    """What a switch offers, and the number that a job file gave it, if it may be one."""
+    numbers = [(str(value), value)] if type(value) is int else []
+    return [("yes", True), ("no", False), *numbers]
 
 
 def _users(snapshot: Snapshot) -> Mapping[str, str]:

@@ -303,7 +303,7 @@ def test_a_job_starts_again_after_a_failure_as_often_as_it_asks(lab: Lab) -> Non
 
 
 def test_a_job_that_starts_again_goes_on_after_its_newest_checkpoint(lab: Lab) -> None:
-    lab.set(ranks="save@2 1:crash@4 once", failure_grace="0.1")
+    lab.set(ranks="save@2 1:crash@4 once", failure_grace="0.1", lockstep="1")
     job = lab.wait(lab.submit(max_train_steps=6, max_restarts=3), State.COMPLETED)
     assert lab.path(job).count("starting") == 2, "the other restarts were not needed"
     log = job.run_dir.rank_log(0).read_text()

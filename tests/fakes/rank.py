@@ -70,7 +70,8 @@ class Rank:
 
     def run(self) -> int:
         self.tell("start")
-        while "never-up" in self.words or self.held_at("start"):
+        # As ranks do when they join their process group: nobody begins before all are there.
+        while "never-up" in self.words or self.held_at("start") or self.is_early():
             self.wait()
         self.emit("start", step=self.step)
         self.log(f"starting after step {self.step}")
@@ -102,6 +103,9 @@ class Rank:
             other.phase != "end" and not ProcessId(other.pid, other.started).alive()
             for other in self.run_dir.rank_statuses()
         )
+
+    def is_early(self) -> bool:
+        return len(self.run_dir.rank_statuses()) < self.ranks
 
     def is_ahead(self) -> bool:
         if "FAKE_LOCKSTEP" not in os.environ:

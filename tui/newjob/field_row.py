@@ -134,9 +134,7 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
             compact=True,
         )  # fmt: skip
     if is_switch(name) and JobSpec.model_fields[name].default is not None:
-        return Select(
-            _yes_or_no(value), value=value, allow_blank=False, id=identity, compact=True
-        )
+        return Select(_yes_or_no(value), value=value, allow_blank=False, id=identity, compact=True)
     default = draft.as_text(name, JobSpec.model_fields[name].default)
     suggester = PathSuggester() if name in draft.PATHS else None
     return Input(

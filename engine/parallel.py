@@ -145,7 +145,7 @@ def _large_modules(bottom_up: Sequence[torch.nn.Module], least: int) -> list[tor
     chosen: list[torch.nn.Module] = []
     taken: set[torch.nn.Parameter] = set()
     for module in bottom_up:
-        if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or module in chosen:
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
             continue
         own = [parameter for parameter in module.parameters() if parameter not in taken]
         if sum(parameter.numel() for parameter in own) >= least:

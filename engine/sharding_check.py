@@ -94,7 +94,7 @@ def check_sharding(
     if world.mesh is None:
         raise RuntimeError(f"{world.strategy} does not shard")
     mesh = sharding_mesh(world.mesh)
-    ranks, replicas = mesh.size(-1), world.size // mesh.size(-1)
+    ranks, replicas = mesh.size(-1), world.replicas
     here = "cpu" if offloaded else world.device.type
     whole = {id(parameter) for parameter in replicated}
     tensors = parameters = local = local_bytes = replicated_count = 0
@@ -124,11 +124,8 @@ def check_sharding(
         local_bytes += shard_here.numel() * shard_here.element_size()
     if tensors == 0:
         raise RuntimeError("the model has no sharded parameter at all")
-    gathered = [
-        sum(_bytes(p, gathered_in) for p in own if id(p) not in whole)
-        for own in _parameters_of_units(model)
-    ]
-    root = [p for p in _parameters_of_units(model)[0] if id(p) not in whole]
+    units_hold = [[p for p in own if id(p) not in whole] for own in _parameters_of_units(model)]
+    gathered = [sum(_bytes(p, gathered_in) for p in own) for own in units_hold]
     return ShardingSummary(
         ranks=ranks,
         replicas=replicas,
@@ -136,7 +133,7 @@ def check_sharding(
         tensors=tensors,
         parameters=parameters,
         local_parameters=local,
-        wrapped_parameters=parameters - sum(p.numel() for p in root),
+        wrapped_parameters=parameters - sum(p.numel() for p in units_hold[0]),
         local_bytes=local_bytes,
         largest_unit_bytes=max(gathered[1:], default=0),
         root_bytes=gathered[0],

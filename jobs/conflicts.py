@@ -60,7 +60,7 @@ def find_warnings(spec: JobSpec) -> list[str]:
 
 
 def _of_fsdp(spec: JobSpec) -> list[str]:
-    """Keys of FSDP that were changed, less those that are refused where nothing is sharded."""
+    """Keys that say how to shard and differ from their defaults."""
     return [
         name
         for name, field in type(spec).model_fields.items()

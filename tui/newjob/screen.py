@@ -117,7 +117,7 @@ class NewJobScreen(ModalScreen[int | None]):
         row = next((node for node in event.widget.ancestors if isinstance(node, FieldRow)), None)
         text = draft.help_text(row.field) if row else ""
         if row is not None and row.field == "strategy":
-            text += " ".join(["", *filter(None, [draft.strategy_note(self.values)[1]])])
+            text = f"{text} {draft.strategy_note(self.values)[1]}".rstrip()
         self.query_one("#field-help", Static).update(text)
 
     @on(FieldRow.Changed)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from jobs.cascade import find_overruled
+from jobs.data_conflicts import DATA_RULES, Conflict
 from jobs.families import FAMILIES
 from jobs.strategy import (
     SHARDING,
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from jobs.spec import JobSpec
 
+__all__ = ["Conflict", "find_conflicts", "find_warnings"]
+
 # Optimizers whose numbers on shards are not those on whole tensors, and why.
 WHOLE_ONLY: Final = {
     "adafactor": "its row and column means run over whole tensors",
@@ -27,14 +30,6 @@ WHOLE_ONLY: Final = {
 _LEAST_PRODIGY_RATE: Final = 0.05
 
 GPU_KERNELS: Final = ("flash", "efficient", "cudnn")
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """A combination that cannot run: the key to look at, and one sentence."""
-
-    key: str
-    message: str
 
 
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
@@ -56,7 +51,7 @@ def find_warnings(spec: JobSpec) -> list[str]:
     if not shards(spec) and (ignored := _of_fsdp(spec)):
         strategy, _ = chosen_strategy(spec)
         warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
-    return warnings
+    return warnings + find_overruled(spec)
 
 
 def _of_fsdp(spec: JobSpec) -> list[str]:
@@ -73,10 +68,6 @@ def _of_fsdp(spec: JobSpec) -> list[str]:
 def _no_model(spec: JobSpec) -> Conflict | None:
     key = "pretrained_model_name_or_path"
     return None if spec.pretrained_model_name_or_path else Conflict(key, f"{key} is missing")
-
-
-def _no_dataset(spec: JobSpec) -> Conflict | None:
-    return None if spec.dataset else Conflict("dataset", "dataset is missing")
 
 
 def _gpu_count(spec: JobSpec) -> Conflict | None:
@@ -314,20 +305,6 @@ def _objective(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _text_encoders(spec: JobSpec) -> Conflict | None:
-    if not spec.cache_text_embeddings:
-        return Conflict(
-            "cache_text_embeddings",
-            "captions are always encoded once, before training; leave cache_text_embeddings on",
-        )
-    if not spec.unload_text_encoder:
-        return Conflict(
-            "unload_text_encoder",
-            "text encoders are always freed before training; leave unload_text_encoder on",
-        )
-    return None
-
-
 def _warmup(spec: JobSpec) -> Conflict | None:
     if spec.lr_warmup_steps and spec.lr_scheduler == "constant":
         return Conflict(
@@ -345,7 +322,7 @@ def _warmup(spec: JobSpec) -> Conflict | None:
 
 _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _no_model,
-    _no_dataset,
+    *DATA_RULES,
     _gpu_count,
     _deepspeed,
     _strategy,
@@ -362,6 +339,5 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _attention,
     _ema,
     _objective,
-    _text_encoders,
     _warmup,
 )

@@ -30,6 +30,9 @@ class Family:
         flavours: Flavour → hub id; the first is the default.
         objective: What it learns to predict: flow, epsilon or v_prediction.
         context_parallel: Whether diffusers has a context-parallel plan for its transformer.
+        latent_step: Sides of pictures are multiples of so many pixels.
+        frame_step: Videos have a multiple of this many frames, plus one; 0 for pictures.
+        tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
     """
 
     name: str
@@ -40,6 +43,9 @@ class Family:
     flavours: dict[str, str] = field(default_factory=dict)
     objective: Objective = "flow"
     context_parallel: bool = False
+    latent_step: int = 16
+    frame_step: int = 0
+    tokenizer: str = "tokenizer"
 
 
 FAMILIES: dict[str, Family] = {
@@ -55,6 +61,8 @@ FAMILIES: dict[str, Family] = {
             "krea": "black-forest-labs/FLUX.1-Krea-dev",
         },
         context_parallel=True,
+        latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
+        tokenizer="tokenizer_2",
     ),
 }
 

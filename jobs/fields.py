@@ -24,6 +24,9 @@ AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math"]
 EmaDevice = Literal["accelerator", "cpu"]
 NonFinite = Literal["fail", "skip"]
 ContextParallelStrategy = Literal["allgather", "alltoall"]
+Crop = Literal["center", "random"]
+CaptionLines = Literal["variants", "joined"]
+MissingCaptions = Literal["skip", "empty"]
 
 
 def choice(literal: Any) -> BeforeValidator:

@@ -1,21 +1,78 @@
-"""Which files of a dataset folder are pictures."""
+"""Which files of a dataset folder are samples, and which are not."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
-if TYPE_CHECKING:
-    from pathlib import Path
+PICTURE_SUFFIXES: Final = frozenset(
+    {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
+)
+VIDEO_SUFFIXES: Final = frozenset({".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v"})
+# Pictures that cannot be read here: named in the report, not passed over.
+FOREIGN_SUFFIXES: Final = frozenset(
+    {".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".exr", ".hdr", ".raw", ".dng", ".cr2",
+     ".cr3", ".nef", ".arw", ".tga", ".ico"}
+)  # fmt: skip
+METADATA: Final = ("metadata.jsonl", "metadata.csv")
+_EXPECTED: Final = frozenset({".txt", ".caption"})
 
-PICTURE_SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+
+@dataclass
+class Listing:
+    """The files below a folder, in a fixed order; hidden ones are passed over.
+
+    Attributes:
+        pictures: Files that look like pictures, by their names.
+        videos: Files that look like videos.
+        foreign: Pictures of formats that cannot be read.
+        metadata: `metadata.jsonl` and `metadata.csv` files.
+        others: Suffix → count of everything else but caption files.
+    """
+
+    pictures: list[Path] = field(default_factory=list)
+    videos: list[Path] = field(default_factory=list)
+    foreign: list[Path] = field(default_factory=list)
+    metadata: list[Path] = field(default_factory=list)
+    others: Counter[str] = field(default_factory=Counter)
+
+
+def list_files(root: Path) -> Listing:
+    """Look through a folder and all below it; links to folders are followed, once each."""
+    found = Listing()
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:  # a link back up
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith("."):
+                _sort_in(found, Path(folder, name))
+    found.pictures.sort()
+    found.videos.sort()
+    return found
 
 
 def list_pictures(root: Path) -> list[Path]:
     """Picture files below a folder, in a fixed order; hidden files are passed over."""
-    return sorted(
-        path
-        for path in root.rglob("*")
-        if path.suffix.lower() in PICTURE_SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(root).parts)
-        and path.is_file()
-    )
+    return list_files(root).pictures
+
+
+def _sort_in(found: Listing, path: Path) -> None:
+    suffix = path.suffix.lower()
+    if path.name in METADATA:
+        found.metadata.append(path)
+    elif suffix in PICTURE_SUFFIXES:
+        found.pictures.append(path)
+    elif suffix in VIDEO_SUFFIXES:
+        found.videos.append(path)
+    elif suffix in FOREIGN_SUFFIXES:
+        found.foreign.append(path)
+    elif suffix not in _EXPECTED:
+        found.others[suffix or path.name] += 1

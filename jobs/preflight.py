@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import devices
 from jobs.conflicts import GPU_KERNELS
+from jobs.datasets import datasets_of, find_layout
 from jobs.errors import SpecError
 from jobs.families import FAMILIES, get_family
 from jobs.models import find_model
-from jobs.paths import cache_home, ensure_private_dir, exists
-from jobs.pictures import PICTURE_SUFFIXES, list_pictures
+from jobs.paths import cache_home, ensure_private_dir, exists, expand
+from jobs.pictures import PICTURE_SUFFIXES, VIDEO_SUFFIXES, list_files
 from jobs.rundir import read_json
 from jobs.strategy import world_size
 
 if TYPE_CHECKING:
+    from jobs.datasets import Dataset
     from jobs.spec import JobSpec
 
 
@@ -85,26 +88,50 @@ def _check_heads(spec: JobSpec, config: Path) -> None:
 
 
 def check_dataset(spec: JobSpec) -> int:
-    """The number of pictures in the dataset folder.
+    """The number of pictures and videos in the job's datasets, before anything is looked into.
 
     Raises:
         SpecError: There is no such folder, or no picture in it, or a caption for none of them.
     """
-    root = Path(spec.dataset)
+    return sum(_check_source(spec, dataset) for dataset in datasets_of(spec))
+
+
+def _check_source(spec: JobSpec, dataset: Dataset) -> int:
+    root = expand(dataset.path)
     if not exists(root):
         raise SpecError(f"no such dataset folder: {root}")
     if not root.is_dir():
         raise SpecError(f"the dataset {root} is a file, not a folder of pictures")
-    pictures = list_pictures(root)
-    if not pictures:
-        kinds = " ".join(sorted(PICTURE_SUFFIXES))
-        raise SpecError(f"0 pictures in the dataset folder {root}", f"looked for {kinds}")
-    if not any(picture.with_suffix(".txt").is_file() for picture in pictures):
+    try:
+        layout, files = find_layout(root), list_files(root)
+    except OSError as error:
+        raise SpecError(f"cannot read the dataset {root} ({error.strerror})") from None
+    if layout != "folder":
+        if find_spec("datasets") is None:
+            raise SpecError(
+                f"{root} is a directory of the datasets library, which is not installed",
+                "pip install 'fsdp-tui[datasets]'",
+            )
+        return 1  # rows are counted when they are looked at
+    takes_videos = get_family(spec.model_family).frame_step > 0
+    wanted = files.videos + files.pictures if takes_videos else files.pictures
+    if not wanted:
+        what = "pictures or videos" if takes_videos else "pictures"
+        kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
+        found = files.foreign + ([] if takes_videos else files.videos)
         raise SpecError(
-            f"none of the {len(pictures)} pictures in {root} has a caption",
-            "write one beside each, e.g. cat.txt for cat.png",
+            f"0 {what} in the dataset folder {root}",
+            f"it has {found[0].name}, which cannot be used; looked for {' '.join(sorted(kinds))}"
+            if found
+            else f"looked for {' '.join(sorted(kinds))}",
         )
-    return len(pictures)
+    captioned = files.metadata or any(file.with_suffix(".txt").is_file() for file in wanted)
+    if not captioned and spec.missing_captions == "skip":
+        raise SpecError(
+            f"none of the {len(wanted)} pictures in {root} has a caption",
+            "write one beside each, e.g. cat.txt for cat.png, or set missing_captions: empty",
+        )
+    return len(wanted)
 
 
 def check_devices(spec: JobSpec) -> int | list[str] | None:

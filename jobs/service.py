@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import preflight
+from jobs.cascade import settle
 from jobs.dispatch import dispatch, has_work, needs_attention
 from jobs.errors import StateError, UserError
 from jobs.eventlog import EventLog
@@ -46,7 +47,7 @@ def submit(store: Store, spec: JobSpec) -> Job:
         UserError: Something is wrong with the job; nothing was queued.
     """
     wanted = preflight.check(spec)
-    text = dump_spec(spec)
+    text = dump_spec(settle(spec))
 
     job = store.add(
         name=spec.name,
@@ -132,7 +133,7 @@ def resume(store: Store, job_id: int, overrides: Mapping[str, Any] | None = None
             f"resume {job_id} --max_train_steps=N with a larger N trains on",
         )
     if overrides:
-        _write_job_file(job.run_dir, dump_spec(spec))
+        _write_job_file(job.run_dir, dump_spec(settle(spec)))
     after = f"resumed after step {newest[0]}" if newest else "started again from the beginning"
     store.requeue(job_id, after, _terms(spec, wanted))
     dispatch(store)

@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from jobs.conflicts import find_conflicts
+from jobs.datasets import Dataset
 from jobs.errors import SpecError
 from jobs.families import get_family
 from jobs.paths import exists, expand
@@ -162,6 +163,11 @@ def _in_words(error: ErrorDetails) -> str:
     """One pydantic error as a sentence for a person."""
     key = _key_of(error)
     value = error["input"]
+    inner = [str(part + 1) if isinstance(part, int) else str(part) for part in error["loc"][1:]]
+    if error["type"] == "extra_forbidden" and inner:
+        *where, word = inner
+        known = did_you_mean(word, Dataset.model_fields)
+        return f'{key}: entry {" ".join(where)} has an unknown key "{word}"{known}'
     choices = field_choices(key) if key in JobSpec.model_fields else ()
     if choices:
         allowed = ", ".join(choices)
@@ -169,23 +175,31 @@ def _in_words(error: ErrorDetails) -> str:
     message = error["msg"][0].lower() + error["msg"][1:]
     if error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, dot, dash and underscore, beginning with a letter or digit"
-    return f"{key}: {message} (got {value!r})"
+    place = f"entry {' '.join(inner)}: " if inner else ""
+    return f"{key}: {place}{message} (got {value!r})"
 
 
 def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
-    update: dict[str, str] = {}
+    update: dict[str, Any] = {}
     for key in ("pretrained_model_name_or_path", "dataset"):
-        text = getattr(spec, key)
-        if not text:
-            continue
-        path = expand(text)
-        for candidate in [path] if path.is_absolute() else [root / path for root in roots]:
-            if exists(candidate):
-                update[key] = str(candidate.resolve())
-                break
-        else:
-            if text.startswith(("~", "./", "../")):
-                update[key] = str((roots[0] / path).absolute())
+        if path := _absolute(getattr(spec, key), roots):
+            update[key] = path
+    if spec.datasets:
+        update["datasets"] = [
+            entry.model_copy(update={"path": _absolute(entry.path, roots) or entry.path})
+            for entry in spec.datasets
+        ]
     if spec.cache_dir:
         update["cache_dir"] = str(expand(spec.cache_dir).absolute())
     return spec.model_copy(update=update) if update else spec
+
+
+def _absolute(text: str, roots: Sequence[Path]) -> str | None:
+    """The path that a text names below one of the roots, if there is one or it must be one."""
+    if not text:
+        return None
+    path = expand(text)
+    for candidate in [path] if path.is_absolute() else [root / path for root in roots]:
+        if exists(candidate):
+            return str(candidate.resolve())
+    return str((roots[0] / path).absolute()) if text.startswith(("~", "./", "../")) else None

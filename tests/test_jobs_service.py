@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
+from jobs.cascade import settle
 from jobs.devices import Gpu
 from jobs.errors import NotFoundError, SpecError, StateError, UserError
 from jobs.eventlog import EventLog
@@ -53,7 +54,7 @@ def test_a_submitted_job_has_its_exact_description_beside_it(
 ) -> None:
     job = service.submit(store, job_spec)
     assert (job.state, job.name, job.ranks, job.total_steps) == (State.STARTING, "t", 2, 5)
-    assert load_spec(job.run_dir.job_file) == job_spec
+    assert load_spec(job.run_dir.job_file) == settle(job_spec)
     assert len(job.run_id) == 32
 
 

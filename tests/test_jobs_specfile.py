@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jobs.errors import SpecError
 from jobs.spec import JobSpec, field_choices
 from jobs.specfile import dump_spec, load_spec, parse_flags
+from jobs.spellings import as_none
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -325,8 +326,14 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "device": st.sampled_from(["auto", "cpu"]),
     "num_processes": st.integers(2, 8),
     "strategy": st.sampled_from(["auto", "fsdp2"]),
-    "cache_text_embeddings": st.just(True),
-    "unload_text_encoder": st.just(True),
+    "cache_text_embeddings": st.none() | st.booleans(),
+    "unload_text_encoder": st.none() | st.booleans(),
+    "shard_text_encoders": st.none() | st.booleans(),
+    "datasets": st.none(),
+    "trigger_word": st.none() | st.text(min_size=1, max_size=8).filter(lambda t: as_none(t)),
+    "crop": st.just("random"),
+    "shuffle_captions": st.just(True),
+    "num_frames": st.none(),
     "lr_warmup_steps": st.just(0),
     "lora_alpha": st.none() | st.floats(1e-6, 1e6),
     "checkpoints_total_limit": st.none() | st.integers(1, 99),
@@ -366,6 +373,8 @@ def test_what_is_written_is_read_back(
         "dataset": "no/such",
         "num_processes": 2,
         "gradient_checkpointing": True,
+        "crop": "random",
+        "shuffle_captions": True,
     }
     job = load_spec(None, required | values)
     path = tmp_path_factory.getbasetemp() / f"round-trip-{only_set}.yaml"

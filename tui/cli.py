@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from jobs import devices, service
+from jobs.cascade import settle
 from jobs.conflicts import find_warnings
 from jobs.errors import UserError
 from jobs.families import FAMILIES
@@ -242,7 +243,7 @@ def _read_job(words: tuple[str, ...]) -> JobSpec:
     spec = load_spec(Path(others[0]) if others else None, values)
     for warning in find_warnings(spec):
         click.echo(f"fsdp-tui: warning: {warning}", err=True)
-    return spec
+    return settle(spec)
 
 
 def _open_dashboard(store: Store, select: int | None = None) -> None:

@@ -1,0 +1,43 @@
+"""Settings that follow from others, decided once: what happens to the text encoders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jobs.strategy import world_size
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+
+def settle(spec: JobSpec) -> JobSpec:
+    """The job with nothing left open about its text encoders.
+
+    Several ranks encode all captions first and free the encoders, since a resident copy on each
+    would take the memory that sharding saves. Freed encoders cannot encode, so freeing implies
+    caching.
+    """
+    several = world_size(spec) > 1
+    unload = spec.unload_text_encoder
+    if unload is None:
+        unload = spec.cache_text_embeddings is not False
+    unload = unload or several
+    cache = unload or spec.cache_text_embeddings is not False
+    if (cache, unload) == (spec.cache_text_embeddings, spec.unload_text_encoder):
+        return spec
+    return spec.model_copy(update={"cache_text_embeddings": cache, "unload_text_encoder": unload})
+
+
+def find_overruled(spec: JobSpec) -> list[str]:
+    """What the job turns off and `settle` turns on; a sentence each."""
+    settled = settle(spec)
+    why = (
+        f"{world_size(spec)} ranks"
+        if world_size(spec) > 1
+        else "unload_text_encoder: true, after which no caption can be encoded"
+    )
+    return [
+        f"{key}: on all the same, because of {why}"
+        for key in ("cache_text_embeddings", "unload_text_encoder")
+        if getattr(spec, key) is False and getattr(settled, key)
+    ]

@@ -1,0 +1,93 @@
+"""Combinations of the data's settings that cannot run; a part of `jobs.conflicts`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jobs.families import FAMILIES
+from jobs.strategy import world_size
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A combination that cannot run: the key to look at, and one sentence."""
+
+    key: str
+    message: str
+
+
+def no_dataset(spec: JobSpec) -> Conflict | None:
+    if spec.datasets is not None and not spec.datasets:
+        return Conflict("datasets", "datasets is an empty list")
+    if spec.datasets and spec.dataset:
+        return Conflict("datasets", "dataset and datasets exclude each other; keep one")
+    if spec.datasets or spec.dataset:
+        return None
+    return Conflict("dataset", "dataset is missing")
+
+
+def datasets(spec: JobSpec) -> Conflict | None:
+    entries = spec.datasets or []
+    paths = [(entry.path, entry.split) for entry in entries]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        return Conflict("datasets", f"datasets names {twice[0]} twice; give it repeats instead")
+    if unweighted := [entry.path for entry in entries if entry.weight is None]:
+        if len(unweighted) < len(entries):
+            return Conflict(
+                "datasets",
+                f"datasets: {unweighted[0]} has no weight and others have; weigh all or none",
+            )
+    elif repeated := [entry.path for entry in entries if entry.repeats > 1]:
+        return Conflict(
+            "datasets", f"datasets: {repeated[0]} has a weight and repeats; keep one of them"
+        )
+    return None
+
+
+def captions(spec: JobSpec) -> Conflict | None:
+    for key in ("caption_shuffles", "keep_tags"):
+        default = type(spec).model_fields[key].default
+        if getattr(spec, key) != default and not spec.shuffle_captions:
+            return Conflict(key, f"{key} needs shuffle_captions: true")
+    return None
+
+
+def crops(spec: JobSpec) -> Conflict | None:
+    if (
+        spec.crop == "center"
+        and spec.crop_variants != type(spec).model_fields["crop_variants"].default
+    ):
+        return Conflict("crop_variants", "crop_variants needs crop: random")
+    return None
+
+
+def videos(spec: JobSpec) -> Conflict | None:
+    family = FAMILIES.get(spec.model_family)
+    if family is None:
+        return None
+    if not family.frame_step:
+        if spec.num_frames is not None:
+            return Conflict("num_frames", f"num_frames: {family.title} trains on pictures")
+        return None
+    step = family.frame_step
+    if spec.num_frames is not None and (spec.num_frames - 1) % step:
+        lower = (spec.num_frames - 1) // step * step + 1
+        return Conflict(
+            "num_frames",
+            f"num_frames: {family.title} takes {step}n + 1 frames, such as {lower} or "
+            f"{lower + step}",
+        )
+    return None
+
+
+def text_encoders(spec: JobSpec) -> Conflict | None:
+    if spec.shard_text_encoders and world_size(spec) == 1:
+        return Conflict("shard_text_encoders", "shard_text_encoders needs two or more ranks")
+    return None
+
+
+DATA_RULES = (no_dataset, datasets, captions, crops, videos, text_encoders)

@@ -1,0 +1,89 @@
+"""Where pictures and captions come from: the entries of `datasets`, and layouts of folders."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from jobs.pictures import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from jobs.spellings import as_list, as_none, normal_key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.spec import JobSpec
+
+Layout = Literal["folder", "arrow", "parquet"]
+
+_REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
+
+
+class Dataset(BaseModel):
+    """One source of samples.
+
+    Attributes:
+        path: A folder of pictures or videos, or a directory of the `datasets` library.
+        repeats: How often each sample comes in an epoch.
+        weight: Its share of all samples that are drawn, relative to the other datasets' weights;
+            the epoch is then as long as the dataset that needs most takes to be seen whole.
+        trigger_word: Instead of the job's.
+        caption_column: Column with captions, of metadata files and tables.
+        image_column: Column with pictures, of tables.
+        split: Which split of a table; `train`, or the only one, when left out.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    path: str = Field(min_length=1)
+    repeats: int = Field(1, ge=1, le=10_000)
+    weight: float | None = Field(None, gt=0, le=1e6)
+    trigger_word: Annotated[str | None, BeforeValidator(as_none)] = None
+    caption_column: str | None = None
+    image_column: str | None = None
+    split: str | None = None
+
+
+def read_datasets(value: Any) -> Any:
+    """A list of mappings or paths, or paths with commas between; `PATH x3` repeats three times."""
+    value = as_none(value)
+    if isinstance(value, dict):
+        value = [value]
+    value = as_list(value)
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [_entry(entry) for entry in value]
+
+
+def datasets_of(spec: JobSpec) -> list[Dataset]:
+    """The job's datasets, in order; `dataset` alone is a list of one."""
+    return list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
+
+
+def find_layout(root: Path) -> Layout:
+    """How a dataset's directory is laid out.
+
+    `arrow` is what `save_to_disk` of the `datasets` library writes, `parquet` what the hub keeps.
+    """
+    if any((root / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return "arrow"
+    media = PICTURE_SUFFIXES | VIDEO_SUFFIXES
+    tables = False
+    for path in root.rglob("*"):
+        suffix = path.suffix.lower()
+        if suffix in media or path.name in METADATA:
+            return "folder"
+        tables = tables or suffix == ".parquet"
+    return "parquet" if tables else "folder"
+
+
+def _entry(entry: Any) -> Any:
+    if isinstance(entry, str):
+        match = _REPEATS.match(entry.strip())
+        if match:
+            return {"path": match["path"], "repeats": int(match["repeats"])}
+        return {"path": entry.strip()}
+    if isinstance(entry, dict):
+        return {normal_key(str(key)): v for key, v in entry.items() if v is not None}
+    return entry

@@ -1,0 +1,61 @@
+"""How FSDP shards; the names are SimpleTuner's, so that its users feel at home."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator
+
+from jobs.fields import (
+    Bool,
+    OptionalBool,
+    OptionalTextList,
+    StateDictType,
+    WrapPolicy,
+    field,
+    read_prefetch,
+    read_reshard,
+    read_state_dict_type,
+    read_wrap_policy,
+)
+
+
+class FsdpKeys(BaseModel):
+    """A part of `jobs.spec.JobSpec`."""
+
+    fsdp_enable: OptionalBool = field(
+        None, "fsdp", "Shard the model over the ranks (the same as strategy: fsdp2)."
+    )
+    fsdp_version: int = field(2, "fsdp", "FSDP version; 1 is deprecated, and run as 2.", ge=1, le=2)
+    fsdp_reshard_after_forward: Annotated[bool | int, BeforeValidator(read_reshard)] = field(
+        True, "fsdp",
+        "Free gathered weights after forward: least memory, one more all-gather. A number "
+        "keeps them in so many larger shards, a divisor of the ranks that shard.",
+    )  # fmt: skip
+    fsdp_cpu_offload: Bool = field(
+        False, "fsdp", "Keep shards, gradients and optimizer state in host memory; slow."
+    )
+    fsdp_activation_checkpointing: Bool = field(
+        False, "fsdp", "The same as gradient_checkpointing."
+    )
+    fsdp_forward_prefetch: Annotated[int, BeforeValidator(read_prefetch)] = field(
+        0, "fsdp", "Units gathered ahead in forward, besides the implicit one.", ge=0, le=16
+    )
+    fsdp_backward_prefetch: Annotated[int, BeforeValidator(read_prefetch)] = field(
+        0, "fsdp", "Units gathered ahead in backward; 0: the implicit one.", ge=0, le=16
+    )
+    fsdp_state_dict_type: Annotated[StateDictType, BeforeValidator(read_state_dict_type)] = field(
+        "SHARDED_STATE_DICT", "fsdp", "How checkpoints are laid out."
+    )
+    fsdp_cpu_ram_efficient_loading: Bool = field(
+        True, "fsdp", "Every rank reads only its own shard from disk; this is always so."
+    )
+    fsdp_auto_wrap_policy: Annotated[WrapPolicy, BeforeValidator(read_wrap_policy)] = field(
+        "TRANSFORMER_BASED_WRAP", "fsdp", "Which modules become their own FSDP unit."
+    )
+    fsdp_min_num_params: int = field(
+        10_000_000, "fsdp", "Smallest unit of SIZE_BASED_WRAP, in parameters.", ge=1
+    )
+    fsdp_transformer_layer_cls_to_wrap: OptionalTextList = field(
+        None, "fsdp", "Block classes to wrap; the model's own repeated blocks when left out."
+    )

@@ -1,0 +1,31 @@
+"""What is trained, and on which model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel
+
+from jobs.fields import ModelType, OptionalText, choice, field
+
+
+class JobKeys(BaseModel):
+    """A part of `jobs.spec.JobSpec`."""
+
+    name: str = field(
+        "job", "job", "Short name of the job; part of its run directory.",
+        min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+    )  # fmt: skip
+    model_type: Annotated[ModelType, choice(ModelType)] = field(
+        "lora", "job", "What is trained: a LoRA adapter, or every weight of the transformer."
+    )
+    model_family: str = field("flux", "job", "Model family; `fsdp-tui families` lists them.")
+    model_flavour: OptionalText = field(None, "job", "Published variant of the family.")
+    pretrained_model_name_or_path: str = field(
+        "", "job", "Diffusers model directory, or a hub id that is already in the local cache."
+    )
+    dataset: str = field(
+        "", "job",
+        "Folder of pictures, each with a .txt caption of the same name beside it or a row in "
+        "metadata.jsonl or .csv; or a directory of the `datasets` library.",
+    )  # fmt: skip

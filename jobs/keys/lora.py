@@ -1,0 +1,28 @@
+"""The adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator
+
+from jobs.fields import OptionalTextList, Placement, choice, field
+from jobs.spellings import as_none
+
+
+class LoraKeys(BaseModel):
+    """A part of `jobs.spec.JobSpec`."""
+
+    lora_rank: int = field(16, "lora", "Rank of the adapter.", ge=1, le=4096)
+    lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
+        None, "lora", "Scale numerator; the rank when left out.", gt=0
+    )
+    lora_dropout: float = field(0.0, "lora", "Dropout in front of the adapter.", ge=0, lt=1)
+    lora_placement: Annotated[Placement, choice(Placement)] = field(
+        "replicated", "lora",
+        "replicated: whole on every rank, gradients averaged in one bucket; sharded: split "
+        "like the base weights.",
+    )  # fmt: skip
+    lora_target_modules: OptionalTextList = field(
+        None, "lora", "Module name endings that get an adapter; the family's choice when left out."
+    )

@@ -6,9 +6,13 @@ run into the process group's timeout. A marker file per rank has none.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from jobs.rundir import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,13 +43,35 @@ class Meeting:
         self._size = size
         self._here.mkdir(parents=True, exist_ok=True)
 
-    def arrive(self, place: str) -> None:
-        """Say that this rank is done with what comes before `place`."""
-        (self._here / f"{place}.{self._rank}").touch()
+    def arrive(self, place: str, word: Any = None) -> None:
+        """Say that this rank is done with what comes before `place`.
+
+        Args:
+            place: The meeting point.
+            word: What the others are to know; a JSON value. See `words`.
+        """
+        write_atomic(self._here / f"{place}.{self._rank}", json.dumps(word))
 
     def arrived(self, place: str) -> int:
         """How many ranks have arrived."""
         return sum(1 for _ in self._here.glob(f"{place}.*"))
+
+    def words(self, place: str) -> list[Any]:
+        """What the ranks left when they arrived, by rank; those that are not there say nothing."""
+        paths = {int(path.suffix[1:]): path for path in self._here.glob(f"{place}.*")}
+        return [json.loads(paths[rank].read_text()) for rank in sorted(paths)]
+
+    def claim(self, work: str, number: int) -> bool:
+        """Take a piece of work that several ranks could do; whether this rank is the first.
+
+        So a slow rank does less and nobody waits for it, and nothing is done twice.
+        """
+        try:
+            # Created exclusively: the file system decides who came first.
+            os.close(os.open(self._here / f"{work}#{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
 
     def wait(
         self, place: str, *, ranks: int | None = None, waiting: Callable[[], None] | None = None

@@ -16,10 +16,9 @@ from engine.context_parallel import (
     splits_text,
 )
 from engine.control import Control
-from engine.data.buckets import bucket_sizes, divisible
+from engine.data.index import sizes_of
 from engine.data.loader import Loader
-from engine.data.plan import BatchPlan
-from engine.data.prepare import Prepared, prepare
+from engine.data.prepare import prepare
 from engine.ema import Ema
 from engine.export import export
 from engine.meeting import Meeting
@@ -32,11 +31,13 @@ from engine.step import Stepper
 from engine.trainer import Trainer
 from engine.training import Training
 from engine.world import World, leave_world, start_world
+from jobs.cascade import settle
 from jobs.conflicts import find_warnings
 from jobs.errors import UserError
+from jobs.families import get_family
 from jobs.models import find_model
 from jobs.specfile import load_spec
-from jobs.strategy import checkpoints_activations, data_parallel_size
+from jobs.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 def run(run_dir: RunDir, telemetry: Telemetry) -> None:
     """Run the job of a run directory on this rank, from the newest checkpoint if there is one."""
-    spec = load_spec(run_dir.job_file)
+    spec = settle(load_spec(run_dir.job_file))
     choose_backends(spec)
     world = start_world(spec)
     run_job(spec, run_dir, world, telemetry)
@@ -79,8 +80,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     training = start_training(spec, model, world)
     resume(training, run_dir, world, telemetry)
 
-    plan = make_plan(spec, data)
-    loader = Loader(spec, plan, data, world)
+    loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
     stepper = Stepper(spec, family, objective, training, loader, world, peaks)
     telemetry.emit(
@@ -90,17 +90,18 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         world_size=world.size,
         strategy=world.strategy,
         strategy_reason=world.reason,
-        samples=len(data.buckets),
-        steps_per_epoch=plan.steps_per_epoch,
+        samples=len(data.index.samples),
+        steps_per_epoch=data.plan.steps_per_epoch,
         trained_parameters=sum(p.numel() for p in training.trained().values()),
     )
     trainer = Trainer(
-        spec, family, model_root, run_dir, world, telemetry, control, training, stepper, plan,
-        data, peaks,
+        spec, family, model_root, run_dir, world, telemetry, control, training, stepper, data,
+        peaks,
     )  # fmt: skip
     with telemetry.phase("train", spec.max_train_steps):
         outcome = trainer.train()
     loader.close()
+    data.texts.close()
     if outcome == "completed":
         with telemetry.phase("export"), training.averaged():
             path = export(model, spec, family, run_dir.export, world)
@@ -161,14 +162,14 @@ def build_model(
 def check_context(spec: JobSpec, family: Family, world: World) -> None:
     """Refuse what a context-parallel group cannot share evenly, before anything is encoded.
 
-    Pictures are fitted to sizes that divide (`engine.data.buckets.divisible`).
+    Pictures are fitted to sizes that divide (`engine.data.index.sizes_of`).
 
     Raises:
         UserError: Not on GPUs, or a sample's picture or a caption has an odd number of tokens.
     """
     require_cuda(world.device)
-    size, step = spec.context_parallel_size, family.LATENT_STEP
-    if not divisible(bucket_sizes(spec.resolution, step), step, size):
+    size, step = spec.context_parallel_size, get_family(spec.model_family).latent_step
+    if not sizes_of(spec):
         raise UserError(
             f"context_parallel_size {size} divides no picture size of resolution {spec.resolution}",
             "change one of the two",
@@ -202,9 +203,3 @@ def resume(training: Training, run_dir: RunDir, world: World, telemetry: Telemet
     checkpoint.load(training, path, world)
     telemetry.moved(step)
     telemetry.say(f"resumed after step {step} from {path}")
-
-
-def make_plan(spec: JobSpec, data: Prepared) -> BatchPlan:
-    """The batches of the whole job, the same on every rank."""
-    per_step = data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
-    return BatchPlan(data.buckets, per_step, spec.seed)

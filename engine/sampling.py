@@ -15,6 +15,7 @@ import torch
 from engine.draws import keyed_generator
 from engine.parallel import reshard
 from engine.precision import autocast, compute_dtype
+from jobs.families import get_family
 from jobs.rundir import write_atomic
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def sample(
         The file names, one per prompt.
     """
     side = spec.validation_resolution or spec.resolution
-    side = max(family.LATENT_STEP, side // family.LATENT_STEP * family.LATENT_STEP)
+    step = get_family(spec.model_family).latent_step
+    side = max(step, side // step * step)
     if world.main:
         target.mkdir(parents=True, exist_ok=True)
     world.barrier()
@@ -68,10 +70,7 @@ def sample(
         number = first + world.data_rank
         padding = number >= len(prompts)
         prompt = min(number, len(prompts) - 1)
-        condition = {
-            name: tensor.to(world.device)
-            for name, tensor in data.text.read(data.prompt_keys[prompt]).items()
-        }
+        condition = {name: tensor.to(world.device) for name, tensor in data.prompt(prompt).items()}
         with autocast(spec, world.device):
             latents = pipeline(
                 **family.sample_arguments(condition),

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
+from engine.progress import Progress
 from jobs.procfs import started_at
 from jobs.rundir import PHASES, RankStatus, event, write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from engine.peaks import Peaks
     from jobs.rundir import RunDir
 
 _STATUS_EVERY: Final = 1.0  # seconds
-_PROGRESS_EVERY: Final = 0.5  # seconds
 # Phases whose peak memory is recorded. The others hold nothing, or hold phases of their own.
 _MEASURED: Final = ("encode", "latents", "load", "sample", "save", "export")
 
@@ -34,6 +34,7 @@ class Telemetry:
         self.rank = rank
         self.phase_name = "start"
         self.step = 0
+        self.done: int | None = None  # of the phase's shared work
         self.device = "cpu"
         self.device_uuid: str | None = None
         self.peaks: Peaks | None = None  # until torch and the device are known
@@ -74,33 +75,33 @@ class Telemetry:
             self.step = step
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """A phase of the run; yields `progress(done)`.
+    def phase(
+        self, name: str, total: int | None = None, *, shared: bool = False
+    ) -> Iterator[Progress]:
+        """A phase of the run; yields what is called with the number of things done.
 
         Args:
             name: A key of `jobs.rundir.PHASES`.
-            total: What `done` counts up to, if known.
+            total: What is counted up to, if known.
+            shared: Whether ranks share the work and each counts its own part.
         """
         assert name in PHASES, name
         before, self.phase_name = self.phase_name, name
         begun = time.time()
-        last_said = 0.0
+        self.done = 0 if shared else None
         self.moved()
         self._write_status()
         self.emit("phase", name=name, state="begin", done=0, total=total)
-
-        def progress(done: int) -> None:
-            nonlocal last_said
-            self.moved()
-            if time.monotonic() - last_said >= _PROGRESS_EVERY:
-                last_said = time.monotonic()
-                self.emit("phase", name=name, state="progress", done=done, total=total)
-
+        progress = Progress(self, name, total, shared=shared)
         measured = self.peaks.phase(name) if self.peaks and name in _MEASURED else nullcontext()
         with measured:
             yield progress
         seconds = round(time.time() - begun, 3)
-        self.emit("phase", name=name, state="end", done=total or 0, total=total, seconds=seconds)
+        self.emit(
+            "phase", name=name, state="end", done=total or 0, total=total, seconds=seconds,
+            **progress.details(),
+        )  # fmt: skip
+        self.done = None
         self.phase_name = before
         self.moved()
 
@@ -120,6 +121,7 @@ class Telemetry:
             heartbeat=time.time(),
             progressed=self._progressed,
             rss=self._process.memory_info().rss,
+            done=self.done,
             peaks=dict(self.peaks.phases) if self.peaks else None,
             **(self.peaks.memory() if self.peaks else {}),
         )

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.control import Control
-    from engine.data.plan import BatchPlan
     from engine.data.prepare import Prepared
     from engine.families import Family
     from engine.peaks import Peaks
@@ -42,7 +41,6 @@ class Trainer:
     control: Control
     training: Training
     stepper: Stepper
-    plan: BatchPlan
     data: Prepared
     peaks: Peaks
 
@@ -78,13 +76,13 @@ class Trainer:
         step = self.training.step
         values: dict[str, Any] = {
             "step": step,
-            "epoch": round(self.plan.epoch(step), 4),
+            "epoch": round(self.data.plan.epoch(step), 4),
             "loss": result.loss,
             "lr": result.rate,
             "grad_norm": result.norm,
             "seconds": round(result.seconds, 4),
             "data_seconds": round(result.data_seconds, 4),
-            "images_per_second": round(self.plan.global_batch / result.seconds, 3),
+            "images_per_second": round(self.data.plan.global_batch / result.seconds, 3),
             "peak_bytes": self.peaks.memory().get("peak"),
         }
         self.telemetry.moved(step)

@@ -36,6 +36,7 @@ __all__ = [
     "check_precision",
     "local_part",
     "materialise",
+    "parameters_on_meta",
     "rows_of",
     "stored_tensors",
     "stream",
@@ -88,7 +89,7 @@ def build_on_meta(
             _BASE_HINT,
         )
     files = stored_tensors(directory)
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model = model_class.from_config(config)
     tensors, aliases = _own_tensors(model)
     stored = _fit(model, tensors, aliases, files, directory)
@@ -200,7 +201,7 @@ def rows_of(tensor: DTensor) -> slice:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Within, every parameter that a module registers is on the meta device; buffers are real.
 
     `accelerate.init_empty_weights` does that too, but makes a new parameter at each registration,

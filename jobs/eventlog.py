@@ -26,13 +26,25 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Phase:
-    """What rank 0 is doing outside of steps. `total` is None when it cannot be known."""
+    """What the ranks are doing outside of steps.
+
+    Attributes:
+        name: A key of `jobs.rundir.PHASES`.
+        done: How much of it.
+        total: Of how much; None when it cannot be known.
+        finished: Whether it is over.
+        t: When this was said.
+        seconds_left: How long it may still take.
+        ranks: What each rank has done, of work that they share.
+    """
 
     name: str
     done: int = 0
     total: int | None = None
     finished: bool = False
     t: float = 0.0
+    seconds_left: float | None = None
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -144,6 +156,8 @@ class EventLog:
             total=int(total) if total is not None else None,
             finished=event.get("state") == "end",
             t=float(event.get("t", 0)),
+            seconds_left=_number(event.get("seconds_left")),
+            ranks=tuple(int(done) for done in event.get("ranks") or ()),
         )
 
 

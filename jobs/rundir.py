@@ -24,6 +24,8 @@ MANIFEST: Final = "manifest.json"
 # The phases of a rank, and what people read for them. Only `train` has steps.
 PHASES: Final = {
     "start": "starting",
+    "index": "looking at the data",
+    "check": "checking the caches",
     "encode": "encoding captions",
     "latents": "caching latents",
     "load": "loading weights",
@@ -72,7 +74,8 @@ class RankStatus:
 
     `started` alone counts from the machine's boot, as `jobs.procfs` has it.
     `heartbeat` moves while the process lives; `progressed` only when its work moves on.
-    The torch sizes are None on CPU ranks, where `rss` is what there is. `peaks` has the most
+    The torch sizes are None on CPU ranks, where `rss` is what there is. `done` counts what this
+    rank itself has done of a phase whose work ranks share. `peaks` has the most
     memory of each phase so far, allocated on a GPU, resident on CPU ranks.
     """
 
@@ -90,6 +93,7 @@ class RankStatus:
     reserved: int | None = None
     peak: int | None = None
     rss: int | None = None
+    done: int | None = None
     peaks: dict[str, int] | None = None
 
     def to_json(self) -> str:
@@ -130,6 +134,11 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
+
+    @property
+    def data_report(self) -> Path:
+        """What rank 0 found when it looked at the data."""
+        return self.root / "data_report.json"
 
     @property
     def ranks(self) -> Path:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.specfile import load_spec
+
+# What a forkserver imports once, so that the ranks it forks have no need to. Modules of the tests
+# are not found there. Nothing of this computes, so no thread is lost in a fork.
+PRELOADED: Final = [
+    "engine.run",
+    "engine.families.flux",
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.loaders.lora_pipeline",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.clip.tokenization_clip",
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.t5.tokenization_t5",
+]
 
 if TYPE_CHECKING:
     from pathlib import Path

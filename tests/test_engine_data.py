@@ -1,20 +1,18 @@
-"""Index, buckets, plan and cache: the pure parts of the data path."""
+"""Buckets and cache: sizes of pictures, files of tensors."""
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from engine.data.buckets import bucket_sizes, nearest_bucket
 from engine.data.cache import TensorCache, fingerprint
-from engine.data.index import DataIndex, build_index, open_picture
-from engine.data.plan import BatchPlan, positions_of_rank
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,55 +38,47 @@ def test_a_picture_goes_to_the_bucket_of_its_shape() -> None:
     assert nearest_bucket(500, 900, sizes) == (height, width)
 
 
-@given(
-    members=st.lists(st.integers(1, 23), min_size=1, max_size=4),
-    ranks=st.sampled_from([1, 2, 4, 8]),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=80, deadline=None)
-def test_an_epoch_shows_every_sample_and_every_rank_the_same_shapes(
-    members: list[int], ranks: int, seed: int
-) -> None:
-    buckets = tuple(bucket for bucket, count in enumerate(members) for _ in range(count))
-    plan = BatchPlan(buckets, global_batch=8, seed=seed)
-    seen: Counter[int] = Counter()
-    for step in range(plan.steps_per_epoch):
-        batch = plan.samples(step)
-        assert len(batch) == 8
-        assert len({buckets[sample] for sample in batch}) == 1
-        parts = [positions_of_rank(rank, ranks, 0, 8 // ranks) for rank in range(ranks)]
-        assert [p for part in parts for p in part] == list(range(8)), "each position once"
-        seen.update(batch)
-    assert set(seen) == set(range(len(buckets))), "no sample is left out"
-    largest = -(-8 // min(members)) + 1
-    assert max(seen.values()) <= largest
-
-
-def test_accumulation_and_ranks_cover_the_same_positions() -> None:
-    shares = [positions_of_rank(rank, 2, micro, 3) for micro in range(2) for rank in range(2)]
-    assert sorted(p for share in shares for p in share) == list(range(12))
-
-
-def test_epochs_differ_in_order_and_seeds_too() -> None:
-    plan = BatchPlan(("a",) * 12, global_batch=4, seed=1)
-    first = [plan.samples(step) for step in range(3)]
-    second = [plan.samples(step) for step in range(3, 6)]
-    other = [BatchPlan(("a",) * 12, 4, seed=2).samples(step) for step in range(3)]
-    assert first != second
-    assert first != other
-    assert first == [BatchPlan(("a",) * 12, 4, seed=1).samples(step) for step in range(3)]
-
-
-def test_a_damaged_cache_file_is_removed_and_a_whole_one_kept(tmp_path: Path) -> None:
+def test_a_cache_file_with_one_flipped_bit_is_noticed_and_removed(tmp_path: Path) -> None:
     cache = TensorCache(tmp_path, "latents")
     key = cache.key(picture="abc", size=[64, 64])
-    assert not cache.has(key)
+    assert cache.check(key) == "missing"
     cache.write(key, {"latents": torch.arange(6.0)})
-    assert cache.has(key)
+    assert cache.check(key) == "sound"
     assert torch.equal(cache.read(key)["latents"], torch.arange(6.0))
-    cache.path(key).write_bytes(cache.path(key).read_bytes()[:-4])
-    assert not cache.has(key)
-    assert not cache.path(key).exists()
+    whole = cache.path(key).read_bytes()
+    assert not list(tmp_path.rglob("*.tmp"))
+    for place in (-1, -20, 40, 3):  # tensor bytes, header, its length
+        broken = bytearray(whole)
+        broken[place] ^= 1
+        cache.path(key).write_bytes(broken)
+        assert cache.check(key) == "damaged"
+        assert not cache.path(key).exists()
+    for content in (b"", whole[:-4], whole + b"\0", b"\xff" * 64):
+        cache.path(key).write_bytes(content)
+        assert cache.check(key) == "damaged"
+
+
+def test_a_cache_file_that_broke_while_the_job_ran_says_what_to_do(tmp_path: Path) -> None:
+    cache = TensorCache(tmp_path, "text")
+    cache.write("k" * 40, {"embeds": torch.ones(3, dtype=torch.bfloat16)})
+    cache.path("k" * 40).write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match=r"damaged after the job had checked it.*resume"):
+        cache.read("k" * 40)
+    with pytest.raises(UserError, match=r"cannot be read \(No such file.*resume"):
+        cache.read("k" * 40)
+
+
+def test_what_killed_writers_left_is_swept_away_after_a_while(tmp_path: Path) -> None:
+    cache = TensorCache(tmp_path, "text")
+    for name, age in (("old", 7200), ("new", 0)):
+        path = tmp_path / "text" / "ab" / f".{name}.tmp"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("half")
+        os.utime(path, (time.time() - age,) * 2)
+    cache.write("a" * 40, {"x": torch.zeros(1)})
+    cache.sweep()
+    assert [path.name for path in tmp_path.rglob(".*.tmp")] == [".new.tmp"]
+    assert cache.check("a" * 40) == "sound"
 
 
 def test_cache_keys_follow_every_fact(tmp_path: Path) -> None:
@@ -103,52 +93,3 @@ def test_a_fingerprint_notices_one_changed_byte_in_a_config(tmp_path: Path) -> N
     before = fingerprint(tmp_path)
     (tmp_path / "config.json").write_text('{"a": 2}')
     assert fingerprint(tmp_path) != before
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Three usable pictures (one rotated by EXIF, one with alpha), and three that are not."""
-    root = tmp_path / "pictures"
-    (root / "deep").mkdir(parents=True)
-    Image.new("RGB", (40, 30), "red").save(root / "a.png")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (40, 30), "blue").save(root / "deep" / "turned.jpg", exif=exif)
-    Image.new("RGBA", (20, 20), (0, 0, 0, 0)).save(root / "clear.png")
-    for name in ("a", "deep/turned", "clear", "torn", "text"):
-        (root / name).with_suffix(".txt").write_text(f"caption of {name}")
-    (root / "torn.png").write_bytes((root / "a.png").read_bytes()[:60])
-    (root / "text.png").write_text("not a picture")
-    Image.new("RGB", (8, 8)).save(root / "silent.png")
-    return root
-
-
-def test_the_index_names_what_it_leaves_out(pictures: Path, tmp_path: Path) -> None:
-    index = build_index(pictures)
-    assert [s.caption for s in index.samples] == [
-        "caption of a", "caption of clear", "caption of deep/turned"
-    ]  # fmt: skip
-    assert {name for name, _ in index.skipped} == {"torn.png", "text.png", "silent.png"}
-    assert dict(index.skipped)["silent.png"] == "no caption file"
-    index.save(tmp_path / "data.json")
-    assert DataIndex.load(tmp_path / "data.json") == index
-
-
-def test_pictures_are_read_as_they_are_displayed(pictures: Path) -> None:
-    turned = next(s for s in build_index(pictures).samples if s.path.endswith("turned.jpg"))
-    assert (turned.width, turned.height) == (30, 40)
-    assert open_picture(turned.path).size == (30, 40)
-    assert open_picture(str(pictures / "clear.png")).getpixel((3, 3)) == (255, 255, 255)
-
-
-def test_a_changed_picture_has_another_digest(pictures: Path) -> None:
-    before = build_index(pictures).samples[0].digest
-    Image.new("RGB", (40, 30), "green").save(pictures / "a.png")
-    assert build_index(pictures).samples[0].digest != before
-
-
-def test_a_folder_without_usable_pictures_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.png").write_text("no")
-    (tmp_path / "x.txt").write_text("caption")
-    with pytest.raises(UserError, match=r"no usable picture.*x\.png"):
-        build_index(tmp_path)

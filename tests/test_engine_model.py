@@ -13,6 +13,9 @@ from engine_support import toy_spec, trained_digest
 from safetensors.torch import load_file, save_file
 
 from engine import adapters, checkpoint, weights
+from engine.data.index import build_index
+from engine.data.latents import to_pixels
+from engine.data.views import View
 from engine.draws import keyed_generator
 from engine.export import export
 from engine.families import flux
@@ -136,10 +139,12 @@ def test_predict_feeds_the_transformer_what_the_pipeline_feeds_it(toy: Path) -> 
 
 @torch.no_grad()
 def test_latents_decode_to_the_picture_they_came_from(toy: Path) -> None:
-    from engine.data.prepare import to_pixels
-
     vae = flux.load_vae(toy / "model", torch.float32)
-    pixels = to_pixels(str(min((toy / "data").glob("*.png"))), (64, 64))
+    spec = toy_spec(toy)
+    first = build_index(spec).samples[0]
+    pixels = to_pixels(first, View((64, 64)), spec)
+    assert pixels.shape == (1, 3, 64, 64)
+    assert -1 <= pixels.min() < pixels.max() <= 1
     latents = flux.encode_pictures(vae, pixels)
     assert latents.shape == (1, 16, 8, 8)
     pipeline = flux.sampling_pipeline(

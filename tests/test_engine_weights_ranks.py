@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from engine_support import PRELOADED
 from safetensors.torch import load_file
 from test_engine_weights import CPU, FILE, Tiny, full, lora, several_files, tiny_tensors, write
 
@@ -41,8 +42,7 @@ def test_each_rank_reads_its_rows_and_the_forward_is_that_of_from_pretrained(
     tensors = tiny_tensors()
     del tensors["embed.weight"]
     write(tmp_path / "tiny", tensors)
-    # Ranks are forked from a server that has imported, and computed, nothing but these.
-    multiprocessing.set_forkserver_preload([__name__, "torch.distributed.fsdp"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(
         on_rank, (ranks, toy, tmp_path), nprocs=ranks, start_method="forkserver"
     )

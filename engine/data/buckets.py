@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from PIL import Image
-
 _WIDEST: Final = 2.0  # ratio of the long side to the short one
 
 
@@ -43,10 +41,3 @@ def nearest_bucket(width: int, height: int, sizes: Sequence[tuple[int, int]]) ->
     """The bucket that crops least: nearest in log aspect ratio, then the largest."""
     wanted = math.log(width / height)
     return min(sizes, key=lambda s: (round(abs(math.log(s[0] / s[1]) - wanted), 9), -s[0] * s[1]))
-
-
-def fit(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Scale to cover `size`, then crop the middle."""
-    from PIL import Image, ImageOps
-
-    return ImageOps.fit(picture, size, method=Image.Resampling.LANCZOS)

@@ -2,7 +2,8 @@
 
 The name of a file is a hash of everything that decides its content, so two jobs that need the
 same latents find each other's, a killed run leaves only whole files, and a changed picture or
-caption simply has another name.
+caption simply has another name. A checksum in the header tells whether the content is what was
+written.
 """
 
 from __future__ import annotations
@@ -10,25 +11,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from typing import TYPE_CHECKING, Any, Final
+import time
+import uuid
+import zlib
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-_SCHEMA: Final = 1
+State = Literal["sound", "missing", "damaged"]
+
+_SCHEMA: Final = 2
 _SAMPLED_BLOCKS: Final = 64
 _BLOCK: Final = 64 << 10
+_CHECKSUM: Final = "crc32"
+_ABANDONED: Final = 3600.0  # seconds after which an unfinished file has no writer any more
 
 
 class TensorCache:
     """One kind of cached tensors (`latents` or `text`) below the cache directory."""
 
     def __init__(self, root: Path, kind: str) -> None:
+        self.kind = kind
         self.root = root / kind
         self.root.mkdir(parents=True, exist_ok=True)
 
@@ -40,28 +48,68 @@ class TensorCache:
     def path(self, key: str) -> Path:
         return self.root / key[:2] / f"{key}.safetensors"
 
-    def has(self, key: str) -> bool:
-        """Whether a whole, readable file is there; a damaged one is removed."""
+    def check(self, key: str) -> State:
+        """Read a file whole and compare its checksum; a damaged one is removed."""
         path = self.path(key)
         try:
-            with safe_open(path, framework="pt") as file:
-                return bool(list(file.keys()))
+            if _sound(path.read_bytes()):
+                return "sound"
         except FileNotFoundError:
-            return False
-        except (SafetensorError, OSError, ValueError):
-            path.unlink(missing_ok=True)
-            return False
+            return "missing"
+        except OSError:  # a sector that cannot be read, say
+            pass
+        path.unlink(missing_ok=True)
+        return "damaged"
 
     def write(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
         """Write aside, then rename; whoever else writes the same key writes the same content."""
+        from safetensors.torch import save
+
         path = self.path(key)
         path.parent.mkdir(exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        save_file(tensors, aside)
-        os.replace(aside, path)
+        content = save(tensors)
+        content = save(tensors, metadata={_CHECKSUM: _checksum(content)})
+        aside = path.with_name(f".{key}.{uuid.uuid4().hex[:12]}.tmp")
+        try:
+            aside.write_bytes(content)
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
 
     def read(self, key: str) -> dict[str, torch.Tensor]:
-        return load_file(self.path(key))
+        """The tensors of a file that was there when the job began.
+
+        Raises:
+            UserError: It has gone or is damaged; a damaged one is removed, so that the next
+                attempt computes it anew.
+        """
+        from safetensors.torch import load
+
+        path = self.path(key)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}), and the job has cached it",
+                "resume the job: what is missing is computed anew",
+            ) from None
+        if not _sound(content):
+            path.unlink(missing_ok=True)
+            raise UserError(
+                f"{path} was damaged after the job had checked it, and is removed",
+                "check the disk, and resume the job: it is computed anew",
+            )
+        return load(content)
+
+    def sweep(self) -> None:
+        """Remove what writers that were killed have left unfinished."""
+        for path in self.root.glob("*/.*.tmp"):
+            try:
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
+            except OSError:  # another job sweeps as well
+                continue
 
 
 def fingerprint(directory: Path) -> str:
@@ -83,3 +131,24 @@ def fingerprint(directory: Path) -> str:
                 file.seek((size - _BLOCK) * block // (_SAMPLED_BLOCKS - 1))
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()[:24]
+
+
+def _checksum(content: bytes) -> str:
+    """Of a safetensors file's tensors: names, types, shapes and bytes; not of its metadata."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__", None)
+    names = json.dumps(header, sort_keys=True).encode()
+    return f"{zlib.crc32(memoryview(content)[8 + length :], zlib.crc32(names)):08x}"
+
+
+def _sound(content: bytes) -> bool:
+    """Whether a file's checksum is that of its tensors."""
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > len(content) - 8:
+        return False
+    try:
+        header = json.loads(content[8 : 8 + length])
+        return bool(header["__metadata__"][_CHECKSUM] == _checksum(content))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False

@@ -1,45 +1,94 @@
-"""What the dataset holds: every usable picture with its caption, size and content hash."""
+"""What the datasets hold: every usable sample with its captions, size, bucket and content hash."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from PIL import Image, UnidentifiedImageError
-
+from engine.data.buckets import bucket_sizes, divisible, nearest_bucket
+from engine.data.memo import Memo, stamp_of
+from engine.data.pictures import DECODER, PictureError, look
+from engine.data.sources import Entry, read_folder
+from engine.data.tables import read_table, table_of
+from engine.data.videos import VideoError, VideoLook, frames_at, look_at_video
+from engine.data.views import enlargement
+from jobs.datasets import datasets_of, find_layout
 from jobs.errors import UserError
-from jobs.pictures import list_pictures
+from jobs.families import Family, get_family
+from jobs.paths import cache_home
 from jobs.rundir import read_json, write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from jobs.datasets import Dataset
+    from jobs.spec import JobSpec
 
-_EXIF_ORIENTATION: Final = 0x0112
-_SIDEWAYS: Final = frozenset({5, 6, 7, 8})  # orientations that swap width and height
+Progress = Callable[[int, int], None]  # looked at, of so many
+
+_READERS: Final = 8  # threads; reading, hashing and decoding release the GIL
+_MEMO: Final = DECODER  # raise, with a factor, when `_Facts` changes its meaning
+_LONGEST_VIDEO: Final = 81  # frames, where the job does not say
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture to train on. `width` and `height` in pixels, as displayed."""
+    """Something to train on.
 
+    Attributes:
+        name: What people know it by.
+        path: Its file, or the directory of its table.
+        row: Its row in the table.
+        dataset: Number of its dataset.
+        captions: As written, possibly of several lines each; empty when it has none.
+        width: Pixels, as displayed.
+        height: Pixels, as displayed.
+        digest: sha256 of the file.
+        bucket: `(width, height)` it is fitted to; for videos `(width, height, frames)`.
+        notes: What was done to read it; keys of `engine.data.pictures.NOTES`.
+    """
+
+    name: str
     path: str
-    caption: str
+    dataset: int
+    captions: tuple[str, ...]
     width: int
     height: int
     digest: str
+    bucket: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    row: int | None = None
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it has frames."""
+        return len(self.bucket) == 3 and self.bucket[2] > 1
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Something that is not trained on, and why."""
+
+    dataset: int
+    name: str
+    why: str
 
 
 @dataclass(frozen=True)
 class DataIndex:
-    """All samples in a fixed order, and what was left out and why."""
+    """All samples, dataset by dataset, each in a fixed order; and what was left out.
 
-    root: str
+    Attributes:
+        samples: What is trained on.
+        skipped: What is not.
+        others: Per dataset, suffix → count of files that are no samples.
+    """
+
     samples: list[Sample]
-    skipped: list[tuple[str, str]]
+    skipped: list[Skipped] = field(default_factory=list)
+    others: list[dict[str, int]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         write_atomic(path, json.dumps(asdict(self)) + "\n")
@@ -50,67 +99,172 @@ class DataIndex:
         if data is None:
             raise RuntimeError(f"{path} is missing or damaged")
         return cls(
-            data["root"],
-            [Sample(**sample) for sample in data["samples"]],
-            [(name, why) for name, why in data["skipped"]],
+            [_sample(**sample) for sample in data["samples"]],
+            [Skipped(**one) for one in data["skipped"]],
+            data["others"],
         )
 
 
-def build_index(root: Path, progress: Callable[[int], None] = lambda done: None) -> DataIndex:
-    """Look at every picture once.
-
-    Args:
-        root: The dataset folder.
-        progress: Called with the number of pictures done.
+def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) -> DataIndex:
+    """Look at every file of every dataset once; what was seen before is looked up.
 
     Raises:
-        UserError: Nothing usable is left.
+        UserError: Nothing usable is left in one of the datasets, or one cannot be read.
     """
+    family = get_family(spec.model_family)
+    fit = Fitting(spec, family)
     samples: list[Sample] = []
-    skipped: list[tuple[str, str]] = []
-    pictures = list_pictures(root)
-    with ThreadPoolExecutor(max_workers=8) as pool:  # reading and hashing release the GIL
-        for done, outcome in enumerate(pool.map(_look_at, pictures), start=1):
-            if isinstance(outcome, Sample):
-                samples.append(outcome)
-            else:
-                skipped.append((str(pictures[done - 1].relative_to(root)), outcome))
-            progress(done)
-    if not samples:
-        name, why = skipped[0] if skipped else ("no file", "0 pictures")
-        raise UserError(f"no usable picture in {root}", f"{name}: {why}")
-    return DataIndex(str(root), samples, skipped)
+    skipped: list[Skipped] = []
+    others: list[dict[str, int]] = []
+    for number, dataset in enumerate(datasets_of(spec)):
+        layout = find_layout(Path(dataset.path))
+        if layout == "folder":
+            source = read_folder(dataset, videos=family.frame_step > 0)
+        else:
+            source = read_table(dataset)
+        memo = Memo(cache_root(spec) / "index", f"{dataset.path}:{dataset.split}", _MEMO)
+        before, total = len(samples) + len(skipped), len(source.entries)
+
+        def take(entry: Entry, dataset: Dataset = dataset, memo: Memo = memo) -> _Facts | str:
+            if entry.problem:
+                return entry.problem
+            if entry.captions is None and spec.missing_captions == "skip":
+                return "no caption"
+            return _look(entry, dataset, memo)
+
+        usable = len(samples)
+        with ThreadPoolExecutor(max_workers=_READERS) as pool:
+            for done, facts in enumerate(pool.map(take, source.entries), start=1):
+                entry = source.entries[done - 1]
+                outcome = fit(entry, number, facts)
+                if isinstance(outcome, Sample):
+                    samples.append(outcome)
+                else:
+                    skipped.append(Skipped(number, entry.name, outcome))
+                progress(before + done, before + total)
+        memo.save()
+        others.append(dict(source.others))
+        if len(samples) == usable:
+            first = next((one for one in skipped if one.dataset == number), None)
+            raise UserError(
+                f"no usable picture in {dataset.path}",
+                f"{first.name}: {first.why}" if first else "it is empty",
+            )
+    return DataIndex(samples, skipped, others)
 
 
-def open_picture(path: str) -> Image.Image:
-    """The picture as displayed, in RGB; transparent parts become white."""
-    from PIL import ImageOps
-
-    with Image.open(path) as file:
-        picture = ImageOps.exif_transpose(file)
-        if "A" in picture.getbands() or "transparency" in picture.info:
-            rgba = picture.convert("RGBA")
-            white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-            return Image.alpha_composite(white, rgba).convert("RGB")
-        return picture.convert("RGB")
+def cache_root(spec: JobSpec) -> Path:
+    """Where the job keeps what it prepares."""
+    return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 
-def _look_at(path: Path) -> Sample | str:
-    """The sample, or why the picture is left out."""
-    caption_file = path.with_suffix(".txt")
+def read_content(sample: Sample, spec: JobSpec) -> bytes:
+    """The sample's file.
+
+    Raises:
+        OSError: It is gone or cannot be read.
+    """
+    if sample.row is not None:
+        return table_of(datasets_of(spec)[sample.dataset]).content(sample.row)
+    return Path(sample.path).read_bytes()
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What looking at a file found."""
+
+    width: int
+    height: int
+    digest: str
+    notes: tuple[str, ...] = ()
+    frames: int = 0
+    fps: float = 0.0
+
+
+class Fitting:
+    """Finds the bucket of each sample, or why it fits none."""
+
+    def __init__(self, spec: JobSpec, family: Family) -> None:
+        self._spec = spec
+        self._step = family.frame_step
+        self._sizes = sizes_of(spec)
+
+    def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> Sample | str:
+        """The sample, or why it is left out."""
+        if isinstance(facts, str):
+            return facts
+        size = nearest_bucket(facts.width, facts.height, self._sizes)
+        factor = enlargement(facts.width, facts.height, size)
+        if factor > self._spec.max_upscale:
+            return (
+                f"too small: {facts.width}x{facts.height} would be enlarged {factor:.1f} times "
+                f"(max_upscale {self._spec.max_upscale:g})"
+            )
+        bucket: tuple[int, ...] = size
+        if self._step:
+            frames = self._frames(facts)
+            if isinstance(frames, str):
+                return frames
+            bucket = (*size, frames)
+        return Sample(
+            entry.name, str(entry.path), dataset, entry.captions or (), facts.width, facts.height,
+            facts.digest, bucket, facts.notes, entry.row,
+        )  # fmt: skip
+
+    def _frames(self, facts: _Facts) -> int | str:
+        if not facts.frames:
+            return 1  # a picture is a video of one frame
+        video = VideoLook(facts.width, facts.height, facts.frames, facts.fps, facts.digest)
+        there = frames_at(video, self._spec.fps)
+        wanted = self._spec.num_frames
+        if wanted and there < wanted:
+            return f"too short: {there} frames at {self._spec.fps:g} per second, not {wanted}"
+        longest = wanted or min(there, _LONGEST_VIDEO)
+        return (longest - 1) // self._step * self._step + 1
+
+
+def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
+    """The sizes that pictures are fitted to."""
+    step = get_family(spec.model_family).latent_step
+    return divisible(bucket_sizes(spec.resolution, step), step, spec.context_parallel_size)
+
+
+def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
+    """What is in a file, or why it cannot be used."""
     try:
-        caption = caption_file.read_text(encoding="utf-8").strip()
+        stamp = table_of(dataset).stamp if entry.row is not None else stamp_of(entry.path)
+        known = memo.get(entry.name, stamp) if stamp else None
+        if known is None:
+            known = _inspect(entry, dataset)
+            memo.put(entry.name, stamp, known)
     except FileNotFoundError:
-        return "no caption file"
-    except (OSError, UnicodeDecodeError) as error:
-        return f"caption cannot be read ({error})"
+        return "a link to nothing" if entry.path.is_symlink() else "it has gone"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    if isinstance(known, str):
+        return known
+    return _Facts(**{**known, "notes": tuple(known["notes"])})
+
+
+def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
+    """As JSON values, to be kept in the memo."""
     try:
-        content = path.read_bytes()
-        with Image.open(path) as picture:
-            width, height = picture.size
-            if picture.getexif().get(_EXIF_ORIENTATION) in _SIDEWAYS:
-                width, height = height, width
-            picture.load()
-    except (OSError, UnidentifiedImageError, ValueError, Image.DecompressionBombError) as error:
-        return f"cannot be read ({error})"
-    return Sample(str(path), caption, width, height, hashlib.sha256(content).hexdigest())
+        if entry.is_video:
+            video = look_at_video(entry.path)
+            return asdict(
+                _Facts(video.width, video.height, video.digest, (), video.frames, video.fps)
+            )
+        if entry.row is None:
+            content = entry.path.read_bytes()
+        else:
+            content = table_of(dataset).content(entry.row)
+        seen = look(content)
+        return asdict(_Facts(seen.width, seen.height, seen.digest, seen.notes))
+    except (PictureError, VideoError) as error:
+        return str(error)
+
+
+def _sample(**values: Any) -> Sample:
+    for name in ("captions", "bucket", "notes"):
+        values[name] = tuple(values[name])
+    return Sample(**values)

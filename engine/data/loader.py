@@ -1,20 +1,23 @@
-"""Read a step's tensors from the caches, one step ahead of the training."""
+"""Read a step's tensors from the caches, some steps ahead of the training."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.data.plan import BatchPlan, positions_of_rank
+from engine.data.plan import Draw, positions_of_rank
+from engine.data.prepare import NO_TEXT
 from engine.draws import drops_caption
 
 if TYPE_CHECKING:
     from engine.data.prepare import Prepared
     from engine.world import World
     from jobs.spec import JobSpec
+
+_READERS: Final = 2  # threads; reading and checksums release the GIL
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class MicroBatch:
 
     Attributes:
         positions: Places of its samples in the global batch; draws are keyed by them.
-        latents: `(B, C, h, w)`, normalised, fp32.
+        latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalised, fp32.
         condition: Encoded captions, each `(B, …)`.
     """
 
@@ -32,67 +35,77 @@ class MicroBatch:
     condition: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A micro-batch in host memory; `condition` is None while its texts are still to be encoded."""
+
+    positions: range
+    latents: torch.Tensor
+    texts: list[str]
+    condition: dict[str, torch.Tensor] | None
+
+
 class Loader:
     """This rank's micro-batches, step by step."""
 
-    def __init__(self, spec: JobSpec, plan: BatchPlan, data: Prepared, world: World) -> None:
+    def __init__(self, spec: JobSpec, data: Prepared, world: World) -> None:
         self._spec = spec
-        self._plan = plan
         self._data = data
         self._world = world
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._next: tuple[int, Future[list[MicroBatch]]] | None = None
+        self._pinned = world.device.type == "cuda"  # copies from pinned memory do not block
+        self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="loader")
+        self._ahead: dict[int, Future[list[_Read]]] = {}
 
     def step(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step, counted from 0; the next step is fetched meanwhile."""
-        if self._next is not None and self._next[0] == step:
-            batches = self._next[1].result()
-        else:
-            batches = self._read(step)
-        if step + 1 < self._spec.max_train_steps:
-            self._next = (step + 1, self._thread.submit(self._read, step + 1))
-        return [self._to_device(batch) for batch in batches]
+        """The micro-batches of a step, counted from 0; the next steps are read meanwhile."""
+        last = min(step + self._spec.prefetch_steps, self._spec.max_train_steps - 1)
+        wanted = range(step, max(step, last) + 1)
+        self._ahead = {n: read for n, read in self._ahead.items() if n in wanted}
+        for number in wanted:
+            if number not in self._ahead:
+                self._ahead[number] = self._threads.submit(self._read, number)
+        return [self._to_device(batch) for batch in self._ahead.pop(step).result()]
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: int) -> list[MicroBatch]:
-        samples = self._plan.samples(step)
-        return [
-            self._micro_batch(
-                step,
-                samples,
-                positions_of_rank(
-                    self._world.data_rank,
-                    self._world.data_size,
-                    micro,
-                    self._spec.train_batch_size,
-                ),
+    def _read(self, step: int) -> list[_Read]:
+        draws = self._data.plan.draws(step)
+        parts = [
+            positions_of_rank(
+                self._world.data_rank, self._world.data_size, micro, self._spec.train_batch_size
             )
             for micro in range(self._spec.gradient_accumulation_steps)
         ]
+        return [self._micro_batch(step, draws, positions) for positions in parts]
 
-    def _micro_batch(self, step: int, samples: tuple[int, ...], positions: range) -> MicroBatch:
-        chosen = [samples[position] for position in positions]
-        latents = [self._data.latents.read(self._data.latent_keys[i])["latents"] for i in chosen]
-        texts = [
-            self._data.text.read(self._text_key(step, position, sample))
-            for position, sample in zip(positions, chosen, strict=True)
-        ]
-        condition = {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
-        return MicroBatch(positions, torch.stack(latents), condition)
+    def _micro_batch(self, step: int, draws: tuple[Draw, ...], positions: range) -> _Read:
+        latents = torch.stack([self._data.latents_of(draws[position]) for position in positions])
+        texts = [self._text(step, position, draws[position]) for position in positions]
+        condition = self._encoded(texts) if self._data.texts.ahead else None
+        if self._pinned:
+            latents = latents.pin_memory()
+            if condition is not None:
+                condition = {name: tensor.pin_memory() for name, tensor in condition.items()}
+        return _Read(positions, latents, texts, condition)
 
-    def _text_key(self, step: int, position: int, sample: int) -> str:
-        """The caption's key, or that of the empty caption when this draw drops it."""
-        dropped = drops_caption(
-            self._spec.seed, step, position, self._spec.caption_dropout_probability
-        )
-        return self._data.empty_key if dropped else self._data.text_keys[sample]
+    def _text(self, step: int, position: int, draw: Draw) -> str:
+        """The sample's caption, or the empty one when this draw drops it."""
+        probability = self._spec.caption_dropout_probability
+        dropped = drops_caption(self._spec.seed, step, position, probability)
+        return NO_TEXT if dropped else self._data.caption_of(draw)
 
-    def _to_device(self, batch: MicroBatch) -> MicroBatch:
+    def _encoded(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        each = [self._data.texts.encoded(text) for text in texts]
+        return {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    def _to_device(self, batch: _Read) -> MicroBatch:
         device = self._world.device
+        condition = batch.condition
+        if condition is None:  # by encoders that share the device with the training
+            condition = self._encoded(batch.texts)
         return MicroBatch(
             batch.positions,
             batch.latents.to(device, non_blocking=True),
-            {name: t.to(device, non_blocking=True) for name, t in batch.condition.items()},
+            {name: tensor.to(device, non_blocking=True) for name, tensor in condition.items()},
         )

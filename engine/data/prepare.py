@@ -1,24 +1,27 @@
-"""Fill the caches before training: ranks share the work, then meet, with no collective open."""
+"""Everything that happens to the data before training: look, report, encode, cache."""
 
 from __future__ import annotations
 
-import gc
-from contextlib import contextmanager
+import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-import torch
-
-from engine.data.buckets import bucket_sizes, divisible, fit, nearest_bucket
-from engine.data.cache import TensorCache, fingerprint
-from engine.data.index import DataIndex, build_index, open_picture
-from engine.precision import compute_dtype
-from jobs.paths import cache_home
+from engine.data.cache import TensorCache
+from engine.data.captions import prompt_text
+from engine.data.index import DataIndex, build_index, cache_root
+from engine.data.latents import LatentKeys, prepare_latents
+from engine.data.plan import BatchPlan, Draw, nth_variant
+from engine.data.report import changed_since, make_plan, make_report, sample_texts, summary
+from engine.data.texts import Texts, prepare_texts
+from engine.data.views import count_views
+from engine.data.work import Team
+from jobs.rundir import write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
 
     from engine.families import Family
     from engine.meeting import Meeting
@@ -27,26 +30,43 @@ if TYPE_CHECKING:
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
 
+NO_TEXT: Final = ""  # what a sample is trained with when its caption is dropped
+
 
 @dataclass(frozen=True)
 class Prepared:
     """Everything training reads.
 
     Attributes:
-        buckets: Per sample, the `(width, height)` it was fitted to.
-        latents: Cache, and per sample its key.
-        text: Cache, and per sample the key of its caption.
-        prompt_keys: Keys of the validation prompts.
-        empty_key: Key of the empty caption, "" when no caption is ever dropped.
+        spec: The job.
+        index: Its samples.
+        plan: Which of them each step trains on.
+        captions: Per sample, the texts that take turns.
+        latents: Their cache.
+        latent_keys: Sample and view → key in it.
+        texts: Encoded captions and prompts.
     """
 
-    buckets: tuple[tuple[int, int], ...]
+    spec: JobSpec
+    index: DataIndex
+    plan: BatchPlan
+    captions: Sequence[tuple[str, ...]]
     latents: TensorCache
-    latent_keys: tuple[str, ...]
-    text: TensorCache
-    text_keys: tuple[str, ...]
-    prompt_keys: tuple[str, ...]
-    empty_key: str = ""
+    latent_keys: LatentKeys
+    texts: Texts
+
+    def latents_of(self, draw: Draw) -> torch.Tensor:
+        """`(C, h, w)`, for videos `(C, f, h, w)`; normalised, fp32."""
+        view = view_number(draw, self.spec)
+        return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
+
+    def caption_of(self, draw: Draw) -> str:
+        """The text of a draw."""
+        return _caption(draw, self.captions, self.spec)
+
+    def prompt(self, number: int) -> dict[str, torch.Tensor]:
+        """A validation prompt, encoded."""
+        return self.texts.encoded(prompt_text(self.spec.validation_prompts[number], self.spec))
 
 
 def prepare(
@@ -58,160 +78,88 @@ def prepare(
     meeting: Meeting,
     telemetry: Telemetry,
 ) -> Prepared:
-    """Index the dataset, encode captions and pictures that no cache has yet.
+    """Look at the data, encode captions and pictures that no cache has yet.
 
-    When this returns, on every rank, all files exist and neither text encoders nor VAE are left
-    in memory.
+    When this returns, on every rank, all files exist that the job's steps will draw, and neither
+    VAE nor (unless the job wants them to stay) text encoders are left in memory.
+
+    Args:
+        spec: The job, settled (`jobs.cascade`).
+        family: Its family.
+        model_root: The model.
+        run_dir: The run's.
+        world: The ranks.
+        meeting: Where they meet.
+        telemetry: This rank's.
     """
-    index = _index(spec, run_dir, world, meeting, telemetry)
-    root = Path(spec.cache_dir) if spec.cache_dir else cache_home()
-    text, latents = TensorCache(root, "text"), TensorCache(root, "latents")
-
-    captions = [sample.caption for sample in index.samples]
-    empty = [""] if spec.caption_dropout_probability > 0 else []
-    wanted = [*captions, *spec.validation_prompts, *empty]
-    text_of = _text_keys(spec, text, model_root, wanted)
-    texts = {key: caption for caption, key in text_of.items()}
-    with _filling("encode", text, texts, world, meeting, telemetry) as (mine, progress):
-        _encode_texts(spec, family, model_root, text, mine, world, progress)
-
-    sizes = divisible(
-        bucket_sizes(spec.resolution, family.LATENT_STEP),
-        family.LATENT_STEP,
-        spec.context_parallel_size,
-    )
-    buckets = tuple(nearest_bucket(s.width, s.height, sizes) for s in index.samples)
-    vae_identity = fingerprint(model_root / "vae")
-    latent_keys = tuple(
-        latents.key(picture=s.digest, vae=vae_identity, size=list(size), dtype="float32")
-        for s, size in zip(index.samples, buckets, strict=True)
-    )
-    pictures = {
-        key: (sample.path, size)
-        for key, sample, size in zip(latent_keys, index.samples, buckets, strict=True)
-    }
-    with _filling("latents", latents, pictures, world, meeting, telemetry) as (mine, progress):
-        _encode_pictures(family, model_root, latents, mine, world, progress)
-
-    return Prepared(
-        buckets,
-        latents,
-        latent_keys,
-        text,
-        tuple(text_of[caption] for caption in captions),
-        tuple(text_of[prompt] for prompt in spec.validation_prompts),
-        text_of.get("", ""),
-    )
+    team = Team(world, meeting, telemetry)
+    index = _index(spec, model_root, run_dir, team)
+    plan = make_plan(spec, index)
+    captions = [sample_texts(sample, spec) for sample in index.samples]
+    views, texts = _drawn(spec, plan, captions)
+    texts += [prompt_text(prompt, spec) for prompt in spec.validation_prompts]
+    directory = cache_root(spec)
+    encoded = prepare_texts(spec, family, model_root, directory, texts, team)
+    cache = TensorCache(directory, "latents")
+    keys = prepare_latents(spec, family, model_root, cache, index, views, team)
+    return Prepared(spec, index, plan, captions, cache, keys, encoded)
 
 
-def _index(
-    spec: JobSpec, run_dir: RunDir, world: World, meeting: Meeting, telemetry: Telemetry
-) -> DataIndex:
-    """Rank 0 looks at the pictures; everyone reads what it found."""
-    path = run_dir.root / "data.json"
-    if world.main:
-        index = build_index(Path(spec.dataset), lambda done: telemetry.moved())
-        index.save(path)
-        meeting.arrive("index")
-        telemetry.say(f"{len(index.samples)} pictures in {index.root}")
-        for name, why in index.skipped:
-            telemetry.say(f"left out {name}: {why}")
+def view_number(draw: Draw, spec: JobSpec) -> int:
+    """Which view of its sample a draw looks at."""
+    return nth_variant(count_views(spec), draw.turn, spec.seed, "view", draw.sample)
+
+
+def _caption(draw: Draw, captions: Sequence[tuple[str, ...]], spec: JobSpec) -> str:
+    own = captions[draw.sample]
+    return own[nth_variant(len(own), draw.turn, spec.seed, "caption", draw.sample)]
+
+
+def _drawn(
+    spec: JobSpec, plan: BatchPlan, captions: Sequence[tuple[str, ...]]
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """What the job's steps will look at: samples with views, and texts.
+
+    A job that ends before it has seen everything prepares only what it sees.
+    """
+    dropped = [NO_TEXT] if spec.caption_dropout_probability > 0 else []
+    views = count_views(spec)
+    everything = len(captions) * max(views, *(len(own) for own in captions))
+    if spec.max_train_steps * plan.global_batch >= everything:
+        pairs = [(sample, view) for sample in range(len(captions)) for view in range(views)]
+        return pairs, [*(text for own in captions for text in own), *dropped]
+    steps = [draw for step in range(spec.max_train_steps) for draw in plan.draws(step)]
+    pairs = sorted({(draw.sample, view_number(draw, spec)) for draw in steps})
+    return pairs, [*dict.fromkeys(_caption(draw, captions, spec) for draw in steps), *dropped]
+
+
+def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> DataIndex:
+    """Rank 0 looks at the data; everyone reads what it found."""
+    path, telemetry = run_dir.root / "data.json", team.telemetry
+    if team.world.main:
+        with telemetry.phase("index") as progress:
+            before = DataIndex.load(path) if path.exists() else None
+            index = build_index(spec, lambda done, total: progress(done))
+            index.save(path)
+            report = make_report(spec, index, model_root)
+            write_atomic(run_dir.data_report, json.dumps(report.to_dict()) + "\n")
+        team.meeting.arrive("index")
+        for line in summary(report):
+            telemetry.say(line)
+        for one in index.skipped:
+            telemetry.say(f"left out {one.name}: {one.why}")
         if index.skipped:
-            name, why = index.skipped[0]
-            telemetry.warn(f"{len(index.skipped)} pictures left out, such as {name} ({why})")
-    meeting.wait("index", ranks=1, waiting=telemetry.moved)
+            first = index.skipped[0]
+            telemetry.warn(
+                f"{len(index.skipped)} of {len(index.skipped) + report.samples} pictures are left "
+                f"out, such as {first.name} ({first.why})"
+            )
+        if before is not None and (changes := changed_since(before, index)):
+            telemetry.warn(f"the data is not what it was at the last attempt: {changes}")
+        telemetry.emit(
+            "data", samples=report.samples, skipped=len(report.skipped), texts=report.texts,
+            buckets=[[*bucket.size, bucket.samples] for bucket in report.buckets],
+            steps_per_epoch=report.steps_per_epoch, epochs=report.epochs,
+        )  # fmt: skip
+    team.meeting.wait("index", ranks=1, waiting=telemetry.moved)
     return DataIndex.load(path)
-
-
-def _text_keys(
-    spec: JobSpec, cache: TensorCache, root: Path, texts: Sequence[str]
-) -> dict[str, str]:
-    """Text → key."""
-    parts = sorted(p for p in root.iterdir() if p.name.startswith(("text_encoder", "tokenizer")))
-    identity = [fingerprint(part) for part in parts]
-    return {
-        text: cache.key(
-            text=text,
-            encoders=identity,
-            family=spec.model_family,
-            length=spec.max_sequence_length,
-            dtype=str(compute_dtype(spec)),
-        )
-        for text in dict.fromkeys(texts)
-    }
-
-
-@contextmanager
-def _filling(
-    phase: str,
-    cache: TensorCache,
-    wanted: dict[str, Any],
-    world: World,
-    meeting: Meeting,
-    telemetry: Telemetry,
-) -> Iterator[tuple[dict[str, Any], Callable[[int], None]]]:
-    """A phase in which ranks fill a cache together, and at whose end all of it is there.
-
-    Yields:
-        This rank's part of what is missing, and a function that tells how much of it is done.
-    """
-    keys = list(wanted)
-    missing = {key for key in keys if not cache.has(key)}
-    # The split is over everything, not over what is missing: by the time another rank looks, this
-    # one may have written a file, and two ranks that split different lists would leave gaps.
-    mine = {key: wanted[key] for key in keys[world.rank :: world.size] if key in missing}
-    with telemetry.phase(phase, len(missing)) as progress:
-        yield mine, lambda done: progress(min(done * world.size, len(missing)))
-        if mine:  # an encoder was loaded, and is in cycles
-            gc.collect()
-            if world.device.type == "cuda":
-                torch.cuda.empty_cache()
-        meeting.arrive(phase)
-        meeting.wait(
-            phase, waiting=lambda: progress(sum(cache.path(key).exists() for key in missing))
-        )
-
-
-@torch.no_grad()
-def _encode_texts(
-    spec: JobSpec,
-    family: Family,
-    root: Path,
-    cache: TensorCache,
-    mine: dict[str, str],
-    world: World,
-    progress: Callable[[int], None],
-) -> None:
-    if not mine:
-        return
-    pipeline = family.load_text_pipeline(root, compute_dtype(spec))
-    pipeline.to(world.device)
-    # One at a time: in a batch, rounding would depend on the neighbours, and so on the ranks.
-    for done, (key, text) in enumerate(mine.items(), start=1):
-        encoded = family.encode(pipeline, text, spec.max_sequence_length)
-        cache.write(key, {name: tensor.cpu() for name, tensor in encoded.items()})
-        progress(done)
-
-
-@torch.no_grad()
-def _encode_pictures(
-    family: Family,
-    root: Path,
-    cache: TensorCache,
-    mine: dict[str, tuple[str, tuple[int, int]]],
-    world: World,
-    progress: Callable[[int], None],
-) -> None:
-    if not mine:
-        return
-    vae = family.load_vae(root, torch.float32).to(world.device).eval()
-    for done, (key, (path, size)) in enumerate(mine.items(), start=1):
-        latents = family.encode_pictures(vae, to_pixels(path, size).to(world.device))
-        cache.write(key, {"latents": latents[0].float().cpu().contiguous()})
-        progress(done)
-
-
-def to_pixels(path: str, size: tuple[int, int]) -> torch.Tensor:
-    """A picture fitted to `size`, as `(1, 3, H, W)` in [-1, 1]."""
-    picture = np.asarray(fit(open_picture(path), size), dtype=np.float32)
-    return torch.from_numpy(picture).permute(2, 0, 1).unsqueeze(0) / 127.5 - 1.0

@@ -18,7 +18,6 @@ class Family(Protocol):
     """What is particular to a family. Implemented by the modules of this package."""
 
     LORA_TARGETS: str
-    LATENT_STEP: int
 
     def pipeline_class(self) -> Any:
         """The stock diffusers pipeline."""
@@ -28,8 +27,14 @@ class Family(Protocol):
         """The denoiser's class."""
         ...
 
-    def load_text_pipeline(self, root: Path, dtype: torch.dtype) -> Any:
-        """A pipeline with only what encodes prompts."""
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
+        """A pipeline with only what encodes prompts.
+
+        Args:
+            root: The model.
+            dtype: The precision of what is loaded.
+            components: Parts that exist already, by their names in the pipeline.
+        """
         ...
 
     def encode(
@@ -43,7 +48,10 @@ class Family(Protocol):
         ...
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """`(B, 3, H, W)` in [-1, 1] → normalised latents `(B, C, h, w)`."""
+        """`(B, 3, H, W)` in [-1, 1] → normalised latents `(B, C, h, w)`.
+
+        Of families that train on videos, `(B, 3, F, H, W)` → `(B, C, f, h, w)`.
+        """
         ...
 
     def predict(

@@ -24,8 +24,6 @@ LORA_TARGETS: Final = (
     r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
     r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
 )
-# The VAE shrinks by 8 and the transformer packs 2×2 latents, so sides are multiples of 16 pixels.
-LATENT_STEP: Final = 16
 
 
 def pipeline_class() -> type[FluxPipeline]:
@@ -36,8 +34,8 @@ def transformer_class() -> type[FluxTransformer2DModel]:
     return FluxTransformer2DModel
 
 
-def load_text_pipeline(root: Path, dtype: torch.dtype) -> FluxPipeline:
-    return FluxPipeline.from_pretrained(root, transformer=None, vae=None, dtype=dtype)
+def load_text_pipeline(root: Path, dtype: torch.dtype, **components: Any) -> FluxPipeline:
+    return FluxPipeline.from_pretrained(root, transformer=None, vae=None, dtype=dtype, **components)
 
 
 def encode(

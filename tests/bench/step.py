@@ -139,7 +139,7 @@ def engine_steps(spec: Any, world: Any, toy: Path) -> tuple[Callable[[], Any], A
     from engine.meeting import Meeting
     from engine.objective import build_objective
     from engine.peaks import Peaks
-    from engine.run import build_model, make_plan, start_training
+    from engine.run import build_model, start_training
     from engine.step import Stepper
     from engine.telemetry import Telemetry
     from jobs.rundir import RunDir
@@ -152,7 +152,7 @@ def engine_steps(spec: Any, world: Any, toy: Path) -> tuple[Callable[[], Any], A
     meeting = Meeting(run_dir, world.token, world.rank, world.size)
     data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
     training = start_training(spec, build_model(spec, family, model_root, world, telemetry), world)
-    loader = Loader(spec, make_plan(spec, data), data, world)
+    loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
     batch = loader.step(0)[0]
     stepper = Stepper(spec, family, objective, training, loader, world, Peaks(world.device))

@@ -1,0 +1,76 @@
+"""`python -m engine.data JOB.yaml`: look at a job's data, print the report as JSON.
+
+Needs no torch, so it answers quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from engine.data.index import build_index
+from engine.data.report import make_report
+from engine.data.sheet import save_strips, sheet
+from jobs.errors import UserError
+from jobs.models import find_model
+from jobs.specfile import load_spec
+
+_PROGRESS_EVERY = 0.2  # seconds
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line on standard error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"fsdp-tui: {message}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Progress goes to standard error as `looked DONE TOTAL` lines.
+
+    Returns:
+        0, or 2 for bad input.
+    """
+    parser = _OneLineParser(prog="python -m engine.data", description=__doc__)
+    parser.add_argument("job", type=Path, metavar="JOB.yaml")
+    parser.add_argument("--sheet", type=Path, help="write a contact sheet here (PNG)")
+    parser.add_argument("--strips", type=Path, help="write a PNG for each bucket into this folder")
+    options = parser.parse_args(arguments)
+    try:
+        spec = load_spec(options.job)
+        index = build_index(spec, _Progress())
+        report = make_report(spec, index, find_model(spec.pretrained_model_name_or_path))
+        found = report.to_dict()
+        if options.sheet:
+            sheet(index, spec).save(options.sheet, format="PNG")
+            found["sheet"] = str(options.sheet)
+        if options.strips:
+            found["strips"] = save_strips(index, spec, options.strips)
+    except UserError as error:
+        print(f"fsdp-tui: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"fsdp-tui: cannot write {error.filename} ({error.strerror})", file=sys.stderr)
+        return 2
+    print(json.dumps(found))
+    return 0
+
+
+class _Progress:
+    """Tells how far the look has come, a few times a second."""
+
+    def __init__(self) -> None:
+        self._said = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if done == total or time.monotonic() - self._said >= _PROGRESS_EVERY:
+            self._said = time.monotonic()
+            print(f"looked {done} {total}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Encode what is drawn of the pictures into latents, once, the ranks together."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+
+from engine.data.cache import TensorCache, fingerprint
+from engine.data.index import read_content
+from engine.data.pictures import DECODER, decode
+from engine.data.views import View, fit, view_of
+from engine.data.work import find_missing, piece_size, pieces, together
+from engine.release import Watch, give_back
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from engine.data.index import DataIndex, Sample
+    from engine.data.work import Team
+    from engine.families import Family
+    from jobs.spec import JobSpec
+
+_READ_AHEAD: Final = 3  # pictures decoded while one is encoded
+_READERS: Final = 2  # threads
+
+
+class LatentKeys:
+    """Sample and view → key in the cache."""
+
+    def __init__(self, spec: JobSpec, cache: TensorCache, root: Path, index: DataIndex) -> None:
+        self._spec = spec
+        self._cache = cache
+        self._index = index
+        self._facts: dict[str, Any] = {
+            "vae": fingerprint(root / "vae"), "dtype": "float32", "decoder": DECODER
+        }  # fmt: skip
+
+    def __call__(self, sample: int, view: int) -> str:
+        found = self._index.samples[sample]
+        facts = view_of(found, view, self._spec).facts()
+        if found.is_video:
+            facts |= {"frames": found.bucket[2], "fps": self._spec.fps}
+        return self._cache.key(content=found.digest, **facts, **self._facts)
+
+
+def prepare_latents(
+    spec: JobSpec, family: Family, root: Path, cache: TensorCache, index: DataIndex,
+    wanted: Iterable[tuple[int, int]], team: Team,
+) -> LatentKeys:  # fmt: skip
+    """Fill the cache with latents of these samples and views.
+
+    Raises:
+        UserError: A picture changed since it was looked at.
+    """
+    keys = LatentKeys(spec, cache, root, index)
+    drawn = {keys(sample, view): (sample, view) for sample, view in wanted}
+    missing = find_missing(cache, list(drawn), team)
+
+    def load(key: str) -> torch.Tensor | None:
+        if cache.path(key).exists():  # another job was faster
+            return None
+        sample, view = drawn[key]
+        found = index.samples[sample]
+        return to_pixels(found, view_of(found, view, spec), spec)
+
+    with together("latents", len(missing), team) as shared:
+        vae: Any = None
+        size = piece_size(len(missing), team.world.size)
+        mine = (key for piece in pieces(missing, size, "latents", team) for key in piece)
+        for key, pixels in _read_ahead(mine, load):
+            if pixels is not None:
+                if vae is None:
+                    vae = family.load_vae(root, torch.float32).to(team.world.device).eval()
+                latents = _encode(family, vae, pixels.to(team.world.device))
+                cache.write(key, {"latents": latents})
+            shared.add()
+        if vae is not None:
+            watch = Watch({"vae": vae})
+            vae = None
+            watch.check()
+            give_back(team.world.device)
+    return keys
+
+
+def to_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
+    """A view of a sample, in [-1, 1]: `(1, 3, H, W)`, for videos `(1, 3, F, H, W)`.
+
+    Raises:
+        UserError: It is not what it was when it was looked at.
+    """
+    try:
+        if sample.is_video:
+            frames = [fit(Image.fromarray(frame), view) for frame in _frames(sample, spec)]
+        else:
+            frames = [fit(decode(_content(sample, spec)), view)]
+    except OSError as error:
+        raise UserError(
+            f"{sample.name} cannot be read any more ({error.strerror or error})",
+            "start the job again: it looks at its data anew",
+        ) from None
+    pixels = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.float32) for frame in frames]))
+    pixels = pixels.permute(3, 0, 1, 2).unsqueeze(0) / 127.5 - 1.0
+    return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
+
+
+def _content(sample: Sample, spec: JobSpec) -> bytes:
+    content = read_content(sample, spec)
+    _check(sample, hashlib.sha256(content).hexdigest())
+    return content
+
+
+def _frames(sample: Sample, spec: JobSpec) -> Any:
+    from engine.data.videos import read_frames
+
+    with open(sample.path, "rb") as file:
+        _check(sample, hashlib.file_digest(file, "sha256").hexdigest())
+    return read_frames(Path(sample.path), fps=spec.fps, frames=sample.bucket[2])
+
+
+def _check(sample: Sample, digest: str) -> None:
+    # Else latents of one content would lie under the name of another.
+    if digest != sample.digest:
+        raise UserError(
+            f"{sample.name} was changed while the job prepared its data", "start the job again"
+        )
+
+
+@torch.no_grad()
+def _encode(family: Family, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    return family.encode_pictures(vae, pixels)[0].float().cpu().contiguous()
+
+
+def _read_ahead(keys: Iterator[str], load: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Load in threads, a few ahead of whoever takes what was loaded."""
+    waiting: list[tuple[str, Future[torch.Tensor | None]]] = []
+    with ThreadPoolExecutor(_READERS) as pool:
+        try:
+            for key in keys:
+                waiting.append((key, pool.submit(load, key)))
+                if len(waiting) > _READ_AHEAD:
+                    first, pixels = waiting.pop(0)
+                    yield first, pixels.result()
+            for first, pixels in waiting:
+                yield first, pixels.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

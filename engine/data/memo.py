@@ -1,0 +1,72 @@
+"""What was found out about files, kept from one run to the next.
+
+Decoding and hashing a dataset takes minutes where asking for sizes and times takes a second. As
+`git` does with its index, what was seen of a file that changed only just now is not kept: a second
+change within the clock's resolution would go unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.rundir import read_json, write_atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SETTLED: Final = 2.0  # seconds; a file that changed less than this ago may change again unseen
+
+
+class Memo:
+    """Facts about the files of a folder.
+
+    Args:
+        directory: Where memos are kept.
+        root: The folder, of which there is one memo.
+        version: Of the facts' meaning; facts of another version are forgotten.
+    """
+
+    def __init__(self, directory: Path, root: str, version: int) -> None:
+        name = hashlib.sha256(root.encode()).hexdigest()[:24]
+        self._path = directory / f"{name}.json"
+        self._version = version
+        kept = read_json(self._path) or {}
+        valid = kept.get("version") == version and isinstance(kept.get("files"), dict)
+        self._known: dict[str, Any] = kept["files"] if valid else {}
+        self._now: dict[str, Any] = {}
+
+    def get(self, name: str, stamp: str) -> Any:
+        """The facts about a file, or None when it is new or has changed."""
+        entry = self._known.get(name)
+        if not isinstance(entry, list) or len(entry) != 2 or entry[0] != stamp:
+            return None
+        self._now[name] = entry
+        return entry[1]
+
+    def put(self, name: str, stamp: str, facts: Any) -> None:
+        """Keep the facts, which must be JSON values; an empty stamp is not kept."""
+        if stamp:
+            self._now[name] = [stamp, facts]
+
+    def save(self) -> None:
+        """Write what was asked for or put in; files that are gone are forgotten."""
+        if self._now == self._known:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._path, json.dumps({"version": self._version, "files": self._now}))
+
+
+def stamp_of(path: Path) -> str:
+    """What changes when a file does; empty while it is too fresh to be trusted.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    status = os.stat(path)
+    if time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED:
+        return ""
+    return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"

@@ -1,0 +1,210 @@
+"""Pictures as people have them, decoded to what a screen would show.
+
+A picture comes as bytes: the content of a file, or a cell of a table. Whatever is stored, what
+comes out is 8-bit RGB, upright, in sRGB, on white where it was transparent. What cannot be
+decoded whole raises `PictureError`; nothing else is raised, and nothing is printed.
+
+Only formats that say in their first bytes what they are, and that a library decodes, are read.
+Pillow would also guess (TGA) and start a program (EPS), which a folder of downloads does not
+deserve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import io
+import logging
+import re
+import threading
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from PIL import Image, ImageFile, _imaging
+
+from engine.data.colours import RangeError, to_rgb
+from engine.data.unreadable import MOST_PIXELS, TOO_MANY_PIXELS, why_unreadable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DECODER: Final = 1  # part of cache keys: raise it when what `decode` returns changes
+
+NOTES: Final[dict[str, str]] = {
+    "16-bit": "more than 8 bits a channel, reduced to 8",
+    "animated": "several frames or pages, only the first is used",
+    "cmyk": "CMYK, converted to RGB",
+    "float": "floating point, scaled from 0..1",
+    "grey": "grey, without colour",
+    "palette": "a palette of at most 256 colours",
+    "profile": "colours converted to sRGB by the embedded profile",
+    "rotated": "turned or mirrored, as its orientation tag says",
+    "transparent": "transparent parts put on white",
+}
+
+_FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TIFF", "WEBP")
+_ORIENTATION: Final = 0x0112  # this and the next two are tags of Exif and TIFF
+_BITS_PER_SAMPLE: Final = 0x0102
+_PHOTOMETRIC: Final = 0x0106
+_UPRIGHT: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class PictureError(Exception):
+    """Why a picture cannot be used, in few words."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is known of a picture once it has been decoded.
+
+    Args:
+        width: In pixels, as displayed.
+        height: In pixels, as displayed.
+        digest: SHA-256 of the content, in hexadecimal.
+        notes: Keys of `NOTES`, sorted: what was done that a person may want to know.
+    """
+
+    width: int
+    height: int
+    digest: str
+    notes: tuple[str, ...]
+
+
+def look(content: bytes) -> Look:
+    """Decode a picture once, all the way as `decode` does, and say what it is.
+
+    Raises:
+        PictureError: It cannot be used; `decode` would say the same.
+    """
+    picture, notes = _displayed(content)
+    digest = hashlib.sha256(content).hexdigest()
+    return Look(picture.width, picture.height, digest, tuple(sorted(notes)))
+
+
+def decode(content: bytes) -> Image.Image:
+    """The picture in 8-bit RGB, as displayed; of several frames, the first.
+
+    It carries no profile and no orientation any more, so that it looks the same saved again.
+
+    Raises:
+        PictureError: It cannot be used. Damage behind the first frame does no harm.
+    """
+    picture, _ = _displayed(content)
+    if isinstance(picture, ImageFile.ImageFile):  # was RGB as stored: leave its file behind
+        picture = picture.copy()
+    picture.info = {}
+    return picture
+
+
+def _displayed(content: bytes) -> tuple[Image.Image, set[str]]:
+    """The picture as displayed and its notes, or one kind of error for all that Pillow raises."""
+    if not content:
+        raise PictureError("empty file")
+    _silence_pillow()
+    try:
+        with Image.open(io.BytesIO(content), formats=_formats()) as file:
+            return _read(file, content)
+    except (PictureError, RangeError) as error:
+        raise PictureError(str(error)) from None
+    except Exception as error:  # readers raise nearly anything when the bytes are damaged
+        raise PictureError(why_unreadable(error, content)) from error
+
+
+def _read(file: ImageFile.ImageFile, content: bytes) -> tuple[Image.Image, set[str]]:
+    if file.width < 1 or file.height < 1:
+        raise PictureError("no pixels")
+    if file.width * file.height > MOST_PIXELS:  # Pillow's own limit can be switched off
+        raise PictureError(TOO_MANY_PIXELS)
+    notes = {"animated"} if _has_more_frames(file) else set()
+    tags: Mapping[int, object] = getattr(file, "tag_v2", {})  # of a TIFF
+    bits = _bits(file, tags, content)
+    orientation = tags.get(_ORIENTATION)
+    file.load()
+    _correct_transparent_colour(file, bits)
+    picture, done = to_rgb(file, bits, white_is_zero=tags.get(_PHOTOMETRIC) == 0)
+    if file.format != "TIFF":  # which Pillow turns upright when it loads it
+        orientation = _orientation(file)
+        if orientation in _UPRIGHT:
+            picture = picture.transpose(_UPRIGHT[orientation])
+    if orientation in _UPRIGHT:
+        notes.add("rotated")
+    return picture, notes | done
+
+
+def _has_more_frames(file: ImageFile.ImageFile) -> bool:
+    if file.format == "MPO":  # the other eye of a stereo camera, or a preview
+        return False
+    try:
+        return bool(getattr(file, "is_animated", False))
+    except Exception:  # damage behind the first frame
+        return False
+
+
+def _bits(file: ImageFile.ImageFile, tags: Mapping[int, object], content: bytes) -> int:
+    """Bits per channel as stored, where the format keeps them in sight."""
+    if file.format == "PNG":
+        return content[24]  # in the header, which comes first in every PNG
+    bits = tags.get(_BITS_PER_SAMPLE)
+    return max(bits) if isinstance(bits, tuple) and bits else 8
+
+
+def _correct_transparent_colour(file: ImageFile.ImageFile, bits: int) -> None:
+    """A PNG names its transparent colour in stored bits; Pillow compares it with 8-bit pixels."""
+    colour = file.info.get("transparency")
+    if file.format != "PNG":
+        return
+    if file.mode == "RGB" and isinstance(colour, tuple):
+        file.info["transparency"] = tuple(v >> 8 if bits == 16 else v & 255 for v in colour)
+    elif file.mode in ("1", "L") and isinstance(colour, int):
+        top = (1 << bits) - 1
+        file.info["transparency"] = (colour & top) * 255 // top
+
+
+def _orientation(file: ImageFile.ImageFile) -> int | None:
+    try:
+        orientation = file.getexif().get(_ORIENTATION)
+    except Exception:  # damaged Exif data: viewers show such a picture as it is stored
+        return None
+    return orientation if isinstance(orientation, int) else None
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    Image.init()  # 65 ms, once
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+_QUIET: Final = threading.Lock()
+_PILLOW: Final = re.compile(r"PIL\.")
+
+
+def _silence_pillow() -> None:
+    """Keep Pillow's complaints about odd files off the screen: errors and notes say it better.
+
+    `warnings.catch_warnings` would be tidier, but it is not safe in threads; so the filter stays.
+    It is looked for at each picture because others (a test runner) put theirs back.
+    """
+    _silence_libtiff()
+    with _QUIET:
+        if not any(action == "ignore" and m == _PILLOW for action, _, _, m, _ in warnings.filters):
+            warnings.filterwarnings("ignore", module=_PILLOW.pattern)
+        logging.getLogger("PIL").setLevel(logging.CRITICAL)
+
+
+@cache
+def _silence_libtiff() -> None:
+    """libtiff writes to standard error by itself, and Pillow (13) has no switch for that."""
+    imaging = ctypes.CDLL(_imaging.__file__)  # finds the symbols of what it is linked to, too
+    with contextlib.suppress(AttributeError):  # a Pillow without libtiff
+        imaging.TIFFSetErrorHandler(None)

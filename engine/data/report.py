@@ -1,0 +1,285 @@
+"""What a person should know of the data before it is trained on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.data.captions import texts_of
+from engine.data.pictures import NOTES
+from engine.data.plan import BatchPlan, shares_of
+from engine.data.tokens import count_tokens
+from engine.data.views import count_views, cut_share, enlargement
+from jobs.datasets import datasets_of, find_layout
+from jobs.paths import expand
+from jobs.strategy import data_parallel_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.data.index import DataIndex, Sample
+    from jobs.spec import JobSpec
+
+_EXAMPLES: Final = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something that concerns some of the samples.
+
+    Attributes:
+        count: How many.
+        text: What it is, in words.
+        examples: Names of some.
+    """
+
+    count: int
+    text: str
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """A bucket.
+
+    Attributes:
+        size: `[width, height]`, for videos `[width, height, frames]`.
+        samples: How many belong to it.
+        batches: Steps of an epoch that are of it.
+        cut_mean: Mean share of a sample's area that is cut off.
+        cut_most: The largest.
+        fill: Draws of an epoch that only fill its last batch.
+    """
+
+    size: list[int]
+    samples: int
+    batches: int
+    cut_mean: float
+    cut_most: float
+    fill: int
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """A dataset: where it is, how many samples it has and how often they are drawn in an epoch."""
+
+    path: str
+    layout: str
+    samples: int
+    skipped: int
+    draws: int
+    others: dict[str, int]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """The report; every field is a JSON value.
+
+    Attributes:
+        samples: What is trained on.
+        skipped: What is not: `[dataset, name, why]` each.
+        reasons: The reasons, the most frequent first.
+        handled: What was done to read pictures.
+        cautions: What can be trained on, but not as one may think.
+        datasets: Each of them.
+        buckets: Each of them, the fullest first.
+        texts: Different texts to encode, prompts not counted.
+        views: Different looks at each picture (cuts, sides).
+        longest: The most tokens of a caption; None when it is not known.
+        global_batch: Samples per optimizer step.
+        steps_per_epoch: Optimizer steps in which every sample comes as often as it should.
+        draws_per_epoch: Samples of an epoch, not counting what fills last batches.
+        epochs: How many the job trains.
+    """
+
+    samples: int
+    skipped: list[list[Any]]
+    reasons: list[Found]
+    handled: list[Found]
+    cautions: list[Found]
+    datasets: list[DatasetReport]
+    buckets: list[BucketReport]
+    texts: int
+    views: int
+    longest: int | None
+    global_batch: int
+    steps_per_epoch: int
+    draws_per_epoch: int
+    epochs: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
+    """The batches of the whole job, the same on every rank."""
+    datasets = datasets_of(spec)
+    members = Counter(sample.dataset for sample in index.samples)
+    shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
+    per_step = data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
+    return BatchPlan([sample.bucket for sample in index.samples], per_step, spec.seed, shares)
+
+
+def sample_texts(sample: Sample, spec: JobSpec) -> tuple[str, ...]:
+    """The texts that a sample is trained with; they take turns."""
+    dataset = datasets_of(spec)[sample.dataset]
+    return texts_of(sample.captions, spec, dataset.trigger_word or spec.trigger_word)
+
+
+def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> DataReport:
+    """Look over an index.
+
+    Args:
+        spec: The job.
+        index: Its data.
+        model_root: Where tokenizers are; None leaves tokens uncounted.
+    """
+    plan = make_plan(spec, index)
+    texts = [sample_texts(sample, spec) for sample in index.samples]
+    distinct = list(dict.fromkeys(text for own in texts for text in own))
+    counts = count_tokens(distinct, spec, model_root) if model_root is not None else None
+    tokens = dict(zip(distinct, counts, strict=True)) if counts is not None else {}
+    return DataReport(
+        samples=len(index.samples),
+        skipped=[[one.dataset, one.name, one.why] for one in index.skipped],
+        reasons=_reasons(index),
+        handled=_handled(index),
+        cautions=_cautions(spec, index, texts, tokens),
+        datasets=_datasets(spec, index, plan),
+        buckets=_buckets(index, plan),
+        texts=len(distinct),
+        views=count_views(spec),
+        longest=max(tokens.values()) if tokens else None,
+        global_batch=plan.global_batch,
+        steps_per_epoch=plan.steps_per_epoch,
+        draws_per_epoch=plan.draws_per_epoch,
+        epochs=round(plan.epoch(spec.max_train_steps), 3),
+    )
+
+
+def summary(report: DataReport) -> list[str]:
+    """The report in a few lines, for a log."""
+    lines = [
+        f"{report.samples} samples in {len(report.buckets)} buckets, {report.texts} texts; "
+        f"{report.steps_per_epoch} steps of {report.global_batch} an epoch, "
+        f"{report.epochs:g} epochs"
+    ]
+    for bucket in report.buckets:
+        size = "x".join(map(str, bucket.size))
+        lines.append(
+            f"bucket {size}: {bucket.samples} samples, {bucket.batches} steps an epoch, "
+            f"{bucket.cut_mean:.0%} cut off on average, {bucket.cut_most:.0%} at most"
+        )
+    for kind, found in (("left out", report.reasons), ("read", report.handled)):
+        lines += [f"{kind}: {_in_words(one)}" for one in found]
+    return lines + [f"note: {_in_words(one)}" for one in report.cautions]
+
+
+def _in_words(found: Found) -> str:
+    example = f", such as {found.examples[0]}" if found.examples else ""
+    return f"{found.count} {found.text}{example}"
+
+
+def _reasons(index: DataIndex) -> list[Found]:
+    by_reason: dict[str, list[str]] = {}
+    for one in index.skipped:
+        by_reason.setdefault(_kind_of(one.why), []).append(one.name)
+    found = [Found(len(names), why, names[:_EXAMPLES]) for why, names in by_reason.items()]
+    return sorted(found, key=lambda one: -one.count)
+
+
+def _kind_of(why: str) -> str:
+    """A reason without what is particular to one file."""
+    return why.partition(":")[0].partition(" (")[0]
+
+
+def _handled(index: DataIndex) -> list[Found]:
+    found = []
+    for key, text in NOTES.items():
+        names = [sample.name for sample in index.samples if key in sample.notes]
+        if names:
+            found.append(Found(len(names), text, names[:_EXAMPLES]))
+    return found
+
+
+def _cautions(
+    spec: JobSpec, index: DataIndex, texts: list[tuple[str, ...]], tokens: dict[str, int]
+) -> list[Found]:
+    samples = index.samples
+    enlarged = [s for s in samples if enlargement(s.width, s.height, _size(s)) > 1.0]
+    cut = [s for s in samples if cut_share(s.width, s.height, _size(s)) > 0.25]
+    long = [
+        sample
+        for sample, own in zip(samples, texts, strict=True)
+        if any(tokens.get(text, 0) > spec.max_sequence_length for text in own)
+    ]
+    first: dict[str, Sample] = {}
+    copies = [s for s in samples if first.setdefault(s.digest, s) is not s]
+    candidates = [
+        ([s for s in samples if not s.captions], "without a caption"),
+        (long, f"with captions of more than {spec.max_sequence_length} tokens, cut off there"),
+        (cut, "of which more than a quarter is cut off"),
+        (enlarged, "enlarged"),
+        (copies, "with the same content as another"),
+    ]
+    found = [Found(len(c), text, [s.name for s in c[:_EXAMPLES]]) for c, text in candidates if c]
+    for number, dataset in enumerate(index.others):
+        for suffix, count in sorted(dataset.items()):
+            path = datasets_of(spec)[number].path
+            found.append(Found(count, f"{suffix} files in {path}, which are no samples"))
+    return found
+
+
+def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetReport]:
+    reports = []
+    for number, dataset in enumerate(datasets_of(spec)):
+        reports.append(
+            DatasetReport(
+                path=dataset.path,
+                layout=find_layout(expand(dataset.path)),
+                samples=plan.shares[number].samples,
+                skipped=sum(one.dataset == number for one in index.skipped),
+                draws=plan.shares[number].draws,
+                others=index.others[number],
+            )
+        )
+    return reports
+
+
+def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
+    members: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in index.samples:
+        members.setdefault(sample.bucket, []).append(sample)
+    draws = plan.bucket_draws
+    reports = []
+    for bucket, samples in members.items():
+        cuts = [cut_share(s.width, s.height, _size(s)) for s in samples]
+        batches = plan.batches[bucket]
+        reports.append(
+            BucketReport(
+                size=list(bucket),
+                samples=len(samples),
+                batches=batches,
+                cut_mean=round(sum(cuts) / len(cuts), 4),
+                cut_most=round(max(cuts), 4),
+                fill=batches * plan.global_batch - draws[bucket],
+            )
+        )
+    return sorted(reports, key=lambda one: (-one.samples, one.size))
+
+
+def _size(sample: Sample) -> tuple[int, int]:
+    return sample.bucket[0], sample.bucket[1]
+
+
+def changed_since(before: DataIndex, now: DataIndex) -> str:
+    """What is different between two looks at a job's data; "" if nothing is."""
+    old, new = ({(s.dataset, s.name): s for s in index.samples} for index in (before, now))
+    added, gone = len(new.keys() - old.keys()), len(old.keys() - new.keys())
+    pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
+    pictures = sum(a.digest != b.digest for a, b in pairs)
+    captions = sum(a.captions != b.captions for a, b in pairs)
+    facts = [(added, "new"), (gone, "gone"), (pictures, "changed"),
+             (captions, "with another caption")]  # fmt: skip
+    return ", ".join(f"{count} {text}" for count, text in facts if count)

@@ -1,0 +1,106 @@
+"""Contact sheets: some samples of each bucket, cut as they are trained on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from PIL import Image, ImageDraw
+
+from engine.data.index import read_content
+from engine.data.pictures import PictureError, decode
+from engine.data.views import count_views, fit, view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from engine.data.index import DataIndex, Sample
+    from jobs.spec import JobSpec
+
+PER_BUCKET: Final = 8
+_SIDE: Final = 128  # pixels of a thumbnail's longer side
+_GAP: Final = 6
+_LINE: Final = 18  # pixels of a heading
+_BACK: Final = (24, 26, 30)
+_INK: Final = (225, 225, 225)
+
+
+def strips(index: DataIndex, spec: JobSpec) -> dict[tuple[int, ...], Image.Image]:
+    """Bucket → a row of some of its samples, the fullest bucket first."""
+    members: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in index.samples:
+        members.setdefault(sample.bucket, []).append(sample)
+    ordered = sorted(members.items(), key=lambda item: (-len(item[1]), item[0]))
+    return {bucket: _strip(_spread(samples), spec) for bucket, samples in ordered}
+
+
+def sheet(index: DataIndex, spec: JobSpec) -> Image.Image:
+    """All strips below each other, each with its bucket's size and number of samples."""
+    rows = strips(index, spec)
+    counts = {b: sum(s.bucket == b for s in index.samples) for b in rows}
+    width = max(strip.width for strip in rows.values())
+    height = sum(strip.height + _LINE for strip in rows.values()) + _GAP
+    page = Image.new("RGB", (width, height), _BACK)
+    pen = ImageDraw.Draw(page)
+    top = 0
+    for bucket, strip in rows.items():
+        size = "x".join(map(str, bucket))
+        pen.text((_GAP, top + 4), f"{size}   {counts[bucket]} samples", fill=_INK)
+        page.paste(strip, (0, top + _LINE))
+        top += strip.height + _LINE
+    return page
+
+
+def save_strips(index: DataIndex, spec: JobSpec, directory: Path) -> list[str]:
+    """Write a PNG for each bucket; their names, the fullest bucket's first."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = []
+    for bucket, strip in strips(index, spec).items():
+        names.append(f"{'x'.join(map(str, bucket))}.png")
+        strip.save(directory / names[-1])
+    return names
+
+
+def _spread(samples: Sequence[Sample]) -> list[Sample]:
+    """Some of them, from all over the list."""
+    count = min(PER_BUCKET, len(samples))
+    return [samples[number * len(samples) // count] for number in range(count)]
+
+
+def _strip(samples: Sequence[Sample], spec: JobSpec) -> Image.Image:
+    pictures = [_thumbnail(sample, number, spec) for number, sample in enumerate(samples)]
+    height = max(picture.height for picture in pictures)
+    width = sum(picture.width + _GAP for picture in pictures) + _GAP
+    row = Image.new("RGB", (width, height + _GAP), _BACK)
+    left = _GAP
+    for picture in pictures:
+        row.paste(picture, (left, 0))
+        left += picture.width + _GAP
+    return row
+
+
+def _thumbnail(sample: Sample, number: int, spec: JobSpec) -> Image.Image:
+    """A sample as it is trained on, made small."""
+    view = view_of(sample, number % count_views(spec), spec)
+    factor = _SIDE / max(view.size)
+    small = (max(1, round(view.size[0] * factor)), max(1, round(view.size[1] * factor)))
+    try:
+        if sample.is_video:
+            from engine.data.videos import VideoError, read_frames
+
+            try:
+                frames = read_frames(_path(sample), fps=spec.fps, frames=1)
+            except VideoError:
+                return Image.new("RGB", small, (90, 30, 30))
+            picture = Image.fromarray(frames[0])
+        else:
+            picture = decode(read_content(sample, spec))
+    except (OSError, PictureError):  # it changed since it was looked at
+        return Image.new("RGB", small, (90, 30, 30))
+    return fit(picture, view).resize(small, Image.Resampling.LANCZOS)
+
+
+def _path(sample: Sample) -> Path:
+    from pathlib import Path
+
+    return Path(sample.path)

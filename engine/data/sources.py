@@ -1,0 +1,180 @@
+"""What a folder offers: its pictures and videos, each with its captions or what is wrong with it.
+
+Captions stand in a `.txt` of the same name, or in the `metadata.jsonl` or `metadata.csv` of the
+Hugging Face imagefolder layout, whose rows name files relative to where they stand.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.pictures import VIDEO_SUFFIXES, list_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from jobs.datasets import Dataset
+
+CAPTION_COLUMNS: Final = ("text", "caption", "captions", "prompt")
+_FILE_COLUMN: Final = "file_name"
+_LONGEST_FIELD: Final = 10_000_000  # characters of a CSV field; the module's limit is 131,072
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something that a dataset offers to train on.
+
+    Attributes:
+        name: What people know it by: the path below the dataset's folder, or a row's number.
+        path: The file; of a row, the directory of its table.
+        captions: As written; None when there are none.
+        problem: Why it cannot be used, "" if nothing is known against it yet.
+        row: Its row, for tables.
+    """
+
+    name: str
+    path: Path
+    captions: tuple[str, ...] | None = None
+    problem: str = ""
+    row: int | None = None
+
+    @property
+    def is_video(self) -> bool:
+        """Whether it is a video file, by its name."""
+        return self.row is None and self.path.suffix.lower() in VIDEO_SUFFIXES
+
+
+@dataclass
+class Source:
+    """What was found in a dataset.
+
+    Attributes:
+        entries: In a fixed order.
+        others: Suffix → count of files that are neither samples nor captions.
+    """
+
+    entries: list[Entry]
+    others: Counter[str] = field(default_factory=Counter)
+
+
+def read_folder(dataset: Dataset, *, videos: bool) -> Source:
+    """Look for samples in a folder; opens caption files, but no picture.
+
+    Args:
+        dataset: Its `path` is the folder.
+        videos: Whether the model trains on videos.
+
+    Raises:
+        UserError: A metadata file cannot be read, or has not the columns it needs.
+    """
+    root = Path(dataset.path)
+    files = list_files(root)
+    rows: dict[Path, tuple[str, ...]] = {}
+    lost: list[Entry] = []
+    for table in files.metadata:
+        for place, record in _records(table):
+            name = f"{table.relative_to(root)} {place}"
+            if isinstance(record, str):
+                lost.append(Entry(name, table, problem=record))
+                continue
+            file = table.parent / str(record.get(_FILE_COLUMN) or "?")
+            if not file.is_file():
+                what = record.get(_FILE_COLUMN) or "no file"
+                lost.append(Entry(name, table, problem=f"names {what}, which is not there"))
+                continue
+            if captions := captions_in(record, dataset, where=str(table)):
+                rows[file.resolve()] = captions
+    entries = []
+    for path in sorted(files.pictures + files.videos):
+        problem = "" if videos or path in files.pictures else "a video, and the model has none"
+        captions, wrong = _captions_of(path, rows) if not problem else (None, "")
+        entries.append(Entry(str(path.relative_to(root)), path, captions, problem or wrong))
+    for path in files.foreign:
+        problem = f"{path.suffix.lower()} pictures cannot be read"
+        entries.append(Entry(str(path.relative_to(root)), path, problem=problem))
+    return Source([*entries, *lost], files.others)
+
+
+def captions_in(
+    record: Mapping[str, Any], dataset: Dataset, *, where: str
+) -> tuple[str, ...] | None:
+    """The captions of a row: a text, or a list of texts.
+
+    Raises:
+        UserError: The column that the dataset names is not there.
+    """
+    if dataset.caption_column and dataset.caption_column not in record:
+        raise UserError(
+            f"{where} has no column {dataset.caption_column}", f"it has {', '.join(record)}"
+        )
+    columns = [dataset.caption_column] if dataset.caption_column else CAPTION_COLUMNS
+    value = next((record[name] for name in columns if record.get(name)), None)
+    if isinstance(value, str):
+        return (value,) if value.strip() else None
+    if isinstance(value, (list, tuple)):
+        return tuple(str(text) for text in value if text) or None
+    return None
+
+
+def _captions_of(
+    path: Path, rows: Mapping[Path, tuple[str, ...]]
+) -> tuple[tuple[str, ...] | None, str]:
+    """Captions of a file, and what is wrong with them. A row of a metadata file comes first."""
+    if rows and (found := rows.get(path.resolve())):
+        return found, ""
+    try:
+        content = path.with_suffix(".txt").read_bytes()
+    except FileNotFoundError:
+        return None, ""
+    except OSError as error:
+        return None, f"caption cannot be read ({error.strerror})"
+    try:
+        text = content.decode(_encoding(content))
+    except UnicodeDecodeError:
+        return None, "caption is not UTF-8"
+    return ((text,) if text.strip() else None), ""
+
+
+def _encoding(content: bytes) -> str:
+    """UTF-8 unless a byte-order mark says otherwise, as Windows editors write them."""
+    return "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+
+
+def _records(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Where each row stands, and the row or what is wrong with it."""
+    try:
+        text = table.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {table} ({error})") from None
+    if table.suffix == ".csv":
+        yield from _csv_records(table, text)
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        yield f"line {number}", record if isinstance(record, dict) else "is not a JSON object"
+
+
+def _csv_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    csv.field_size_limit(_LONGEST_FIELD)
+    reader = csv.DictReader(text.splitlines(keepends=True))
+    if _FILE_COLUMN not in (reader.fieldnames or ()):
+        raise UserError(
+            f"{table} has no column {_FILE_COLUMN}",
+            f"its first line is {', '.join(reader.fieldnames or ['empty'])}",
+        )
+    try:
+        for record in reader:
+            yield f"line {reader.line_num}", {str(key): value for key, value in record.items()}
+    except csv.Error as error:
+        raise UserError(f"{table} line {reader.line_num} cannot be read ({error})") from None

@@ -1,0 +1,215 @@
+"""Where encoded texts come from: the cache, or encoders that stay."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from engine.data.cache import TensorCache, fingerprint
+from engine.data.work import find_missing, piece_size, pieces, together
+from engine.precision import compute_dtype
+from engine.text_encoders import agree_on_sharding, text_pipeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from engine.data.work import Team
+    from engine.families import Family
+    from engine.release import Released
+    from engine.telemetry import Telemetry
+    from engine.world import World
+    from jobs.spec import JobSpec
+
+_REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
+
+
+class Texts(Protocol):
+    """Encoded texts.
+
+    Attributes:
+        ahead: Whether they may be asked for in a thread while the model trains.
+    """
+
+    ahead: bool
+
+    def encoded(self, text: str) -> dict[str, torch.Tensor]:
+        """What the family's `encode` makes of a text, without a batch dimension."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be asked for."""
+        ...
+
+
+class CachedTexts:
+    """Texts that were all encoded before training; no encoder is left in memory."""
+
+    ahead = True
+
+    def __init__(self, cache: TensorCache, keys: TextKeys) -> None:
+        self._cache = cache
+        self._keys = keys
+
+    def encoded(self, text: str) -> dict[str, torch.Tensor]:
+        return self._cache.read(self._keys(text))
+
+    def close(self) -> None:
+        pass
+
+
+class ResidentTexts:
+    """Texts that are encoded when they are first needed, by encoders that stay in memory.
+
+    Args:
+        spec: The job.
+        family: Its family.
+        root: The model.
+        world: A single rank.
+        cache: Where to keep what was encoded; None keeps the latest in memory.
+        keys: The cache's.
+        telemetry: The rank's.
+    """
+
+    ahead = False  # encoders and training share the device
+
+    def __init__(
+        self, spec: JobSpec, family: Family, root: Path, world: World, cache: TensorCache | None,
+        keys: TextKeys, telemetry: Telemetry,
+    ) -> None:  # fmt: skip
+        self._spec = spec
+        self._family = family
+        self._cache = cache
+        self._keys = keys
+        self._stack = ExitStack()
+        self._pipeline = self._stack.enter_context(
+            text_pipeline(
+                family, root, compute_dtype(spec), world, sharded=False, say=telemetry.say,
+                freed=partial(_tell_freed, telemetry),
+            )
+        )  # fmt: skip
+        self._remember = lru_cache(maxsize=_REMEMBERED)(self._encode)
+        telemetry.say("the text encoders stay in memory while the job trains")
+
+    def encoded(self, text: str) -> dict[str, torch.Tensor]:
+        if self._cache is None:
+            return self._remember(text)
+        key = self._keys(text)
+        if self._cache.check(key) != "sound":
+            self._cache.write(key, self._encode(text))
+        return self._cache.read(key)
+
+    def close(self) -> None:
+        self._remember.cache_clear()
+        self._stack.close()
+
+    def _encode(self, text: str) -> dict[str, torch.Tensor]:
+        return _encode(self._family, self._pipeline, text, self._spec)
+
+
+class TextKeys:
+    """Text → key in the cache."""
+
+    def __init__(self, spec: JobSpec, cache: TensorCache, root: Path) -> None:
+        parts = sorted(
+            p for p in root.iterdir() if p.name.startswith(("text_encoder", "tokenizer"))
+        )
+        self._cache = cache
+        self._facts: dict[str, Any] = {
+            "encoders": [fingerprint(part) for part in parts],
+            "family": spec.model_family,
+            "length": spec.max_sequence_length,
+            "dtype": str(compute_dtype(spec)),
+        }
+
+    def __call__(self, text: str) -> str:
+        return self._cache.key(text=text, **self._facts)
+
+
+def prepare_texts(
+    spec: JobSpec, family: Family, root: Path, directory: Path, texts: Iterable[str], team: Team
+) -> Texts:
+    """Make the texts available as the job wants.
+
+    Args:
+        spec: The job, settled (`jobs.cascade`).
+        family: Its family.
+        root: The model.
+        directory: Of all caches.
+        texts: Everything that may be asked for.
+        team: The ranks.
+    """
+    cache = TensorCache(directory, "text")
+    keys = TextKeys(spec, cache, root)
+    if not spec.unload_text_encoder:
+        kept = cache if spec.cache_text_embeddings else None
+        return ResidentTexts(spec, family, root, team.world, kept, keys, team.telemetry)
+    text_of = {keys(text): text for text in dict.fromkeys(texts)}
+    missing = find_missing(cache, list(text_of), team)
+    sharded = bool(missing) and _agree(spec, root, team)
+    with together("encode", len(missing), team) as shared:
+
+        def encode(pipeline: Any, key: str) -> None:
+            if not cache.path(key).exists():  # another job may have been faster
+                cache.write(key, _encode(family, pipeline, text_of[key], spec))
+            shared.add()
+
+        options: dict[str, Any] = {
+            "say": team.telemetry.say, "freed": partial(_tell_freed, team.telemetry)
+        }  # fmt: skip
+        load = partial(text_pipeline, family, root, compute_dtype(spec), team.world, **options)
+        if sharded:
+            with load(sharded=True, progress=lambda read: team.telemetry.moved()) as pipeline:
+                for key, mine in _lockstep(missing, team.world):
+                    content = _encode(family, pipeline, text_of[key], spec)
+                    if mine:
+                        cache.write(key, content)
+                        shared.add()
+        else:
+            with ExitStack() as stack:
+                pipeline = None
+                size = piece_size(len(missing), team.world.size)
+                for piece in pieces(missing, size, "encode", team):
+                    pipeline = pipeline or stack.enter_context(load(sharded=False))
+                    for key in piece:
+                        encode(pipeline, key)
+    return CachedTexts(cache, keys)
+
+
+def _agree(spec: JobSpec, root: Path, team: Team) -> bool:
+    sharded, reason = agree_on_sharding(
+        spec.shard_text_encoders, root, compute_dtype(spec), team.world, team.telemetry.run_dir,
+        team.meeting, waiting=team.telemetry.moved,
+    )  # fmt: skip
+    team.telemetry.say(f"text encoders {'are sharded' if sharded else 'stay whole'}: {reason}")
+    return sharded
+
+
+def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
+    """This rank's keys, and whether they are its own: ranks with fewer repeat one and discard it,
+    since all must run the same number of forwards.
+    """
+    for first in range(0, len(missing), world.size):
+        number = first + world.rank
+        yield missing[min(number, len(missing) - 1)], number < len(missing)
+
+
+@torch.no_grad()
+def _encode(family: Family, pipeline: Any, text: str, spec: JobSpec) -> dict[str, torch.Tensor]:
+    # One at a time: in a batch, rounding would depend on the neighbours, and so on the ranks.
+    encoded = family.encode(pipeline, text, spec.max_sequence_length)
+    return {name: tensor.cpu() for name, tensor in encoded.items()}
+
+
+def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
+    mib = {name: f"{size / 2**20:.0f} MiB" for name, size in asdict(memory).items()
+           if isinstance(size, int)}  # fmt: skip
+    telemetry.say(
+        f"text encoders are freed: {mib['held']} of weights; {memory.measure} {mib['before']} "
+        f"before, {mib['loaded']} with them, {mib['after']} after"
+    )
+    telemetry.emit("freed", what="text encoders", **asdict(memory))

@@ -1,0 +1,336 @@
+"""Videos as frames at a steady rate, by the times at which a player would show them.
+
+Reading goes through PyAV, which is optional and imported only here, inside functions.
+
+Time begins when the first frame is shown and ends when the last one has been shown for as long as
+the file says. Which frame belongs to an instant depends on these times alone, so that a variable
+frame rate, a gap or a repeated frame moves nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain, dropwhile
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator
+    from pathlib import Path
+    from types import ModuleType
+
+    import numpy as np
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+# Only containers that hold a video themselves: a playlist by the name of a video would have
+# FFmpeg open other files and addresses.
+_CONTAINERS: Final = "mov,matroska,avi,gif,mpegts,mpeg,flv,asf,ogg,mxf,yuv4mpegpipe"
+_ALMOST: Final = Fraction(1, 10)  # of a frame: times in milliseconds must not gain or lose one
+_MISSING: Final = Fraction(1, 2)  # seconds that a file may be shorter than its header says
+_UNSPECIFIED: Final = 2  # the colour space of a frame that does not name one
+
+
+class VideoError(Exception):
+    """Why a video cannot be used, in few words."""
+
+
+@dataclass(frozen=True)
+class VideoLook:
+    """What is known of a video once all of it has been decoded.
+
+    Args:
+        width: In pixels, as displayed: upright, with square pixels.
+        height: In pixels, as displayed.
+        frames: Frames that are shown; counted while decoding, not taken from the container.
+        fps: Their mean rate, frames by seconds, also where the rate varies.
+        digest: SHA-256 of the file, in hexadecimal.
+    """
+
+    width: int
+    height: int
+    frames: int
+    fps: float
+    digest: str
+
+
+def look_at_video(path: Path) -> VideoLook:
+    """Decode a whole video once and say what it is.
+
+    Raises:
+        VideoError: It cannot be used: not a video, without pictures, truncated or damaged.
+        UserError: PyAV is not installed.
+    """
+    count = 0
+    last: _Shown | None = None
+    for shown in _shown(path):
+        count, last = count + 1, shown
+    assert last is not None  # a video without frames is an error
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return VideoLook(*last.canvas.displayed, count, float(count / last.end), digest)
+
+
+def frames_at(look: VideoLook, fps: float) -> int:
+    """How many frames the video has at that rate: `read_frames` gives so many and no more."""
+    return math.ceil(look.frames / look.fps * fps - float(_ALMOST))
+
+
+def read_frames(path: Path, *, fps: float, frames: int, start: float = 0.0) -> np.ndarray:
+    """Frames at a steady rate, each the one shown nearest in time (of two, the earlier).
+
+    In memory are the result and a few frames that the decoder works on.
+
+    Args:
+        path: The video.
+        fps: Frames per second of the result.
+        frames: How many.
+        start: Seconds from the first frame of the video to the first of the result.
+
+    Returns:
+        (frames, H, W, 3) uint8, RGB as displayed.
+
+    Raises:
+        VideoError: It is too short, or cannot be used.
+        UserError: PyAV is not installed.
+    """
+    import numpy as np
+
+    if fps <= 0 or frames < 1 or start < 0:
+        raise ValueError(f"no frames to read: fps {fps}, frames {frames}, start {start}")
+    first, step = Fraction(start), 1 / Fraction(fps)
+    result = np.empty((0, 0, 0, 3), np.uint8)
+    done = 0
+    with closing(_shown(path, first)) as video:
+        for shown in video:
+            before = done
+            while done < frames and shown.is_nearest_to(first + done * step, step):
+                done += 1
+            if done == before:
+                continue
+            if before == 0:
+                width, height = shown.canvas.displayed
+                result = np.empty((frames, height, width, 3), np.uint8)
+            result[before:done] = shown.canvas.draw(shown.frame)
+            if done == frames:
+                return result
+    raise VideoError(f"too short ({float(shown.end):.2f} s)")
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A frame, and from when to when it is shown, in seconds since the first one."""
+
+    frame: VideoFrame
+    time: Fraction
+    end: Fraction
+    canvas: _Canvas
+    is_last: bool = False
+
+    def is_nearest_to(self, instant: Fraction, step: Fraction) -> bool:
+        """Whether no later frame is nearer; the last one ends a part of a step early."""
+        if self.is_last:
+            return instant < self.end - step * _ALMOST
+        return instant <= (self.time + self.end) / 2
+
+
+def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
+    """The frames in the order of their times, from one on that is shown at `start` or earlier."""
+    with _opened(path) as (container, stream):
+        decoded = _decoded(container, stream)
+        first = next(decoded, None)
+        if first is None:
+            raise VideoError("no frames")
+        if start == 0:
+            yield from _timed(chain([first], decoded), stream, first)
+            return
+        nearer = _sought(container, stream, _time(first) + start)
+        if nearer is not None:
+            yield from _timed(nearer, stream, first)
+            return
+    yield from _shown(path)  # nothing to seek by: decode from the beginning
+
+
+def _sought(
+    container: InputContainer, stream: VideoStream, instant: Fraction
+) -> Iterator[VideoFrame] | None:
+    """Frames from a key frame at or before the instant on; None if none was found there.
+
+    Only in containers that keep a time with every frame: in others (MPEG) times are counted on
+    from the last one seen, and come out different after a jump.
+    """
+    if _kind(container) not in ("mov", "matroska") or stream.time_base is None:
+        return None
+    try:
+        container.seek(math.floor(instant / stream.time_base), stream=stream)
+    except _av().FFmpegError:
+        return None
+    frames = dropwhile(lambda frame: not frame.key_frame, _decoded(container, stream))
+    first = next(frames, None)
+    if first is None or _time(first) > instant:
+        return None
+    return chain([first], frames)
+
+
+def _timed(
+    frames: Iterable[VideoFrame], stream: VideoStream, first: VideoFrame
+) -> Iterator[_Shown]:
+    """Each frame until the next one is shown, and the last for as long as the file says."""
+    canvas = _Canvas.of(first, stream)
+    held: tuple[VideoFrame, Fraction] | None = None
+    gap = 1 / (stream.guessed_rate or Fraction(25))
+    for frame in frames:
+        time = _time(frame) - _time(first)
+        if held is not None:
+            if time <= held[1]:  # a time that repeats or runs back: a player drops the frame
+                continue
+            gap = time - held[1]
+            yield _Shown(*held, time, canvas)
+        held = frame, time
+    assert held is not None  # whoever calls has seen a frame
+    frame, time = held
+    if frame.duration and frame.time_base:
+        gap = frame.duration * frame.time_base
+    yield _Shown(frame, time, time + gap, canvas, is_last=True)
+
+
+def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
+    """Whole frames; those before the first whole one, as in a cut broadcast, are left out."""
+    any_whole = False
+    reached = Fraction(0)  # by any stream, in seconds: sound may go on when the pictures end
+    for packet in container.demux():
+        if packet.pts is not None and packet.time_base is not None:
+            reached = max(reached, (packet.pts + (packet.duration or 0)) * packet.time_base)
+        if packet.stream_index != stream.index:
+            continue
+        if packet.is_corrupt:
+            raise VideoError("truncated or damaged")
+        for frame in stream.decode(packet):
+            if not frame.is_corrupt:
+                any_whole = True
+                yield frame
+            elif any_whole:
+                raise VideoError("damaged")
+    if _ends_early(container, stream, reached):
+        raise VideoError("truncated")
+
+
+def _ends_early(container: InputContainer, stream: VideoStream, reached: Fraction) -> bool:
+    """Whether the header promised more, in the formats whose headers can be believed."""
+    match _kind(container):
+        case "mov" | "matroska":
+            promised = Fraction(container.duration or 0, 1_000_000)
+        case "avi":
+            promised = stream.frames / (stream.average_rate or Fraction(25))
+        case _:
+            return False
+    return promised - reached > max(_MISSING, promised / 50)
+
+
+def _kind(container: InputContainer) -> str:
+    return container.format.name.split(",")[0]
+
+
+def _time(frame: VideoFrame) -> Fraction:
+    if frame.pts is None or frame.time_base is None:
+        raise VideoError("frames without times")
+    return frame.pts * frame.time_base
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """How frames are drawn.
+
+    Args:
+        size: Width and height with square pixels, as stored.
+        swap: Rows become columns, as in a video filmed upright.
+        flip: Whether, after that, up and down are exchanged, and left and right.
+    """
+
+    size: tuple[int, int]
+    swap: bool
+    flip: tuple[bool, bool]
+
+    @classmethod
+    def of(cls, frame: VideoFrame, stream: VideoStream) -> _Canvas:
+        aspect = stream.sample_aspect_ratio or Fraction(1)
+        if not Fraction(1, 4) <= aspect <= 4:  # damage: no camera has such pixels
+            aspect = Fraction(1)
+        size = max(1, round(frame.width * aspect)), frame.height
+        side_data: Any = frame.side_data
+        try:
+            matrix = bytes(side_data["DISPLAYMATRIX"])
+        except KeyError:
+            return cls(size, False, (False, False))
+        # A point (p, q) of the stored frame is displayed at (a p + c q, b p + d q).
+        a, b, _, c, d = struct.unpack_from("=5i", matrix)
+        if abs(b) > abs(a):
+            return cls(size, True, (b < 0, c < 0))
+        return cls(size, False, (d < 0, a < 0))
+
+    @property
+    def displayed(self) -> tuple[int, int]:
+        """Width and height."""
+        return (self.size[1], self.size[0]) if self.swap else self.size
+
+    def draw(self, frame: VideoFrame) -> np.ndarray:
+        """The frame as (H, W, 3) uint8."""
+        width, height = self.size
+        space = None
+        if frame.colorspace == _UNSPECIFIED:  # where FFmpeg takes the small one, players do this
+            space = "ITU709" if frame.height >= 720 else "ITU601"
+        pixels = frame.to_ndarray(format="rgb24", width=width, height=height, src_colorspace=space)
+        if self.swap:
+            pixels = pixels.transpose(1, 0, 2)
+        upside_down, mirrored = self.flip
+        return pixels[:: -1 if upside_down else 1, :: -1 if mirrored else 1]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """The file and its video, with one kind of error for all that FFmpeg finds wrong."""
+    av = _av()
+    try:
+        with path.open("rb") as file:
+            head = file.read(12)
+    except OSError as error:
+        raise VideoError(f"cannot be read ({error.strerror})") from None
+    if not head:
+        raise VideoError("empty file")
+    try:
+        container = av.open(
+            str(path.absolute()),
+            container_options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "file"},
+            metadata_errors="replace",
+        )
+    except (av.FFmpegError, ValueError) as error:
+        known = head[4:8] == b"ftyp" or head[:4] in (b"\x1a\x45\xdf\xa3", b"RIFF")
+        raise VideoError("truncated or damaged" if known else "not a video") from error
+    with container:
+        still = av.stream.Disposition.attached_pic  # the cover of an audio file
+        videos = [stream for stream in container.streams.video if not stream.disposition & still]
+        if not videos:
+            raise VideoError("no video in it")
+        if getattr(videos[0], "codec_context", None) is None:
+            # Cut off before its first frame. PyAV before 18.1 crashes when it decodes such a one.
+            raise VideoError("truncated or damaged, or of an unknown codec")
+        videos[0].thread_type = "AUTO"
+        try:
+            yield container, videos[0]
+        except (av.FFmpegError, ValueError) as error:
+            raise VideoError("damaged") from error
+
+
+def _av() -> ModuleType:
+    try:
+        import av
+    except ImportError:
+        raise UserError("videos need PyAV", "pip install 'fsdp-tui[video]'") from None
+    return av

@@ -1,0 +1,79 @@
+"""What of a picture is trained on: the size it is fitted to, where it is cut, which side."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image, ImageOps
+
+if TYPE_CHECKING:
+    from engine.data.index import Sample
+    from jobs.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class View:
+    """One way to look at a sample.
+
+    Attributes:
+        size: `(width, height)` it is fitted to.
+        centre: Where it is cut, along the side that is too long: 0 keeps its beginning, 1 its end.
+        flip: Whether it is mirrored.
+    """
+
+    size: tuple[int, int]
+    centre: float = 0.5
+    flip: bool = False
+
+    def facts(self) -> dict[str, Any]:
+        """What of it decides the pixels, as JSON values."""
+        return {"size": list(self.size), "centre": self.centre, "flip": self.flip}
+
+
+def count_views(spec: JobSpec) -> int:
+    """How many views of every sample there are."""
+    cuts = spec.crop_variants if spec.crop == "random" else 1
+    return cuts * (2 if spec.random_flip else 1)
+
+
+def view_of(sample: Sample, number: int, spec: JobSpec) -> View:
+    """The view with this number, one of `count_views`.
+
+    Cuts are spread evenly over the picture, shifted by what is drawn from its content, so that
+    they are the same in every job.
+    """
+    width, height = sample.bucket[:2]
+    cuts = spec.crop_variants if spec.crop == "random" else 1
+    cut, flip = number % cuts, number >= cuts
+    centre = 0.5
+    if cuts > 1 and _excess(sample, width, height):
+        digest = hashlib.blake2b(sample.digest.encode(), digest_size=4).digest()
+        shift = int.from_bytes(digest, "big") / 2**32
+        centre = round((cut + shift) / cuts, 4)
+    return View((width, height), centre, flip)
+
+
+def fit(picture: Image.Image, view: View) -> Image.Image:
+    """Scale to cover the size, cut, mirror."""
+    centring = (view.centre, view.centre)
+    fitted = ImageOps.fit(picture, view.size, Image.Resampling.LANCZOS, centering=centring)
+    return ImageOps.mirror(fitted) if view.flip else fitted
+
+
+def enlargement(width: int, height: int, size: tuple[int, int]) -> float:
+    """By how much a picture is enlarged to cover a size; below 1 it is made smaller."""
+    return max(size[0] / width, size[1] / height)
+
+
+def cut_share(width: int, height: int, size: tuple[int, int]) -> float:
+    """The share of a picture's area that is cut off."""
+    factor = enlargement(width, height, size)
+    return 1 - size[0] * size[1] / (width * height * factor * factor)
+
+
+def _excess(sample: Sample, width: int, height: int) -> bool:
+    """Whether at least a pixel is cut off."""
+    factor = enlargement(sample.width, sample.height, (width, height))
+    return sample.width * factor >= width + 1 or sample.height * factor >= height + 1

@@ -1,0 +1,73 @@
+"""How far a phase is: of one rank, or of all that share its work."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from engine.telemetry import Telemetry
+
+_EVERY: Final = 0.5  # seconds
+
+
+class Progress:
+    """Called with the number of things done; says so in the events, a few times a second.
+
+    Args:
+        telemetry: The rank's.
+        name: The phase.
+        total: What the ranks together count up to, if known.
+        shared: Whether ranks share the work, so that each counts its own part.
+    """
+
+    def __init__(self, telemetry: Telemetry, name: str, total: int | None, *, shared: bool) -> None:
+        self._telemetry = telemetry
+        self._name = name
+        self._total = total
+        self._shared = shared
+        self._said = 0.0
+        self._first: tuple[float, int] | None = None
+        self.ranks: list[int] | None = None  # what each rank did, as far as it is known
+
+    def __call__(self, done: int) -> None:
+        """Say that so many are done, in shared work: by this rank."""
+        self._telemetry.moved()
+        if self._shared:
+            self._telemetry.done = done
+        if time.monotonic() - self._said < _EVERY:
+            return
+        self._said = time.monotonic()
+        if self._shared and self._telemetry.rank == 0:
+            self.ranks = self._of_all(done)
+            done = sum(self.ranks)
+        self._telemetry.emit(
+            "phase", name=self._name, state="progress", done=done, total=self._total,
+            seconds_left=self._left(done), **self.details(),
+        )  # fmt: skip
+
+    def details(self) -> dict[str, Any]:
+        """For the events: what each rank did of shared work."""
+        return {"ranks": self.ranks} if self.ranks is not None else {}
+
+    def _of_all(self, mine: int) -> list[int]:
+        """What each rank has done; the others say it about once a second."""
+        others = {
+            status.rank: status.done or 0
+            for status in self._telemetry.run_dir.rank_statuses()
+            if status.phase == self._name
+        }
+        return [mine] + [others.get(rank, 0) for rank in range(1, max(others, default=0) + 1)]
+
+    def _left(self, done: int) -> float | None:
+        """Seconds to go at the pace so far, counted from the first thing done: loading a model
+        comes before it.
+        """
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (now, done) if done else None
+            return None
+        begun, at = self._first
+        if self._total is None or done <= at:
+            return None
+        return round((self._total - done) * (now - begun) / (done - at), 1)

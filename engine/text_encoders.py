@@ -1,0 +1,294 @@
+"""Text encoders: needed to fill the embedding cache, and gone before the transformer is placed.
+
+Large ones are sharded over the ranks meanwhile. A sharded encoder is called by all ranks together:
+each has to run as many forwards as the others, so a rank with fewer captions encodes some twice.
+Only forwards of the encoder itself work, which is what pipelines do to encode; the `generate` of
+a prompt rewriter runs as long as its own text needs, so ranks would part.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from importlib import import_module
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from engine.release import Released, Watch, give_back, memory_in_use
+from engine.sharded_encoder import is_quantised, load_encoder
+from engine.weights import stored_tensors
+from jobs.errors import UserError
+from jobs.rundir import read_json, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from engine.families import Family
+    from engine.meeting import Meeting
+    from engine.world import World
+    from jobs.rundir import RunDir
+
+_NAME: Final = re.compile(r"text_encoder(_\d+)?")
+_CROWDED: Final = 0.6  # of a GPU's free memory: beyond that, activations may not fit beside them
+_PATIENCE: Final = timedelta(days=14)  # longer than anything that a rank may wait for
+_SLACK: Final = 64 * 2**20  # bytes that others may allocate on a GPU while encoders are freed
+
+
+def encoder_names(root: Path) -> list[str]:
+    """The text encoders that a model has, by their names in the pipeline.
+
+    Raises:
+        UserError: There is no model_index.json, or it cannot be read.
+    """
+    return list(_entries(root))
+
+
+def encoder_bytes(root: Path, dtype: torch.dtype) -> int:
+    """What all text encoders take in a precision, as their files' headers say.
+
+    What an encoder keeps in fp32 all the same (T5 a third, under fp16) is not known from there.
+    """
+    return sum(
+        place.elements * (dtype if place.dtype.is_floating_point else place.dtype).itemsize
+        for name in encoder_names(root)
+        for place in stored_tensors(root / name).values()
+    )
+
+
+def shards_encoders(
+    wish: bool | None, root: Path, dtype: torch.dtype, world: World
+) -> tuple[bool, str]:
+    """Whether to shard the text encoders, as this rank sees it, and why. No collective.
+
+    Ranks may see it differently: their GPUs may have different memory free. `agree_on_sharding`
+    makes it the same everywhere.
+
+    Args:
+        wish: What the job says; None to decide here.
+        root: The model.
+        dtype: The precision the encoders are loaded in.
+        world: The ranks.
+    """
+    if world.size == 1:
+        return False, "a single rank has nobody to share them with"
+    if wish is not None:
+        return wish, "as the job asks"
+    if world.device.type != "cuda":
+        return False, "CPU ranks shard them only if the job asks for it"
+    try:
+        needed = encoder_bytes(root, dtype)
+    except UserError as error:
+        return False, f"their size is not known ({error})"
+    if quantised := [name for name in encoder_names(root) if is_quantised(root / name)]:
+        return False, f"{quantised[0]} is quantised"
+    free, _ = torch.cuda.mem_get_info(world.device)
+    return (
+        needed > _CROWDED * free,
+        f"they take {needed / 2**30:.1f} GiB, {needed / free:.0%} of the {free / 2**30:.1f} GiB "
+        f"that are free on a GPU; from {_CROWDED:.0%} on they are sharded",
+    )
+
+
+def agree_on_sharding(
+    wish: bool | None,
+    root: Path,
+    dtype: torch.dtype,
+    world: World,
+    run_dir: RunDir,
+    meeting: Meeting,
+    *,
+    waiting: Callable[[], None] | None = None,
+) -> tuple[bool, str]:
+    """`shards_encoders` of rank 0, on every rank; it travels in a file, not in a collective.
+
+    All ranks are here when it returns on any. `encoder_group` counts on that.
+    """
+    place = "text-encoders"
+    path = run_dir.root / "text_encoders.json"
+    if world.main:
+        sharded, reason = shards_encoders(wish, root, dtype, world)
+        write_atomic(path, json.dumps({"sharded": sharded, "reason": reason}) + "\n")
+    meeting.arrive(place)
+    meeting.wait(place, waiting=waiting)
+    decided = read_json(path)
+    if decided is None:
+        raise RuntimeError(f"{path} is missing or damaged")
+    return decided["sharded"], decided["reason"]
+
+
+@contextmanager
+def encoder_group(world: World) -> Iterator[DeviceMesh]:
+    """All ranks as a one-dimensional mesh, in a process group of its own with a very long timeout.
+
+    Ranks wait for each other in every gathering of weights, and the slowest may be slow for a
+    reason that is none of the others' business: the default group's timeout would end the job.
+    The ranks should enter together, as the group is made by way of the default group's store and
+    within its timeout.
+    """
+    cuda = world.device.type == "cuda"
+    group = dist.new_group(backend="nccl" if cuda else "gloo", timeout=_PATIENCE)
+    assert group is not None, "every rank is in it"
+    devices = [world.device.index] if cuda else None
+    dist.barrier(group, device_ids=devices)  # now, as NCCL connects at the first collective
+    yield DeviceMesh.from_group(group, world.device.type)
+    # Not in a `finally`: a rank that failed meets nobody, and the job ends.
+    dist.barrier(group, device_ids=devices)  # nobody is still receiving
+    dist.destroy_process_group(group)
+
+
+def load_sharded(
+    root: Path,
+    dtype: torch.dtype,
+    world: World,
+    mesh: DeviceMesh,
+    *,
+    say: Callable[[str], None] = lambda note: None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, torch.nn.Module]:
+    """The text encoders as FSDP2 shards, by their names in the pipeline. All ranks call it.
+
+    Args:
+        root: The model.
+        dtype: What `from_pretrained` would be asked for.
+        world: The ranks.
+        mesh: From `encoder_group`.
+        say: Called with a line or two about each encoder.
+        progress: Called with the number of tensors that this rank has filled so far.
+
+    Raises:
+        UserError: An encoder's files are damaged, quantised, or do not fit its config.
+    """
+    encoders: dict[str, torch.nn.Module] = {}
+    read = count(1)
+    for name, (library, class_name) in _entries(root).items():
+        model_class = _class(library, class_name)
+        if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+            say(f"{name}: {class_name} is not of transformers, so each rank loads it whole")
+            continue
+        encoders[name] = load_encoder(
+            model_class,
+            root / name,
+            dtype,
+            world.device,
+            mesh,
+            say=say,
+            moved=lambda: progress(next(read)),
+        )
+    return encoders
+
+
+@contextmanager
+def text_pipeline(
+    family: Family,
+    root: Path,
+    dtype: torch.dtype,
+    world: World,
+    *,
+    sharded: bool,
+    say: Callable[[str], None] = lambda note: None,
+    progress: Callable[[int], None] = lambda done: None,
+    freed: Callable[[Released], None] = lambda memory: None,
+) -> Iterator[Any]:
+    """The stock pipeline with only what encodes prompts, on this rank's device.
+
+    At the end its models are freed, and it is proven that they are gone, whoever still holds the
+    pipeline itself. After an exception nothing is proven: its traceback holds them.
+
+    Args:
+        family: The model's family.
+        root: The model.
+        dtype: The precision of the encoders.
+        world: The ranks.
+        sharded: From `agree_on_sharding`. If set, all ranks enter together and call the encoders
+            equally often.
+        say: Called with lines for the log.
+        progress: Called with the number of tensors filled so far, if sharded.
+        freed: Called at the end with what memory said before, with and after.
+
+    Raises:
+        UserError: The encoders cannot be loaded.
+        RuntimeError: Something of them is left at the end; names it and who holds it.
+    """
+    gc.collect()
+    give_back(world.device)
+    before = memory_in_use(world.device)
+    with encoder_group(world) if sharded else nullcontext() as mesh:
+        pipeline = _load(family, root, dtype, world, mesh, say, progress)
+        yield pipeline
+        freed(_free(pipeline, world, before))
+
+
+def _load(
+    family: Family,
+    root: Path,
+    dtype: torch.dtype,
+    world: World,
+    mesh: DeviceMesh | None,
+    say: Callable[[str], None],
+    progress: Callable[[int], None],
+) -> Any:
+    if mesh is None:
+        return family.load_text_pipeline(root, dtype).to(world.device)
+    encoders = load_sharded(root, dtype, world, mesh, say=say, progress=progress)
+    pipeline = family.load_text_pipeline(root, dtype, **encoders)
+    # Not `pipeline.to`, which would go through the shards too: they are in place.
+    for name, model in _models(pipeline).items():
+        if name not in encoders:
+            model.to(world.device)
+    return pipeline
+
+
+def _free(pipeline: Any, world: World, before: int) -> Released:
+    """Take the models out of a pipeline; prove that they are gone."""
+    loaded = memory_in_use(world.device)
+    models = _models(pipeline)
+    watch = Watch(models)
+    pipeline.register_modules(**dict.fromkeys(models))
+    del models
+    watch.check()
+    give_back(world.device)
+    cuda = world.device.type == "cuda"
+    after = memory_in_use(world.device)
+    # Not against `before`: where the encoders stay while the job trains, more has come since. And
+    # not on the CPU, where a resident set counts what the C library keeps for itself.
+    if cuda and loaded - after < watch.held - _SLACK:
+        raise RuntimeError(
+            f"the text encoders held {watch.held / 2**20:.0f} MiB and are gone, but only "
+            f"{(loaded - after) / 2**20:.0f} MiB became free"
+        )
+    return Released("allocated" if cuda else "rss", before, loaded, after, watch.held)
+
+
+def _models(pipeline: Any) -> dict[str, torch.nn.Module]:
+    parts = pipeline.components.items()
+    return {name: part for name, part in parts if isinstance(part, torch.nn.Module)}
+
+
+def _entries(root: Path) -> dict[str, tuple[str, str]]:
+    """Text encoder → library and class, as model_index.json has them; absent ones are null."""
+    path = root / "model_index.json"
+    try:
+        index = json.loads(path.read_text())
+        return {
+            name: (str(entry[0]), str(entry[1]))
+            for name, entry in sorted(index.items())
+            if _NAME.fullmatch(name) and entry and entry[0] and entry[1]
+        }
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error})", "fetch the model again") from None
+
+
+def _class(library: str, name: str) -> Any:
+    """A class that a model_index.json names; None if it comes from elsewhere."""
+    if library in ("transformers", "diffusers"):
+        return getattr(import_module(library), name, None)
+    return None

@@ -1,0 +1,440 @@
+"""Datasets as people have them: what is found in them, what is left out, what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+from engine.data import index as index_module
+from engine.data.index import DataIndex, Sample, build_index, read_content
+from engine.data.memo import Memo, stamp_of
+from engine.data.report import changed_since, make_report, sample_texts, summary
+from engine.data.sheet import save_strips, sheet
+from engine.data.views import View, count_views, cut_share, enlargement, fit, view_of
+from jobs.errors import UserError
+from jobs.specfile import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from jobs.spec import JobSpec
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., JobSpec]:
+    """A job on folders below `tmp_path`."""
+
+    def make(*folders: Any, **changes: Any) -> JobSpec:
+        entries = [
+            {"path": str(tmp_path / f)} if isinstance(f, str)
+            else f | {"path": str(tmp_path / f["path"])}
+            for f in folders
+        ]  # fmt: skip
+        values = {
+            "pretrained_model_name_or_path": "m", "datasets": entries, "resolution": 64,
+            "cache_dir": str(tmp_path / "cache"), "max_upscale": 4,
+        }  # fmt: skip
+        return load_spec(None, values | changes)
+
+    return make
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a picture, and its caption if there is one."""
+
+    def write(
+        name: str, caption: str | bytes | None = "a caption", size: tuple[int, int] = (64, 64),
+        colour: str = "red",
+    ) -> Path:  # fmt: skip
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, colour).save(path)
+        if caption is not None:
+            content = caption.encode() if isinstance(caption, str) else caption
+            path.with_suffix(".txt").write_bytes(content)
+        return path
+
+    return write
+
+
+def names(index: DataIndex) -> list[str]:
+    return [sample.name for sample in index.samples]
+
+
+def left_out(index: DataIndex) -> dict[str, str]:
+    return {one.name: one.why for one in index.skipped}
+
+
+# -- captions of a folder --------------------------------------------------------------------
+
+
+def test_captions_come_from_text_files_of_all_encodings_that_editors_write(
+    job: Callable[..., JobSpec], picture: Callable[..., Path]
+) -> None:
+    picture("d/a.png", "plain")
+    picture("d/b.png", b"\xef\xbb\xbfwith a mark")
+    picture("d/c.png", "zwei Wörter".encode("utf-16"))
+    picture("d/d.png", "Stra\xdfe".encode("latin-1"))
+    picture("d/e.png", None)
+    picture("d/f.png", " \n ")
+    picture("d/g.png", "one\ntwo")
+    index = build_index(job("d"))
+    assert [sample.captions for sample in index.samples] == [
+        ("plain",), ("with a mark",), ("zwei Wörter",), ("one\ntwo",)
+    ]  # fmt: skip
+    assert left_out(index) == {
+        "d.png": "caption is not UTF-8", "e.png": "no caption", "f.png": "no caption"
+    }  # fmt: skip
+    with_empty = build_index(job("d", missing_captions="empty"))
+    assert names(with_empty) == ["a.png", "b.png", "c.png", "e.png", "f.png", "g.png"]
+    assert sample_texts(with_empty.samples[-1], job("d")) == ("one", "two")
+
+
+def test_rows_of_metadata_files_name_pictures_beside_them(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name in ("d/train/1.png", "d/train/2.png", "d/train/deep/3.png", "d/4.png", "d/5.png"):
+        picture(name, None)
+    picture("d/6.png", "from its own file")
+    rows = [
+        {"file_name": "1.png", "text": "first"},
+        {"file_name": "2.png", "text": ["second", "another"]},
+        {"file_name": "deep/3.png", "caption": "third"},
+        {"file_name": "gone.png", "text": "nothing"},
+        "not an object",
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "d/train/metadata.jsonl").write_text("\n".join([*lines, "{torn", ""]))
+    (tmp_path / "d/metadata.csv").write_text(
+        '\ufefffile_name,text\n4.png,"one, two\nlines"\n6.png,from the table\n'
+    )
+    index = build_index(job("d"))
+    assert {sample.name: sample.captions for sample in index.samples} == {
+        "4.png": ("one, two\nlines",),
+        "6.png": ("from the table",),
+        "train/1.png": ("first",),
+        "train/2.png": ("second", "another"),
+        "train/deep/3.png": ("third",),
+    }
+    assert left_out(index) == {
+        "5.png": "no caption",
+        "train/metadata.jsonl line 4": "names gone.png, which is not there",
+        "train/metadata.jsonl line 5": "is not a JSON object",
+        "train/metadata.jsonl line 6": "is not a JSON object",
+    }
+
+
+def test_a_caption_column_may_be_named_and_must_be_there(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    picture("d/1.png", None)
+    row = {"file_name": "1.png", "text": "short", "long_text": "a long one"}
+    (tmp_path / "d/metadata.jsonl").write_text(json.dumps(row))
+    assert build_index(job("d")).samples[0].captions == ("short",)
+    index = build_index(job({"path": "d", "caption_column": "long_text"}))
+    assert index.samples[0].captions == ("a long one",)
+    with pytest.raises(UserError, match=r"has no column alt; it has file_name, text, long_text"):
+        build_index(job({"path": "d", "caption_column": "alt"}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name,text\n1.png,x\n", "has no column file_name; its first line is name, text"),
+        ("", "has no column file_name; its first line is empty"),
+    ],
+)
+def test_a_table_that_names_no_files_is_refused(
+    content: str, message: str, job: Callable[..., JobSpec], picture: Callable[..., Path],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    picture("d/1.png")
+    (tmp_path / "d/metadata.csv").write_text(content)
+    with pytest.raises(UserError, match=message):
+        build_index(job("d"))
+
+
+# -- what is left out ------------------------------------------------------------------------
+
+
+def test_nothing_disappears_in_silence(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = picture("d/whole.png")
+    for name, content in {
+        "torn.png": whole.read_bytes()[:60], "empty.jpg": b"", "words.png": b"not a picture"
+    }.items():  # fmt: skip
+        (tmp_path / "d" / name).write_bytes(content)
+        (tmp_path / "d" / name).with_suffix(".txt").write_text("x")
+    picture("d/tiny.png", size=(8, 8))
+    (tmp_path / "d/phone.heic").write_bytes(b"x")
+    (tmp_path / "d/clip.mp4").write_bytes(b"x")
+    (tmp_path / "d/loose.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "d/loose.txt").write_text("x")
+    (tmp_path / "d/notes.md").write_text("x")
+    index = build_index(job("d"))
+    assert names(index) == ["whole.png"]
+    reasons = left_out(index)
+    assert set(reasons) == {
+        "torn.png", "empty.jpg", "words.png", "tiny.png", "phone.heic", "clip.mp4", "loose.png"
+    }  # fmt: skip
+    assert reasons["tiny.png"] == "too small: 8x8 would be enlarged 8.0 times (max_upscale 4)"
+    assert reasons["phone.heic"] == ".heic pictures cannot be read"
+    assert reasons["clip.mp4"] == "a video, and the model has none"
+    assert reasons["loose.png"] == "a link to nothing"
+    report = make_report(job("d"), index, None)
+    assert sum(one.count for one in report.reasons) == 7
+    assert [(one.count, one.text[:9]) for one in report.cautions] == [(1, ".md files")]
+    said = "\n".join(summary(report))
+    for word in ("too small", "a link to nothing", ".heic", "1 .md files"):
+        assert word in said
+
+
+def test_each_dataset_must_have_something_to_train_on(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    picture("good/a.png")
+    picture("bad/b.png", None)
+    with pytest.raises(UserError, match=r"no usable picture in .*bad; b\.png: no caption"):
+        build_index(job("good", "bad"))
+
+
+def test_a_file_that_may_not_be_read_is_named(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture("d/a.png")
+    secret = picture("d/b.png")
+
+    def stat(path: Path) -> str:
+        if path == secret:
+            raise PermissionError(13, "Permission denied")
+        return stamp_of(path)
+
+    monkeypatch.setattr(index_module, "stamp_of", stat)
+    assert left_out(build_index(job("d"))) == {"b.png": "cannot be read (Permission denied)"}
+
+
+# -- tables of the datasets library ----------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = {
+        "image": [Image.new("RGB", (64, 48 + 8 * n), (50 * n, 0, 0)) for n in range(4)],
+        "text": ["zero", ["one", "uno"][0], "", "three"],
+    }
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    made = datasets.Dataset.from_dict(rows, features=features)
+    made.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": made, "test": made.select([3])}).save_to_disk(
+        str(tmp_path / "splits")
+    )
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    made.to_parquet(str(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet"))
+    return made
+
+
+@pytest.mark.parametrize("folder", ["saved", "splits", "hub"])
+def test_tables_of_the_datasets_library_are_read_row_by_row(
+    folder: str, table: Any, job: Callable[..., JobSpec]
+) -> None:
+    spec = job(folder)
+    index = build_index(spec)
+    assert [(s.name, s.captions, s.width, s.height) for s in index.samples] == [
+        ("row 0", ("zero",), 64, 48), ("row 1", ("one",), 64, 56), ("row 3", ("three",), 64, 72)
+    ]  # fmt: skip
+    assert left_out(index) == {"row 2": "no caption"}
+    import hashlib
+
+    for sample in index.samples:
+        assert hashlib.sha256(read_content(sample, spec)).hexdigest() == sample.digest
+    assert make_report(spec, index, None).datasets[0].layout in ("arrow", "parquet")
+
+
+def test_splits_and_columns_of_tables_are_asked_for_by_name(
+    table: Any, job: Callable[..., JobSpec]
+) -> None:
+    test = build_index(job({"path": "splits", "split": "test"}))
+    assert [sample.captions for sample in test.samples] == [("three",)]
+    for entry, message in (
+        ({"split": "dev"}, "has no split dev; it has train, test"),
+        ({"image_column": "photo"}, "has no column photo; it has image, text"),
+        ({"caption_column": "alt"}, "has no column alt"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_index(job({"path": "splits", **entry}))
+
+
+def test_a_damaged_table_is_one_line(
+    table: Any, job: Callable[..., JobSpec], tmp_path: Path
+) -> None:
+    for path in (tmp_path / "saved").glob("*.arrow"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match="cannot be read") as refusal:
+        build_index(job("saved"))
+    assert "\n" not in str(refusal.value)
+
+
+# -- the memo --------------------------------------------------------------------------------
+
+
+def test_pictures_are_looked_at_once_and_again_when_they_change(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = picture("d/a.png", colour="red"), picture("d/b.png", colour="blue")
+    looked: list[int] = []
+    stock = index_module.look
+
+    def counting(content: bytes) -> Any:
+        looked.append(len(content))
+        return stock(content)
+
+    monkeypatch.setattr(index_module, "look", counting)
+    build_index(job("d"))
+    build_index(job("d"))
+    assert len(looked) == 4, "files that are this fresh are not trusted"
+    monkeypatch.setattr(time, "time", lambda real=time.time: real() + 10)
+    first = build_index(job("d"))
+    assert build_index(job("d")) == first
+    assert len(looked) == 6, "once more, and then no more"
+    same = a.stat()
+    content = b.read_bytes()
+    a.write_bytes(content + b" " * (same.st_size - len(content)))
+    os.utime(a, ns=(same.st_atime_ns, same.st_mtime_ns))  # as `rsync -t` or `cp -p` would
+    second = build_index(job("d"))
+    assert len(looked) == 7
+    assert second.samples[0].digest != first.samples[0].digest
+    assert second.samples[1] == first.samples[1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1, "files": 3}'])
+def test_a_damaged_memo_is_as_good_as_none(content: str, tmp_path: Path) -> None:
+    memo = Memo(tmp_path, "root", 1)
+    memo.put("a", "stamp", {"x": 1})
+    memo.save()
+    assert Memo(tmp_path, "root", 1).get("a", "stamp") == {"x": 1}
+    assert Memo(tmp_path, "root", 2).get("a", "stamp") is None
+    next(tmp_path.glob("*.json")).write_text(content)
+    assert Memo(tmp_path, "root", 1).get("a", "stamp") is None
+
+
+# -- views -----------------------------------------------------------------------------------
+
+
+def sample_of(width: int, height: int, bucket: tuple[int, ...] = (64, 64)) -> Sample:
+    return Sample("s", "s", 0, ("x",), width, height, "digest", bucket)
+
+
+def test_views_are_cuts_and_sides(job: Callable[..., JobSpec]) -> None:
+    plain = job("d")
+    assert count_views(plain) == 1
+    assert view_of(sample_of(200, 100), 0, plain) == View((64, 64))
+    varied = job("d", crop="random", crop_variants=3, random_flip=True)
+    assert count_views(varied) == 6
+    views = [view_of(sample_of(200, 100), number, varied) for number in range(6)]
+    assert len(set(views)) == 6
+    centres = [view.centre for view in views[:3]]
+    assert [int(centre * 3) for centre in centres] == [0, 1, 2], "spread over the picture"
+    assert [view.centre for view in views[3:]] == centres
+    square = {view_of(sample_of(100, 100), number, varied) for number in range(6)}
+    assert square == {View((64, 64)), View((64, 64), flip=True)}, "there is nothing to cut"
+
+
+def test_a_view_shows_its_part_of_the_picture() -> None:
+    picture = Image.new("RGB", (128, 64), "red")
+    picture.paste("blue", (64, 0, 128, 64))
+    left, right = fit(picture, View((64, 64), 0.0)), fit(picture, View((64, 64), 1.0))
+    assert left.getpixel((20, 32)) == (255, 0, 0)
+    assert right.getpixel((40, 32)) == (0, 0, 255)
+    middle = fit(picture, View((64, 64), 0.5))
+    mirrored = fit(picture, View((64, 64), 0.5, flip=True))
+    assert (middle.getpixel((4, 32)), middle.getpixel((60, 32))) == ((255, 0, 0), (0, 0, 255))
+    assert (mirrored.getpixel((4, 32)), mirrored.getpixel((60, 32))) == ((0, 0, 255), (255, 0, 0))
+
+
+def test_how_much_is_cut_off_and_enlarged() -> None:
+    assert enlargement(32, 64, (64, 64)) == 2.0
+    assert cut_share(64, 64, (64, 64)) == 0.0
+    assert cut_share(128, 64, (64, 64)) == pytest.approx(0.5)
+    assert cut_share(256, 128, (64, 64)) == pytest.approx(0.5)
+
+
+# -- the report ------------------------------------------------------------------------------
+
+
+def test_the_report_counts_what_a_person_should_know(
+    toy: Path, job: Callable[..., JobSpec], picture: Callable[..., Path]
+) -> None:
+    picture("a/1.png", "short", (64, 64))
+    picture("a/2.png", "very " * 40 + "long", (64, 64), "blue")
+    picture("a/3.png", "short", (128, 32), "green")
+    picture("b/4.png", None, (40, 40), "white")
+    picture("b/5.png", "one\ntwo", (64, 64))
+    spec = job(
+        {"path": "a", "repeats": 2}, {"path": "b", "trigger_word": "sks"}, max_sequence_length=16,
+        missing_captions="empty", train_batch_size=2, max_train_steps=10, random_flip=True,
+    )  # fmt: skip
+    report = make_report(spec, build_index(spec), toy / "model")
+    assert report.samples == 5
+    assert [d.draws for d in report.datasets] == [6, 2]
+    assert report.texts == 5, "short, long, the trigger alone, two lines with it"
+    assert report.views == 2
+    assert report.longest is not None
+    assert report.longest > 40
+    assert {one.text.split(",")[0]: one.count for one in report.cautions} == {
+        "without a caption": 1,
+        "with captions of more than 16 tokens": 1,
+        "of which more than a quarter is cut off": 1,
+        "enlarged": 2,
+        "with the same content as another": 1,
+    }
+    assert [(b.size, b.samples, b.batches, b.fill) for b in report.buckets] == [
+        ([64, 64], 4, 3, 0), ([80, 48], 1, 1, 0)
+    ]  # fmt: skip
+    assert report.draws_per_epoch == 8
+    assert report.steps_per_epoch == 4
+    assert report.epochs == 2.5
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_changes_between_two_looks_are_named() -> None:
+    before = DataIndex([sample_of(1, 1)])
+    assert changed_since(before, before) == ""
+    other = Sample("t", "t", 0, ("x",), 1, 1, "digest", (64, 64))
+    assert changed_since(before, DataIndex([other])) == "1 new, 1 gone"
+
+
+def test_an_index_comes_back_from_its_file(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    picture("d/a.png", "a\nb")
+    picture("d/b.png", None)
+    index = build_index(job("d"))
+    index.save(tmp_path / "data.json")
+    assert DataIndex.load(tmp_path / "data.json") == index
+
+
+def test_a_contact_sheet_shows_pictures_as_they_are_cut(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    for number in range(10):
+        picture(f"d/{number}.png", size=(64, 64), colour="red")
+    picture("d/wide.png", size=(300, 64), colour="blue")
+    spec = job("d")
+    index = build_index(spec)
+    page = sheet(index, spec)
+    colours = {colour for _, colour in page.getcolors(1 << 20) or []}
+    assert {(255, 0, 0), (0, 0, 255)} <= colours
+    assert save_strips(index, spec, tmp_path / "strips") == ["64x64.png", "80x48.png"]
+    with Image.open(tmp_path / "strips" / "64x64.png") as strip:
+        assert strip.width > 8 * 128
+    (tmp_path / "d" / "wide.png").unlink()  # between the look and the sheet
+    assert (90, 30, 30) in {colour for _, colour in sheet(index, spec).getcolors(1 << 20) or []}

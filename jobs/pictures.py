@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Final
 
 PICTURE_SUFFIXES: Final = frozenset(
-    {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
-)
+    {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", ".jp2",
+     ".ppm", ".pgm", ".pnm", ".tga"}
+)  # fmt: skip
 VIDEO_SUFFIXES: Final = frozenset({".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v"})
 # Pictures that cannot be read here: named in the report, not passed over.
 FOREIGN_SUFFIXES: Final = frozenset(
-    {".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".exr", ".hdr", ".raw", ".dng", ".cr2",
-     ".cr3", ".nef", ".arw", ".tga", ".ico"}
+    {".heic", ".heif", ".jxl", ".svg", ".psd", ".exr", ".hdr", ".raw", ".dng", ".cr2", ".cr3",
+     ".nef", ".arw", ".ico"}
 )  # fmt: skip
 METADATA: Final = ("metadata.jsonl", "metadata.csv")
-_EXPECTED: Final = frozenset({".txt", ".caption"})
+_CAPTION: Final = ".txt"
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Listing:
         videos: Files that look like videos.
         foreign: Pictures of formats that cannot be read.
         metadata: `metadata.jsonl` and `metadata.csv` files.
+        lonely: Caption files beside which there is nothing of their name.
+        folders: Folders with the name of a picture.
         others: Suffix → count of everything else but caption files.
     """
 
@@ -37,6 +40,8 @@ class Listing:
     videos: list[Path] = field(default_factory=list)
     foreign: list[Path] = field(default_factory=list)
     metadata: list[Path] = field(default_factory=list)
+    lonely: list[Path] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
 
 
@@ -51,9 +56,16 @@ def list_files(root: Path) -> Listing:
             continue
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                _sort_in(found, Path(folder, name))
+        names = sorted(name for name in names if not name.startswith("."))
+        for name in names:
+            _sort_in(found, Path(folder, name))
+        stems = {os.path.splitext(name)[0] for name in names if not name.endswith(_CAPTION)}
+        found.lonely += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(_CAPTION) and name.removesuffix(_CAPTION) not in stems
+        ]
+        found.folders += [Path(folder, name) for name in folders if _is_picture(name)]
     found.pictures.sort()
     found.videos.sort()
     return found
@@ -68,11 +80,15 @@ def _sort_in(found: Listing, path: Path) -> None:
     suffix = path.suffix.lower()
     if path.name in METADATA:
         found.metadata.append(path)
-    elif suffix in PICTURE_SUFFIXES:
+    elif _is_picture(path.name):
         found.pictures.append(path)
     elif suffix in VIDEO_SUFFIXES:
         found.videos.append(path)
     elif suffix in FOREIGN_SUFFIXES:
         found.foreign.append(path)
-    elif suffix not in _EXPECTED:
+    elif suffix != _CAPTION:
         found.others[suffix or path.name] += 1
+
+
+def _is_picture(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in PICTURE_SUFFIXES

@@ -112,7 +112,8 @@ def test_layouts_are_told_apart(tmp_path: Path) -> None:
 
 def test_every_file_of_a_folder_is_sorted_and_counted(tmp_path: Path) -> None:
     for name in ("b.PNG", "a.jpg", "a.txt", "clip.mp4", "phone.heic", "metadata.csv", "notes.md",
-                 ".hidden.png", ".cache/x.png", "deep/c.webp", "deep/LICENSE"):  # fmt: skip
+                 ".hidden.png", ".cache/x.png", "deep/c.webp", "deep/LICENSE",
+                 "lost.txt"):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "folder.png").mkdir()
@@ -122,6 +123,8 @@ def test_every_file_of_a_folder_is_sorted_and_counted(tmp_path: Path) -> None:
     assert [p.name for p in found.videos] == ["clip.mp4"]
     assert [p.name for p in found.foreign] == ["phone.heic"]
     assert [p.name for p in found.metadata] == ["metadata.csv"]
+    assert [p.name for p in found.lonely] == ["lost.txt"]
+    assert [p.name for p in found.folders] == ["folder.png"]
     assert found.others == {".md": 1, "LICENSE": 1}
 
 

@@ -83,7 +83,7 @@ class DataIndex:
     Attributes:
         samples: What is trained on.
         skipped: What is not.
-        others: Per dataset, suffix → count of files that are no samples.
+        others: Per dataset, kind → count of files that are no samples.
     """
 
     samples: list[Sample]

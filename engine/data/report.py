@@ -161,9 +161,9 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
 def summary(report: DataReport) -> list[str]:
     """The report in a few lines, for a log."""
     lines = [
-        f"{report.samples} samples in {len(report.buckets)} buckets, {report.texts} texts; "
-        f"{report.steps_per_epoch} steps of {report.global_batch} an epoch, "
-        f"{report.epochs:g} epochs"
+        f"{_plural(report.samples, 'sample')} in {_plural(len(report.buckets), 'bucket')}, "
+        f"{_plural(report.texts, 'text')}; {_plural(report.steps_per_epoch, 'step')} of "
+        f"{report.global_batch} an epoch, {report.epochs:g} epochs"
     ]
     for bucket in report.buckets:
         size = "x".join(map(str, bucket.size))
@@ -174,6 +174,10 @@ def summary(report: DataReport) -> list[str]:
     for kind, found in (("left out", report.reasons), ("read", report.handled)):
         lines += [f"{kind}: {_in_words(one)}" for one in found]
     return lines + [f"note: {_in_words(one)}" for one in report.cautions]
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _in_words(found: Found) -> str:
@@ -225,9 +229,9 @@ def _cautions(
     ]
     found = [Found(len(c), text, [s.name for s in c[:_EXAMPLES]]) for c, text in candidates if c]
     for number, dataset in enumerate(index.others):
-        for suffix, count in sorted(dataset.items()):
+        for kind, count in sorted(dataset.items()):
             path = datasets_of(spec)[number].path
-            found.append(Found(count, f"{suffix} files in {path}, which are no samples"))
+            found.append(Found(count, f"{kind} in {path}, which are no samples"))
     return found
 
 

@@ -56,7 +56,7 @@ class Source:
 
     Attributes:
         entries: In a fixed order.
-        others: Suffix → count of files that are neither samples nor captions.
+        others: What kind of file → how many are neither samples nor their captions.
     """
 
     entries: list[Entry]
@@ -98,7 +98,11 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
     for path in files.foreign:
         problem = f"{path.suffix.lower()} pictures cannot be read"
         entries.append(Entry(str(path.relative_to(root)), path, problem=problem))
-    return Source([*entries, *lost], files.others)
+    entries += [Entry(str(p.relative_to(root)), p, problem="a folder") for p in files.folders]
+    others = Counter({f"{suffix} files": count for suffix, count in files.others.items()})
+    if files.lonely:
+        others["captions without a picture"] = len(files.lonely)
+    return Source([*entries, *lost], others)
 
 
 def captions_in(

@@ -73,7 +73,8 @@ def _breaks_off(content: bytes, kind: str) -> bool:
             return int.from_bytes(content[2:6], "little") > size
         case "TIFF":
             order: Literal["little", "big"] = "little" if content[:1] == b"I" else "big"
-            return int.from_bytes(content[4:8], order) >= size
+            at = int.from_bytes(content[4:8], order)  # the directory: a count, entries, a link
+            return at + 6 + 12 * int.from_bytes(content[at : at + 2], order) > size
         case "AVIF" | "JPEG 2000":  # a chain of boxes, each beginning with its length
             at = 0
             while at + 8 <= size and (length := int.from_bytes(content[at : at + 4], "big")) >= 8:

@@ -144,7 +144,8 @@ class _Shown:
 def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
     """The frames in the order of their times, from one on that is shown at `start` or earlier."""
     with _opened(path) as (container, stream):
-        decoded = _decoded(container, stream)
+        # A recording of a broadcast begins anywhere.
+        decoded = _decoded(container, stream, begins_whole=_kind(container) != "mpegts")
         first = next(decoded, None)
         if first is None:
             raise VideoError("no frames")
@@ -172,7 +173,8 @@ def _sought(
         container.seek(math.floor(instant / stream.time_base), stream=stream)
     except _av().FFmpegError:
         return None
-    frames = dropwhile(lambda frame: not frame.key_frame, _decoded(container, stream))
+    decoded = _decoded(container, stream, begins_whole=False)
+    frames = dropwhile(lambda frame: not frame.key_frame, decoded)
     first = next(frames, None)
     if first is None or _time(first) > instant:
         return None
@@ -201,9 +203,17 @@ def _timed(
     yield _Shown(frame, time, time + gap, canvas, is_last=True)
 
 
-def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
-    """Whole frames; those before the first whole one, as in a cut broadcast, are left out."""
-    any_whole = False
+def _decoded(
+    container: InputContainer, stream: VideoStream, *, begins_whole: bool
+) -> Iterator[VideoFrame]:
+    """Frames as they are decoded from here on.
+
+    Args:
+        container: The file, at its beginning or at another place.
+        stream: The video in it.
+        begins_whole: Otherwise the first frames may lack those before, and are left out then.
+    """
+    any_whole = begins_whole
     reached = Fraction(0)  # by any stream, in seconds: sound may go on when the pictures end
     for packet in container.demux():
         if packet.pts is not None and packet.time_base is not None:

@@ -14,6 +14,10 @@ _EVERY: Final = 0.5  # seconds
 class Progress:
     """Called with the number of things done; says so in the events, a few times a second.
 
+    Attributes:
+        total: What is counted up to, if known; may become known on the way.
+        ranks: What each rank did of shared work, as far as it is known.
+
     Args:
         telemetry: The rank's.
         name: The phase.
@@ -24,11 +28,11 @@ class Progress:
     def __init__(self, telemetry: Telemetry, name: str, total: int | None, *, shared: bool) -> None:
         self._telemetry = telemetry
         self._name = name
-        self._total = total
+        self.total = total
         self._shared = shared
         self._said = 0.0
         self._first: tuple[float, int] | None = None
-        self.ranks: list[int] | None = None  # what each rank did, as far as it is known
+        self.ranks: list[int] | None = None
 
     def __call__(self, done: int) -> None:
         """Say that so many are done, in shared work: by this rank."""
@@ -42,7 +46,7 @@ class Progress:
             self.ranks = self._of_all(done)
             done = sum(self.ranks)
         self._telemetry.emit(
-            "phase", name=self._name, state="progress", done=done, total=self._total,
+            "phase", name=self._name, state="progress", done=done, total=self.total,
             seconds_left=self._left(done), **self.details(),
         )  # fmt: skip
 
@@ -68,6 +72,6 @@ class Progress:
             self._first = (now, done) if done else None
             return None
         begun, at = self._first
-        if self._total is None or done <= at:
+        if self.total is None or done <= at:
             return None
-        return round((self._total - done) * (now - begun) / (done - at), 1)
+        return round((self.total - done) * (now - begun) / (done - at), 1)

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class BatchPlan:
         if sum(share.samples for share in self.shares) != len(self.buckets):
             raise ValueError("the shares do not add up to the samples")
         self._epochs: dict[int, list[tuple[Draw, ...]]] = {}
+        self._lock = Lock()  # threads read ahead, at the turn of an epoch in two of them
 
     @property
     def draws_per_epoch(self) -> int:
@@ -152,11 +154,12 @@ class BatchPlan:
         return groups
 
     def _epoch(self, epoch: int) -> list[tuple[Draw, ...]]:
-        if epoch not in self._epochs:
-            while len(self._epochs) >= _KEPT_EPOCHS:
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = self._make_epoch(epoch)
-        return self._epochs[epoch]
+        with self._lock:
+            if epoch not in self._epochs:
+                while len(self._epochs) >= _KEPT_EPOCHS:
+                    del self._epochs[min(self._epochs)]
+                self._epochs[epoch] = self._make_epoch(epoch)
+            return self._epochs[epoch]
 
     def _make_epoch(self, epoch: int) -> list[tuple[Draw, ...]]:
         draw = random.Random(f"{self.seed}:{epoch}")

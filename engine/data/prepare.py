@@ -138,8 +138,13 @@ def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> Data
     path, telemetry = run_dir.root / "data.json", team.telemetry
     if team.world.main:
         with telemetry.phase("index") as progress:
-            before = DataIndex.load(path) if path.exists() else None
-            index = build_index(spec, lambda done, total: progress(done))
+            before = _index_of_last_attempt(path)
+
+            def looked(done: int, total: int) -> None:
+                progress.total = total
+                progress(done)
+
+            index = build_index(spec, looked)
             index.save(path)
             report = make_report(spec, index, model_root)
             write_atomic(run_dir.data_report, json.dumps(report.to_dict()) + "\n")
@@ -163,3 +168,10 @@ def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> Data
         )  # fmt: skip
     team.meeting.wait("index", ranks=1, waiting=telemetry.moved)
     return DataIndex.load(path)
+
+
+def _index_of_last_attempt(path: Path) -> DataIndex | None:
+    try:
+        return DataIndex.load(path) if path.exists() else None
+    except (RuntimeError, LookupError, TypeError):  # cut off, or of another version
+        return None

@@ -48,9 +48,10 @@ def why_unreadable(error: Exception, content: bytes) -> str:
     if kind is None:
         foreign = (what for begins, what in _FOREIGN if begins.match(content))
         return next(foreign, "not a picture")
-    if "MAX_TEXT" in str(error):  # Pillow's guard against bombs in the text of a PNG
+    says = str(error).lower()
+    if "decompressed data too large" in says:  # Pillow's guard against bombs beside the pixels
         return "texts or a profile in it are too large"
-    if "truncated" in str(error).lower() or _breaks_off(content, kind):
+    if "truncated" in says or _breaks_off(content, kind):
         return "truncated"
     if isinstance(error, UnidentifiedImageError):
         return f"damaged, or a kind of {kind} that cannot be read"
@@ -69,8 +70,6 @@ def _breaks_off(content: bytes, kind: str) -> bool:
             return not content.rstrip(b"\0").endswith(b";")
         case "WebP":
             return int.from_bytes(content[4:8], "little") + 8 > size
-        case "BMP":
-            return int.from_bytes(content[2:6], "little") > size
         case "TIFF":
             order: Literal["little", "big"] = "little" if content[:1] == b"I" else "big"
             at = int.from_bytes(content[4:8], order)  # the directory: a count, entries, a link

@@ -144,8 +144,7 @@ class _Shown:
 def _shown(path: Path, start: Fraction = Fraction(0)) -> Generator[_Shown]:
     """The frames in the order of their times, from one on that is shown at `start` or earlier."""
     with _opened(path) as (container, stream):
-        # A recording of a broadcast begins anywhere.
-        decoded = _decoded(container, stream, begins_whole=_kind(container) != "mpegts")
+        decoded = _decoded(container, stream)
         first = next(decoded, None)
         if first is None:
             raise VideoError("no frames")
@@ -173,8 +172,7 @@ def _sought(
         container.seek(math.floor(instant / stream.time_base), stream=stream)
     except _av().FFmpegError:
         return None
-    decoded = _decoded(container, stream, begins_whole=False)
-    frames = dropwhile(lambda frame: not frame.key_frame, decoded)
+    frames = dropwhile(lambda frame: not frame.key_frame, _decoded(container, stream))
     first = next(frames, None)
     if first is None or _time(first) > instant:
         return None
@@ -203,17 +201,8 @@ def _timed(
     yield _Shown(frame, time, time + gap, canvas, is_last=True)
 
 
-def _decoded(
-    container: InputContainer, stream: VideoStream, *, begins_whole: bool
-) -> Iterator[VideoFrame]:
-    """Frames as they are decoded from here on.
-
-    Args:
-        container: The file, at its beginning or at another place.
-        stream: The video in it.
-        begins_whole: Otherwise the first frames may lack those before, and are left out then.
-    """
-    any_whole = begins_whole
+def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
+    """Frames as they are decoded, from where the file stands on."""
     reached = Fraction(0)  # by any stream, in seconds: sound may go on when the pictures end
     for packet in container.demux():
         if packet.pts is not None and packet.time_base is not None:
@@ -223,11 +212,9 @@ def _decoded(
         if packet.is_corrupt:
             raise VideoError("truncated or damaged")
         for frame in stream.decode(packet):
-            if not frame.is_corrupt:
-                any_whole = True
-                yield frame
-            elif any_whole:
+            if frame.is_corrupt:  # patched up by the decoder
                 raise VideoError("damaged")
+            yield frame
     if _ends_early(container, stream, reached):
         raise VideoError("truncated")
 

@@ -10,13 +10,13 @@ from typing import Final
 
 PICTURE_SUFFIXES: Final = frozenset(
     {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", ".jp2",
-     ".ppm", ".pgm", ".pnm", ".tga"}
+     ".ppm", ".pgm", ".pnm", ".qoi"}
 )  # fmt: skip
 VIDEO_SUFFIXES: Final = frozenset({".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v"})
 # Pictures that cannot be read here: named in the report, not passed over.
 FOREIGN_SUFFIXES: Final = frozenset(
     {".heic", ".heif", ".jxl", ".svg", ".psd", ".exr", ".hdr", ".raw", ".dng", ".cr2", ".cr3",
-     ".nef", ".arw", ".ico"}
+     ".nef", ".arw", ".ico", ".tga"}
 )  # fmt: skip
 METADATA: Final = ("metadata.jsonl", "metadata.csv")
 _CAPTION: Final = ".txt"

@@ -190,7 +190,7 @@ def test_frames_are_turned_upright(
 
 
 def test_pixels_are_made_square(tmp_path: Path) -> None:
-    for aspect, width in ((Fraction(3, 2), 96), (Fraction(16, 15), 68), (Fraction(200), 64)):
+    for aspect, width in ((Fraction(3, 2), 96), (Fraction(16, 15), 68), (Fraction(5), 64)):
         path = record(tmp_path / "a.mkv", [quarters()] * 2, sample_aspect_ratio=aspect)
         look = look_at_video(path)
         assert (look.width, look.height) == (width, 48)
@@ -227,32 +227,79 @@ def test_reading_stops_where_the_clip_ends(tmp_path: Path) -> None:
 def test_a_truncated_video_is_refused(tmp_path: Path, name: str) -> None:
     options = {"movflags": "faststart"} if name == "fast.mp4" else {}
     content = record(tmp_path / name, 40, options=options).read_bytes()
-    for part in range(1, 8):
-        (tmp_path / name).write_bytes(content[: len(content) * part // 10])
+    for part in range(1, 16):
+        (tmp_path / name).write_bytes(content[: len(content) * part // 20])
         assert len(refusal(tmp_path / name)) < 60
 
 
 def test_a_refusal_says_why(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
+    record(tmp_path / "other.mp4", 2)
     assert refusal(path) == "cannot be read (No such file or directory)"
     for content, why in (
         (b"", "empty file"),
         (b"hello" * 100, "not a video"),
         (b"\0" * 5000, "not a video"),
         (b"#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1/a.ts\n#EXT-X-ENDLIST\n", "not a video"),
-        (b"ffconcat version 1.0\nfile other.mp4\n", "not a video"),
+        (b"ffconcat version 1.0\nfile other.mp4\n", "not a video"),  # which is there
         (b"\0\0\0\x18ftypisom" + bytes(100), "truncated or damaged"),
     ):
         path.write_bytes(content)
         assert refusal(path) == why
+
+
+def test_the_cover_of_a_song_is_no_video(tmp_path: Path) -> None:
+    path = tmp_path / "song.mp4"
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("aac", rate=8000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp",
-                                           layout="mono")  # fmt: skip
-        frame.sample_rate = 8000
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+        song, cover = container.add_stream("aac", rate=8000), container.add_stream("mjpeg", rate=1)
+        cover.height, cover.width, cover.pix_fmt = 48, 64, "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic.value
+        picture = av.VideoFrame.from_ndarray(quarters(), format="rgb24")
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        sound.sample_rate = 8000
+        for stream, frame in ((cover, picture), (song, sound)):
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode())
     assert refusal(path) == "no video in it"
+
+
+def test_a_frame_that_repeats_a_time_is_dropped(tmp_path: Path) -> None:
+    path = record(tmp_path / "a.mkv", 5, 10, [0, 100, 100, 200, 300], codec="ffv1")
+    assert look_at_video(path).frames == 4
+    assert numbers(read_frames(path, fps=10, frames=4)) == [0, 1, 3, 4]
+
+
+def test_a_broadcast_may_begin_in_the_middle(tmp_path: Path) -> None:
+    path = record(tmp_path / "a.ts", 32, 25, codec="mpeg2video", gop_size=8, max_b_frames=2)
+    packets = path.read_bytes()
+    path.write_bytes(packets[len(packets) // 188 // 3 * 188 :])
+    look = look_at_video(path)
+    assert 8 <= look.frames < 32
+    read = numbers(read_frames(path, fps=25, frames=look.frames))
+    assert read == list(range(read[0], 32))
+
+
+def test_damage_is_refused_where_it_is_decoded(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (12, 48, 64, 3), dtype=np.uint8)
+    times = [5000 + 125 * number for number in range(12)]
+    whole = record(tmp_path / "a.mp4", list(noise), 8, times, gop_size=4)
+    clip = read_frames(whole, fps=8, frames=3, start=1.0)
+    content = bytearray(whole.read_bytes())
+    at = content.index(b"mdat") + 4
+    for damaged in (at + 2000, len(content) // 3):
+        worse = content.copy()
+        worse[damaged : damaged + 60] = bytes(60)
+        whole.write_bytes(worse)
+        assert refusal(whole) == "damaged"
+    assert np.array_equal(read_frames(whole, fps=8, frames=3, start=1.0), clip)
+
+
+def test_a_video_cut_off_before_its_first_frame_is_refused(tmp_path: Path) -> None:
+    path = record(tmp_path / "a.mp4", 8, options={"movflags": "faststart"}, codec="libx264")
+    content = path.read_bytes()
+    for size in range(40, content.index(b"mdat") + 60, 12):
+        path.write_bytes(content[:size])
+        assert len(refusal(path)) < 60
 
 
 def test_senseless_requests_are_errors_of_the_caller(tmp_path: Path) -> None:

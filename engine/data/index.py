@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # looked at, of so many
 
-_READERS: Final = 8  # threads; reading, hashing and decoding release the GIL
+# Threads: reading, hashing and decoding release the GIL. A picture may take 0.7 GB for a moment.
+_READERS: Final = min(8, os.cpu_count() or 1)
 _MEMO: Final = DECODER  # raise, with a factor, when `_Facts` changes its meaning
 _LONGEST_VIDEO: Final = 81  # frames, where the job does not say
 

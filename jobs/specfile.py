@@ -17,13 +17,17 @@ from jobs.spec import JobSpec, field_choices, field_names, is_switch, takes_many
 from jobs.spellings import as_bool, did_you_mean, normal_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
 
 def load_spec(
-    path: Path | None, overrides: Mapping[str, Any] | None = None, *, base: Path | None = None
+    path: Path | None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    base: Path | None = None,
+    ignoring: Collection[str] = (),
 ) -> JobSpec:
     """Read and check a job.
 
@@ -32,6 +36,8 @@ def load_spec(
         overrides: Values from flags or a form; they win over the file.
         base: Relative model and dataset paths are looked up here first (default: the working
             directory), then beside the YAML file.
+        ignoring: Keys whose conflicts do not matter here, such as the model where only the data is
+            looked at.
 
     Returns:
         The job, with absolute paths where the named files exist.
@@ -61,7 +67,7 @@ def load_spec(
         raise SpecError(f"{where}: {'; '.join(problems)}")
 
     get_family(spec.model_family, spec.model_flavour)
-    conflicts = find_conflicts(spec)
+    conflicts = [found for found in find_conflicts(spec) if found.key not in ignoring]
     if conflicts:
         raise SpecError(f"{where}: {'; '.join(_at(lines, c.key) + c.message for c in conflicts)}")
     roots = [base or Path.cwd()] + ([path.absolute().parent] if path is not None else [])

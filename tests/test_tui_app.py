@@ -24,6 +24,7 @@ from tui_support import (
 )
 
 from jobs import service
+from jobs.cascade import settle
 from jobs.errors import UserError
 from jobs.rundir import event
 from jobs.specfile import dump_spec, load_spec
@@ -601,7 +602,7 @@ async def test_the_form_begins_with_the_selected_job_and_carries_what_it_does_no
         assert "seed=7" in str(carried.content)  # type: ignore[attr-defined]
         await pilot.press("ctrl+r")
         await until(pilot, lambda: app.screen is app.dashboard)
-        assert load_spec(store.all()[0].run_dir.job_file) == spec
+        assert load_spec(store.all()[0].run_dir.job_file) == settle(spec)
 
 
 async def test_a_job_file_fills_the_form_and_can_be_saved(

@@ -81,12 +81,16 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "Write a checkpoint at the next step and go on training", "jobs", "active", 5,
     ),
     Action(
-        "remove_job", "r", "r", "remove",
+        "remove_job", "r", "r", "rm",
         "Forget an ended job and delete its run directory", "jobs", "ended", 6,
     ),
     Action(
         "details", "i,enter", "i", "info",
         "History, checkpoints, job file and launch command", "jobs", "job", 7,
+    ),
+    Action(
+        "data", "d", "d", "data",
+        "What the job is trained on, and what is left out", "jobs", "job", 8,
     ),
     Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
     Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),
@@ -94,7 +98,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("page_up", "ctrl+u", "^u", "page up", "Move up by half a screen", "list"),
     Action("first", "g", "g", "first", "Select the first job", "list"),
     Action("last", "G,shift+g", "G", "last", "Select the last job", "list"),
-    Action("toggle_log", "l", "l", "logs", "Show the log on the whole screen, and back", "log",
+    Action("toggle_log", "l", "l", "log", "Show the log on the whole screen, and back", "log",
            "job", 4),
     Action("next_log", "right_square_bracket", "]", "next log",
            "Next log: ranks, launcher, supervisor", "log", "job"),
@@ -107,12 +111,12 @@ ACTIONS: Final[tuple[Action, ...]] = (
            "job"),
     Action("log_end", "end", "End", "log end", "Go to the end of the log and follow it", "log",
            "job"),
-    Action("show_help", "question_mark,f1", "?", "help", "All keys", "app", footer=8),
+    Action("show_help", "question_mark,f1", "?", "help", "All keys", "app", footer=9),
     Action("app.command_palette", "ctrl+p", "^p", "palette", "Find an action by its name", "app"),
     Action("switch_theme", "t", "t", "theme", "Switch between the dark and the light theme",
            "app"),
     Action("quit_app", "q", "q", "quit", "Leave the dashboard; jobs go on without it", "app",
-           footer=9),
+           footer=10),
 )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ class FsdpTui(App[None]):
         self.collector.run(publish)
 
     def on_fsdp_tui_looked(self, message: Looked) -> None:
-        if self.dashboard.is_mounted:
+        if self.dashboard.is_mounted and not self.dashboard.is_covered():
             self.dashboard.update_from(message.snapshot)
 
     def select(self, job: int) -> None:

@@ -10,29 +10,24 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from jobs import devices, service
-from jobs.cascade import settle
-from jobs.conflicts import find_warnings
 from jobs.errors import UserError
 from jobs.families import FAMILIES
 from jobs.housekeeping import directory_size
 from jobs.report import read_report
-from jobs.specfile import dump_spec, load_spec, parse_flags
+from jobs.specfile import dump_spec, parse_flags
 from jobs.states import State
 from jobs.store import Store
+from jobs.tools import ToolError
+from tui.cli_data import data
 from tui.cli_queue import COMMANDS
+from tui.cli_words import FLAGS, JSON, read_job
 from tui.follow import follow_job, follow_log
 from tui.tables import describe, gpu_table, job_table
-
-if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-
-_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
 
 def main() -> NoReturn:
@@ -41,6 +36,8 @@ def main() -> NoReturn:
         status = cli.main(standalone_mode=False, prog_name="fsdp-tui")
     except UserError as error:
         _complain(str(error), 2)
+    except ToolError as error:
+        _complain(str(error), 1)
     except click.ClickException as error:
         _complain(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
@@ -81,7 +78,7 @@ def demo(headless: bool) -> int:
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--family", default="flux", show_default=True, help="Model family.")
-@_JSON
+@JSON
 def toy(directory: Path, family: str, as_json: bool) -> None:
     """Write a small real model (DIRECTORY/model) and captioned pictures (DIRECTORY/data)."""
     from tui.demo import write_toy
@@ -90,16 +87,16 @@ def toy(directory: Path, family: str, as_json: bool) -> None:
     click.echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
 
 
-@cli.command(context_settings=_FLAGS)
+@cli.command(context_settings=FLAGS)
 @click.option("--dry-run", is_flag=True, help="Check and print the whole job; queue nothing.")
-@_JSON
+@JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Queue a job: [JOB.yaml] [--key=value …]. Prints its id.
 
     Every key of a job file is also a flag; flags win over the file.
     """
-    spec = _read_job(words)
+    spec = read_job(words)
     if dry_run:
         from jobs.preflight import check
 
@@ -113,20 +110,20 @@ def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
         click.echo(str(job.id))
 
 
-@cli.command(context_settings=_FLAGS)
+@cli.command(context_settings=FLAGS)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def run(words: tuple[str, ...]) -> int:
     """Queue a job and follow it: [JOB.yaml] [--key=value …].
 
     Ctrl-C asks it to stop (again: more firmly). Exit status: 0 completed, 3 stopped, 1 failed.
     """
-    spec = _read_job(words)
+    spec = read_job(words)
     store = Store()
     return follow_job(store, service.submit(store, spec).id)
 
 
 @cli.command(name="list")
-@_JSON
+@JSON
 def list_jobs(as_json: bool) -> None:
     """All jobs, the newest first."""
     store = Store()
@@ -138,7 +135,7 @@ def list_jobs(as_json: bool) -> None:
 
 @cli.command()
 @click.argument("job_id", metavar="ID", type=int)
-@_JSON
+@JSON
 def show(job_id: int, as_json: bool) -> None:
     """One job: state, progress, history, files."""
     store = Store()
@@ -191,7 +188,7 @@ def stop(job_id: int, now: bool) -> None:
     click.echo(service.stop(Store(), job_id, now=now))
 
 
-@cli.command(context_settings=_FLAGS)
+@cli.command(context_settings=FLAGS)
 @click.argument("job_id", metavar="ID", type=int)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def resume(job_id: int, words: tuple[str, ...]) -> None:
@@ -204,7 +201,7 @@ def resume(job_id: int, words: tuple[str, ...]) -> None:
 
 
 @cli.command()
-@_JSON
+@JSON
 def gpus(as_json: bool) -> None:
     """The GPUs, how busy they are, and which job holds which."""
     store = Store()
@@ -217,7 +214,7 @@ def gpus(as_json: bool) -> None:
 
 
 @cli.command()
-@_JSON
+@JSON
 def families(as_json: bool) -> None:
     """The model families and their published flavours."""
     if as_json:
@@ -230,20 +227,8 @@ def families(as_json: bool) -> None:
         click.echo(f"{family.name:<10} {family.title:<10} {', '.join(family.flavours)}")
 
 
-for command in COMMANDS:
+for command in (data, *COMMANDS):
     cli.add_command(command)
-
-
-def _read_job(words: tuple[str, ...]) -> JobSpec:
-    values, others = parse_flags(words)
-    if len(others) > 1:
-        raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
-    if not others and not values:
-        raise UserError("no job given", "name a JOB.yaml, or give --key=value flags")
-    spec = load_spec(Path(others[0]) if others else None, values)
-    for warning in find_warnings(spec):
-        click.echo(f"fsdp-tui: warning: {warning}", err=True)
-    return settle(spec)
 
 
 def _open_dashboard(store: Store, select: int | None = None) -> None:

@@ -41,9 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strips", type=Path, help="write a PNG for each bucket into this folder")
     options = parser.parse_args(arguments)
     try:
-        spec = load_spec(options.job)
-        index = build_index(spec, _Progress())
-        report = make_report(spec, index, find_model(spec.pretrained_model_name_or_path))
+        # Data can be looked at before there is a model; only tokens are not counted then.
+        spec = load_spec(options.job, ignoring=["pretrained_model_name_or_path"])
+        model = spec.pretrained_model_name_or_path
+        root = find_model(model) if model else None
+        report = make_report(spec, index := build_index(spec, _Progress()), root)
         found = report.to_dict()
         if options.sheet:
             sheet(index, spec).save(options.sheet, format="PNG")

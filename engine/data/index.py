@@ -144,6 +144,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
                 else:
                     skipped.append(Skipped(number, entry.name, outcome))
                 progress(before + done, before + total)
+                memo.save_sometimes()
         memo.save()
         others.append(dict(source.others))
         if len(samples) == usable:

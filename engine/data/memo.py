@@ -18,6 +18,7 @@ from jobs.rundir import read_json, write_atomic
 if TYPE_CHECKING:
     from pathlib import Path
 
+_SAVE_EVERY: Final = 30.0  # seconds
 _SETTLED: Final = 2.0  # seconds; a file that changed less than this ago may change again unseen
 
 
@@ -38,6 +39,7 @@ class Memo:
         valid = kept.get("version") == version and isinstance(kept.get("files"), dict)
         self._known: dict[str, Any] = kept["files"] if valid else {}
         self._now: dict[str, Any] = {}
+        self._saved = time.monotonic()
 
     def get(self, name: str, stamp: str) -> Any:
         """The facts about a file, or None when it is new or has changed."""
@@ -52,12 +54,21 @@ class Memo:
         if stamp:
             self._now[name] = [stamp, facts]
 
+    def save_sometimes(self) -> None:
+        """Write what is known so far if that was not done lately, in case this is interrupted."""
+        if time.monotonic() - self._saved >= _SAVE_EVERY:
+            # What was not asked for yet is still good; a copy, since others put in meanwhile.
+            self._write(self._known | self._now.copy())
+
     def save(self) -> None:
         """Write what was asked for or put in; files that are gone are forgotten."""
-        if self._now == self._known:
-            return
+        if self._now != self._known:
+            self._write(self._now)
+
+    def _write(self, files: dict[str, Any]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._path, json.dumps({"version": self._version, "files": self._now}))
+        write_atomic(self._path, json.dumps({"version": self._version, "files": files}))
+        self._saved = time.monotonic()
 
 
 def stamp_of(path: Path) -> str:

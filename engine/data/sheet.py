@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from PIL import Image, ImageDraw
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from jobs.spec import JobSpec
 
 PER_BUCKET: Final = 8
+_READERS: Final = 4  # threads
 _SIDE: Final = 128  # pixels of a thumbnail's longer side
 _GAP: Final = 6
 _LINE: Final = 18  # pixels of a heading
@@ -68,7 +70,8 @@ def _spread(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _strip(samples: Sequence[Sample], spec: JobSpec) -> Image.Image:
-    pictures = [_thumbnail(sample, number, spec) for number, sample in enumerate(samples)]
+    with ThreadPoolExecutor(_READERS) as pool:  # decoding releases the GIL
+        pictures = list(pool.map(lambda one: _thumbnail(one[1], one[0], spec), enumerate(samples)))
     height = max(picture.height for picture in pictures)
     width = sum(picture.width + _GAP for picture in pictures) + _GAP
     row = Image.new("RGB", (width, height + _GAP), _BACK)

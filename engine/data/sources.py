@@ -92,7 +92,8 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
                 rows[file.resolve()] = captions
     entries = []
     for path in sorted(files.pictures + files.videos):
-        problem = "" if videos or path in files.pictures else "a video, and the model has none"
+        unfit = not videos and path.suffix.lower() in VIDEO_SUFFIXES
+        problem = "a video, and the model has none" if unfit else ""
         captions, wrong = _captions_of(path, rows) if not problem else (None, "")
         entries.append(Entry(str(path.relative_to(root)), path, captions, problem or wrong))
     for path in files.foreign:

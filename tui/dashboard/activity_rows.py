@@ -10,6 +10,7 @@ from tui.dashboard.job_rows import GLYPHS
 from tui.format import Row, Span, bar, cut, duration, pace
 
 if TYPE_CHECKING:
+    from jobs.eventlog import Phase
     from tui.snapshot import JobView
 
 _MOST_LINES = 3
@@ -41,20 +42,22 @@ def _progress(view: JobView, width: int) -> Row:
     doing = view.doing
     if doing is None:
         done, total = view.progress.step, view.job.total_steps or None
-        words, tail = "training", _pace(view)
+        words, tails = "training", _pace(view)
     elif view.phase is not None:
         done, total = view.phase.done, view.phase.total or None  # 0: nothing to do
-        words, tail = doing, ""
+        words, tails = doing, _shared(view.phase)
     else:
-        done, total, words, tail = 0, None, doing, ""
+        done, total, words, tails = 0, None, doing, []
     if total is None:
         more = f" {done}" if done else ""
         return (Span(f"{words}{more} …", "accent"),)
     share = done / total if total else 0.0
     count = f" {done}/{total}  {share * 100:.0f}%"
-    if len(words) + len(count) + len(tail) + 12 > width:
-        tail = ""
-    room = width - len(words) - len(count) - len(tail) - 1
+    room = width - len(words) - len(count) - 1
+    tail = next((tail for tail in tails if room - len(tail) >= _LEAST_BAR), "")
+    if not tail and tails and room - len(tails[-1]) >= _LEAST_BAR // 2:
+        tail = tails[-1]  # how long it takes says more than a longer bar
+    room -= len(tail)
     strategy = _strategy(view.strategy, room)
     return (
         Span(f"{words} ", "accent"),
@@ -73,12 +76,26 @@ def _strategy(text: str, room: int) -> str:
     return ""
 
 
-def _pace(view: JobView) -> str:
+def _pace(view: JobView) -> list[str]:
+    """How fast it trains and how long it still takes; the longest wording first."""
     now = view.progress
     if now.seconds_per_step is None:
-        return ""
-    eta = f"  {duration(now.eta)} left" if now.eta is not None else ""
-    return f"  {pace(now.seconds_per_step)} s/step{eta}"
+        return []
+    each = f"  {pace(now.seconds_per_step)} s/step"
+    left = f"  {duration(now.eta)} left" if now.eta is not None else ""
+    return [each + left, left or each]
+
+
+def _shared(phase: Phase) -> list[str]:
+    """How long a phase may still take and what each rank has done; the longest wording first."""
+    left = f"  {duration(phase.seconds_left)} left" if phase.seconds_left is not None else ""
+    ranks = phase.ranks
+    if len(ranks) < 2:
+        return [left] if left else []
+    least, most = min(ranks), max(ranks)
+    span = f"{least} to {most}" if least < most else f"{most} each"
+    tails = [f"{left}  ranks {' + '.join(map(str, ranks))}", f"{left}  {len(ranks)} ranks: {span}"]
+    return [*tails, left] if left else tails
 
 
 def _wrapped(head: Row, words: str, width: int, role: str) -> tuple[Row, ...]:

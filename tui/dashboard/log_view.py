@@ -21,6 +21,7 @@ from textual.strip import Strip
 from tui.logmodel import Change, LogModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from rich.style import Style
@@ -68,8 +69,13 @@ class LogView(ScrollView, can_focus=True):
         added: int = 0
         problem: str = ""
 
-    def __init__(self) -> None:
+    def __init__(self, resting: Callable[[], bool] = lambda: False) -> None:
+        """
+        Args:
+            resting: Whether nobody can see the log now; asked in the watching thread.
+        """
         super().__init__(id="log")
+        self._resting = resting
         self.model: LogModel | None = None
         self._stop_watching = Event()
         self._strips: LRUCache[tuple[int, int], Strip] = LRUCache(2000)
@@ -177,6 +183,9 @@ class LogView(ScrollView, can_focus=True):
         """In a thread: look at the file until closed. Posts; touches no widget."""
         failed = ""
         while not closed.is_set():
+            if self._resting():
+                closed.wait(_LOOK_EVERY)
+                continue
             try:
                 change = found = model.poll()
                 while found is Change.GREW and not closed.is_set():

@@ -10,6 +10,7 @@ from textual.containers import Container, Vertical
 from textual.screen import Screen
 
 from jobs import service
+from jobs.specfile import load_spec
 from tui.actions import bindings
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.log_view import LogView
@@ -46,7 +47,7 @@ class DashboardScreen(Screen[None]):
         self.devices = DevicesPanel()
         self.jobs = JobsPanel(selected)
         self.activity = ActivityPanel()
-        self.log_view = LogView()
+        self.log_view = LogView(resting=self.is_covered)
         self.curve = CurvePanel()
         self.problem = ProblemBar()
         self.key_bar = KeyBar()
@@ -68,6 +69,17 @@ class DashboardScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.app.collector.wake()  # the first snapshot may have come before the panels
+
+    def on_screen_resume(self) -> None:
+        self.app.collector.wake()  # what it shows may be as old as what covered it
+
+    def is_covered(self) -> bool:
+        """Whether another screen fills the terminal.
+
+        Textual repaints what lies over a widget that changes even where that cannot be seen, so
+        a covered dashboard stays as it is and costs nothing.
+        """
+        return any(not screen.is_modal for screen in self.app.screen_stack[1:])
 
     # -- snapshots come down ---------------------------------------------------------------
 
@@ -179,6 +191,15 @@ class DashboardScreen(Screen[None]):
             from tui.modals.details import DetailsScreen
 
             self.app.push_screen(DetailsScreen(self.store, view.job.id))
+
+    def action_data(self) -> None:
+        if (view := self.selected) is not None:
+            from tui.data.screen import DataScreen
+
+            job = view.job
+            heading = f"data of job {job.id} “{job.name}”"
+            read = partial(load_spec, job.run_dir.job_file)
+            self.app.push_screen(DataScreen(heading, read, job.run_dir.data_report))
 
     def _do(self, act: Callable[[int], str]) -> None:
         if (view := self.selected) is not None:

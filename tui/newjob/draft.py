@@ -18,7 +18,7 @@ from jobs.specfile import dump_spec, load_spec
 from jobs.strategy import chosen_strategy, depends_on_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 # The fields that the form always shows, by heading. All others are carried along unchanged.
 ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
@@ -74,11 +74,18 @@ def as_text(name: str, value: Any) -> str:
     """A value as it stands in an input."""
     if value is None:
         return ""
+    if name == "datasets":
+        return ", ".join(map(_dataset, value))
     if isinstance(value, list):
         return (_SEPARATOR if name == "validation_prompts" else ", ").join(map(str, value))
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
+
+
+def _dataset(dataset: Mapping[str, Any]) -> str:
+    repeats = dataset.get("repeats") or 1
+    return f"{dataset['path']} x{repeats}" if repeats > 1 else str(dataset["path"])
 
 
 def from_text(name: str, text: str) -> Any:
@@ -193,13 +200,17 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         return False, str(error)
 
 
-def spec_of(values: Mapping[str, Any]) -> JobSpec:
+def spec_of(values: Mapping[str, Any], *, ignoring: Collection[str] = ()) -> JobSpec:
     """The job that the values describe.
+
+    Args:
+        values: By key.
+        ignoring: Keys whose conflicts do not matter.
 
     Raises:
         SpecError: Something is wrong with them.
     """
-    return load_spec(None, values)
+    return load_spec(None, values, ignoring=ignoring)
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:

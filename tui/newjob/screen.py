@@ -16,6 +16,7 @@ from textual.widgets import Button, Static
 from jobs import service
 from jobs.errors import UserError
 from jobs.specfile import load_spec
+from jobs.tools import NOT_NEEDED
 from tui.modals.ask_path import AskPathScreen
 from tui.newjob import draft
 from tui.newjob.field_row import FieldRow
@@ -41,6 +42,7 @@ class NewJobScreen(ModalScreen[int | None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar = [
         Binding("ctrl+r", "submit", "queue it"),
+        Binding("ctrl+l", "data", "look at the data"),
         Binding("ctrl+o", "load", "load YAML"),
         Binding("ctrl+s", "save", "save YAML"),
         Binding("escape", "leave", "cancel"),
@@ -80,7 +82,9 @@ class NewJobScreen(ModalScreen[int | None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="form") as form:
             form.border_title = "new job"
-            form.border_subtitle = "^r queues it · ^o loads YAML · ^s saves YAML · esc leaves"
+            form.border_subtitle = (
+                "^r queues it · ^l data · ^o loads YAML · ^s saves YAML · esc leaves"
+            )
             with VerticalScroll(id="fields", can_focus=False), Container(id="groups"):
                 for heading, names in draft.ESSENTIAL.items():
                     with Vertical(classes="group", id=f"group-{names[0]}") as group:
@@ -96,6 +100,7 @@ class NewJobScreen(ModalScreen[int | None]):
             yield Static("", id="form-error", markup=False)
             with Horizontal(id="buttons"):
                 yield Button("Queue it  ^r", id="submit", variant="primary", compact=True)
+                yield Button("Data  ^l", id="data", compact=True)
                 yield Button("Load YAML  ^o", id="load", compact=True)
                 yield Button("Save YAML  ^s", id="save", compact=True)
                 yield Button("Cancel  esc", id="leave", compact=True)
@@ -176,15 +181,7 @@ class NewJobScreen(ModalScreen[int | None]):
         getattr(self, f"action_{event.button.id}")()
 
     def action_submit(self) -> None:
-        if self._busy:
-            return
-        self._tried, self._refused = True, ""
-        self._check()
-        values = self.values
-        if problems := draft.find_problems(values):
-            key = next(iter(problems))
-            if self._has_row(key):
-                self.query_one(f"#field-{key}").focus()
+        if self._busy or (values := self._complete()) is None:
             return
         self._busy = True
         self._complain("")
@@ -192,6 +189,19 @@ class NewJobScreen(ModalScreen[int | None]):
         self.run_worker(
             partial(self._submit, values), group="submit", exit_on_error=False, thread=True
         )
+
+    def _complete(self) -> dict[str, Any] | None:
+        """The values, if they describe a job; else the first that is wrong gets the focus."""
+        self._tried, self._refused = True, ""
+        self._check()
+        values = self.values
+        problems = draft.find_problems(values)
+        if not problems:
+            return values
+        key = next(iter(problems))
+        if self._has_row(key):
+            self.query_one(f"#field-{key}").focus()
+        return None
 
     def _submit(self, values: dict[str, Any]) -> None:
         try:
@@ -210,6 +220,14 @@ class NewJobScreen(ModalScreen[int | None]):
         self.query_one("#submit", Button).label = "Queue it  ^r"
         self._refused = message.problem
         self._complain(message.problem)
+
+    def action_data(self) -> None:
+        if (values := self._complete()) is not None:
+            from tui.data.screen import DataScreen
+
+            heading = f"data of the new job “{values.get('name', '')}”"
+            read = partial(draft.spec_of, values, ignoring=NOT_NEEDED)
+            self.app.push_screen(DataScreen(heading, read))
 
     def action_leave(self) -> None:
         self.dismiss(None)

@@ -1,0 +1,50 @@
+"""The findings of the data screen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.binding import Binding
+
+from tui.data.rows import finding_rows
+from tui.data.words import groups
+from tui.format import Span
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from textual.events import Resize
+
+
+class FindingsPanel(Lines, can_focus=True):
+    """What was left out, what was converted, and what may surprise."""
+
+    BINDINGS: ClassVar = [
+        Binding("j,down", "scroll_down", show=False),
+        Binding("k,up", "scroll_up", show=False),
+        Binding("pagedown,space", "page_down", show=False),
+        Binding("pageup", "page_up", show=False),
+        Binding("home,g", "scroll_home", show=False),
+        Binding("end,G", "scroll_end", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(id="findings")
+        self._report: Mapping[str, Any] | None = None
+
+    def update_from(self, report: Mapping[str, Any]) -> None:
+        self._report = report
+        self.border_title = (
+            " · ".join(group.count for group in groups(report)) or "nothing left out"
+        )
+        self._fill()
+
+    def on_resize(self, event: Resize) -> None:
+        self._fill()
+
+    def _fill(self) -> None:
+        width = self.scrollable_content_region.width
+        if self._report is not None and width:
+            rows = finding_rows(self._report, width)
+            self.show(rows or [(Span("every file is used, as it is", "dim"),)])

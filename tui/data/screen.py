@@ -1,0 +1,217 @@
+"""The screen that shows what a job would train on, before it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from textual import on
+from textual.binding import Binding
+from textual.containers import Container
+from textual.content import Content
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Static
+from textual.worker import get_current_worker
+
+from jobs.errors import UserError
+from jobs.rundir import read_json
+from jobs.tools import Cancelled, DataLook, ToolError, look_at_data
+from tui.data.buckets_panel import BucketsPanel
+from tui.data.findings_panel import FindingsPanel
+from tui.data.pictures_panel import PicturesPanel
+from tui.data.rows import looking_row
+from tui.data.words import changes, headlines
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from textual.app import ComposeResult
+    from textual.events import DescendantFocus
+
+    from jobs.spec import JobSpec
+    from tui.app import FsdpTui
+
+_KEYS: Final = (  # action, keys as people read them, what it does
+    ("go(1)", "↑ ↓", "bucket"),
+    ("turn(1)", "← →", "pictures"),
+    ("app.focus_next", "tab", "left out"),
+    ("look_again", "r", "look again"),
+    ("dismiss", "esc", "close"),
+)
+_KEYS_WITHOUT: Final = _KEYS[-2:]  # what can be done while there is nothing to see
+_STATES: Final = ("-looking", "-failed", "-looked")
+
+
+class DataScreen(Screen[None]):
+    """Looks at the data in a process of its own, which ends with the screen."""
+
+    CSS_PATH = "data.tcss"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (160, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
+    AUTO_FOCUS = ""
+    BINDINGS: ClassVar = [
+        Binding("escape,q,d", "dismiss", "close"),
+        Binding("j,down", "go(1)", "next bucket"),
+        Binding("k,up", "go(-1)", "previous bucket"),
+        Binding("ctrl+d,pagedown", "go(10)", "ten buckets on"),
+        Binding("ctrl+u,pageup", "go(-10)", "ten buckets back"),
+        Binding("home,g", "first", "first bucket"),
+        Binding("end,G", "last", "last bucket"),
+        Binding("l,right", "turn(1)", "next pictures"),
+        Binding("h,left", "turn(-1)", "previous pictures"),
+        Binding("r", "look_again", "look again"),
+        Binding("t", "switch_theme", "theme"),
+    ]
+
+    app: FsdpTui
+
+    @dataclass
+    class Progressed(Message):
+        """The look has come so far."""
+
+        done: int
+        total: int
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, DataScreen.Progressed)
+
+    @dataclass
+    class Looked(Message):
+        """The look is over."""
+
+        found: DataLook
+        steps: int
+        changed: str
+
+    @dataclass
+    class Failed(Message):
+        """The look could not be finished."""
+
+        problem: str
+
+    def __init__(
+        self, heading: str, job: Callable[[], JobSpec], earlier: Path | None = None
+    ) -> None:
+        """
+        Args:
+            heading: Whose data it is.
+            job: Reads the job; called in a thread.
+            earlier: What was found when the job looked at its data, if it has.
+        """
+        super().__init__()
+        self.heading = heading
+        self.found: DataLook | None = None
+        self._job = job
+        self._earlier = earlier
+        self.buckets = BucketsPanel()
+        self.pictures = PicturesPanel()
+        self.findings = FindingsPanel()
+        self.looking = Lines(id="looking")
+        self.key_line = Static("", id="data-keys")
+
+    def compose(self) -> ComposeResult:
+        yield Static(Content(self.heading), id="data-title")
+        yield self.looking
+        yield Static("", id="data-problem", markup=False)
+        yield Static("", id="data-totals", markup=False)
+        yield Static("", id="data-changed", markup=False)
+        with Container(id="data-body"):
+            yield self.buckets
+            yield self.pictures
+            yield self.findings
+        self.key_line.auto_links = False  # they would all get one colour
+        yield self.key_line
+
+    def on_mount(self) -> None:
+        self.action_look_again()
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def action_look_again(self) -> None:
+        self._become("-looking")
+        self.looking.show([looking_row(0, 0, 0)])
+        self.run_worker(self._look, group="data", exclusive=True, exit_on_error=False, thread=True)
+
+    def _look(self) -> None:
+        """In a thread. When the screen closes, its worker is cancelled, and with it the process."""
+        worker = get_current_worker()
+
+        def told(done: int, total: int) -> None:
+            self.post_message(self.Progressed(done, total))
+
+        try:
+            job = self._job()
+            found = look_at_data(job, told, cancelled=lambda: worker.is_cancelled, strips=True)
+            before = read_json(self._earlier) if self._earlier else None
+            changed = changes(before, found.report)
+            self.post_message(self.Looked(found, job.max_train_steps, changed))
+        except Cancelled:
+            return
+        except (UserError, ToolError) as error:
+            self.post_message(self.Failed(str(error)))
+        except Exception as error:  # the edge: a screen that waits forever tells nothing
+            self.post_message(self.Failed(f"{type(error).__name__}: {error}"))
+
+    def on_data_screen_progressed(self, message: Progressed) -> None:
+        if self.has_class("-looking"):
+            width = self.looking.size.width
+            self.looking.show([looking_row(message.done, message.total, width)])
+
+    def on_data_screen_failed(self, message: Failed) -> None:
+        self.query_one("#data-problem", Static).update(f"! {message.problem}")
+        self._become("-failed")
+
+    def on_data_screen_looked(self, message: Looked) -> None:
+        self.found = message.found
+        report = message.found.report
+        self.query_one("#data-totals", Static).update("\n".join(headlines(report, message.steps)))
+        changed = self.query_one("#data-changed", Static)
+        changed.set_class(bool(message.changed), "-shown")
+        changed.update(f"The data changed since the job looked at it: {message.changed}.")
+        self._become("-looked")
+        self.buckets.update_from(report)
+        self.findings.update_from(report)
+        self._show_pictures()
+        self.buckets.focus()
+
+    def _become(self, state: str) -> None:
+        for name in _STATES:
+            self.set_class(name == state, name)
+        self.key_line.update(_key_line(_KEYS if state == "-looked" else _KEYS_WITHOUT))
+
+    # -- moving ----------------------------------------------------------------------------
+
+    def on_descendant_focus(self, event: DescendantFocus) -> None:
+        # On a low screen, what was left out takes the place of the pictures while it is read.
+        self.set_class(event.widget is self.findings, "-reading")
+
+    def action_go(self, by: int) -> None:
+        self.buckets.go(by)
+
+    def action_first(self) -> None:
+        self.buckets.go(-self.buckets.index)
+
+    def action_last(self) -> None:
+        self.buckets.go(self.buckets.count)
+
+    def action_turn(self, by: int) -> None:
+        self.pictures.turn(by)
+
+    @on(BucketsPanel.Highlighted)
+    def _show_pictures(self) -> None:
+        if self.found is not None:
+            index = self.buckets.index
+            self.pictures.show(self.found.report["buckets"][index], self.found.strips[index])
+
+    def action_switch_theme(self) -> None:
+        self.app.switch_theme()
+
+
+def _key_line(keys: Sequence[tuple[str, str, str]]) -> Content:
+    return Content.from_markup("  ".join(
+        f"[@click={action if '.' in action else 'screen.' + action}][b $accent]{key}[/] {does}[/]"
+        for action, key, does in keys
+    ))  # fmt: skip

@@ -1,0 +1,102 @@
+"""What `fsdp-tui data` prints. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any, Final
+
+from tui.data.words import bucket_name, facts, groups, left_out, plain_bar
+from tui.format import bar, percent
+from tui.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tui.data.words import Group
+
+_BAR: Final = 16  # columns
+
+
+def data_text(
+    report: Mapping[str, Any], steps: int, *, width: int = 80, every_file: bool = False
+) -> str:
+    """The whole report.
+
+    Args:
+        report: The report.
+        steps: How many the job trains.
+        width: Columns that sentences are wrapped to; a name is never cut.
+        every_file: Name everything that is left out.
+    """
+    parts = ["\n".join(f"{name:<12} {text}" for name, text in facts(report, steps))]
+    if len(report["datasets"]) > 1:
+        parts.append(_datasets(report["datasets"]))
+    parts.append(_buckets(report["buckets"]))
+    for group in groups(report):
+        lines = [group.title.upper()]
+        if every_file and group.title == "left out":
+            lines += _every_file(report, group)
+        else:
+            lines += _findings(group, width, every_example=every_file)
+        parts.append("\n".join(lines))
+    if report.get("sheet"):
+        parts.append(f"pictures of every bucket are in {report['sheet']}")
+    return "\n\n".join(parts)
+
+
+def _datasets(datasets: Sequence[Mapping[str, Any]]) -> str:
+    head = ("SAMPLES", "LEFT OUT", "AN EPOCH", "DATASET")
+    rows = [
+        (str(one["samples"]), str(one["skipped"]), str(one["draws"]), one["path"])
+        for one in datasets
+    ]
+    return _aligned(head, rows, numbers=(0, 1, 2))
+
+
+def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:
+    head = ("BUCKET", "SAMPLES", "", "STEPS", "CUT OFF", "AT MOST", "FILL")
+    most = max(bucket["samples"] for bucket in buckets)
+    rows = [
+        (
+            bucket_name(bucket),
+            str(bucket["samples"]),
+            plain_bar(bar(bucket["samples"] / most, _BAR)) or "╸",
+            str(bucket["batches"]),
+            percent(bucket["cut_mean"] * 100),
+            percent(bucket["cut_most"] * 100),
+            str(bucket["fill"] or ""),
+        )
+        for bucket in buckets
+    ]
+    return _aligned(head, rows, numbers=(1, 3, 4, 5, 6))
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
+    """A table with some columns to the right, as numbers should stand."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    first, *rest = (
+        [cell.rjust(widths[i]) if i in numbers else cell for i, cell in enumerate(line)]
+        for line in [head, *rows]
+    )
+    return table(first, rest)
+
+
+def _findings(group: Group, width: int, *, every_example: bool) -> list[str]:
+    lines = []
+    for found in group.findings:
+        examples = found["examples"] if every_example else found["examples"][:1]
+        more = f", such as {', '.join(examples)}" if examples else ""
+        lines += textwrap.wrap(
+            f"{found['count']:>6}  {found['text']}{more}", max(40, width),
+            subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    return lines
+
+
+def _every_file(report: Mapping[str, Any], group: Group) -> list[str]:
+    lines = []
+    for found in group.findings:
+        lines.append(f"{found['count']:>6}  {found['text']}")
+        for name, more in left_out(report, found["text"]):
+            lines.append(f"        {name}" + (f": {more}" if more else ""))
+    return lines

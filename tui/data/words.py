@@ -1,0 +1,143 @@
+"""A report on a job's data (`jobs.tools.look_at_data`) in words. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tui.format import Row
+
+
+@dataclass(frozen=True)
+class Group:
+    """Findings of a kind, each with `count`, `text` and `examples`.
+
+    Attributes:
+        title: What they have in common.
+        role: How their numbers are coloured.
+        count: How many there are, in the words of a heading.
+        findings: The findings, as the report has them.
+    """
+
+    title: str
+    role: str
+    count: str
+    findings: Sequence[Mapping[str, Any]]
+
+
+def bucket_name(bucket: Mapping[str, Any]) -> str:
+    """`1024x768`, for videos `1024x768x49`."""
+    return "x".join(map(str, bucket["size"]))
+
+
+def groups(report: Mapping[str, Any]) -> list[Group]:
+    """What was left out, converted, and is not as one may think; kinds without any are missing."""
+    cautions, converted = report["cautions"], sum(one["count"] for one in report["handled"])
+    found = [
+        Group("left out", "warn", f"{len(report['skipped'])} left out", report["reasons"]),
+        Group("converted", "", f"{converted} converted", report["handled"]),
+        Group("cautions", "accent", some(len(cautions), "caution"), cautions),
+    ]
+    return [group for group in found if group.findings]
+
+
+def left_out(report: Mapping[str, Any], reason: str) -> list[tuple[str, str]]:
+    """Every name that was left out for a reason, and what else there is to say of it."""
+    several = len(report["datasets"]) > 1
+    found = []
+    for dataset, name, why in report["skipped"]:
+        rest = why.removeprefix(reason)
+        if why.startswith(reason) and (not rest or rest.startswith((":", " ("))):
+            folder = f"{report['datasets'][dataset]['path']}/" if several else ""
+            found.append((folder + name, rest.removeprefix(":").strip()))
+    return found
+
+
+def fills(report: Mapping[str, Any]) -> tuple[int, int]:
+    """Draws of an epoch that only fill last batches, and all its draws."""
+    fill = sum(bucket["fill"] for bucket in report["buckets"])
+    return fill, report["draws_per_epoch"] + fill
+
+
+def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
+    """The totals, each with a name.
+
+    Args:
+        report: The report.
+        steps: How many the job trains.
+    """
+    skipped, longest = len(report["skipped"]), report["longest"]
+    fill, draws = fills(report)
+    captions = some(report["texts"], "different text")
+    epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']}"
+    found = [
+        ("samples", str(report["samples"]) + (f"; {skipped} left out" if skipped else "")),
+        ("captions", captions + (f", the longest of {longest} tokens" if longest else "")),
+        ("views", f"{report['views']} of each picture" if report["views"] > 1 else ""),
+        ("epoch", epoch + (f"; {fill} of its {draws} samples only fill batches" if fill else "")),
+        ("job", f"{some(steps, 'step')}, {epochs(report)}"),
+    ]
+    return [(name, text) for name, text in found if text]
+
+
+def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
+    """The totals in two lines that fit 80 columns: the samples, and an epoch of them."""
+    skipped, longest = len(report["skipped"]), report["longest"]
+    samples = [
+        some(report["samples"], "sample"),
+        f"{skipped} left out" if skipped else "",
+        some(report["texts"], "text") + (f" up to {longest} tokens" if longest else ""),
+        f"{report['views']} views of each" if report["views"] > 1 else "",
+    ]
+    fill, draws = fills(report)
+    epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']} an epoch"
+    epoch += f", {_percent(fill / draws)} to fill batches" if fill else ""
+    return (
+        " · ".join(filter(None, samples)),
+        f"{epoch} · {epochs(report)} in {some(steps, 'step')}",
+    )
+
+
+def epochs(report: Mapping[str, Any]) -> str:
+    """How many the job trains."""
+    return f"{report['epochs']:.3g} epoch{'s' * (report['epochs'] != 1)}"
+
+
+def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """What is different from an earlier report on the same job; "" if nothing is."""
+    if before is None:
+        return ""
+    try:
+        counts = [
+            ("samples", before["samples"], now["samples"]),
+            ("left out", len(before["skipped"]), len(now["skipped"])),
+            ("texts", before["texts"], now["texts"]),
+            ("buckets", len(before["buckets"]), len(now["buckets"])),
+        ]
+        told = [f"{name} {old} → {new}" for name, old, new in counts if old != new]
+        if not told and _by_bucket(before) != _by_bucket(now):
+            told = ["other sizes"]
+    except (KeyError, TypeError):  # what some other version wrote
+        return ""
+    return ", ".join(told)
+
+
+def some(count: int, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def plain_bar(row: Row) -> str:
+    """The characters of a bar, without the rest of its line where it is empty."""
+    return "".join(span.text for span in row if span.role != "faint")
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.{0 if share >= 0.01 else 1}f}%"
+
+
+def _by_bucket(report: Mapping[str, Any]) -> dict[str, int]:
+    return {bucket_name(bucket): bucket["samples"] for bucket in report["buckets"]}

@@ -66,9 +66,11 @@ class Meeting:
 
         So a slow rank does less and nobody waits for it, and nothing is done twice.
         """
+        folder = self._here / f"claims-{work}"  # of its own: `arrived` lists the one above often
+        folder.mkdir(exist_ok=True)
         try:
             # Created exclusively: the file system decides who came first.
-            os.close(os.open(self._here / f"{work}#{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.close(os.open(folder / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return False
         return True

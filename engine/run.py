@@ -31,7 +31,6 @@ from engine.step import Stepper
 from engine.trainer import Trainer
 from engine.training import Training
 from engine.world import World, leave_world, start_world
-from jobs.cascade import settle
 from jobs.conflicts import find_warnings
 from jobs.errors import UserError
 from jobs.families import get_family
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 def run(run_dir: RunDir, telemetry: Telemetry) -> None:
     """Run the job of a run directory on this rank, from the newest checkpoint if there is one."""
-    spec = settle(load_spec(run_dir.job_file))
+    spec = load_spec(run_dir.job_file)
     choose_backends(spec)
     world = start_world(spec)
     run_job(spec, run_dir, world, telemetry)

@@ -19,7 +19,8 @@ FOREIGN_SUFFIXES: Final = frozenset(
      ".nef", ".arw", ".ico", ".tga"}
 )  # fmt: skip
 METADATA: Final = ("metadata.jsonl", "metadata.csv")
-_CAPTION: Final = ".txt"
+# In the order in which they are looked for.
+CAPTION_SUFFIXES: Final = (".txt", ".TXT", ".caption")
 
 
 @dataclass
@@ -59,11 +60,12 @@ def list_files(root: Path) -> Listing:
         names = sorted(name for name in names if not name.startswith("."))
         for name in names:
             _sort_in(found, Path(folder, name))
-        stems = {os.path.splitext(name)[0] for name in names if not name.endswith(_CAPTION)}
+        split = [os.path.splitext(name) for name in names]
+        stems = {stem for stem, suffix in split if suffix not in CAPTION_SUFFIXES}
         found.lonely += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(_CAPTION) and name.removesuffix(_CAPTION) not in stems
+            Path(folder, stem + suffix)
+            for stem, suffix in split
+            if suffix in CAPTION_SUFFIXES and stem not in stems
         ]
         found.folders += [Path(folder, name) for name in folders if _is_picture(name)]
     found.pictures.sort()
@@ -86,7 +88,7 @@ def _sort_in(found: Listing, path: Path) -> None:
         found.videos.append(path)
     elif suffix in FOREIGN_SUFFIXES:
         found.foreign.append(path)
-    elif suffix != _CAPTION:
+    elif path.suffix not in CAPTION_SUFFIXES:
         found.others[suffix or path.name] += 1
 
 

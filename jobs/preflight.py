@@ -13,7 +13,7 @@ from jobs.errors import SpecError
 from jobs.families import FAMILIES, get_family
 from jobs.models import find_model
 from jobs.paths import cache_home, ensure_private_dir, exists, expand
-from jobs.pictures import PICTURE_SUFFIXES, VIDEO_SUFFIXES, list_files
+from jobs.pictures import CAPTION_SUFFIXES, PICTURE_SUFFIXES, VIDEO_SUFFIXES, list_files
 from jobs.rundir import read_json
 from jobs.strategy import world_size
 
@@ -125,7 +125,9 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             if found
             else f"looked for {' '.join(sorted(kinds))}",
         )
-    captioned = files.metadata or any(file.with_suffix(".txt").is_file() for file in wanted)
+    captioned = files.metadata or any(
+        file.with_suffix(suffix).is_file() for file in wanted for suffix in CAPTION_SUFFIXES
+    )
     if not captioned and spec.missing_captions == "skip":
         raise SpecError(
             f"none of the {len(wanted)} pictures in {root} has a caption",

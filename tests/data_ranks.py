@@ -23,7 +23,6 @@ from engine.meeting import Meeting
 from engine.run import run
 from engine.telemetry import Telemetry
 from engine.world import World
-from jobs.cascade import settle
 from jobs.rundir import RunDir
 from jobs.specfile import load_spec
 
@@ -72,7 +71,7 @@ def fill(
     torch.set_num_threads(1)
     run_dir = RunDir(root)
     run_dir.create()
-    spec = settle(load_spec(None, values))
+    spec = load_spec(None, values)
     world = World(rank, ranks, torch.device("cpu"), "ddp", token)
     telemetry = Telemetry(run_dir, rank)
     family = Counting(options.get("delay", 0.0))

@@ -161,6 +161,35 @@ def test_a_table_that_names_no_files_is_refused(
         build_index(job("d"))
 
 
+def test_names_that_are_not_utf_8_can_be_read_and_printed(
+    job: Callable[..., JobSpec], picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain = picture("d/x.png", None)
+    odd = os.fsdecode(b"caf\xe9")
+    plain.rename(tmp_path / "d" / f"{odd}.png")
+    (tmp_path / "d" / f"{odd}.caption").write_text("a café")
+    spec = job("d")
+    index = build_index(spec)
+    index.save(tmp_path / "data.json")
+    (sample,) = DataIndex.load(tmp_path / "data.json").samples
+    assert sample.name == "caf\\xe9.png"
+    assert sample.captions == ("a café",)
+    assert len(read_content(sample, spec)) > 0
+    assert "\n".join(summary(make_report(spec, index, None))).encode()
+
+
+def test_the_same_name_and_the_same_content_in_two_datasets_are_two_samples(
+    job: Callable[..., JobSpec], picture: Callable[..., Path]
+) -> None:
+    picture("a/1.png", "one")
+    picture("b/1.png", "two")
+    index = build_index(job({"path": "a", "trigger_word": "x"}, {"path": "b", "repeats": 3}))
+    spec = job({"path": "a", "trigger_word": "x"}, {"path": "b", "repeats": 3})
+    assert [(s.dataset, s.name) for s in index.samples] == [(0, "1.png"), (1, "1.png")]
+    assert [sample_texts(s, spec) for s in index.samples] == [("x, one",), ("two",)]
+    assert index.samples[0].digest == index.samples[1].digest
+
+
 # -- what is left out ------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from engine.data.cache import TensorCache
 from engine.run import run_job
 from engine.telemetry import Telemetry
 from engine.world import World
-from jobs.cascade import settle
 from jobs.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def train(toy: Path, root: Path, **changes: Any) -> list[dict[str, Any]]:
         "validation_num_inference_steps": 1, "caption_dropout_probability": 0.2,
         "max_train_steps": 5, "train_batch_size": 2,
     }  # fmt: skip
-    spec = settle(toy_spec(toy, **values | changes))
+    spec = toy_spec(toy, **values | changes)
     run_dir = RunDir(root / "run")
     run_dir.create()
     telemetry = Telemetry(run_dir, 0)

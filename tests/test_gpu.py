@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_support import toy_spec, toy_values
 from PIL import Image
+from safetensors.torch import load_file
 
 from engine import weights
 from engine.families import flux
@@ -84,6 +85,30 @@ def test_one_gpu_trains_and_its_memory_is_recorded(
     report = read_report(run_dir)
     assert report.measure == "allocated"
     assert report.peaks["backward"][0] > report.peaks["load"][0] > 0
+
+
+def test_text_encoders_leave_the_gpu(toy: Path, tmp_path: Path) -> None:
+    events = run(toy, tmp_path, 1).events.read_text().splitlines()
+    (freed,) = [event for line in events if (event := json.loads(line))["kind"] == "freed"]
+    assert freed["measure"] == "allocated"
+    assert freed["loaded"] >= freed["before"] + freed["held"] > freed["before"]
+    assert freed["after"] <= freed["before"] + 1024
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_sharded_text_encoders_encode_the_same_on_gpus(toy: Path, tmp_path: Path) -> None:
+    for name, sharded in (("whole", False), ("sharded", True)):
+        root = tmp_path / name
+        root.mkdir()
+        run(toy, root, 2, strategy="fsdp2", shard_text_encoders=sharded)
+    files = [
+        {p.name: load_file(p) for p in (tmp_path / name / "cache/text").rglob("*.safetensors")}
+        for name in ("whole", "sharded")
+    ]
+    assert files[0].keys() == files[1].keys()
+    for name, tensors in files[0].items():
+        for key, tensor in tensors.items():
+            assert torch.allclose(tensor, files[1][name][key], atol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")

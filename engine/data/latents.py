@@ -14,7 +14,7 @@ from PIL import Image
 from engine.data.cache import TensorCache, fingerprint
 from engine.data.index import read_content
 from engine.data.pictures import DECODER, decode
-from engine.data.views import View, fit, view_of
+from engine.data.views import FITTING, View, fit, view_of
 from engine.data.work import find_missing, piece_size, pieces, together
 from engine.release import Watch, give_back
 from jobs.errors import UserError
@@ -39,7 +39,8 @@ class LatentKeys:
         self._cache = cache
         self._index = index
         self._facts: dict[str, Any] = {
-            "vae": fingerprint(root / "vae"), "dtype": "float32", "decoder": DECODER
+            "family": spec.model_family, "vae": fingerprint(root / "vae"), "dtype": "float32",
+            "decoder": DECODER, "fitting": FITTING,
         }  # fmt: skip
 
     def __call__(self, sample: int, view: int) -> str:

@@ -32,7 +32,7 @@ class Memo:
     """
 
     def __init__(self, directory: Path, root: str, version: int) -> None:
-        name = hashlib.sha256(root.encode()).hexdigest()[:24]
+        name = hashlib.sha256(os.fsencode(root)).hexdigest()[:24]
         self._path = directory / f"{name}.json"
         self._version = version
         kept = read_json(self._path) or {}

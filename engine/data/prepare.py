@@ -15,6 +15,7 @@ from engine.data.report import changed_since, make_plan, make_report, sample_tex
 from engine.data.texts import Texts, prepare_texts
 from engine.data.views import count_views
 from engine.data.work import Team
+from jobs.cascade import settle
 from jobs.rundir import write_atomic
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def prepare(
     VAE nor (unless the job wants them to stay) text encoders are left in memory.
 
     Args:
-        spec: The job, settled (`jobs.cascade`).
+        spec: The job.
         family: Its family.
         model_root: The model.
         run_dir: The run's.
@@ -92,6 +93,7 @@ def prepare(
         meeting: Where they meet.
         telemetry: This rank's.
     """
+    spec = settle(spec)
     team = Team(world, meeting, telemetry)
     index = _index(spec, model_root, run_dir, team)
     plan = make_plan(spec, index)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.pictures import VIDEO_SUFFIXES, list_files
+from jobs.pictures import CAPTION_SUFFIXES, VIDEO_SUFFIXES, list_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -79,7 +80,7 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
     lost: list[Entry] = []
     for table in files.metadata:
         for place, record in _records(table):
-            name = f"{table.relative_to(root)} {place}"
+            name = f"{_shown(table, root)} {place}"
             if isinstance(record, str):
                 lost.append(Entry(name, table, problem=record))
                 continue
@@ -95,15 +96,20 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
         unfit = not videos and path.suffix.lower() in VIDEO_SUFFIXES
         problem = "a video, and the model has none" if unfit else ""
         captions, wrong = _captions_of(path, rows) if not problem else (None, "")
-        entries.append(Entry(str(path.relative_to(root)), path, captions, problem or wrong))
+        entries.append(Entry(_shown(path, root), path, captions, problem or wrong))
     for path in files.foreign:
         problem = f"{path.suffix.lower()} pictures cannot be read"
-        entries.append(Entry(str(path.relative_to(root)), path, problem=problem))
-    entries += [Entry(str(p.relative_to(root)), p, problem="a folder") for p in files.folders]
+        entries.append(Entry(_shown(path, root), path, problem=problem))
+    entries += [Entry(_shown(p, root), p, problem="a folder") for p in files.folders]
     others = Counter({f"{suffix} files": count for suffix, count in files.others.items()})
     if files.lonely:
         others["captions without a picture"] = len(files.lonely)
     return Source([*entries, *lost], others)
+
+
+def _shown(path: Path, root: Path) -> str:
+    """The path below a folder, such that it can be printed: file names need not be UTF-8."""
+    return os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
 
 
 def captions_in(
@@ -133,12 +139,17 @@ def _captions_of(
     """Captions of a file, and what is wrong with them. A row of a metadata file comes first."""
     if rows and (found := rows.get(path.resolve())):
         return found, ""
-    try:
-        content = path.with_suffix(".txt").read_bytes()
-    except FileNotFoundError:
+    content = None
+    for suffix in CAPTION_SUFFIXES:
+        try:
+            content = path.with_suffix(suffix).read_bytes()
+            break
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return None, f"caption cannot be read ({error.strerror})"
+    if content is None:
         return None, ""
-    except OSError as error:
-        return None, f"caption cannot be read ({error.strerror})"
     try:
         text = content.decode(_encoding(content))
     except UnicodeDecodeError:

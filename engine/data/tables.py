@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -142,5 +143,5 @@ def _stamp(root: Path) -> str:
     for path in sorted(root.rglob("*")):
         if path.is_file():
             status = path.stat()
-            digest.update(f"{path}:{status.st_size}:{status.st_mtime_ns}".encode())
+            digest.update(os.fsencode(f"{path}:{status.st_size}:{status.st_mtime_ns}"))
     return digest.hexdigest()[:16]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from PIL import Image, ImageOps
 
 if TYPE_CHECKING:
     from engine.data.index import Sample
     from jobs.spec import JobSpec
+
+FITTING: Final = 1
+"""Goes into cache keys: raise it when `fit` makes other pixels."""
 
 
 @dataclass(frozen=True)

@@ -101,14 +101,13 @@ def fill(rank: int, ranks: int, root: str, values: dict[str, Any]) -> None:
     from engine.meeting import Meeting
     from engine.telemetry import Telemetry
     from engine.world import World
-    from jobs.cascade import settle
     from jobs.rundir import RunDir
     from jobs.specfile import load_spec
 
     torch.set_num_threads(1)
     run_dir = RunDir(Path(root))
     run_dir.create()
-    spec = settle(load_spec(None, values))
+    spec = load_spec(None, values)
     world = World(rank, ranks, torch.device("cpu"), "ddp", "bench")
     telemetry = Telemetry(run_dir, rank)
     meeting = Meeting(run_dir, "bench", rank, ranks)

@@ -51,6 +51,8 @@ def find_warnings(spec: JobSpec) -> list[str]:
     if not shards(spec) and (ignored := _of_fsdp(spec)):
         strategy, _ = chosen_strategy(spec)
         warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
+    if spec.trigger_word is None and any("[trigger]" in p for p in spec.validation_prompts):
+        warnings.append("validation_prompts: [trigger] stays as it is without a trigger_word")
     return warnings + find_overruled(spec)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from jobs.paths import exists, expand
 from jobs.pictures import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from jobs.spellings import as_list, as_none, normal_key
 
@@ -81,7 +82,7 @@ def find_layout(root: Path) -> Layout:
 def _entry(entry: Any) -> Any:
     if isinstance(entry, str):
         match = _REPEATS.match(entry.strip())
-        if match:
+        if match and not exists(expand(entry.strip())):  # a folder may really be called so
             return {"path": match["path"], "repeats": int(match["repeats"])}
         return {"path": entry.strip()}
     if isinstance(entry, dict):

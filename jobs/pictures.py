@@ -34,7 +34,8 @@ class Listing:
         metadata: `metadata.jsonl` and `metadata.csv` files.
         lonely: Caption files beside which there is nothing of their name.
         folders: Folders with the name of a picture.
-        others: Suffix → count of everything else but caption files.
+        unreadable: Folders that may not be looked into, and why.
+        others: What kind of file → count of everything else but caption files.
     """
 
     pictures: list[Path] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Listing:
     metadata: list[Path] = field(default_factory=list)
     lonely: list[Path] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
+    unreadable: list[tuple[Path, str]] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
 
 
@@ -50,8 +52,17 @@ def list_files(root: Path) -> Listing:
     """Look through a folder and all below it; links to folders are followed, once each."""
     found = Listing()
     seen: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        status = os.stat(folder)
+
+    def refused(error: OSError) -> None:
+        found.unreadable.append((Path(error.filename), error.strerror or str(error)))
+
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=refused):
+        try:
+            status = os.stat(folder)
+        except OSError as error:
+            refused(error)
+            folders.clear()
+            continue
         if (status.st_dev, status.st_ino) in seen:  # a link back up
             folders.clear()
             continue
@@ -73,11 +84,6 @@ def list_files(root: Path) -> Listing:
     return found
 
 
-def list_pictures(root: Path) -> list[Path]:
-    """Picture files below a folder, in a fixed order; hidden files are passed over."""
-    return list_files(root).pictures
-
-
 def _sort_in(found: Listing, path: Path) -> None:
     suffix = path.suffix.lower()
     if path.name in METADATA:
@@ -89,7 +95,7 @@ def _sort_in(found: Listing, path: Path) -> None:
     elif suffix in FOREIGN_SUFFIXES:
         found.foreign.append(path)
     elif path.suffix not in CAPTION_SUFFIXES:
-        found.others[suffix or path.name] += 1
+        found.others[f"{suffix} files" if suffix else "files without a suffix"] += 1
 
 
 def _is_picture(name: str) -> bool:

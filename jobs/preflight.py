@@ -88,7 +88,9 @@ def _check_heads(spec: JobSpec, config: Path) -> None:
 
 
 def check_dataset(spec: JobSpec) -> int:
-    """The number of pictures and videos in the job's datasets, before anything is looked into.
+    """The number of pictures and videos in the job's folders, before anything is looked into.
+
+    Rows of tables are not counted.
 
     Raises:
         SpecError: There is no such folder, or no picture in it, or a caption for none of them.
@@ -112,7 +114,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
                 f"{root} is a directory of the datasets library, which is not installed",
                 "pip install 'fsdp-tui[datasets]'",
             )
-        return 1  # rows are counted when they are looked at
+        return 0  # rows are counted when they are looked at
     takes_videos = get_family(spec.model_family).frame_step > 0
     wanted = files.videos + files.pictures if takes_videos else files.pictures
     if not wanted:

@@ -107,6 +107,7 @@ async def take(options: argparse.Namespace, name: str, size: tuple[int, int]) ->
         "log": (["l"], ["l"]),
         "new-job": (["n"], ["escape"]),
         "details": (["i"], ["escape"]),
+        "data": (["d"], ["escape"]),
         "help": (["question_mark"], ["escape"]),
     }
     wanted = options.only.split(",") if options.only else list(scenes)
@@ -117,6 +118,7 @@ async def take(options: argparse.Namespace, name: str, size: tuple[int, int]) ->
             opening, leaving = scenes[scene]
             await pilot.press(*opening)
             await pilot.pause(0.6)
+            await until(pilot, lambda: not app.screen.has_class("-looking"))
             path = options.out / f"{scene}-{name}.svg"
             path.write_text(app.export_screenshot(title="fsdp-tui"), encoding="utf-8")
             print(path)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.data.buckets import bucket_sizes, nearest_bucket
-from engine.data.cache import TensorCache, fingerprint
+from engine.data.cache import CacheError, TensorCache, fingerprint
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def test_a_cache_file_that_broke_while_the_job_ran_says_what_to_do(tmp_path: Pat
     cache = TensorCache(tmp_path, "text")
     cache.write("k" * 40, {"embeds": torch.ones(3, dtype=torch.bfloat16)})
     cache.path("k" * 40).write_bytes(b"x" * 100)
-    with pytest.raises(UserError, match=r"damaged after the job had checked it.*resume"):
+    with pytest.raises(CacheError, match=r"damaged after the job had checked it.*resume"):
         cache.read("k" * 40)
-    with pytest.raises(UserError, match=r"cannot be read \(No such file.*resume"):
+    with pytest.raises(CacheError, match=r"cannot be read \(No such file.*resume"):
         cache.read("k" * 40)
 
 
@@ -93,3 +93,33 @@ def test_a_fingerprint_notices_one_changed_byte_in_a_config(tmp_path: Path) -> N
     before = fingerprint(tmp_path)
     (tmp_path / "config.json").write_text('{"a": 2}')
     assert fingerprint(tmp_path) != before
+
+
+def test_a_file_that_cannot_be_read_now_is_not_thrown_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TensorCache(tmp_path, "text")
+    cache.write("a" * 40, {"x": torch.zeros(1)})
+
+    def busy(path: Path) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_bytes", busy)
+        assert cache.check("a" * 40) == "damaged", "and so computed anew"
+    assert cache.check("a" * 40) == "sound"
+
+
+def test_a_full_disk_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TensorCache(tmp_path, "text")
+
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(UserError, match=r"cache .*text \(No space left.*set cache_dir"):
+        cache.write("a" * 40, {"x": torch.zeros(1)})
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -125,7 +125,7 @@ def test_rows_of_metadata_files_name_pictures_beside_them(
     }
     assert left_out(index) == {
         "5.png": "no caption",
-        "train/metadata.jsonl line 4": "names gone.png, which is not there",
+        "train/metadata.jsonl line 4": "names what is no picture here: train/gone.png",
         "train/metadata.jsonl line 5": "is not a JSON object",
         "train/metadata.jsonl line 6": "is not a JSON object",
     }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.data.captions import prompt_text, texts_of, with_trigger
 from engine.data.plan import BatchPlan, Draw, Share, nth_variant, positions_of_rank, shares_of
 from jobs.datasets import Dataset
+from jobs.errors import UserError
 from jobs.spec import JobSpec
 
 # Datasets, each a list of how many samples it has in each bucket.
@@ -161,6 +162,21 @@ def test_an_epoch_may_be_asked_for_in_any_order() -> None:
     assert [plan.draws(step) for step in reversed(range(30))] == forth[::-1]
 
 
+def test_what_fills_a_batch_takes_its_turns_too() -> None:
+    (batch,) = (BatchPlan(["a"], 6, 0).draws(step) for step in range(1))
+    assert [draw.turn for draw in batch] == [0, 1, 2, 3, 4, 5]
+    pair = BatchPlan(["a", "a"], 6, 0).draws(0)
+    assert sorted(pair) == [Draw(s, turn) for s in (0, 1) for turn in (0, 1, 2)]
+
+
+def test_an_epoch_that_cannot_be_planned_is_refused() -> None:
+    far = [Dataset(path="a", weight=1000), Dataset(path="b", weight=0.001)]
+    with pytest.raises(UserError, match="weight an epoch has"):
+        shares_of(far, [100, 100])
+    with pytest.raises(UserError, match="repeats an epoch has 100,000,000 samples"):
+        shares_of([Dataset(path="a", repeats=10_000)], [10_000])
+
+
 @pytest.mark.parametrize(
     ("datasets", "samples", "draws"),
     [
@@ -212,6 +228,9 @@ def test_variants_of_two_kinds_meet_in_all_combinations() -> None:
         (("a cat",), {}, "sks", ("sks, a cat",)),
         (("a photo of [trigger]",), {}, "sks dog", ("a photo of sks dog",)),
         (("a SKS cat",), {}, "sks", ("a SKS cat",)),
+        (("two masks on a wall",), {}, "sks", ("sks, two masks on a wall",)),
+        (("C++ art",), {}, "c++", ("C++ art",)),
+        (("one\u2028two\r\nthree",), {}, None, ("one two", "three")),
         (("keep, it",), {"shuffle_captions": True, "keep_tags": 2}, None, ("keep, it",)),
     ],
 )

@@ -95,6 +95,17 @@ def test_pixels_of_videos_have_frames(folder: Path) -> None:
     assert torch.allclose(still, torch.full_like(still, level(3) / 127.5 - 1))
 
 
+def test_a_video_of_which_one_frame_is_used_is_still_a_video(folder: Path) -> None:
+    for changes in ({"num_frames": 1}, {"fps": 1, "max_upscale": 4}):
+        spec = job(folder, **changes)
+        samples = {sample.name: sample for sample in build_index(spec).samples}
+        assert {s.bucket[2] for s in samples.values()} == {1}
+        assert samples["long.mp4"].is_video
+        assert to_pixels(samples["long.mp4"], View((64, 48)), spec).shape == (1, 3, 1, 48, 64)
+    none = build_index(job(folder, fps=0.01))
+    assert all(sample.bucket[2] >= 1 for sample in none.samples)
+
+
 def test_a_video_that_changed_meanwhile_is_noticed(folder: Path) -> None:
     spec = job(folder)
     sample = build_index(spec).samples[0]

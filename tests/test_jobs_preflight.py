@@ -12,7 +12,7 @@ from jobs import preflight, service
 from jobs.devices import Gpu
 from jobs.errors import SpecError, UserError
 from jobs.models import find_model
-from jobs.pictures import list_pictures
+from jobs.pictures import list_files
 from jobs.specfile import load_spec
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def test_pictures_are_counted_in_all_folders(
     (folder / "0.png").rename(folder / "more" / "Z.PNG")
     (folder / "0.txt").rename(folder / "more" / "Z.txt")
     assert preflight.check_dataset(read(job_values, dataset=str(folder))) == 2
-    assert list_pictures(folder) == [folder / "1.png", folder / "more" / "Z.PNG"]
+    assert list_files(folder).pictures == [folder / "1.png", folder / "more" / "Z.PNG"]
 
 
 # -- where it writes -----------------------------------------------------------------------

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -80,6 +81,9 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
     "ema": {"use_ema": True, "ema_decay": 0.9} | SAMPLES,
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
 }
+# A rank's gradient of its own samples may overflow fp16 where the one of all does not; then the
+# first step is left out on two ranks only. With this seed none is.
+CALM: Final = {"calm": {"seed": 7}}
 OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
     "sgd": {"optimizer": "sgd", "learning_rate": 2.0},
     "adamw": {"optimizer": "adamw", "learning_rate": 1e-3},
@@ -111,7 +115,8 @@ class Case:
         layouts = {"one process": REFERENCE} | LAYOUTS | LORA_ONLY | FULL_ONLY
         return toy_values(
             toy, model_type=self.model_type, mixed_precision=self.precision,
-            **COMMON | OPTIMIZERS[self.optimizer] | layouts[self.layout] | EXTRAS[self.extra],
+            **COMMON | OPTIMIZERS[self.optimizer] | layouts[self.layout]
+            | (EXTRAS | CALM)[self.extra],
         )  # fmt: skip
 
 
@@ -134,8 +139,8 @@ CASES: Final = _cases()
 HALF: Final = [
     Case("fsdp2 2", "lora", "adamw", "bf16"),
     Case("fsdp2 2", "full", "adamw", "bf16"),
-    Case("fsdp2 2", "lora", "adamw", "fp16"),
-    Case("fsdp2 2", "full", "adamw", "fp16"),
+    Case("fsdp2 2", "lora", "adamw", "fp16", "calm"),
+    Case("fsdp2 2", "full", "adamw", "fp16", "calm"),
 ]
 
 
@@ -171,12 +176,14 @@ def train_all(toy: Path, root: Path) -> Table:
     """
     toy = _with_fewer_layers(toy, root / "toy")
     references = {case.reference for case in [*CASES, *HALF]}
+    references |= {replace(case.reference, precision="no") for case in HALF}
     by_ranks: dict[int, dict[str, dict[str, Any]]] = {}
     for case in [*references, *CASES, *HALF]:
         values = case.values(toy) | {"cache_dir": str(root / "cache")}
         by_ranks.setdefault(values["num_processes"], {})[str(root / case.folder)] = values
-    for ranks, jobs in by_ranks.items():
-        _train(ranks, jobs, root)
+    # All at once: ranks wait for each other and for the disk most of the time.
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda item: _train(*item, root), by_ranks.items()))
     return Table(root)
 
 
@@ -256,7 +263,8 @@ def test_the_reference_trains_and_is_clipped(table: Table, case: Case) -> None:
 def test_half_precision_differs_by_its_rounding_only(table: Table, case: Case) -> None:
     """Two ranks and one agree, and both follow the curve of fp32."""
     two, one = table.losses(case), table.losses(case.reference)
-    exact = table.losses(Case("one process", case.model_type, case.optimizer))
+    exact = table.losses(replace(case.reference, precision="no"))
+    assert not any("left out" in line for line in table.log(case).warnings)
     assert two == pytest.approx(one, rel=ROUNDING[case.precision])
     assert two == pytest.approx(exact, rel=ROUNDING[case.precision])
     assert two != exact, "it did compute in half precision"

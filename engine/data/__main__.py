@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"fsdp-tui: cannot write {error.filename} ({error.strerror})", file=sys.stderr)
+        print(f"fsdp-tui: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 2
     print(json.dumps(found))
     return 0

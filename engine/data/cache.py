@@ -14,6 +14,7 @@ import os
 import time
 import uuid
 import zlib
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs.errors import UserError
@@ -30,6 +31,10 @@ _SAMPLED_BLOCKS: Final = 64
 _BLOCK: Final = 64 << 10
 _CHECKSUM: Final = "crc32"
 _ABANDONED: Final = 3600.0  # seconds after which an unfinished file has no writer any more
+
+
+class CacheError(RuntimeError):
+    """A cached file went bad while the job ran. Starting again heals it, so `max_restarts` may."""
 
 
 class TensorCache:
@@ -49,39 +54,49 @@ class TensorCache:
         return self.root / key[:2] / f"{key}.safetensors"
 
     def check(self, key: str) -> State:
-        """Read a file whole and compare its checksum; a damaged one is removed."""
+        """Read a file whole and compare its checksum; one that is wrong is removed."""
         path = self.path(key)
         try:
             if _sound(path.read_bytes()):
                 return "sound"
         except FileNotFoundError:
             return "missing"
-        except OSError:  # a sector that cannot be read, say
-            pass
-        path.unlink(missing_ok=True)
+        except OSError:  # may be a matter of the moment: it stays, and is written over
+            return "damaged"
+        with suppress(OSError):
+            path.unlink()
         return "damaged"
 
     def write(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Write aside, then rename; whoever else writes the same key writes the same content."""
+        """Write aside, then rename; whoever else writes the same key writes the same content.
+
+        Raises:
+            UserError: The disk is full, or may not be written.
+        """
         from safetensors.torch import save
 
         path = self.path(key)
-        path.parent.mkdir(exist_ok=True)
         content = save(tensors)
         content = save(tensors, metadata={_CHECKSUM: _checksum(content)})
         aside = path.with_name(f".{key}.{uuid.uuid4().hex[:12]}.tmp")
         try:
+            path.parent.mkdir(exist_ok=True)
             aside.write_bytes(content)
             os.replace(aside, path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        except OSError as error:
+            raise UserError(
+                f"cannot write to the cache {self.root} ({error.strerror or error})",
+                "make room there, or set cache_dir to another place; what is cached is kept",
+            ) from error
+        finally:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
 
     def read(self, key: str) -> dict[str, torch.Tensor]:
         """The tensors of a file that was there when the job began.
 
         Raises:
-            UserError: It has gone or is damaged; a damaged one is removed, so that the next
+            CacheError: It has gone or is damaged; a damaged one is removed, so that the next
                 attempt computes it anew.
         """
         from safetensors.torch import load
@@ -90,15 +105,15 @@ class TensorCache:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}), and the job has cached it",
-                "resume the job: what is missing is computed anew",
+            raise CacheError(
+                f"{path} cannot be read ({error.strerror}), and the job has cached it; resume the "
+                "job: what is missing is computed anew"
             ) from None
         if not _sound(content):
             path.unlink(missing_ok=True)
-            raise UserError(
-                f"{path} was damaged after the job had checked it, and is removed",
-                "check the disk, and resume the job: it is computed anew",
+            raise CacheError(
+                f"{path} was damaged after the job had checked it, and is removed; check the disk, "
+                "and resume the job: it is computed anew"
             )
         return load(content)
 

@@ -7,6 +7,7 @@ are captions of their own, orders of tags are drawn here and not in each step.
 from __future__ import annotations
 
 import random
+import re
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def with_trigger(caption: str, trigger: str | None) -> str:
     if not trigger:
         return caption
     caption = caption.replace(TRIGGER, trigger)
-    if trigger.lower() in caption.lower():
+    if re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption, re.IGNORECASE):
         return caption
     return f"{trigger}{_SEPARATOR} {caption}" if caption else trigger
 
@@ -50,7 +51,7 @@ def prompt_text(prompt: str, spec: JobSpec) -> str:
 def _captions(written: Sequence[str], spec: JobSpec) -> list[str]:
     found = []
     for text in written:
-        lines = [" ".join(line.split()) for line in text.splitlines()]
+        lines = [" ".join(line.split()) for line in text.split("\n")]
         lines = [line for line in lines if line]
         found += [" ".join(lines)] if spec.caption_lines == "joined" else lines
     return [caption for caption in found if caption] or [""]

@@ -43,6 +43,7 @@ class Sample:
         name: What people know it by.
         path: Its file, or the directory of its table.
         row: Its row in the table.
+        is_video: Whether its file is a video; in its bucket it may have a single frame.
         dataset: Number of its dataset.
         captions: As written, possibly of several lines each; empty when it has none.
         width: Pixels, as displayed.
@@ -62,11 +63,7 @@ class Sample:
     bucket: tuple[int, ...]
     notes: tuple[str, ...] = ()
     row: int | None = None
-
-    @property
-    def is_video(self) -> bool:
-        """Whether it has frames."""
-        return len(self.bucket) == 3 and self.bucket[2] > 1
+    is_video: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,12 +116,16 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
     skipped: list[Skipped] = []
     others: list[dict[str, int]] = []
     for number, dataset in enumerate(datasets_of(spec)):
+        if not Path(dataset.path).is_dir():  # gone since the job was queued
+            raise UserError(f"no such dataset folder: {dataset.path}")
         layout = find_layout(Path(dataset.path))
         if layout == "folder":
             source = read_folder(dataset, videos=family.frame_step > 0)
         else:
             source = read_table(dataset)
-        memo = Memo(cache_root(spec) / "index", f"{dataset.path}:{dataset.split}", _MEMO)
+        # What decides which picture a name means.
+        place = f"{dataset.path}:{dataset.split}:{dataset.image_column}"
+        memo = Memo(cache_root(spec) / "index", place, _MEMO)
         before, total = len(samples) + len(skipped), len(source.entries)
 
         def take(entry: Entry, dataset: Dataset = dataset, memo: Memo = memo) -> _Facts | str:
@@ -191,12 +192,22 @@ class Fitting:
         self._spec = spec
         self._step = family.frame_step
         self._sizes = sizes_of(spec)
+        self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # of many, few sizes differ
+        if not self._sizes:
+            raise UserError(
+                f"context_parallel_size {spec.context_parallel_size} divides no picture size of "
+                f"resolution {spec.resolution}",
+                "change one of the two",
+            )
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> Sample | str:
         """The sample, or why it is left out."""
         if isinstance(facts, str):
             return facts
-        size = nearest_bucket(facts.width, facts.height, self._sizes)
+        shape = (facts.width, facts.height)
+        if shape not in self._nearest:
+            self._nearest[shape] = nearest_bucket(*shape, self._sizes)
+        size = self._nearest[shape]
         factor = enlargement(facts.width, facts.height, size)
         if factor > self._spec.max_upscale:
             return (
@@ -211,7 +222,7 @@ class Fitting:
             bucket = (*size, frames)
         return Sample(
             entry.name, str(entry.path), dataset, entry.captions or (), facts.width, facts.height,
-            facts.digest, bucket, facts.notes, entry.row,
+            facts.digest, bucket, facts.notes, entry.row, entry.is_video,
         )  # fmt: skip
 
     def _frames(self, facts: _Facts) -> int | str:
@@ -220,8 +231,8 @@ class Fitting:
         video = VideoLook(facts.width, facts.height, facts.frames, facts.fps, facts.digest)
         there = frames_at(video, self._spec.fps)
         wanted = self._spec.num_frames
-        if wanted and there < wanted:
-            return f"too short: {there} frames at {self._spec.fps:g} per second, not {wanted}"
+        if there < (wanted or 1):
+            return f"too short: {there} frames at {self._spec.fps:g} per second, not {wanted or 1}"
         longest = wanted or min(there, _LONGEST_VIDEO)
         return (longest - 1) // self._step * self._step + 1
 
@@ -239,7 +250,8 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
         known = memo.get(entry.name, stamp) if stamp else None
         if known is None:
             known = _inspect(entry, dataset)
-            memo.put(entry.name, stamp, known)
+            if not isinstance(known, str):  # a refusal may be of the moment, or of a library
+                memo.put(entry.name, stamp, known)
     except FileNotFoundError:
         return "a link to nothing" if entry.path.is_symlink() else "it has gone"
     except OSError as error:

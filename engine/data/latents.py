@@ -40,7 +40,7 @@ class LatentKeys:
         self._index = index
         self._facts: dict[str, Any] = {
             "family": spec.model_family, "vae": fingerprint(root / "vae"), "dtype": "float32",
-            "decoder": DECODER, "fitting": FITTING,
+            "tf32": spec.allow_tf32, "decoder": DECODER, "fitting": FITTING,
         }  # fmt: skip
 
     def __call__(self, sample: int, view: int) -> str:
@@ -65,7 +65,7 @@ def prepare_latents(
     missing = find_missing(cache, list(drawn), team)
 
     def load(key: str) -> torch.Tensor | None:
-        if cache.path(key).exists():  # another job was faster
+        if cache.path(key).exists() and cache.check(key) == "sound":  # another job was faster
             return None
         sample, view = drawn[key]
         found = index.samples[sample]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.rundir import read_json, write_atomic
@@ -66,9 +67,10 @@ class Memo:
             self._write(self._now)
 
     def _write(self, files: dict[str, Any]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._path, json.dumps({"version": self._version, "files": files}))
         self._saved = time.monotonic()
+        with suppress(OSError):  # a full disk: the next look takes longer, and that is all
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._path, json.dumps({"version": self._version, "files": files}))
 
 
 def stamp_of(path: Path) -> str:

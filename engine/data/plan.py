@@ -14,11 +14,14 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from jobs.errors import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from jobs.datasets import Dataset
 
+_LONGEST_EPOCH: Final = 20_000_000  # draws; planning so many takes about a minute and 3 GB
 _KEPT_EPOCHS: Final = 2  # the one that ends and the one that begins
 
 
@@ -27,7 +30,7 @@ class Draw(NamedTuple):
 
     Attributes:
         sample: Its number in the index.
-        turn: How often it was used before. Captions and crops of a sample take turns by it.
+        turn: Which of its captions and cuts it uses; one more each time it comes.
     """
 
     sample: int
@@ -60,13 +63,29 @@ def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
     Args:
         datasets: In the order of their samples; all with a weight, or none.
         samples: How many each has. One without any is drawn from not at all.
+
+    Raises:
+        UserError: An epoch would be too long to be planned.
     """
     weights = [d.weight if n else 0.0 for d, n in zip(datasets, samples, strict=True)]
     if any(weight is None for weight in weights):
-        return [Share(n, n * d.repeats) for d, n in zip(datasets, samples, strict=True)]
+        shares = [Share(n, n * d.repeats) for d, n in zip(datasets, samples, strict=True)]
+        return _checked(shares, "repeats")
     parts = [weight / math.fsum(filter(None, weights)) for weight in weights if weight is not None]
     length = max(n / part for n, part in zip(samples, parts, strict=True) if n)
-    return [Share(n, max(n, round(length * part))) for n, part in zip(samples, parts, strict=True)]
+    draws = [max(n, round(length * part)) for n, part in zip(samples, parts, strict=True)]
+    return _checked([Share(n, d) for n, d in zip(samples, draws, strict=True)], "weight")
+
+
+def _checked(shares: list[Share], key: str) -> list[Share]:
+    draws = sum(share.draws for share in shares)
+    if draws > _LONGEST_EPOCH:
+        raise UserError(
+            f"datasets: with these values of {key} an epoch has {draws:,} samples, more than "
+            f"{_LONGEST_EPOCH:,}",
+            "bring them closer together",
+        )
+    return shares
 
 
 class BatchPlan:
@@ -179,8 +198,11 @@ class BatchPlan:
         batches: list[tuple[Draw, ...]] = []
         for start in range(0, len(order), self.global_batch):
             batch = order[start : start + self.global_batch]
-            again = (order[i % len(order)] for i in range(self.global_batch - len(batch)))
-            batches.append((*batch, *(Draw(one.sample, one.turn + 1) for one in again)))
+            for number in range(self.global_batch - len(batch)):
+                again, place = divmod(number, len(order))
+                one = order[place]
+                batch.append(Draw(one.sample, one.turn + 1 + again))
+            batches.append(tuple(batch))
         return batches
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from PIL import Image, ImageDraw
@@ -13,7 +15,6 @@ from engine.data.views import count_views, fit, view_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from engine.data.index import DataIndex, Sample
     from jobs.spec import JobSpec
@@ -39,7 +40,7 @@ def strips(index: DataIndex, spec: JobSpec) -> dict[tuple[int, ...], Image.Image
 def sheet(index: DataIndex, spec: JobSpec) -> Image.Image:
     """All strips below each other, each with its bucket's size and number of samples."""
     rows = strips(index, spec)
-    counts = {b: sum(s.bucket == b for s in index.samples) for b in rows}
+    counts = Counter(sample.bucket for sample in index.samples)
     width = max(strip.width for strip in rows.values())
     height = sum(strip.height + _LINE for strip in rows.values()) + _GAP
     page = Image.new("RGB", (width, height), _BACK)
@@ -92,7 +93,7 @@ def _thumbnail(sample: Sample, number: int, spec: JobSpec) -> Image.Image:
             from engine.data.videos import VideoError, read_frames
 
             try:
-                frames = read_frames(_path(sample), fps=spec.fps, frames=1)
+                frames = read_frames(Path(sample.path), fps=spec.fps, frames=1)
             except VideoError:
                 return Image.new("RGB", small, (90, 30, 30))
             picture = Image.fromarray(frames[0])
@@ -101,9 +102,3 @@ def _thumbnail(sample: Sample, number: int, spec: JobSpec) -> Image.Image:
     except (OSError, PictureError):  # it changed since it was looked at
         return Image.new("RGB", small, (90, 30, 30))
     return fit(picture, view).resize(small, Image.Resampling.LANCZOS)
-
-
-def _path(sample: Sample) -> Path:
-    from pathlib import Path
-
-    return Path(sample.path)

@@ -7,6 +7,7 @@ Hugging Face imagefolder layout, whose rows name files relative to where they st
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections import Counter
@@ -76,7 +77,8 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
     """
     root = Path(dataset.path)
     files = list_files(root)
-    rows: dict[Path, tuple[str, ...]] = {}
+    rows: dict[str, tuple[str, ...]] = {}
+    places: dict[str, str] = {}
     lost: list[Entry] = []
     for table in files.metadata:
         for place, record in _records(table):
@@ -84,13 +86,11 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
             if isinstance(record, str):
                 lost.append(Entry(name, table, problem=record))
                 continue
-            file = table.parent / str(record.get(_FILE_COLUMN) or "?")
-            if not file.is_file():
-                what = record.get(_FILE_COLUMN) or "no file"
-                lost.append(Entry(name, table, problem=f"names {what}, which is not there"))
-                continue
+            # Not resolved: two links to one file may have different captions.
+            file = os.path.normpath(table.parent / str(record.get(_FILE_COLUMN) or "?"))
+            places.setdefault(file, name)
             if captions := captions_in(record, dataset, where=str(table)):
-                rows[file.resolve()] = captions
+                rows[file] = (*rows.get(file, ()), *captions)
     entries = []
     for path in sorted(files.pictures + files.videos):
         unfit = not videos and path.suffix.lower() in VIDEO_SUFFIXES
@@ -101,7 +101,16 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
         problem = f"{path.suffix.lower()} pictures cannot be read"
         entries.append(Entry(_shown(path, root), path, problem=problem))
     entries += [Entry(_shown(p, root), p, problem="a folder") for p in files.folders]
-    others = Counter({f"{suffix} files": count for suffix, count in files.others.items()})
+    entries += [
+        Entry(_shown(p, root), p, problem=f"a folder that cannot be read ({why})")
+        for p, why in files.unreadable
+    ]
+    known = {os.path.normpath(entry.path) for entry in entries}
+    for file, name in places.items():
+        if file not in known:
+            what = os.path.relpath(file, root)
+            lost.append(Entry(name, root, problem=f"names what is no picture here: {what}"))
+    others = Counter(files.others)
     if files.lonely:
         others["captions without a picture"] = len(files.lonely)
     return Source([*entries, *lost], others)
@@ -109,7 +118,8 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
 
 def _shown(path: Path, root: Path) -> str:
     """The path below a folder, such that it can be printed: file names need not be UTF-8."""
-    return os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
+    name = os.fsencode(path.relative_to(root)).decode(errors="backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def captions_in(
@@ -126,18 +136,19 @@ def captions_in(
         )
     columns = [dataset.caption_column] if dataset.caption_column else CAPTION_COLUMNS
     value = next((record[name] for name in columns if record.get(name)), None)
-    if isinstance(value, str):
-        return (value,) if value.strip() else None
-    if isinstance(value, (list, tuple)):
-        return tuple(str(text) for text in value if text) or None
-    return None
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)):
+        return None
+    # JSON may hold halves of surrogate pairs, which no tokenizer takes.
+    sound = [str(text).encode(errors="replace").decode() for text in texts if text]
+    return tuple(text for text in sound if text.strip()) or None
 
 
 def _captions_of(
-    path: Path, rows: Mapping[Path, tuple[str, ...]]
+    path: Path, rows: Mapping[str, tuple[str, ...]]
 ) -> tuple[tuple[str, ...] | None, str]:
     """Captions of a file, and what is wrong with them. A row of a metadata file comes first."""
-    if rows and (found := rows.get(path.resolve())):
+    if rows and (found := rows.get(os.path.normpath(path))):
         return found, ""
     content = None
     for suffix in CAPTION_SUFFIXES:
@@ -171,7 +182,8 @@ def _records(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
     if table.suffix == ".csv":
         yield from _csv_records(table, text)
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not `splitlines`, which also splits at separators that JSON and captions may hold.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -183,7 +195,7 @@ def _records(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
 
 def _csv_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(_LONGEST_FIELD)
-    reader = csv.DictReader(text.splitlines(keepends=True))
+    reader = csv.DictReader(io.StringIO(text, newline=""))
     if _FILE_COLUMN not in (reader.fieldnames or ()):
         raise UserError(
             f"{table} has no column {_FILE_COLUMN}",

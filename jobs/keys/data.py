@@ -40,7 +40,7 @@ class DataKeys(BaseModel):
     )
     random_flip: Bool = field(False, "data", "Mirror half of the samples; both sides are cached.")
     num_frames: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, "data", "Frames of a video sample; as long as the shortest that fits when left out.",
+        None, "data", "Frames of a video sample; a video's own length, up to 81, when left out.",
         ge=1, le=4096,
     )  # fmt: skip
     fps: float = field(16.0, "data", "Frames per second that videos are read at.", gt=0, le=240)

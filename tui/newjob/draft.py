@@ -191,9 +191,11 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         spec = JobSpec.model_validate({
             "pretrained_model_name_or_path": text, "dataset": str(Path(text).expanduser()),
             "model_family": values.get("model_family") or "flux",
+            "missing_captions": values.get("missing_captions") or "skip",
         })  # fmt: skip
         if name == "dataset":
-            return True, f"{preflight.check_dataset(spec)} pictures"
+            count = preflight.check_dataset(spec)
+            return True, f"{count} pictures" if count else "a table of pictures"
         preflight.check_model(spec)
         return True, f"a {spec.model_family} model"
     except UserError as error:

@@ -250,68 +250,6 @@ def test_a_file_that_may_not_be_read_is_named(
     assert left_out(build_index(job("d"))) == {"b.png": "cannot be read (Permission denied)"}
 
 
-# -- tables of the datasets library ----------------------------------------------------------
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> Any:
-    datasets = pytest.importorskip("datasets")
-    rows = {
-        "image": [Image.new("RGB", (64, 48 + 8 * n), (50 * n, 0, 0)) for n in range(4)],
-        "text": ["zero", ["one", "uno"][0], "", "three"],
-    }
-    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    made = datasets.Dataset.from_dict(rows, features=features)
-    made.save_to_disk(str(tmp_path / "saved"))
-    datasets.DatasetDict({"train": made, "test": made.select([3])}).save_to_disk(
-        str(tmp_path / "splits")
-    )
-    (tmp_path / "hub" / "data").mkdir(parents=True)
-    made.to_parquet(str(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet"))
-    return made
-
-
-@pytest.mark.parametrize("folder", ["saved", "splits", "hub"])
-def test_tables_of_the_datasets_library_are_read_row_by_row(
-    folder: str, table: Any, job: Callable[..., JobSpec]
-) -> None:
-    spec = job(folder)
-    index = build_index(spec)
-    assert [(s.name, s.captions, s.width, s.height) for s in index.samples] == [
-        ("row 0", ("zero",), 64, 48), ("row 1", ("one",), 64, 56), ("row 3", ("three",), 64, 72)
-    ]  # fmt: skip
-    assert left_out(index) == {"row 2": "no caption"}
-    import hashlib
-
-    for sample in index.samples:
-        assert hashlib.sha256(read_content(sample, spec)).hexdigest() == sample.digest
-    assert make_report(spec, index, None).datasets[0].layout in ("arrow", "parquet")
-
-
-def test_splits_and_columns_of_tables_are_asked_for_by_name(
-    table: Any, job: Callable[..., JobSpec]
-) -> None:
-    test = build_index(job({"path": "splits", "split": "test"}))
-    assert [sample.captions for sample in test.samples] == [("three",)]
-    for entry, message in (
-        ({"split": "dev"}, "has no split dev; it has train, test"),
-        ({"image_column": "photo"}, "has no column photo; it has image, text"),
-        ({"caption_column": "alt"}, "has no column alt"),
-    ):
-        with pytest.raises(UserError, match=message):
-            build_index(job({"path": "splits", **entry}))
-
-
-def test_a_damaged_table_is_one_line(
-    table: Any, job: Callable[..., JobSpec], tmp_path: Path
-) -> None:
-    for path in (tmp_path / "saved").glob("*.arrow"):
-        path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match="cannot be read") as refusal:
-        build_index(job("saved"))
-    assert "\n" not in str(refusal.value)
-
-
 # -- the memo --------------------------------------------------------------------------------
 
 

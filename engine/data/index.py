@@ -14,7 +14,7 @@ from engine.data.buckets import bucket_sizes, divisible, nearest_bucket
 from engine.data.memo import Memo, stamp_of
 from engine.data.pictures import DECODER, PictureError, look
 from engine.data.sources import Entry, read_folder
-from engine.data.tables import read_table, table_of
+from engine.data.tables import RowError, read_table, table_of
 from engine.data.videos import VideoError, VideoLook, frames_at, look_at_video
 from engine.data.views import enlargement
 from jobs.datasets import datasets_of, find_layout
@@ -169,7 +169,10 @@ def read_content(sample: Sample, spec: JobSpec) -> bytes:
         OSError: It is gone or cannot be read.
     """
     if sample.row is not None:
-        return table_of(datasets_of(spec)[sample.dataset]).content(sample.row)
+        try:
+            return table_of(datasets_of(spec)[sample.dataset]).content(sample.row)
+        except RowError as error:  # it had a picture when it was looked at
+            raise FileNotFoundError(str(error)) from None
     return Path(sample.path).read_bytes()
 
 
@@ -246,7 +249,7 @@ def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
 def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     """What is in a file, or why it cannot be used."""
     try:
-        stamp = table_of(dataset).stamp if entry.row is not None else stamp_of(entry.path)
+        stamp = stamp_of(entry.path) if entry.row is None else table_of(dataset).stamp_of(entry.row)
         known = memo.get(entry.name, stamp) if stamp else None
         if known is None:
             known = _inspect(entry, dataset)
@@ -275,7 +278,7 @@ def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
             content = table_of(dataset).content(entry.row)
         seen = look(content)
         return asdict(_Facts(seen.width, seen.height, seen.digest, seen.notes))
-    except (PictureError, VideoError) as error:
+    except (PictureError, VideoError, RowError) as error:
         return str(error)
 
 

@@ -1,32 +1,69 @@
-"""Datasets of the `datasets` library: what `save_to_disk` writes, and the hub's parquet files."""
+"""Datasets of the `datasets` library: what `save_to_disk` writes, and the hub's parquet files.
+
+Rows of Arrow files are read where they lie. Parquet has no way to one row but through the thousands
+beside it, so a split of parquet files is copied once to an Arrow file in the cache.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
-from functools import lru_cache
+import re
+import shutil
+import threading
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.data.sources import Entry, Source, captions_in
+from engine.data.memo import stamp_of
+from engine.data.sources import CAPTION_COLUMNS, Entry, Source, captions_in
 from jobs.datasets import Dataset, find_layout
 from jobs.errors import UserError
+from jobs.paths import cache_home
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 _IMAGE_COLUMNS: Final = ("image", "img", "jpg", "png", "webp")
+_TRAIN: Final = "train"
+_SPLIT_WORDS: Final = (
+    _TRAIN, "training", "validation", "valid", "val", "dev", "test", "testing", "eval",
+    "evaluation",
+)  # fmt: skip
+_SHARD: Final = re.compile(r"(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
+# The hub's own conversion of a large dataset is in folders called `partial-train`.
+_FOLDER: Final = re.compile(rf"(?:partial-)?(?P<split>{'|'.join(_SPLIT_WORDS)})", re.IGNORECASE)
+_FILE: Final = re.compile(rf"(?P<split>{'|'.join(_SPLIT_WORDS)})(?![a-z])", re.IGNORECASE)
+_ROWS_COPIED: Final = 32  # at a time; a row may hold tens of megabytes
+_CAPTIONS_READ: Final = 1000  # rows at a time
+
+
+class RowError(Exception):
+    """What is wrong with one row, in a few words."""
 
 
 class Table:
-    """Rows with a picture each, read from disk as they are asked for."""
+    """Rows with a picture each, read from disk as they are asked for, by any number of threads.
+
+    Attributes:
+        root: Its directory.
+        others: What kind of row → how many there are beside the table's own.
+        stamp: What changes when one of its files does; empty while one is too fresh to be trusted.
+    """
 
     def __init__(self, path: str, split: str | None, image_column: str | None) -> None:
         self.root = Path(path)
-        self._rows = _open(self.root, split)
+        opened = _open(self.root, split)
+        self.others = opened.others
+        # Rows come as Arrow tables: as Python objects, every picture would be decoded. Nothing is
+        # written to a dataset by reading it so, and each reading makes a formatter of its own.
+        self._rows = opened.rows.with_format("arrow")
         self._column = self._find_column(image_column)
-        # The numbers of a table's rows mean what they mean as long as its files are the same.
-        self.stamp = _stamp(self.root)
+        self._pictures = self._rows.select_columns([self._column])
+        # A row's number means what it does as long as the files, and the column, are the same.
+        self.stamp = opened.stamp and f"{opened.stamp}:{self._column}"
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -35,23 +72,57 @@ class Table:
         """Names of all columns."""
         return list(self._rows.column_names)
 
-    def record(self, row: int) -> Mapping[str, Any]:
-        """A row without its picture."""
-        return self._captions()[row]
+    def records(self, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+        """These columns of every row, in order; those that are not there are left out."""
+        there = [name for name in columns if name in self.columns() and name != self._column]
+        if not there:
+            yield from ({} for _ in range(len(self)))
+            return
+        for batch in self._rows.select_columns(there).iter(batch_size=_CAPTIONS_READ):
+            yield from batch.to_pylist()
 
     def content(self, row: int) -> bytes:
-        """The file of a row's picture."""
-        cell = self._rows[row][self._column]
-        if not isinstance(cell, dict):
-            raise UserError(f"{self.root}: row {row} holds no picture in {self._column}")
-        if cell.get("bytes") is not None:
-            return bytes(cell["bytes"])
-        path = Path(cell.get("path") or "")
-        return (path if path.is_absolute() else self.root / path).read_bytes()
+        """The file of a row's picture.
 
-    @lru_cache(maxsize=1)  # noqa: B019 - tables live as long as the process
-    def _captions(self) -> Any:
-        return self._rows.remove_columns([self._column])
+        Raises:
+            RowError: There is none.
+            OSError: The row names a file that cannot be read.
+        """
+        cell = self._cell(row).as_py()
+        if isinstance(cell, dict) and cell.get("bytes") is not None:
+            cell = cell["bytes"]
+        if isinstance(cell, bytes):
+            return cell
+        path = self._path(cell)
+        if path is None:
+            raise RowError("no picture in this row")
+        return path.read_bytes()
+
+    def stamp_of(self, row: int) -> str:
+        """What changes when a row's picture may have; empty while it is too fresh to be trusted.
+
+        Raises:
+            OSError: The row names a file that is not there.
+        """
+        cell = self._cell(row)
+        if not cell.is_valid or not hasattr(cell, "keys"):
+            return self.stamp
+        # Asked of Arrow, whether there are bytes costs nothing; as a Python object they are read.
+        if "bytes" in cell and cell["bytes"].is_valid:
+            return self.stamp
+        path = self._path(cell.as_py())
+        if path is None:
+            return self.stamp
+        stamp = stamp_of(path)
+        return f"{self.stamp}:{stamp}" if self.stamp and stamp else ""
+
+    def _cell(self, row: int) -> Any:
+        return self._pictures[row].column(0)[0]
+
+    def _path(self, cell: Any) -> Path | None:
+        """The file that a cell names; None if it names none."""
+        name = cell.get("path") if isinstance(cell, dict) else None
+        return self.root / name if isinstance(name, str) and name else None
 
     def _find_column(self, wanted: str | None) -> str:
         from datasets import Image
@@ -64,20 +135,25 @@ class Table:
         column = wanted or next(iter(pictures + known), None)
         if column is None:
             raise UserError(f"{self.root} has no column of pictures", f"it has {', '.join(names)}")
-        if isinstance(self._rows.features[column], Image):
-            self._rows = self._rows.cast_column(column, Image(decode=False))
         return column
 
 
-@lru_cache(maxsize=16)
+_opening = threading.Lock()
+_tables: dict[tuple[str, str | None, str | None], Table] = {}
+
+
 def open_table(path: str, split: str | None, image_column: str | None) -> Table:
     """The table in a directory; opened once in a process.
 
     Raises:
-        UserError: The library is missing, or the directory is damaged or has no such split or
-            column.
+        UserError: The library is missing, the directory is damaged or has no such split or column,
+            or the cache has no room for a copy.
     """
-    return Table(path, split, image_column)
+    key = (path, split, image_column)
+    with _opening:
+        if key not in _tables:
+            _tables[key] = Table(*key)
+        return _tables[key]
 
 
 def table_of(dataset: Dataset) -> Table:
@@ -92,15 +168,34 @@ def read_table(dataset: Dataset) -> Source:
         UserError: As `open_table`, or the caption column is not there.
     """
     table = table_of(dataset)
+    named = dataset.caption_column
+    if named and named not in table.columns():
+        captions_in(dict.fromkeys(table.columns()), dataset, where=dataset.path)  # refuses
     root = Path(dataset.path)
+    columns = (named,) if named else CAPTION_COLUMNS
     entries = []
-    for row in range(len(table)):
-        captions = captions_in(table.record(row), dataset, where=dataset.path)
+    for row, record in enumerate(table.records(columns)):
+        captions = captions_in(record, dataset, where=dataset.path)
         entries.append(Entry(f"row {row}", root, captions, row=row))
-    return Source(entries)
+    return Source(entries, Counter(table.others))
 
 
-def _open(root: Path, split: str | None) -> Any:
+@dataclass(frozen=True)
+class _Opened:
+    """The rows of a split.
+
+    Attributes:
+        rows: A `datasets.Dataset`.
+        stamp: Of the files that they are in, made before these were read.
+        others: What kind of row → how many were left aside.
+    """
+
+    rows: Any
+    stamp: str
+    others: Counter[str]
+
+
+def _open(root: Path, split: str | None) -> _Opened:
     try:
         import datasets
     except ImportError:
@@ -109,39 +204,195 @@ def _open(root: Path, split: str | None) -> Any:
         ) from None
     datasets.disable_progress_bars()
     try:
-        if find_layout(root) == "arrow":
-            found = datasets.load_from_disk(str(root))
-        else:
-            found = _read_parquet(root)
+        return (_open_arrow if find_layout(root) == "arrow" else _open_parquet)(root, split)
+    except UserError:
+        raise
     except Exception as error:  # whatever its many readers raise about a damaged directory
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"the dataset {root} cannot be read ({text[0]})") from error
-    if not isinstance(found, dict):
-        if split not in (None, "train"):
-            raise UserError(f"{root} has no splits, and split {split} was asked for")
-        return found
-    name = split or ("train" if "train" in found else next(iter(found)))
-    if name not in found:
-        raise UserError(f"{root} has no split {name}", f"it has {', '.join(found)}")
-    return found[name]
+        raise _unreadable(root, error) from error
 
 
-def _read_parquet(root: Path) -> Any:
-    """The parquet files, by split: `data/train-00000-of-00002.parquet` is of the split `train`."""
+def _open_arrow(root: Path, split: str | None) -> _Opened:
     import datasets
 
-    files: dict[str, list[str]] = {}
+    stamp = _stamp([path for path in root.rglob("*") if path.suffix in (".arrow", ".json")])
+    found = datasets.load_from_disk(str(root), keep_in_memory=False)
+    if not isinstance(found, dict):
+        if split not in (None, _TRAIN):
+            raise UserError(f"{root} has no splits, and split {split} was asked for")
+        return _Opened(found, stamp, Counter())
+    name = _choose(root, list(found), split)
+    # Who asked for a split by its name knows that there are others.
+    left = [] if split else [other for other in found if other != name]
+    others = Counter({f"rows of the split {other}": len(found[other]) for other in left})
+    return _Opened(found[name], stamp, others)
+
+
+def _open_parquet(root: Path, split: str | None) -> _Opened:
+    import datasets
+
+    files = split_files(root)
+    loose = files.pop("", [])
+    if loose and _TRAIN not in files:
+        files[_TRAIN], loose = loose, []
+    name = _choose(root, list(files), split)
+    others: Counter[str] = Counter()
+    for other, paths in files.items():
+        if other != name and not split:
+            _count(paths, f"the split {other}", others)
+    _count(loose, "files of no split", others)
+    stamp = _stamp(files[name])
+    copy = _copy(root, name, files[name])
+    return _Opened(datasets.Dataset.from_file(str(copy)), stamp, others)
+
+
+def split_files(root: Path) -> dict[str, list[Path]]:
+    """The parquet files below a directory by the split that they belong to, "" for none.
+
+    A split is named by a file (`train-00000-of-00002.parquet`, `test.parquet`) or by its folder
+    (`default/train/0000.parquet`). Any other name (`0000.parquet`, `cats.parquet`) is of no split.
+    """
+    files: dict[str, list[Path]] = {}
     for path in sorted(root.rglob("*.parquet")):
-        files.setdefault(path.stem.partition("-")[0], []).append(str(path))
-    return datasets.DatasetDict({
-        name: datasets.Dataset.from_parquet(paths, split=name) for name, paths in files.items()
-    })  # fmt: skip
+        folders = reversed(path.relative_to(root).parts[:-1])
+        match = (
+            _SHARD.fullmatch(path.stem)
+            or next(filter(None, map(_FOLDER.fullmatch, folders)), None)
+            or _FILE.match(path.stem)
+        )
+        split = match["split"] if match else ""
+        known = split.lower() in _SPLIT_WORDS
+        files.setdefault(split.lower() if known else split, []).append(path)
+    return files
 
 
-def _stamp(root: Path) -> str:
+def _choose(root: Path, names: list[str], split: str | None) -> str:
+    """The split to train on."""
+    if split is None:
+        if _TRAIN not in names and len(names) > 1:
+            raise UserError(
+                f"{root} has several splits, and none is called {_TRAIN}",
+                f"set split to one of {', '.join(names)}",
+            )
+        return _TRAIN if _TRAIN in names else names[0]
+    if split not in names:
+        raise UserError(f"{root} has no split {split}", f"it has {', '.join(names)}")
+    return split
+
+
+def _count(paths: list[Path], what: str, others: Counter[str]) -> None:
+    """Count the rows of files that are left aside; damage in them does not matter."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for path in paths:
+        try:
+            others[f"rows of {what}"] += pq.read_metadata(path).num_rows
+        except (OSError, pa.ArrowException):
+            others[f"damaged parquet files of {what}"] += 1
+
+
+def _copy(root: Path, split: str, files: list[Path]) -> Path:
+    """The Arrow file with the rows of parquet files; made if there is none of them as they are.
+
+    Raises:
+        UserError: The cache is full or cannot be written, or the files do not fit together.
+    """
+    place = cache_home() / "tables"
+    name = hashlib.sha256(os.fsencode(f"{root.absolute()}:{split}")).hexdigest()[:24]
+    copy = place / f"{name}-{_identity(files)}.arrow"
+    try:
+        if copy.is_file():
+            return copy
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Whoever else wants the same copy waits for it here.
+        with (place / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not copy.is_file():
+                needed = sum(path.stat().st_size for path in files)
+                if (free := shutil.disk_usage(place).free) < needed:
+                    room = f"it takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+                    raise _no_copy(place, root, room)
+                _write(copy, place / f"{name}.part", _batches(root, files))
+                for old in place.glob(f"{name}-*.arrow"):
+                    if old != copy:
+                        old.unlink(missing_ok=True)
+    except OSError as error:
+        raise _no_copy(place, root, error.strerror or str(error)) from error
+    return copy
+
+
+def _write(copy: Path, part: Path, batches: Iterator[Any]) -> None:
+    """Write the copy; an `OSError` is about the place it goes to."""
+    import pyarrow as pa
+
+    schema = next(batches).schema
+    try:
+        with part.open("wb") as file:
+            with pa.ipc.new_stream(file, schema) as writer:
+                for batch in batches:
+                    writer.write_table(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, copy)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _batches(root: Path, files: list[Path]) -> Iterator[Any]:
+    """An empty table with the columns of all files, then their rows, some at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        schemas = [pq.read_schema(path) for path in files]
+        for path, schema in zip(files, schemas, strict=True):
+            if set(schema.names) != set(schemas[0].names):
+                raise UserError(
+                    f"{path} has other columns than {files[0]}",
+                    f"{', '.join(schema.names)} instead of {', '.join(schemas[0].names)}",
+                )
+        # A column that is empty in one file has no type there.
+        common = pa.unify_schemas(schemas, promote_options="permissive")
+        yield common.empty_table()
+        for path in files:
+            # Buffered: without, all of a row group is held at once, and it may be the whole file.
+            with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+                for batch in file.iter_batches(batch_size=_ROWS_COPIED):
+                    table = pa.Table.from_batches([batch]).select(common.names)
+                    yield table.cast(common)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise _unreadable(root, error) from error
+
+
+def _unreadable(root: Path, error: Exception) -> UserError:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return UserError(f"the dataset {root} cannot be read ({text[0]})")
+
+
+def _no_copy(place: Path, root: Path, why: str) -> UserError:
+    return UserError(
+        f"cannot keep a copy of {root} in {place} ({why})",
+        "make room there, or set XDG_CACHE_HOME to a directory that has it",
+    )
+
+
+def _identity(files: list[Path]) -> str:
+    """What changes when files do, however fresh they are."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.is_file():
-            status = path.stat()
-            digest.update(os.fsencode(f"{path}:{status.st_size}:{status.st_mtime_ns}"))
+    for path in files:
+        status = path.stat()
+        times = f"{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
+        digest.update(os.fsencode(f"{path}:{status.st_size}:{times}\n"))
+    return digest.hexdigest()[:16]
+
+
+def _stamp(files: list[Path]) -> str:
+    """What changes when files do; empty while one of them is too fresh to be trusted."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        stamp = stamp_of(path)
+        if not stamp:
+            return ""
+        digest.update(os.fsencode(f"\n{path}:{stamp}"))
     return digest.hexdigest()[:16]

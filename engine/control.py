@@ -22,13 +22,17 @@ class Wishes:
     sample_now: bool
 
 
+class StoppedError(Exception):
+    """All ranks have agreed to leave before the first step; nothing has failed."""
+
+
 class Control:
     """Watches the request files, and SIGTERM, which asks for the same as `stop`."""
 
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self._run_dir = run_dir
         self._world = world
-        self._terminated = False
+        self._stop = False
         signal.signal(signal.SIGTERM, self._note_termination)
 
     def agree(self) -> Wishes:
@@ -37,8 +41,17 @@ class Control:
         A file may appear between two ranks' looks, so the ranks vote; one vote is enough.
         """
         seen = [self._run_dir.requested(name) for name in REQUESTS]
-        seen[0] = seen[0] or self._terminated
+        seen[0] = self.wants_stop()
         return Wishes(*self._world.any(seen))
+
+    def wants_stop(self) -> bool:
+        """Whether this rank has seen a wish to stop. No collective: others may see it later.
+
+        What was seen once stays: what a rank tells the others must not differ from what it did.
+        """
+        if self._run_dir.requested("stop"):
+            self._stop = True  # never back to False: SIGTERM may have come meanwhile
+        return self._stop
 
     def honoured(self, name: str) -> None:
         """Remove the request file of what has been done (main rank)."""
@@ -47,4 +60,4 @@ class Control:
 
     def _note_termination(self, *_: Any) -> None:
         # Only a note: a collective or a save in a signal handler would hang or tear.
-        self._terminated = True
+        self._stop = True

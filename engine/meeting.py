@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.rundir import write_atomic
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.rundir import RunDir
+
+# Seconds between looks: ranks that are about equally fast wait next to nothing.
+_SHORTEST_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 0.1
 
 
 class StrandedError(RuntimeError):
@@ -88,12 +92,14 @@ class Meeting:
         Raises:
             StrandedError: Another rank has failed and will never arrive.
         """
+        pause = _SHORTEST_PAUSE
         while self.arrived(place) < (self._size if ranks is None else ranks):
             if any(self._run_dir.rank_error(rank).exists() for rank in range(self._size)):
                 raise StrandedError(f"another rank failed while this one waited for it at {place}")
             if waiting is not None:
                 waiting()
-            time.sleep(0.1)
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause * 1.5)
 
     def close(self) -> None:
         """Forget all markers; only after all ranks have met for the last time."""

@@ -35,10 +35,18 @@ class Progress:
         self.ranks: list[int] | None = None
 
     def __call__(self, done: int) -> None:
-        """Say that so many are done, in shared work: by this rank."""
+        """Say that so many are done, in shared work: by this rank. The work has moved on."""
         self._telemetry.moved()
         if self._shared:
             self._telemetry.done = done
+        self.say(done)
+
+    def say(self, done: int) -> None:
+        """Say how far all are, while this rank waits for the others.
+
+        Waiting is no work, so nothing moves on: the others say of themselves that they do, and
+        when none of them does, the job stands still.
+        """
         if time.monotonic() - self._said < _EVERY:
             return
         self._said = time.monotonic()

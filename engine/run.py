@@ -15,7 +15,7 @@ from engine.context_parallel import (
     require_cuda,
     splits_text,
 )
-from engine.control import Control
+from engine.control import Control, StoppedError
 from engine.data.index import sizes_of
 from engine.data.loader import Loader
 from engine.data.prepare import prepare
@@ -74,7 +74,14 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
 
     if world.context_size > 1:
         check_context(spec, family, world)
-    data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
+    try:
+        data = prepare(
+            spec, family, model_root, run_dir, world, meeting, telemetry, control.wants_stop
+        )
+    except StoppedError as stopped:
+        telemetry.say(f"asked to stop while preparing data ({stopped}); what is cached stays")
+        end("stopped", world, meeting, telemetry)
+        return
     model = build_model(spec, family, model_root, world, telemetry)
     training = start_training(spec, model, world)
     resume(training, run_dir, world, telemetry)
@@ -107,12 +114,17 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         telemetry.emit("export", path=str(path))
         telemetry.say(f"exported to {path}")
     trainer.report_memory()
+    end(outcome, world, meeting, telemetry)
+
+
+def end(outcome: str, world: World, meeting: Meeting, telemetry: Telemetry) -> None:
+    """Meet for the last time, and say how it ended."""
     telemetry.phase_name = "end"
     meeting.arrive("end")
     if world.main:
         meeting.wait("end")
         meeting.close()
-    telemetry.emit("end", reason=outcome, step=training.step)
+    telemetry.emit("end", reason=outcome, step=telemetry.step)
     telemetry.say(outcome)
 
 

@@ -95,9 +95,7 @@ class Stepper:
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
-        batches = self._loader.step(step)
-        waited = time.perf_counter() - begun
-        losses = self._accumulate(batches, step)
+        losses, waited = self._accumulate(step)
         with self._measured("step"):
             average_gradients(self._trained, self._world)
             if training.scaler is not None:
@@ -117,23 +115,33 @@ class Stepper:
         """Whether the memory of the next step is measured; the same on every rank."""
         return self._done < _MEASURED_FIRST or self._done % _MEASURED_EVERY == 0
 
-    def _accumulate(self, batches: list[MicroBatch], step: int) -> torch.Tensor:
-        """Forward and backward of each micro-batch; the mean loss, a scalar on the device."""
+    def _accumulate(self, step: int) -> tuple[torch.Tensor, float]:
+        """Forward and backward of each micro-batch.
+
+        Returns:
+            The mean loss, a scalar on the device, and the seconds of waiting for data.
+        """
         model, scaler = self._training.model, self._training.scaler
         losses = torch.zeros((), device=self._world.device)
-        for number, batch in enumerate(batches, start=1):
+        waited = 0.0
+        batches, count = self._loader.step(step), self._spec.gradient_accumulation_steps
+        for number in range(1, count + 1):
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
             if isinstance(model, FSDPModule):
                 # FSDP reduces gradients only after the last backward of a step.
-                model.set_requires_gradient_sync(number == len(batches))
+                model.set_requires_gradient_sync(number == count)
             with self._measured("forward"):
-                loss = self._loss(batch, step) / len(batches)
+                loss = self._loss(batch, step) / count
+            del batch  # before the next one comes to the device
             with self._measured("backward"):
                 # Ranks that share a sample have a part of its gradient each; see
                 # `engine.context_parallel`.
                 whole = loss * self._world.context_size
                 (whole if scaler is None else scaler.scale(whole)).backward()
             losses += loss.detach()
-        return losses
+        return losses, waited
 
     def _loss(self, batch: MicroBatch, step: int) -> torch.Tensor:
         generators = sample_generators(self._spec.seed, step, batch.positions)

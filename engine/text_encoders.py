@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from engine.release import Released, Watch, give_back, memory_in_use
@@ -105,8 +106,6 @@ def agree_on_sharding(
     world: World,
     run_dir: RunDir,
     meeting: Meeting,
-    *,
-    waiting: Callable[[], None] | None = None,
 ) -> tuple[bool, str]:
     """`shards_encoders` of rank 0, on every rank; it travels in a file, not in a collective.
 
@@ -118,7 +117,7 @@ def agree_on_sharding(
         sharded, reason = shards_encoders(wish, root, dtype, world)
         write_atomic(path, json.dumps({"sharded": sharded, "reason": reason}) + "\n")
     meeting.arrive(place)
-    meeting.wait(place, waiting=waiting)
+    meeting.wait(place)
     decided = read_json(path)
     if decided is None:
         raise RuntimeError(f"{path} is missing or damaged")
@@ -225,6 +224,25 @@ def text_pipeline(
         pipeline = _load(family, root, dtype, world, mesh, say, progress)
         yield pipeline
         freed(_free(pipeline, world, before))
+
+
+def agree_to_stop(pipeline: Any, seen: bool) -> bool:
+    """Whether any rank has seen a wish to stop, the same on all of them. A collective.
+
+    In the group of the sharded encoders, where any rank may be very late.
+
+    Args:
+        pipeline: From `text_pipeline`, sharded.
+        seen: Whether this rank has.
+    """
+    for model in _models(pipeline).values():
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                vote = torch.tensor(int(seen), device=parameter.device)
+                dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
+                return bool(vote)
+    return False  # nothing is sharded, so ranks go on until they meet
 
 
 def _load(

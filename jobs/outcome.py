@@ -50,9 +50,9 @@ def judge(
     if log.end_reason == "completed":
         return Outcome(State.COMPLETED, f"trained {newest[0] if newest else 0} steps")
     if log.end_reason == "stopped" and (stop_level or not interrupted):
-        return Outcome(
-            State.STOPPED, f"stopped at step {newest[0]}, saved" if newest else "stopped"
-        )
+        # Ranks that trained have saved; those that still prepared had nothing to save.
+        where = f"at step {newest[0]}, saved" if newest else "before the first step"
+        return Outcome(State.STOPPED, f"stopped {where}")
     if stop_level >= 2:
         word = "SIGTERM" if stop_level == 2 else "SIGKILL"
         return Outcome(State.STOPPED, f"ended by {word}; {resume}")

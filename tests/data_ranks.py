@@ -6,6 +6,7 @@ Preparing needs no process group, so most of these ranks have none and start in 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -17,8 +18,9 @@ import psutil
 import torch
 
 from engine import families
+from engine.control import StoppedError
 from engine.data import cache as cache_module
-from engine.data.prepare import Prepared, prepare
+from engine.data.prepare import Prepared, prepare, view_number
 from engine.meeting import Meeting
 from engine.run import run
 from engine.telemetry import Telemetry
@@ -28,11 +30,17 @@ from jobs.specfile import load_spec
 
 
 class Counting:
-    """A family that counts what it encodes, and may be slow at it."""
+    """A family that counts what it encodes, and may be slow at it.
 
-    def __init__(self, delay: float = 0.0) -> None:
+    Args:
+        delay: Seconds for each text.
+        picture_delay: Seconds for each picture; as for texts when left out.
+    """
+
+    def __init__(self, delay: float = 0.0, picture_delay: float | None = None) -> None:
         self._family = families.load("flux")
         self._delay = delay
+        self._picture_delay = delay if picture_delay is None else picture_delay
         self.texts: list[str] = []
         self.pictures = 0
         self.loaded: list[str] = []
@@ -46,7 +54,7 @@ class Counting:
         return self._family.encode(pipeline, text, length)
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        time.sleep(self._delay)
+        time.sleep(self._picture_delay)
         self.pictures += 1
         return self._family.encode_pictures(vae, pixels)
 
@@ -65,8 +73,9 @@ def fill(
     """Prepare, and write down what this rank did: `TOKEN-RANK.json`.
 
     Args:
-        options: `delay` seconds for each thing to encode; `dies` after so many files, by SIGKILL,
-            with the next one half written.
+        options: `delay` seconds for each thing to encode, `picture_delay` where pictures differ;
+            `dies` after so many files, by SIGKILL, with the next one half written; `sees`, the one
+            rank that sees a wish to stop (default: all do).
     """
     torch.set_num_threads(1)
     run_dir = RunDir(root)
@@ -74,21 +83,30 @@ def fill(
     spec = load_spec(None, values)
     world = World(rank, ranks, torch.device("cpu"), "ddp", token)
     telemetry = Telemetry(run_dir, rank)
-    family = Counting(options.get("delay", 0.0))
+    family = Counting(options.get("delay", 0.0), options.get("picture_delay"))
     if "dies" in options and rank == ranks - 1:
         die_after(options["dies"])
     before = psutil.Process().memory_info().rss
     model_root = Path(spec.pretrained_model_name_or_path)
     meeting = Meeting(run_dir, token, rank, ranks)
-    data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
+    sees = options.get("sees", rank) == rank
+    facts: dict[str, Any] = {}
+    try:
+        data = prepare(
+            spec, family, model_root, run_dir, world, meeting, telemetry,
+            lambda: sees and run_dir.requested("stop"),
+        )  # fmt: skip
+    except StoppedError as stopped:
+        facts |= {"stopped": str(stopped), "at": time.time()}
+    else:
+        facts["digest"] = digest(data)
     gc.collect()
-    facts = {
+    facts |= {
         "texts": family.texts,
         "pictures": family.pictures,
         "loaded": family.loaded,
         "left": left_in_memory(),
         "grown": psutil.Process().memory_info().rss - before,
-        "digest": digest(data),
     }
     (root / f"{token}-{rank}.json").write_text(json.dumps(facts))
     telemetry.close()
@@ -108,15 +126,19 @@ def left_in_memory() -> list[str]:
     return found
 
 
-def digest(data: Prepared) -> float:
-    """A number that depends on everything that was prepared."""
-    total = 0.0
+def digest(data: Prepared) -> str:
+    """A text that depends on everything that was prepared, and on which picture is drawn when
+    and with which caption.
+    """
+    order, total = hashlib.sha256(), 0.0
     for step in range(data.spec.max_train_steps):
         for draw in data.plan.draws(step):
+            key = data.latent_keys(draw.sample, view_number(draw, data.spec))
+            order.update(f"{key} {data.caption_of(draw)}\n".encode())
             total += float(data.latents_of(draw).double().abs().sum())
             for tensor in data.texts.encoded(data.caption_of(draw)).values():
                 total += float(tensor.double().abs().sum())
-    return total
+    return f"{order.hexdigest()} {total!r}"
 
 
 def die_after(files: int) -> None:
@@ -143,7 +165,12 @@ def die_after(files: int) -> None:
 def train(
     rank: int, ranks: int, values: dict[str, Any], root: Path, port: int, options: dict[str, Any]
 ) -> None:
-    """Run a whole job among ranks with a process group; the last rank prepares late."""
+    """Run a whole job among ranks with a process group.
+
+    Args:
+        options: `delay` seconds by which the last rank prepares late; `each` seconds that all
+            ranks take for each text.
+    """
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
@@ -151,16 +178,22 @@ def train(
     torch.set_num_threads(1)
     run_dir = RunDir(root)
     run_dir.create()
-    if rank == ranks - 1:
-        from engine.data import texts
+    from engine.data import texts
 
-        stock = texts._encode
+    stock = texts._encode
 
-        def late(*words: Any) -> dict[str, torch.Tensor]:
-            texts._encode = stock
-            time.sleep(options["delay"])
-            return stock(*words)
+    def late(*words: Any) -> dict[str, torch.Tensor]:
+        texts._encode = stock
+        time.sleep(options["delay"])
+        return stock(*words)
 
+    def slow(*words: Any) -> dict[str, torch.Tensor]:
+        time.sleep(options["each"])
+        return stock(*words)
+
+    if "each" in options:
+        texts._encode = slow
+    elif rank == ranks - 1:
         texts._encode = late
     telemetry = Telemetry(run_dir, rank)
     run(run_dir, telemetry)

@@ -52,6 +52,13 @@ def join(context: ProcessContext) -> None:
         assert time.monotonic() < deadline, "ranks hang"
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
 class Folder:
     """Jobs that share a cache."""
 
@@ -77,6 +84,24 @@ class Folder:
     ) -> ProcessContext:
         values = self.values(ranks, **changes or {})
         return start(data_ranks.fill, ranks, values, self.root / "run", token, options)
+
+    def stop(
+        self, token: str, ranks: int, kind: str, options: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], float]:
+        """An attempt that is asked to stop after some files of a kind: what each rank says it
+        did, and how many seconds the last one took to leave.
+        """
+        context = self.start(token, ranks, **options)
+        wait_until(lambda: len(self.files(kind)) >= 3)
+        RunDir(self.root / "run").request("stop")
+        asked = time.time()
+        join(context)
+        RunDir(self.root / "run").clear_request("stop")  # as the next attempt's launch does
+        facts = [
+            json.loads((self.root / "run" / f"{token}-{rank}.json").read_text())
+            for rank in range(ranks)
+        ]
+        return facts, max(said["at"] for said in facts) - asked
 
     def files(self, kind: str) -> dict[str, tuple[int, int]]:
         """Name → inode and time of change: a file that was written again has others."""
@@ -205,6 +230,55 @@ def test_a_job_that_sees_little_prepares_little(folder: Folder) -> None:
     assert computed(longer) == (4, 4), "and the longer one only what is new to it"
 
 
+@pytest.mark.parametrize(
+    ("phase", "kind", "options"),
+    [
+        ("encode", "text", {"delay": 0.5}),
+        ("latents", "latents", {"delay": 0.0, "picture_delay": 0.5}),
+    ],
+)
+def test_ranks_that_are_asked_to_stop_leave_together_and_go_on_later(
+    phase: str, kind: str, options: dict[str, Any], folder: Folder
+) -> None:
+    stopped, took = folder.stop("stopped", 2, kind, options)
+    assert [said["stopped"] for said in stopped] == [phase, phase]
+    # Whatever a rank was at, and pictures that are read already; not a whole piece, nor the rest.
+    assert took < 5
+    kept = {kind: folder.files(kind) for kind in ("text", "latents")}
+    assert computed(stopped) == (len(kept["text"]), len(kept["latents"]))
+    assert len(kept[kind]) < {"text": 26, "latents": 48}[kind], "it had more to do"
+
+    again = folder.fill("again", 2)
+    now = {kind: folder.files(kind) for kind in kept}
+    assert computed(again) == tuple(len(now[kind]) - len(kept[kind]) for kind in kept)
+    for kind, files in kept.items():
+        assert files.items() <= now[kind].items(), "what was there was not touched"
+
+
+@pytest.mark.parametrize(("sees", "place"), [(0, "index"), (1, "check-text")])
+def test_a_wish_that_one_rank_sees_is_everyones(sees: int, place: str, folder: Folder) -> None:
+    RunDir(folder.root / "run").request("stop")
+    facts = folder.fill("seen", 2, sees=sees)
+    assert [said["stopped"] for said in facts] == [place, place]
+    assert computed(facts) == (0, 0)
+
+
+def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder) -> None:
+    context = start_training(
+        folder.root / "run", folder.toy, {"each": 0.5}, shard_text_encoders=True,
+        cache_dir=str(folder.cache), max_train_steps=12,
+    )  # fmt: skip
+    wait_until(lambda: len(folder.files("text")) >= 3)
+    RunDir(folder.root / "run").request("stop")
+    join(context)
+    end = folder.events[-1]
+    assert (end["kind"], end["reason"], end["step"]) == ("end", "stopped", 0)
+    assert not [e for e in folder.events if e.get("name") == "encode" and e["state"] == "end"]
+    assert len(folder.files("text")) < 24, "it had more to do"
+    assert not (folder.root / "run" / ".meeting").exists()
+    assert not RunDir(folder.root / "run").rank_errors()
+
+
 @dataclass
 class Late:
     """A job one of whose ranks is late."""
@@ -229,23 +303,38 @@ class Late:
         return {p.name: p.read_bytes() for p in (self.root / "cache/text").rglob("*.safetensors")}
 
 
+def start_training(
+    root: Path, toy: Path, options: dict[str, Any], **changes: Any
+) -> ProcessContext:
+    """A whole job on two ranks; see `data_ranks.train`."""
+    values = toy_values(toy, num_processes=2, strategy="fsdp2", **changes)
+    RunDir(root).create()
+    RunDir(root).job_file.write_text(dump_spec(load_spec(None, values)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return start(data_ranks.train, 2, values, root, port, options)
+
+
 @pytest.fixture(scope="module", autouse=True)
+def _late_ones_start_first(request: pytest.FixtureRequest) -> None:
+    """So that they are late while the other tests run; only if one that asks for them will."""
+    for item in request.session.items:
+        if item.path == request.path and "late" in getattr(item, "fixturenames", ()):
+            request.getfixturevalue("late")
+            return
+
+
+@pytest.fixture(scope="module")
 def late(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[dict[str, Late]]:
     """Jobs with encoders whole and sharded; they sleep while the other tests run."""
     jobs = {}
     for name in ("whole", "sharded"):
         root = tmp_path_factory.mktemp("late") / name
-        values = toy_values(
-            toy, num_processes=2, strategy="fsdp2", distributed_timeout_seconds=TIMEOUT,
-            max_train_steps=12, cache_dir=str(root / "cache"),
-            shard_text_encoders=name == "sharded",
+        context = start_training(
+            root, toy, {"delay": DELAY}, distributed_timeout_seconds=TIMEOUT, max_train_steps=12,
+            cache_dir=str(root / "cache"), shard_text_encoders=name == "sharded",
         )  # fmt: skip
-        RunDir(root).create()
-        RunDir(root).job_file.write_text(dump_spec(load_spec(None, values)))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = start(data_ranks.train, 2, values, root, port, {"delay": DELAY})
         jobs[name] = Late(context, root)
     yield jobs
     for job in jobs.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,7 @@ class Rig:
 
     spec: JobSpec
     spoilt: set[int] = field(default_factory=set)
+    waits: float = 0.0  # seconds, for each micro-batch
 
     def __post_init__(self) -> None:
         self.model = Line()
@@ -135,8 +137,10 @@ class Rig:
             self.spec, family, self, self.training, loader, ALONE, Peaks(ALONE.device)
         )
 
-    def step(self, step: int) -> list[MicroBatch]:
-        return [MicroBatch(range(1), torch.ones(1, 1, 1, 1), {})]
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        for _ in range(self.spec.gradient_accumulation_steps):
+            time.sleep(self.waits)
+            yield MicroBatch(range(1), torch.ones(1, 1, 1, 1), {})
 
     def draw(self, latents: torch.Tensor, generators: Any) -> Problem:
         return Problem(latents, torch.zeros(1), torch.zeros_like(latents))
@@ -158,6 +162,14 @@ def test_a_step_is_gradient_descent() -> None:
     assert at.model.weight.item() == pytest.approx(2.0 - 0.1 * 4.0)
     assert at.training.step == 1
     assert set(at.stepper._peaks.phases) == {"forward", "backward", "step"}
+
+
+def test_waiting_for_data_counts_for_every_micro_batch() -> None:
+    at = rig(gradient_accumulation_steps=3)
+    at.waits = 0.05
+    result = at.stepper.run()
+    assert 0.15 <= result.data_seconds <= result.seconds
+    assert result.loss == pytest.approx(4.0)
 
 
 def test_a_loss_that_is_not_finite_ends_the_job_and_changes_nothing() -> None:

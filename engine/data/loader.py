@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -13,6 +14,8 @@ from engine.data.prepare import NO_TEXT
 from engine.draws import drops_caption
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.data.prepare import Prepared
     from engine.world import World
     from jobs.spec import JobSpec
@@ -46,28 +49,62 @@ class _Read:
 
 
 class Loader:
-    """This rank's micro-batches, step by step."""
+    """This rank's micro-batches, step by step.
+
+    Whole steps are read ahead into ordinary memory; only the next micro-batch is in pinned memory,
+    and only the one that is asked for on the device.
+    """
 
     def __init__(self, spec: JobSpec, data: Prepared, world: World) -> None:
         self._spec = spec
         self._data = data
         self._world = world
-        self._pinned = world.device.type == "cuda"  # copies from pinned memory do not block
+        self._pins = world.device.type == "cuda"  # copies from pinned memory do not block
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="loader")
+        # Of its own: behind the reading of later steps, pinning would come too late.
+        self._pinning = ThreadPoolExecutor(1, thread_name_prefix="pinning")
         self._ahead: dict[int, Future[list[_Read]]] = {}
+        self._pinned: dict[tuple[int, int], Future[_Read]] = {}
 
-    def step(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step, counted from 0; the next steps are read meanwhile."""
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        """The micro-batches of a step, counted from 0; the next steps are read meanwhile.
+
+        Each is moved to the device when it is asked for.
+        """
+        self._read_ahead(step)
+        own = [(step, micro) for micro in range(self._spec.gradient_accumulation_steps)]
+        for place, following in pairwise([*own, (step + 1, 0)]):
+            self._pin_ahead(*place)
+            batch = self._pinned.pop(place).result()
+            self._pin_ahead(*following)
+            yield self._to_device(batch)
+
+    def close(self) -> None:
+        for threads in (self._threads, self._pinning):
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def _read_ahead(self, step: int) -> None:
         last = min(step + self._spec.prefetch_steps, self._spec.max_train_steps - 1)
         wanted = range(step, max(step, last) + 1)
         self._ahead = {n: read for n, read in self._ahead.items() if n in wanted}
         for number in wanted:
             if number not in self._ahead:
                 self._ahead[number] = self._threads.submit(self._read, number)
-        return [self._to_device(batch) for batch in self._ahead.pop(step).result()]
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+    def _pin_ahead(self, step: int, micro: int) -> None:
+        """Begin to put a micro-batch where it can be copied to the device from."""
+        if (step, micro) not in self._pinned and step in self._ahead:
+            read = self._ahead[step]
+            self._pinned[step, micro] = self._pinning.submit(self._pin, read, micro)
+
+    def _pin(self, reading: Future[list[_Read]], micro: int) -> _Read:
+        batch = reading.result()[micro]
+        if not self._pins:
+            return batch
+        condition = batch.condition
+        if condition is not None:
+            condition = {name: tensor.pin_memory() for name, tensor in condition.items()}
+        return replace(batch, latents=batch.latents.pin_memory(), condition=condition)
 
     def _read(self, step: int) -> list[_Read]:
         draws = self._data.plan.draws(step)
@@ -83,10 +120,6 @@ class Loader:
         latents = torch.stack([self._data.latents_of(draws[position]) for position in positions])
         texts = [self._text(step, position, draws[position]) for position in positions]
         condition = self._encoded(texts) if self._data.texts.ahead else None
-        if self._pinned:
-            latents = latents.pin_memory()
-            if condition is not None:
-                condition = {name: tensor.pin_memory() for name, tensor in condition.items()}
         return _Read(positions, latents, texts, condition)
 
     def _text(self, step: int, position: int, draw: Draw) -> str:

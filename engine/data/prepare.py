@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from engine.control import StoppedError
 from engine.data.cache import TensorCache
 from engine.data.captions import prompt_text
 from engine.data.index import DataIndex, build_index, cache_root
@@ -19,11 +20,12 @@ from jobs.cascade import settle
 from jobs.rundir import write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
 
+    from engine.data.report import DataReport
     from engine.families import Family
     from engine.meeting import Meeting
     from engine.telemetry import Telemetry
@@ -78,6 +80,7 @@ def prepare(
     world: World,
     meeting: Meeting,
     telemetry: Telemetry,
+    wants_stop: Callable[[], bool] = lambda: False,
 ) -> Prepared:
     """Look at the data, encode captions and pictures that no cache has yet.
 
@@ -92,9 +95,13 @@ def prepare(
         world: The ranks.
         meeting: Where they meet.
         telemetry: This rank's.
+        wants_stop: Whether this rank has seen a wish to stop; once it has, it always says so.
+
+    Raises:
+        StoppedError: A rank has seen one. All ranks leave at the same place; what was cached stays.
     """
     spec = settle(spec)
-    team = Team(world, meeting, telemetry)
+    team = Team(world, meeting, telemetry, wants_stop)
     index = _index(spec, model_root, run_dir, team)
     plan = make_plan(spec, index)
     captions = [sample_texts(sample, spec) for sample in index.samples]
@@ -139,37 +146,59 @@ def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> Data
     """Rank 0 looks at the data; everyone reads what it found."""
     path, telemetry = run_dir.root / "data.json", team.telemetry
     if team.world.main:
-        with telemetry.phase("index") as progress:
-            before = _index_of_last_attempt(path)
-
-            def looked(done: int, total: int) -> None:
-                progress.total = total
-                progress(done)
-
-            index = build_index(spec, looked)
-            index.save(path)
-            report = make_report(spec, index, model_root)
-            write_atomic(run_dir.data_report, json.dumps(report.to_dict()) + "\n")
-        team.meeting.arrive("index")
-        for line in summary(report):
-            telemetry.say(line)
-        for one in index.skipped:
-            telemetry.say(f"left out {one.name}: {one.why}")
-        if index.skipped:
-            first = index.skipped[0]
-            telemetry.warn(
-                f"{len(index.skipped)} of {len(index.skipped) + report.samples} pictures are left "
-                f"out, such as {first.name} ({first.why})"
-            )
-        if before is not None and (changes := changed_since(before, index)):
-            telemetry.warn(f"the data is not what it was at the last attempt: {changes}")
-        telemetry.emit(
-            "data", samples=report.samples, skipped=len(report.skipped), texts=report.texts,
-            buckets=[[*bucket.size, bucket.samples] for bucket in report.buckets],
-            steps_per_epoch=report.steps_per_epoch, epochs=report.epochs,
-        )  # fmt: skip
-    team.meeting.wait("index", ranks=1, waiting=telemetry.moved)
+        before = _index_of_last_attempt(path)
+        found = _look(spec, model_root, path, run_dir, team)
+        team.arrive("index", {})
+        if found is not None:
+            _tell(*found, before, telemetry)
+    team.meeting.wait("index", ranks=1)
+    team.words("index")
     return DataIndex.load(path)
+
+
+def _look(
+    spec: JobSpec, model_root: Path, path: Path, run_dir: RunDir, team: Team
+) -> tuple[DataIndex, DataReport] | None:
+    """Look at the data and write down what is there; None if a wish to stop came first."""
+    with team.telemetry.phase("index") as progress:
+
+        def looked(done: int, total: int) -> None:
+            progress.total = total
+            progress(done)
+            if team.wants_stop():
+                raise StoppedError("index")
+
+        try:
+            index = build_index(spec, looked)
+        except StoppedError:
+            return None  # the others are told, and all leave where they meet
+        index.save(path)
+        report = make_report(spec, index, model_root)
+        write_atomic(run_dir.data_report, json.dumps(report.to_dict()) + "\n")
+        return index, report
+
+
+def _tell(
+    index: DataIndex, report: DataReport, before: DataIndex | None, telemetry: Telemetry
+) -> None:
+    """Say what is in the data, and what is not what it was."""
+    for line in summary(report):
+        telemetry.say(line)
+    for one in index.skipped:
+        telemetry.say(f"left out {one.name}: {one.why}")
+    if index.skipped:
+        first = index.skipped[0]
+        telemetry.warn(
+            f"{len(index.skipped)} of {len(index.skipped) + report.samples} pictures are left "
+            f"out, such as {first.name} ({first.why})"
+        )
+    if before is not None and (changes := changed_since(before, index)):
+        telemetry.warn(f"the data is not what it was at the last attempt: {changes}")
+    telemetry.emit(
+        "data", samples=report.samples, skipped=len(report.skipped), texts=report.texts,
+        buckets=[[*bucket.size, bucket.samples] for bucket in report.buckets],
+        steps_per_epoch=report.steps_per_epoch, epochs=report.epochs,
+    )  # fmt: skip
 
 
 def _index_of_last_attempt(path: Path) -> DataIndex | None:

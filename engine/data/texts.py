@@ -12,7 +12,7 @@ import torch
 from engine.data.cache import TensorCache, fingerprint
 from engine.data.work import find_missing, piece_size, pieces, together
 from engine.precision import compute_dtype
-from engine.text_encoders import agree_on_sharding, text_pipeline
+from engine.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -142,6 +142,9 @@ def prepare_texts(
         directory: Of all caches.
         texts: Everything that may be asked for.
         team: The ranks.
+
+    Raises:
+        StoppedError: A rank wants to stop; raised on all of them.
     """
     cache = TensorCache(directory, "text")
     keys = TextKeys(spec, cache, root)
@@ -154,7 +157,7 @@ def prepare_texts(
     with together("encode", len(missing), team) as shared:
 
         def encode(pipeline: Any, key: str) -> None:
-            if not cache.path(key).exists():  # another job may have been faster
+            if cache.check(key) != "sound":  # another job may have been faster
                 cache.write(key, _encode(family, pipeline, text_of[key], spec))
             shared.add()
 
@@ -165,6 +168,8 @@ def prepare_texts(
         if sharded:
             with load(sharded=True, progress=lambda read: team.telemetry.moved()) as pipeline:
                 for key, mine in _lockstep(missing, team.world):
+                    if agree_to_stop(pipeline, team.wants_stop()):
+                        break
                     content = _encode(family, pipeline, text_of[key], spec)
                     if mine:
                         cache.write(key, content)
@@ -183,7 +188,7 @@ def prepare_texts(
 def _agree(spec: JobSpec, root: Path, team: Team) -> bool:
     sharded, reason = agree_on_sharding(
         spec.shard_text_encoders, root, compute_dtype(spec), team.world, team.telemetry.run_dir,
-        team.meeting, waiting=team.telemetry.moved,
+        team.meeting,
     )  # fmt: skip
     team.telemetry.say(f"text encoders {'are sharded' if sharded else 'stay whole'}: {reason}")
     return sharded

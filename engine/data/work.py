@@ -5,10 +5,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.control import StoppedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engine.data.cache import TensorCache
     from engine.meeting import Meeting
@@ -23,11 +25,35 @@ _LARGEST_PIECE: Final = 16  # files that a rank takes at once to make
 
 @dataclass
 class Team:
-    """The ranks of an attempt, as far as they share work."""
+    """The ranks of an attempt, as far as they share work.
+
+    Attributes:
+        world: The ranks.
+        meeting: Where they meet.
+        telemetry: This rank's.
+        wants_stop: Whether this rank has seen a wish to stop; once it has, it always says so.
+    """
 
     world: World
     meeting: Meeting
     telemetry: Telemetry
+    wants_stop: Callable[[], bool]
+
+    def arrive(self, place: str, word: dict[str, Any]) -> None:
+        """Go to a meeting point; the word also says whether this rank wants to stop."""
+        self.meeting.arrive(place, word | {"stop": self.wants_stop()})
+
+    def words(self, place: str) -> list[dict[str, Any]]:
+        """What was said at a meeting point at which all are that are to speak there.
+
+        Raises:
+            StoppedError: One of them wants to stop. All ranks read the same words, so all leave
+                here or none does, and nobody goes on into a collective alone.
+        """
+        words: list[dict[str, Any]] = self.meeting.words(place)
+        if any(word["stop"] for word in words):
+            raise StoppedError(place)
+        return words
 
 
 def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[str]:
@@ -35,9 +61,12 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
 
     Each file is read by one of the ranks and its checksum compared; damaged ones are removed and
     named in a warning.
+
+    Raises:
+        StoppedError: A rank wants to stop; raised on all of them.
     """
     keys = list(dict.fromkeys(keys))
-    meeting, telemetry, place = team.meeting, team.telemetry, f"check-{cache.kind}"
+    telemetry, place = team.telemetry, f"check-{cache.kind}"
     found: dict[str, str] = {}
     with (
         telemetry.phase("check", len(keys), shared=True) as progress,
@@ -45,14 +74,14 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
     ):
         cache.sweep()
         checked = 0
-        for piece in pieces(keys, _CHECKED_TOGETHER, place, team):
+        for piece in map(list, pieces(keys, _CHECKED_TOGETHER, place, team)):
             found |= zip(piece, pool.map(cache.check, piece), strict=True)
             checked += len(piece)
             progress(checked)
         wrong = {key: state for key, state in found.items() if state != "sound"}
-        _meet(place, {"wrong": wrong, "done": checked}, team, progress)
+        words = _meet(place, {"wrong": wrong, "done": checked}, team, progress)
     states: dict[str, str] = {}
-    for word in meeting.words(place):
+    for word in words:
         states |= word["wrong"]
     damaged = [key for key in keys if states.get(key) == "damaged"]
     if damaged:
@@ -63,11 +92,24 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
     return [key for key in keys if key in states]
 
 
-def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[list[str]]:
-    """This rank's pieces of the work: whoever is ready takes the next."""
+def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[Iterator[str]]:
+    """This rank's pieces of the work: whoever is ready takes the next.
+
+    When the rank sees a wish to stop there are no more, and no more in the piece that it has. The
+    next meeting is then where all leave.
+    """
     for number, start in enumerate(range(0, len(items), size)):
+        if team.wants_stop():
+            return
         if team.meeting.claim(work, number):
-            yield list(items[start : start + size])
+            yield _until_stop(items[start : start + size], team)
+
+
+def _until_stop(items: Sequence[str], team: Team) -> Iterator[str]:
+    for item in items:
+        if team.wants_stop():
+            return
+        yield item
 
 
 def piece_size(count: int, ranks: int) -> int:
@@ -77,7 +119,11 @@ def piece_size(count: int, ranks: int) -> int:
 
 @contextmanager
 def together(phase: str, total: int, team: Team) -> Iterator[Shared]:
-    """A phase whose work the ranks share, and at whose end all of it is done."""
+    """A phase whose work the ranks share, and at whose end all of it is done.
+
+    Raises:
+        StoppedError: A rank wants to stop, so that it is not; raised at the end, on all ranks.
+    """
     with team.telemetry.phase(phase, total, shared=True) as progress:
         shared = Shared(progress)
         yield shared
@@ -97,8 +143,11 @@ class Shared:
         self._progress(self.done)
 
 
-def _meet(place: str, word: dict[str, object], team: Team, progress: Progress) -> None:
-    mine = int(str(word["done"]))
-    team.meeting.arrive(place, word)
-    team.meeting.wait(place, waiting=lambda: progress(mine))
-    progress.ranks = [int(said["done"]) for said in team.meeting.words(place)]
+def _meet(place: str, word: dict[str, Any], team: Team, progress: Progress) -> list[dict[str, Any]]:
+    """Wait for all ranks; what they said."""
+    mine: int = word["done"]
+    team.arrive(place, word)
+    team.meeting.wait(place, waiting=lambda: progress.say(mine))
+    words = team.words(place)
+    progress.ranks = [said["done"] for said in words]
+    return words

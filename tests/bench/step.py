@@ -154,7 +154,7 @@ def engine_steps(spec: Any, world: Any, toy: Path) -> tuple[Callable[[], Any], A
     training = start_training(spec, build_model(spec, family, model_root, world, telemetry), world)
     loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
-    batch = loader.step(0)[0]
+    batch = next(iter(loader.step(0)))
     stepper = Stepper(spec, family, objective, training, loader, world, Peaks(world.device))
     return stepper.run, batch.latents, batch.condition
 

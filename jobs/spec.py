@@ -46,7 +46,12 @@ class JobSpec(
 
     def digest(self) -> str:
         """A hash of what decides the result; used to tell whether a resume changes anything."""
-        payload = json.dumps(self.to_dict(), sort_keys=True).encode()
+        # -0.0 equals 0.0, so files that leave defaults out cannot keep it.
+        values = {
+            key: value + 0.0 if isinstance(value, float) else value
+            for key, value in self.to_dict().items()
+        }
+        payload = json.dumps(values, sort_keys=True).encode()
         return hashlib.sha256(payload).hexdigest()[:16]
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.e2e
 STEPS: Final = 10
 TOLERANCE: Final = 1e-5
 # Relative, of a loss after ten steps; a unit in the last place is 4e-3 in bf16, 5e-4 in fp16.
-ROUNDING: Final = {"bf16": 1e-2, "fp16": 2e-3}
+ROUNDING: Final = {"bf16": 1e-2, "fp16": 5e-3}
 PATIENCE: Final = 300.0  # seconds; a slow machine under load, not an expectation
 
 COMMON: Final = {"max_train_steps": STEPS, "max_grad_norm": 0.05}

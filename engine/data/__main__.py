@@ -47,11 +47,15 @@ def main(arguments: list[str] | None = None) -> int:
         root = find_model(model) if model else None
         report = make_report(spec, index := build_index(spec, _Progress()), root)
         found = report.to_dict()
-        if options.sheet:
-            sheet(index, spec).save(options.sheet, format="PNG")
-            found["sheet"] = str(options.sheet)
-        if options.strips:
-            found["strips"] = save_strips(index, spec, options.strips)
+        try:
+            if options.sheet:
+                sheet(index, spec).save(options.sheet, format="PNG")
+                found["sheet"] = str(options.sheet)
+            if options.strips:
+                found["strips"] = save_strips(index, spec, options.strips)
+        except OSError as error:
+            place = error.filename or options.sheet or options.strips
+            raise UserError(f"cannot write {place} ({error.strerror or error})") from None
     except UserError as error:
         print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2

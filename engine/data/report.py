@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.data.captions import texts_of
@@ -16,8 +17,6 @@ from jobs.paths import expand
 from jobs.strategy import data_parallel_size
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine.data.index import DataIndex, Sample
     from jobs.spec import JobSpec
 
@@ -230,7 +229,7 @@ def _cautions(
     found = [Found(len(c), text, [s.name for s in c[:_EXAMPLES]]) for c, text in candidates if c]
     for number, dataset in enumerate(index.others):
         for kind, count in sorted(dataset.items()):
-            path = datasets_of(spec)[number].path
+            path = Path(datasets_of(spec)[number].path).name
             found.append(Found(count, f"{kind} in {path}, which are no samples"))
     return found
 

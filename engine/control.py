@@ -40,9 +40,8 @@ class Control:
 
         A file may appear between two ranks' looks, so the ranks vote; one vote is enough.
         """
-        seen = [self._run_dir.requested(name) for name in REQUESTS]
-        seen[0] = self.wants_stop()
-        return Wishes(*self._world.any(seen))
+        others = [self._run_dir.requested(name) for name in REQUESTS[1:]]
+        return Wishes(*self._world.any([self.wants_stop(), *others]))
 
     def wants_stop(self) -> bool:
         """Whether this rank has seen a wish to stop. No collective: others may see it later.

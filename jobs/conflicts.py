@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.cascade import find_overruled
 from jobs.data_conflicts import DATA_RULES, Conflict
+from jobs.datasets import TRIGGER
 from jobs.families import FAMILIES
 from jobs.strategy import (
     SHARDING,
@@ -51,8 +52,8 @@ def find_warnings(spec: JobSpec) -> list[str]:
     if not shards(spec) and (ignored := _of_fsdp(spec)):
         strategy, _ = chosen_strategy(spec)
         warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
-    if spec.trigger_word is None and any("[trigger]" in p for p in spec.validation_prompts):
-        warnings.append("validation_prompts: [trigger] stays as it is without a trigger_word")
+    if spec.trigger_word is None and any(TRIGGER in p for p in spec.validation_prompts):
+        warnings.append(f"validation_prompts: {TRIGGER} stays as it is without a trigger_word")
     return warnings + find_overruled(spec)
 
 

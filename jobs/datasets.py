@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Layout = Literal["folder", "arrow", "parquet"]
 
+# Where captions and prompts get the trigger word.
+TRIGGER: Final = "[trigger]"
 _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
 
 

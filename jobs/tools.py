@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # looked at, of so many
 
-# What a job may lack when only its data is looked at; then no tokens are counted.
-NOT_NEEDED: Final = ("pretrained_model_name_or_path",)
-STRIP_GAP: Final = 6  # pixels left of, between, right of and below the pictures of a strip
 _NOTICE_WITHIN: Final = 0.1  # seconds in which it is noticed that nobody wants the answer any more
 _GRACE: Final = 2.0  # seconds to end after SIGTERM
 _PREFIX: Final = "fsdp-tui: "

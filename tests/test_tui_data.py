@@ -15,11 +15,12 @@ from textual.geometry import Region
 from tui_support import add_job
 
 from jobs.eventlog import Phase
+from jobs.look import STRIP_GAP
 from jobs.rundir import write_atomic
 from jobs.service import Progress
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
-from jobs.tools import STRIP_GAP, DataLook
+from jobs.tools import DataLook
 from tui import collector
 from tui.app import FsdpTui
 from tui.dashboard.activity_rows import activity_rows

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from jobs.tools import NOT_NEEDED, look_at_data
+from jobs.look import NOT_NEEDED
+from jobs.tools import look_at_data
 from tui.cli_words import FLAGS, JSON, read_job
 from tui.data.tables import data_text
 from tui.format import bar, plain

@@ -5,28 +5,21 @@ Needs no torch, so it answers quickly.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
+from engine.command import OneLineParser
 from engine.data.index import build_index
 from engine.data.report import make_report
 from engine.data.sheet import save_strips, sheet
 from jobs.errors import UserError
+from jobs.look import NOT_NEEDED
 from jobs.models import find_model
 from jobs.specfile import load_spec
 
 _PROGRESS_EVERY = 0.2  # seconds
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line on standard error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"fsdp-tui: {message}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,14 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         0, or 2 for bad input.
     """
-    parser = _OneLineParser(prog="python -m engine.data", description=__doc__)
+    parser = OneLineParser(prog="python -m engine.data", description=__doc__)
     parser.add_argument("job", type=Path, metavar="JOB.yaml")
     parser.add_argument("--sheet", type=Path, help="write a contact sheet here (PNG)")
     parser.add_argument("--strips", type=Path, help="write a PNG for each bucket into this folder")
     options = parser.parse_args(arguments)
     try:
         # Data can be looked at before there is a model; only tokens are not counted then.
-        spec = load_spec(options.job, ignoring=["pretrained_model_name_or_path"])
+        spec = load_spec(options.job, ignoring=NOT_NEEDED)
         model = spec.pretrained_model_name_or_path
         root = find_model(model) if model else None
         report = make_report(spec, index := build_index(spec, _Progress()), root)

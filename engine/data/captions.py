@@ -10,12 +10,13 @@ import random
 import re
 from typing import TYPE_CHECKING, Final
 
+from jobs.datasets import TRIGGER
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.spec import JobSpec
 
-TRIGGER: Final = "[trigger]"
 _SEPARATOR: Final = ","
 
 

@@ -89,6 +89,13 @@ class DataIndex:
     skipped: list[Skipped] = field(default_factory=list)
     others: list[dict[str, int]] = field(default_factory=list)
 
+    def by_bucket(self) -> dict[tuple[int, ...], list[Sample]]:
+        """Bucket → its samples, the fullest bucket first; the order of reports and of strips."""
+        members: dict[tuple[int, ...], list[Sample]] = {}
+        for sample in self.samples:
+            members.setdefault(sample.bucket, []).append(sample)
+        return dict(sorted(members.items(), key=lambda item: (-len(item[1]), item[0])))
+
     def save(self, path: Path) -> None:
         write_atomic(path, json.dumps(asdict(self)) + "\n")
 
@@ -196,12 +203,6 @@ class Fitting:
         self._step = family.frame_step
         self._sizes = sizes_of(spec)
         self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # of many, few sizes differ
-        if not self._sizes:
-            raise UserError(
-                f"context_parallel_size {spec.context_parallel_size} divides no picture size of "
-                f"resolution {spec.resolution}",
-                "change one of the two",
-            )
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> Sample | str:
         """The sample, or why it is left out."""
@@ -241,9 +242,20 @@ class Fitting:
 
 
 def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
-    """The sizes that pictures are fitted to."""
-    step = get_family(spec.model_family).latent_step
-    return divisible(bucket_sizes(spec.resolution, step), step, spec.context_parallel_size)
+    """The sizes that pictures are fitted to.
+
+    Raises:
+        UserError: None can be shared out over a context-parallel group.
+    """
+    step, ranks = get_family(spec.model_family).latent_step, spec.context_parallel_size
+    sizes = divisible(bucket_sizes(spec.resolution, step), step, ranks)
+    if not sizes:
+        raise UserError(
+            f"context_parallel_size {ranks} divides no picture size of resolution "
+            f"{spec.resolution}",
+            "change one of the two",
+        )
+    return sizes
 
 
 def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:

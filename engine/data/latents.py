@@ -65,7 +65,7 @@ def prepare_latents(
     missing = find_missing(cache, list(drawn), team)
 
     def load(key: str) -> torch.Tensor | None:
-        if cache.path(key).exists() and cache.check(key) == "sound":  # another job was faster
+        if cache.check(key) == "sound":  # another job was faster
             return None
         sample, view = drawn[key]
         found = index.samples[sample]

@@ -228,9 +228,9 @@ def _cautions(
     ]
     found = [Found(len(c), text, [s.name for s in c[:_EXAMPLES]]) for c, text in candidates if c]
     for number, dataset in enumerate(index.others):
+        folder = Path(datasets_of(spec)[number].path).name
         for kind, count in sorted(dataset.items()):
-            path = Path(datasets_of(spec)[number].path).name
-            found.append(Found(count, f"{kind} in {path}, which are no samples"))
+            found.append(Found(count, f"{kind} in {folder}, which are no samples"))
     return found
 
 
@@ -251,12 +251,9 @@ def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetR
 
 
 def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
-    members: dict[tuple[int, ...], list[Sample]] = {}
-    for sample in index.samples:
-        members.setdefault(sample.bucket, []).append(sample)
     draws = plan.bucket_draws
     reports = []
-    for bucket, samples in members.items():
+    for bucket, samples in index.by_bucket().items():
         cuts = [cut_share(s.width, s.height, _size(s)) for s in samples]
         batches = plan.batches[bucket]
         reports.append(
@@ -269,7 +266,7 @@ def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
                 fill=batches * plan.global_batch - draws[bucket],
             )
         )
-    return sorted(reports, key=lambda one: (-one.samples, one.size))
+    return reports
 
 
 def _size(sample: Sample) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,6 +11,7 @@ from PIL import Image, ImageDraw
 from engine.data.index import read_content
 from engine.data.pictures import PictureError, decode
 from engine.data.views import count_views, fit, view_of
+from jobs.look import STRIP_GAP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 PER_BUCKET: Final = 8
 _READERS: Final = 4  # threads
 _SIDE: Final = 128  # pixels of a thumbnail's longer side
-_GAP: Final = 6
 _LINE: Final = 18  # pixels of a heading
 _BACK: Final = (24, 26, 30)
 _INK: Final = (225, 225, 225)
@@ -30,25 +29,21 @@ _INK: Final = (225, 225, 225)
 
 def strips(index: DataIndex, spec: JobSpec) -> dict[tuple[int, ...], Image.Image]:
     """Bucket → a row of some of its samples, the fullest bucket first."""
-    members: dict[tuple[int, ...], list[Sample]] = {}
-    for sample in index.samples:
-        members.setdefault(sample.bucket, []).append(sample)
-    ordered = sorted(members.items(), key=lambda item: (-len(item[1]), item[0]))
-    return {bucket: _strip(_spread(samples), spec) for bucket, samples in ordered}
+    return {bucket: _strip(_spread(own), spec) for bucket, own in index.by_bucket().items()}
 
 
 def sheet(index: DataIndex, spec: JobSpec) -> Image.Image:
     """All strips below each other, each with its bucket's size and number of samples."""
     rows = strips(index, spec)
-    counts = Counter(sample.bucket for sample in index.samples)
+    members = index.by_bucket()
     width = max(strip.width for strip in rows.values())
-    height = sum(strip.height + _LINE for strip in rows.values()) + _GAP
+    height = sum(strip.height + _LINE for strip in rows.values()) + STRIP_GAP
     page = Image.new("RGB", (width, height), _BACK)
     pen = ImageDraw.Draw(page)
     top = 0
     for bucket, strip in rows.items():
         size = "x".join(map(str, bucket))
-        pen.text((_GAP, top + 4), f"{size}   {counts[bucket]} samples", fill=_INK)
+        pen.text((STRIP_GAP, top + 4), f"{size}   {len(members[bucket])} samples", fill=_INK)
         page.paste(strip, (0, top + _LINE))
         top += strip.height + _LINE
     return page
@@ -74,12 +69,12 @@ def _strip(samples: Sequence[Sample], spec: JobSpec) -> Image.Image:
     with ThreadPoolExecutor(_READERS) as pool:  # decoding releases the GIL
         pictures = list(pool.map(lambda one: _thumbnail(one[1], one[0], spec), enumerate(samples)))
     height = max(picture.height for picture in pictures)
-    width = sum(picture.width + _GAP for picture in pictures) + _GAP
-    row = Image.new("RGB", (width, height + _GAP), _BACK)
-    left = _GAP
+    width = sum(picture.width + STRIP_GAP for picture in pictures) + STRIP_GAP
+    row = Image.new("RGB", (width, height + STRIP_GAP), _BACK)
+    left = STRIP_GAP
     for picture in pictures:
         row.paste(picture, (left, 0))
-        left += picture.width + _GAP
+        left += picture.width + STRIP_GAP
     return row
 
 

@@ -155,16 +155,10 @@ def prepare_texts(
     missing = find_missing(cache, list(text_of), team)
     sharded = bool(missing) and _agree(spec, root, team)
     with together("encode", len(missing), team) as shared:
-
-        def encode(pipeline: Any, key: str) -> None:
-            if cache.check(key) != "sound":  # another job may have been faster
-                cache.write(key, _encode(family, pipeline, text_of[key], spec))
-            shared.add()
-
-        options: dict[str, Any] = {
-            "say": team.telemetry.say, "freed": partial(_tell_freed, team.telemetry)
-        }  # fmt: skip
-        load = partial(text_pipeline, family, root, compute_dtype(spec), team.world, **options)
+        load = partial(
+            text_pipeline, family, root, compute_dtype(spec), team.world, say=team.telemetry.say,
+            freed=partial(_tell_freed, team.telemetry),
+        )  # fmt: skip
         if sharded:
             with load(sharded=True, progress=lambda read: team.telemetry.moved()) as pipeline:
                 for key, mine in _lockstep(missing, team.world):
@@ -181,7 +175,9 @@ def prepare_texts(
                 for piece in pieces(missing, size, "encode", team):
                     pipeline = pipeline or stack.enter_context(load(sharded=False))
                     for key in piece:
-                        encode(pipeline, key)
+                        if cache.check(key) != "sound":  # another job may have been faster
+                            cache.write(key, _encode(family, pipeline, text_of[key], spec))
+                        shared.add()
     return CachedTexts(cache, keys)
 
 

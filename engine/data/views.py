@@ -37,8 +37,7 @@ class View:
 
 def count_views(spec: JobSpec) -> int:
     """How many views of every sample there are."""
-    cuts = spec.crop_variants if spec.crop == "random" else 1
-    return cuts * (2 if spec.random_flip else 1)
+    return _count_cuts(spec) * (2 if spec.random_flip else 1)
 
 
 def view_of(sample: Sample, number: int, spec: JobSpec) -> View:
@@ -48,7 +47,7 @@ def view_of(sample: Sample, number: int, spec: JobSpec) -> View:
     they are the same in every job.
     """
     width, height = sample.bucket[:2]
-    cuts = spec.crop_variants if spec.crop == "random" else 1
+    cuts = _count_cuts(spec)
     cut, flip = number % cuts, number >= cuts
     centre = 0.5
     if cuts > 1 and _excess(sample, width, height):
@@ -74,6 +73,10 @@ def cut_share(width: int, height: int, size: tuple[int, int]) -> float:
     """The share of a picture's area that is cut off."""
     factor = enlargement(width, height, size)
     return 1 - size[0] * size[1] / (width * height * factor * factor)
+
+
+def _count_cuts(spec: JobSpec) -> int:
+    return spec.crop_variants if spec.crop == "random" else 1
 
 
 def _excess(sample: Sample, width: int, height: int) -> bool:

@@ -72,7 +72,8 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
         telemetry.phase("check", len(keys), shared=True) as progress,
         ThreadPoolExecutor(_READERS) as pool,
     ):
-        cache.sweep()
+        if team.world.main:
+            cache.sweep()
         checked = 0
         for piece in map(list, pieces(keys, _CHECKED_TOGETHER, place, team)):
             found |= zip(piece, pool.map(cache.check, piece), strict=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from engine.command import OneLineParser
 from engine.toy import DTYPES, FAMILIES, write_toy
 from jobs.errors import UserError
 
@@ -20,20 +19,13 @@ QUIET = {
 }
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line on standard error."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"fsdp-tui: {message}\n")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Returns:
         0, or 2 for bad input.
     """
-    parser = _OneLineParser(prog="python -m engine.toy", description=__doc__)
+    parser = OneLineParser(prog="python -m engine.toy", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--family", default="flux", help=f"one of: {', '.join(FAMILIES)}")
     parser.add_argument("--pictures", type=int, default=240, help="how many")

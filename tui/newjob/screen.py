@@ -15,8 +15,8 @@ from textual.widgets import Button, Static
 
 from jobs import service
 from jobs.errors import UserError
+from jobs.look import NOT_NEEDED
 from jobs.specfile import load_spec
-from jobs.tools import NOT_NEEDED
 from tui.modals.ask_path import AskPathScreen
 from tui.newjob import draft
 from tui.newjob.field_row import FieldRow

@@ -1,0 +1,11 @@
+"""What `python -m engine.data` and those who ask it (`jobs.tools`) agree on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# What a job may lack when only its data is looked at; then no tokens are counted.
+NOT_NEEDED: Final = ("pretrained_model_name_or_path",)
+
+STRIP_GAP: Final = 6
+"""Pixels left of, between, right of and below the pictures of a strip."""

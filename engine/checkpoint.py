@@ -7,7 +7,6 @@ step, so there is no generator state to keep.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from engine.optim import explain_load_failure, fill_state
+from jobs.checkpoints import STATE_FILE, find_damage, set_aside, sha256
 from jobs.rundir import MANIFEST, read_json, write_atomic
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
 
-_STATE: Final = "trainer_state.json"
 _SCHEMA: Final = 1
 # Only what is trained: a LoRA's frozen base is never saved.
 _OPTIONS: Final = StateDictOptions(ignore_frozen_params=True)
@@ -74,7 +73,7 @@ def save(training: Training, spec: JobSpec, run_dir: RunDir, world: World) -> Pa
             "digest": spec.digest(),
             "time": time.time(),
         }
-        (aside / _STATE).write_text(json.dumps(state, indent=1, default=_no_functions) + "\n")
+        (aside / STATE_FILE).write_text(json.dumps(state, indent=1, default=_no_functions) + "\n")
         _write_manifest(aside, training.step)
         shutil.rmtree(final, ignore_errors=True)  # incomplete, see above
         os.replace(aside, final)
@@ -92,7 +91,7 @@ def load(training: Training, path: Path, world: World) -> None:
         path: A sound checkpoint, see `newest_sound`.
         world: The ranks.
     """
-    state = read_json(path / _STATE) or {}
+    state = read_json(path / STATE_FILE) or {}
     tensors = _tensors(training, ema=bool(state.get("ema")))
     try:
         state_dict_loader.load(tensors, checkpoint_id=path, no_dist=world.size == 1)
@@ -127,27 +126,8 @@ def newest_sound(run_dir: RunDir, tell: Callable[[str], None]) -> tuple[int, Pat
         if damage is None:
             return step, path
         # Out of the way, so that the run can write this step again; kept for whoever wants it.
-        aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(path, aside)
+        aside = set_aside(path, "damaged")
         tell(f"the checkpoint {path.name} is damaged ({damage}), now {aside.name}")
-    return None
-
-
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint by its manifest, or None."""
-    manifest = read_json(path / MANIFEST)
-    if manifest is None:
-        return "no manifest"
-    for name, facts in manifest["files"].items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if size != facts["bytes"]:
-            return f"{name} has {size} bytes, not {facts['bytes']}"
-        if _sha256(path / name) != facts["sha256"]:
-            return f"{name} has other contents than when it was written"
     return None
 
 
@@ -166,7 +146,7 @@ def _write_manifest(directory: Path, step: int) -> None:
         if path.is_file():
             files[str(path.relative_to(directory))] = {
                 "bytes": path.stat().st_size,
-                "sha256": _sha256(path),
+                "sha256": sha256(path),
             }
             _sync(path)
     manifest = {"schema": _SCHEMA, "step": step, "files": files}
@@ -189,11 +169,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _no_functions(value: object) -> None:

@@ -20,11 +20,20 @@ from jobs.keys.lora import LoraKeys
 from jobs.keys.output import OutputKeys
 from jobs.keys.running import RunningKeys
 from jobs.keys.training import TrainingKeys
+from jobs.keys.validation import ValidationKeys
 
 
 # Pydantic takes the fields of the last base first.
 class JobSpec(
-    RunningKeys, OutputKeys, DataKeys, FsdpKeys, DeviceKeys, LoraKeys, TrainingKeys, JobKeys
+    RunningKeys,
+    ValidationKeys,
+    OutputKeys,
+    DataKeys,
+    FsdpKeys,
+    DeviceKeys,
+    LoraKeys,
+    TrainingKeys,
+    JobKeys,
 ):
     """A validated job. Raises `pydantic.ValidationError`; `jobs.specfile` turns it into words."""
 

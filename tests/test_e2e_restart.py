@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from test_e2e_training import Bench, Run
 
-from engine.checkpoint import find_damage
+from jobs.checkpoints import find_damage
 from jobs.errors import UserError
 from jobs.processes import with_run_id
 from jobs.rundir import RunDir

@@ -23,6 +23,7 @@ from engine.optim import build_optimizer, build_scheduler
 from engine.precision import storage_dtype
 from engine.training import Training
 from engine.world import World
+from jobs.checkpoints import find_damage
 from jobs.errors import UserError
 from jobs.rundir import RunDir
 
@@ -251,14 +252,14 @@ def test_damage_is_found_and_named(toy: Path, tmp_path: Path) -> None:
     spec = toy_spec(toy)
     training = _training(toy, spec)
     path = checkpoint.save(training, spec, RunDir(tmp_path), ALONE)
-    assert checkpoint.find_damage(path) is None
+    assert find_damage(path) is None
     victim = next(path.glob("*.distcp"))
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    assert victim.name in (checkpoint.find_damage(path) or "")
+    assert victim.name in (find_damage(path) or "")
     victim.unlink()
-    assert "missing" in (checkpoint.find_damage(path) or "")
+    assert "missing" in (find_damage(path) or "")
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(toy: Path, tmp_path: Path) -> None:

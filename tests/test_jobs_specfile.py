@@ -337,6 +337,8 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "lr_warmup_steps": st.just(0),
     "lora_alpha": st.none() | st.floats(1e-6, 1e6),
     "checkpoints_total_limit": st.none() | st.integers(1, 99),
+    "checkpointing_async": st.none() | st.booleans(),
+    "resume_from_checkpoint": st.none() | st.sampled_from(["3", "3:100", "runs/3-a"]),
     "validation_resolution": st.none() | st.integers(16, 4096),
 }
 

@@ -1,4 +1,4 @@
-"""Checkpoints and samples."""
+"""Checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import TextList, field
+from jobs.fields import OptionalBool, OptionalText, SaveFailure, choice, field
 from jobs.spellings import as_none
 
 
@@ -20,13 +20,18 @@ class OutputKeys(BaseModel):
     checkpoints_total_limit: Annotated[int | None, BeforeValidator(as_none)] = field(
         None, "output", "Keep only the newest so many checkpoints.", ge=1
     )
-    validation_prompts: TextList = field([], "output", "Prompts that are sampled while training.")
-    validation_steps: int = field(
-        0, "output", "Sample every so many steps; 0 samples at the end only.", ge=0
-    )
-    validation_num_inference_steps: int = field(20, "output", "Denoising steps.", ge=1)
-    validation_guidance: float = field(3.5, "output", "Guidance scale of samples.", ge=0)
-    validation_resolution: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, "output", "Side of the sampled pictures; the training resolution when left out.",
-        ge=16,
+    checkpointing_async: OptionalBool = field(
+        None, "output",
+        "Copy what is saved to host memory and write it while training goes on; by itself where "
+        "there is room for the copy.",
+    )  # fmt: skip
+    on_save_failure: Annotated[SaveFailure, choice(SaveFailure)] = field(
+        "stop", "output",
+        "When a checkpoint cannot be written, as on a full disk: stop the job, or warn and go on. "
+        "Older checkpoints stay either way.",
+    )  # fmt: skip
+    resume_from_checkpoint: OptionalText = field(
+        None, "output",
+        "Begin after a checkpoint of another job: ID, ID:STEP, or the path of a checkpoint or of "
+        "a run directory. The job's own checkpoints, once there are any, come first.",
     )  # fmt: skip

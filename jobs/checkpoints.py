@@ -1,0 +1,167 @@
+"""Checkpoints as files: which there are, whether they are whole, and what may be done with them.
+
+A checkpoint is a directory `step-<n>` with a manifest, which is written last and lists every other
+file with its size and SHA-256. Nothing here needs torch; `engine.checkpoint` writes and loads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from jobs.errors import NotFoundError
+from jobs.rundir import MANIFEST, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from jobs.rundir import RunDir
+
+# Step, schedule, loss scale, the job as it was, and what its data was: JSON beside the tensors.
+STATE_FILE: Final = "trainer_state.json"
+
+Layout = Literal["sharded", "full"]
+
+_CHUNK: Final = 1 << 20  # bytes read at once
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, as its manifest describes it.
+
+    Attributes:
+        step: Optimizer steps done.
+        path: Its directory.
+        bytes: The size of all its files.
+        layout: "sharded": what every rank had, in its own file; "full": whole tensors.
+        world_size: Ranks that wrote it; None in manifests that do not say so.
+        ema: Whether it holds a moving average of the weights.
+        time: When it was complete, in Unix seconds.
+        files: Relative name → size in bytes and SHA-256.
+    """
+
+    step: int
+    path: Path
+    bytes: int
+    layout: Layout
+    world_size: int | None
+    ema: bool
+    time: float
+    files: dict[str, tuple[int, str]]
+
+
+def read_checkpoint(path: Path) -> Checkpoint | None:
+    """The checkpoint in a directory; None when it is not complete."""
+    manifest = read_json(path / MANIFEST)
+    if manifest is None:
+        return None
+    try:
+        files = {str(n): (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
+        step = int(manifest["step"])
+        written = float(manifest.get("time") or (path / MANIFEST).stat().st_mtime)
+    except (LookupError, TypeError, ValueError, AttributeError, OSError):
+        return None
+    return Checkpoint(
+        step=step,
+        path=path,
+        bytes=sum(size for size, _ in files.values()),
+        layout="full" if manifest.get("layout") == "full" else "sharded",
+        world_size=manifest.get("world_size"),
+        ema=bool(manifest.get("ema")),
+        time=written,
+        files=files,
+    )
+
+
+def list_checkpoints(run_dir: RunDir) -> list[Checkpoint]:
+    """The complete checkpoints of a run, oldest first. Reads manifests only."""
+    found = (read_checkpoint(path) for _, path in run_dir.complete_checkpoints())
+    return [checkpoint for checkpoint in found if checkpoint is not None]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of its training (`STATE_FILE`); empty when it cannot be read."""
+    return read_json(path / STATE_FILE) or {}
+
+
+def find_damage(
+    path: Path,
+    *,
+    contents: bool = True,
+    share: tuple[int, int] = (0, 1),
+    progress: Callable[[int], None] = lambda count: None,
+) -> str | None:
+    """What is wrong with a checkpoint by its manifest, or None.
+
+    Args:
+        path: Its directory.
+        contents: Also read every byte; without it only names and sizes are compared.
+        share: `(number, of)`: read only every `of`-th file, from `number` on, where several
+            divide the work. Names and sizes are always compared of all.
+        progress: Called with the number of bytes read since the last call.
+    """
+    checkpoint = read_checkpoint(path)
+    if checkpoint is None:
+        return "no manifest that can be read"
+    for name, (wanted, _) in checkpoint.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != wanted:
+            return f"{name} has {size} bytes, not {wanted}"
+    if not contents:
+        return None
+    number, of = share
+    for name, (_, digest) in list(checkpoint.files.items())[number::of]:
+        try:
+            if sha256(path / name, progress) != digest:
+                return f"{name} has other contents than when it was written"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def sha256(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            progress(len(chunk))
+    return digest.hexdigest()
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint; the manifest first, since one half deleted must not look complete.
+
+    Raises:
+        NotFoundError: There is no complete checkpoint.
+    """
+    if read_json(path / MANIFEST) is None:
+        raise NotFoundError(f"there is no checkpoint {path}")
+    (path / MANIFEST).unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(path: Path, word: str) -> Path:
+    """Rename a checkpoint so that no run takes it for one of its own; nothing is deleted.
+
+    Args:
+        path: Its directory.
+        word: Why, such as "damaged": `step-4` becomes `step-4.damaged`, or `step-4.damaged-2`
+            where that exists already.
+
+    Returns:
+        Its new directory.
+    """
+    number, target = 1, path.with_name(f"{path.name}.{word}")
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.{word}-{number}")
+    os.replace(path, target)
+    return target

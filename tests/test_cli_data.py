@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from tui.data.tables import data_text
 from tui.data.words import changes, left_out
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[..., tuple[int, str, str]]
@@ -202,7 +203,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any
 
     def ask(code: str, cancelled: Callable[[], bool] = lambda: False) -> Mapping[str, Any]:
         (tmp_path / "some_tool.py").write_text("import os, sys, time\n" + textwrap.dedent(code))
-        return tools._ask("some_tool", ["a"], tmp_path / "answer", lambda line: None, cancelled)
+        return tools.ask("some_tool", ["a"], tmp_path / "answer", lambda line: None, cancelled)
 
     return ask
 
@@ -250,7 +251,7 @@ def test_a_tool_does_not_outlive_an_asker_that_is_killed(tmp_path: Path) -> None
         "    print('looked', os.getpid(), 1, file=sys.stderr, flush=True); time.sleep(0.02)\n"
     )
     code = (
-        "from pathlib import Path; from jobs import tools; tools._ask('some_tool', [], "
+        "from pathlib import Path; from jobs import tools; tools.ask('some_tool', [], "
         f"Path({str(tmp_path / 'answer')!r}), lambda line: print(line, flush=True), lambda: False)"
     )
     asker = subprocess.Popen(
@@ -271,8 +272,10 @@ def test_ctrl_c_ends_the_look(job_file: Callable[..., Path], messy: Path, home: 
     command = subprocess.Popen(
         [sys.executable, "-m", "tui", "data", str(job_file())], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # Whoever started the tests in the background may have it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    with command:
+    with command, _ended(command):
         children: list[psutil.Process] = []
 
         def looks() -> bool:
@@ -293,6 +296,15 @@ def test_progress_is_told_and_strips_come_with_the_report(job_file: Callable[...
     )
     assert told[-1] == (10, 10)
     assert len(found.strips) == len(found.report["buckets"]) == 2
+
+
+@contextmanager
+def _ended(command: subprocess.Popen[str]) -> Iterator[None]:
+    """Whatever happens within, the command does not outlive it."""
+    try:
+        yield
+    finally:
+        command.kill()
 
 
 def _runs(pid: int) -> bool:

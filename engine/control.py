@@ -20,6 +20,7 @@ class Wishes:
     stop: bool
     save_now: bool
     sample_now: bool
+    save_failed: bool = False
 
 
 class StoppedError(Exception):
@@ -35,13 +36,17 @@ class Control:
         self._stop = False
         signal.signal(signal.SIGTERM, self._note_termination)
 
-    def agree(self) -> Wishes:
+    def agree(self, *, save_failed: bool = False) -> Wishes:
         """Look once, and agree. A collective: every rank calls it at the same step boundary.
 
         A file may appear between two ranks' looks, so the ranks vote; one vote is enough.
+
+        Args:
+            save_failed: Whether this rank knows that a save behind training's back has failed;
+                the others may not have noticed yet.
         """
         others = [self._run_dir.requested(name) for name in REQUESTS[1:]]
-        return Wishes(*self._world.any([self.wants_stop(), *others]))
+        return Wishes(*self._world.any([self.wants_stop(), *others, save_failed]))
 
     def wants_stop(self) -> bool:
         """Whether this rank has seen a wish to stop. No collective: others may see it later.

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import adapters, checkpoint, families, weights
+from engine import adapters, families, weights
 from engine.activation_checkpointing import checkpoint_activations
 from engine.backends import choose_attention, choose_backends, compile_blocks
+from engine.checkpoint import Saver, choose_start, load
+from engine.checkpoint.data_facts import data_facts, tell_difference
 from engine.context_parallel import (
     check_tokens,
     enable_context_parallel,
@@ -20,7 +22,7 @@ from engine.data.index import sizes_of
 from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.ema import Ema
-from engine.export import export
+from engine.exports.live import export_trained
 from engine.meeting import Meeting
 from engine.objective import build_objective
 from engine.optim import build_optimizer, build_scheduler
@@ -31,13 +33,18 @@ from engine.step import Stepper
 from engine.trainer import Trainer
 from engine.training import Training
 from engine.world import World, leave_world, start_world
+from jobs.checkpoints import read_state
 from jobs.conflicts import find_warnings
+from jobs.errors import UserError
 from jobs.families import get_family
 from jobs.models import find_model
+from jobs.prompts import requests_of
+from jobs.resume import find_resume_conflicts
 from jobs.specfile import load_spec
 from jobs.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from engine.families import Family
@@ -83,7 +90,10 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         return
     model = build_model(spec, family, model_root, world, telemetry)
     training = start_training(spec, model, world)
-    resume(training, run_dir, world, telemetry)
+    facts = data_facts(data.index, data.plan)
+    resume(training, spec, run_dir, world, telemetry, facts)
+    saver = Saver(spec, run_dir, world, telemetry, facts)
+    saver.check_room(training)
 
     loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
@@ -100,18 +110,16 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         trained_parameters=sum(p.numel() for p in training.trained().values()),
     )
     trainer = Trainer(
-        spec, family, model_root, run_dir, world, telemetry, control, training, stepper, data,
-        peaks,
+        spec, family, objective, model_root, run_dir, world, telemetry, control, training,
+        stepper, data, peaks, saver,
     )  # fmt: skip
     with telemetry.phase("train", spec.max_train_steps):
         outcome = trainer.train()
     loader.close()
+    saver.close()
     data.texts.close()
     if outcome == "completed":
-        with telemetry.phase("export"), training.averaged():
-            path = export(model, spec, family, run_dir.export, world)
-        telemetry.emit("export", path=str(path))
-        telemetry.say(f"exported to {path}")
+        export_trained(training, spec, family, model_root, run_dir, world, meeting, telemetry)
     trainer.report_memory()
     end(outcome, world, meeting, telemetry)
 
@@ -180,9 +188,9 @@ def check_context(spec: JobSpec, family: Family, world: World) -> None:
     require_cuda(world.device)
     size, step = spec.context_parallel_size, get_family(spec.model_family).latent_step
     sizes_of(spec)  # refuses
-    if spec.validation_prompts:
-        side = (spec.validation_resolution or spec.resolution) // step
-        check_tokens(side * side, size, f"samples of {side * step}x{side * step}")
+    for request in requests_of(spec):
+        tokens = (request.width // step) * (request.height // step)
+        check_tokens(tokens, size, f"samples of {request.width}x{request.height}")
     if splits_text(family.transformer_class()):
         check_tokens(spec.max_sequence_length, size, "max_sequence_length")
 
@@ -197,15 +205,41 @@ def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> Train
     return Training(model, optimizer, build_scheduler(spec, optimizer), ema, scaler)
 
 
-def resume(training: Training, run_dir: RunDir, world: World, telemetry: Telemetry) -> None:
-    """Load the newest sound checkpoint; rank 0 chooses it for all."""
-    newest = checkpoint.newest_sound(run_dir, telemetry.warn) if world.main else None
-    choice: list[Any] = [newest]
-    if world.size > 1:
-        torch.distributed.broadcast_object_list(choice, src=0)
-    if choice[0] is None:
-        return
-    step, path = choice[0]
-    checkpoint.load(training, path, world)
-    telemetry.moved(step)
-    telemetry.say(f"resumed after step {step} from {path}")
+def resume(
+    training: Training,
+    spec: JobSpec,
+    run_dir: RunDir,
+    world: World,
+    telemetry: Telemetry,
+    facts: Mapping[str, Any],
+) -> None:
+    """Load the newest sound checkpoint, or the one the job begins from; say what is different.
+
+    Raises:
+        UserError: It is of a job that this one cannot go on from.
+    """
+    with telemetry.phase("resume") as progress:
+        read = 0
+
+        def more(count: int) -> None:
+            nonlocal read
+            read += count
+            progress(read >> 20)
+
+        path = choose_start(run_dir, spec.resume_from_checkpoint, world, telemetry.warn, more)
+        if path is None:
+            return
+        state = read_state(path)
+        found = find_resume_conflicts(state.get("spec") or {}, spec)
+        if found.impossible:
+            raise UserError(f"cannot go on from {path.name}: {'; '.join(found.impossible)}")
+        load(training, path, world)
+    telemetry.moved(training.step)
+    telemetry.say(f"resumed after step {training.step} from {path}")
+    other_data = (
+        None
+        if path.parent == run_dir.checkpoints
+        else tell_difference(state.get("data") or {}, facts)
+    )
+    for change in [*found.changes, *([other_data] if other_data else [])]:
+        telemetry.warn(f"not as when {path.name} was saved: {change}")

@@ -42,6 +42,7 @@ class Telemetry:
         self._started = started_at(os.getpid()) or 0.0
         self._progressed = time.time()
         self._ended = threading.Event()
+        self._one_at_a_time = threading.Lock()
         # Line-buffered, so that each event is one write and a reader sees whole lines.
         self._events = (
             open(run_dir.events, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - for life
@@ -56,8 +57,9 @@ class Telemetry:
 
     def emit(self, kind: str, **values: Any) -> None:
         """Append an event (rank 0; on other ranks nothing happens)."""
-        if self._events is not None:
-            self._events.write(event(kind, **values))
+        with self._one_at_a_time:  # caches are filled, and data read, by several threads
+            if self._events is not None:
+                self._events.write(event(kind, **values))
 
     def say(self, text: str) -> None:
         """A line in this rank's log."""

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.checkpoint import save as save_checkpoint
 from engine.replicas import check_replicas
-from engine.sampling import sample
+from engine.sampling import Sampler
+from engine.validation_loss import ValidationLoss, batches_of, forwards_each
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.checkpoint import Saver
     from engine.control import Control
     from engine.data.prepare import Prepared
     from engine.families import Family
+    from engine.objective import Objective
     from engine.peaks import Peaks
     from engine.step import Stepper, StepResult
     from engine.telemetry import Telemetry
@@ -34,6 +36,7 @@ class Trainer:
 
     spec: JobSpec
     family: Family
+    objective: Objective
     model_root: Path
     run_dir: RunDir
     world: World
@@ -43,6 +46,7 @@ class Trainer:
     stepper: Stepper
     data: Prepared
     peaks: Peaks
+    saver: Saver
 
     def train(self) -> str:
         """Train until the last step or a stop request; the checkpoint is written either way.
@@ -51,8 +55,14 @@ class Trainer:
             "completed" or "stopped".
         """
         self.training.model.train()
+        if self.spec.validation_on_startup and self.training.step == 0:
+            self.validate()
+            self.sample()
         while True:
-            wishes = self.control.agree()
+            self.saver.tell()
+            wishes = self.control.agree(save_failed=self.saver.failed())
+            if wishes.save_failed:
+                self.saver.finish()
             if wishes.save_now:
                 self.save()
                 self.control.honoured("save_now")
@@ -60,10 +70,11 @@ class Trainer:
                 self.sample()
                 self.control.honoured("sample_now")
             if wishes.stop:
-                self.save()
+                self.save(last=True)
                 return "stopped"
             if self.training.step >= self.spec.max_train_steps:
-                self.save()
+                self.save(last=True)
+                self.validate()
                 self.sample()
                 return "completed"
             measured = self.stepper.measures()
@@ -106,35 +117,60 @@ class Trainer:
             check_replicas(self.training.trained(), self.world)
         if spec.checkpointing_steps and step % spec.checkpointing_steps == 0:
             self.save()
+        loss_steps = spec.validation_loss_steps or spec.validation_steps
+        if loss_steps and step % loss_steps == 0:
+            self.validate()
         if spec.validation_steps and step % spec.validation_steps == 0:
             self.sample()
 
-    def save(self) -> None:
+    def save(self, *, last: bool = False) -> None:
         """Write a checkpoint; a collective. Replicas are compared first: a copy of a wrong one
         would be worse than none.
         """
-        with self.telemetry.phase("save"):
-            check_replicas(self.training.trained(), self.world)
-            path = save_checkpoint(self.training, self.spec, self.run_dir, self.world)
-        self.telemetry.emit("checkpoint", step=self.training.step, path=str(path))
-        self.telemetry.say(f"saved {path.name}")
+        check_replicas(self.training.trained(), self.world)
+        self.saver.save(self.training, last=last)
 
     def sample(self) -> None:
-        """Sample the validation prompts; a collective."""
+        """Sample the validation prompts, if there are any; a collective."""
         prompts = self.spec.validation_prompts
         if not prompts:
             return
         step = self.training.step
         target = self.run_dir.samples / f"step-{step}"
+        sampler = Sampler(self.spec, self.family, self.model_root, self.data, self.world)
         with (
             self.telemetry.phase("sample", len(prompts)) as progress,
             self.training.averaged(),
         ):
-            files = sample(
-                self.training.model, self.spec, self.family, self.model_root, self.data,
-                self.world, target, progress,
-            )  # fmt: skip
+            files = sampler.sample(
+                self.training.model, target, step, progress, self.telemetry.moved
+            )
         self.telemetry.emit("sample", step=step, directory=str(target), files=files)
+
+    def validate(self) -> None:
+        """Measure the loss on what is held out, if anything is; a collective."""
+        held = self.data.held
+        if not held:
+            return
+        forwards = forwards_each(len(batches_of(held, self.spec)), self.world.data_size)
+        loss = ValidationLoss(self.spec, self.family, self.objective, self.data, self.world)
+        with (
+            self.telemetry.phase("validate", forwards) as progress,
+            self.training.averaged(),
+        ):
+            measured = loss.measure(self.training.model, progress)
+        self.telemetry.emit(
+            "validation",
+            step=self.training.step,
+            loss=measured.loss,
+            levels=measured.levels,
+            samples=measured.samples,
+            seconds=round(measured.seconds, 3),
+        )
+        self.telemetry.say(
+            f"step {self.training.step}  validation loss {measured.loss:.5f}  "
+            f"{measured.samples} held out, {len(measured.levels)} levels  {measured.seconds:.2f} s"
+        )
 
     def report_memory(self) -> None:
         """Record every rank's peak of each phase; a collective."""

@@ -85,7 +85,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     index = _read_index(source) if source.suffix == ".json" else {}
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(index.values())) or [source]:
-        for tensor in _read_header(file):
+        for tensor in read_header(file):
             if index.get(tensor.name, file) == file:
                 found[tensor.name] = tensor
     if lost := sorted(index.keys() - found.keys()):
@@ -144,7 +144,7 @@ def _read_index(file: Path) -> dict[str, Path]:
     return {tensor: file.parent / name for tensor, name in names.items()}
 
 
-def _read_header(file: Path) -> list[StoredTensor]:
+def read_header(file: Path) -> list[StoredTensor]:
     """The tensors of one file.
 
     Reads nothing but the header, with plain reads: pages of a mapped file would count as this

@@ -166,7 +166,7 @@ def stream(
         Bytes read by this rank.
     """
     targets: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    readings = [_reading(name, place, targets[names(name)]) for name, place in stored.items()]
+    readings = [reading_of(name, place, targets[names(name)]) for name, place in stored.items()]
     return read_all(readings, progress)
 
 
@@ -334,7 +334,7 @@ def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_f
     return f"are {stored} in the file and kept in {kept} ({reason})"
 
 
-def _reading(name: str, place: StoredTensor, target: torch.Tensor) -> Reading:
+def reading_of(name: str, place: StoredTensor, target: torch.Tensor) -> Reading:
     """What this rank reads of one tensor.
 
     Raises:

@@ -12,7 +12,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from jobs.errors import NotFoundError
+from jobs.errors import NotFoundError, UserError
 from jobs.rundir import MANIFEST, read_json
 
 if TYPE_CHECKING:
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 # Step, schedule, loss scale, the job as it was, and what its data was: JSON beside the tensors.
 STATE_FILE: Final = "trainer_state.json"
 
+# What the name of a checkpoint gets that is newer than the one a run went back to.
+REWOUND: Final = "rewound"
+
 Layout = Literal["sharded", "full"]
 
+_MOST_NAMED: Final = 8  # steps in a sentence
 _CHUNK: Final = 1 << 20  # bytes read at once
 
 
@@ -83,6 +87,55 @@ def list_checkpoints(run_dir: RunDir) -> list[Checkpoint]:
     return [checkpoint for checkpoint in found if checkpoint is not None]
 
 
+def find_checkpoint(run_dir: RunDir, step: int | None, whose: str) -> Checkpoint:
+    """A checkpoint of a run that is whole, by the sizes of its files; the newest one by default.
+
+    Args:
+        run_dir: The run.
+        step: Which one.
+        whose: The run, in words, for what is raised.
+
+    Raises:
+        NotFoundError: There is none, or it is damaged.
+    """
+    found = list_checkpoints(run_dir)
+    if not found:
+        raise NotFoundError(f"{whose} has no checkpoint")
+    wanted = [one for one in found if step in (None, one.step)]
+    if not wanted:
+        raise NotFoundError(f"{whose} has no checkpoint of step {step}", _there_are(run_dir, step))
+    damage = None
+    for one in reversed(wanted):
+        damage = find_damage(one.path, contents=False)
+        if damage is None:
+            return one
+    raise NotFoundError(
+        f"{whose}: {wanted[-1].path.name} is damaged ({damage})"
+        if len(wanted) == 1
+        else f"{whose} has no checkpoint that is whole"
+    )
+
+
+def newest_whole(run_dir: RunDir) -> Checkpoint | None:
+    """What a run goes on after, as far as sizes tell."""
+    whole = (
+        checkpoint
+        for checkpoint in reversed(list_checkpoints(run_dir))
+        if find_damage(checkpoint.path, contents=False) is None
+    )
+    return next(whole, None)
+
+
+def _there_are(run_dir: RunDir, step: int | None) -> str:
+    """What there is instead of a checkpoint that is asked for."""
+    aside = sorted(path.name for path in run_dir.checkpoints.glob(f"step-{step}.*"))
+    if aside:
+        return f"it was set aside as {aside[0]}; rename it to have it back"
+    steps = [str(number) for number, _ in run_dir.complete_checkpoints()]
+    more = ["…"] if len(steps) > _MOST_NAMED else []
+    return f"there are {', '.join(more + steps[-_MOST_NAMED:])}"
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """What a checkpoint says of its training (`STATE_FILE`); empty when it cannot be read."""
     return read_json(path / STATE_FILE) or {}
@@ -137,15 +190,27 @@ def sha256(path: Path, progress: Callable[[int], None] = lambda count: None) -> 
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint; the manifest first, since one half deleted must not look complete.
+    """Delete a checkpoint as far as can be; nothing happens when it is gone already.
+
+    The manifest first, since one half deleted must not look complete.
+    """
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def delete_files(path: Path) -> None:
+    """Delete a checkpoint, complete or not, for a person who asks for it.
 
     Raises:
-        NotFoundError: There is no complete checkpoint.
+        UserError: Something of it cannot be deleted.
     """
-    if read_json(path / MANIFEST) is None:
-        raise NotFoundError(f"there is no checkpoint {path}")
-    (path / MANIFEST).unlink()
-    shutil.rmtree(path, ignore_errors=True)
+    try:
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return  # someone else was quicker
+    except OSError as error:
+        raise UserError(f"cannot delete {path} ({error.strerror})") from error
 
 
 def set_aside(path: Path, word: str) -> Path:
@@ -165,3 +230,31 @@ def set_aside(path: Path, word: str) -> Path:
         target = path.with_name(f"{path.name}.{word}-{number}")
     os.replace(path, target)
     return target
+
+
+def rewind(run_dir: RunDir, step: int) -> list[tuple[Path, Path]]:
+    """Set all checkpoints of later steps aside, or, if one cannot be, none.
+
+    Returns:
+        Where they were and where they are, for `put_back`.
+
+    Raises:
+        UserError: One cannot be renamed.
+    """
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for number, path in run_dir.complete_checkpoints():
+            if number > step:
+                moved.append((path, set_aside(path, REWOUND)))
+    except OSError as error:
+        put_back(moved)
+        raise UserError(
+            f"cannot rename a checkpoint in {run_dir.checkpoints} ({error.strerror})"
+        ) from error
+    return moved
+
+
+def put_back(moved: list[tuple[Path, Path]]) -> None:
+    """Undo `rewind`."""
+    for before, now in reversed(moved):
+        os.replace(now, before)

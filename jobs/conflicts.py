@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.cascade import find_overruled
 from jobs.data_conflicts import DATA_RULES, Conflict
-from jobs.datasets import TRIGGER
 from jobs.families import FAMILIES
 from jobs.strategy import (
     SHARDING,
@@ -15,6 +14,7 @@ from jobs.strategy import (
     shards,
     world_size,
 )
+from jobs.validation_conflicts import VALIDATION_RULES, validation_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,9 +52,7 @@ def find_warnings(spec: JobSpec) -> list[str]:
     if not shards(spec) and (ignored := _of_fsdp(spec)):
         strategy, _ = chosen_strategy(spec)
         warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
-    if spec.trigger_word is None and any(TRIGGER in p for p in spec.validation_prompts):
-        warnings.append(f"validation_prompts: {TRIGGER} stays as it is without a trigger_word")
-    return warnings + find_overruled(spec)
+    return warnings + validation_warnings(spec) + find_overruled(spec)
 
 
 def _of_fsdp(spec: JobSpec) -> list[str]:
@@ -237,11 +235,19 @@ def _fp16(spec: JobSpec) -> Conflict | None:
 
 
 def _state_dict(spec: JobSpec) -> Conflict | None:
-    if spec.fsdp_state_dict_type == "FULL_STATE_DICT":
+    if spec.fsdp_state_dict_type != "FULL_STATE_DICT":
+        return None
+    if spec.optimizer == "adamw_8bit":
         return Conflict(
             "fsdp_state_dict_type",
-            "FULL_STATE_DICT checkpoints are not written yet; use SHARDED_STATE_DICT "
-            "(the export is whole either way)",
+            "FULL_STATE_DICT cannot hold the 8-bit state of optimizer: adamw_8bit; use "
+            "SHARDED_STATE_DICT (the export is whole either way)",
+        )
+    if spec.checkpointing_async:
+        return Conflict(
+            "checkpointing_async",
+            "checkpointing_async: FULL_STATE_DICT is gathered while training waits; use "
+            "SHARDED_STATE_DICT, or leave checkpointing_async out",
         )
     return None
 
@@ -326,6 +332,7 @@ def _warmup(spec: JobSpec) -> Conflict | None:
 _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _no_model,
     *DATA_RULES,
+    *VALIDATION_RULES,
     _gpu_count,
     _deepspeed,
     _strategy,

@@ -52,7 +52,7 @@ class EventLog:
     """The events so far. `poll` reads only what was appended since the last call.
 
     After a resume from an earlier checkpoint the steps since then are repeated; the later
-    attempt replaces them.
+    attempt replaces them, and what was measured after them (`validations`: step and loss).
     """
 
     path: Path
@@ -61,6 +61,7 @@ class EventLog:
     end_reason: str | None = None
     checkpoints: list[int] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[tuple[int, float]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     _offset: int = 0
@@ -123,6 +124,7 @@ class EventLog:
                     self.notes["start"] = event
                     resumed = int(event.get("step", 0))
                     self.steps = [s for s in self.steps if s.step <= resumed]
+                    self.validations = [v for v in self.validations if v[0] <= resumed]
                 case "end":
                     self.end_reason = str(event.get("reason", ""))
                     self.phase = None
@@ -130,6 +132,8 @@ class EventLog:
                     self.checkpoints.append(int(event["step"]))
                 case "sample":
                     self.samples.append(event)
+                case "validation":
+                    self._take_validation(int(event["step"]), float(event["loss"]))
                 case "warning":
                     self.warnings.append(str(event.get("message", "")))
                 case str() as kind:
@@ -147,6 +151,11 @@ class EventLog:
             self.steps.pop()
         self.steps.append(record)
         self.phase = None
+
+    def _take_validation(self, step: int, loss: float) -> None:
+        while self.validations and self.validations[-1][0] >= step:
+            self.validations.pop()
+        self.validations.append((step, loss))
 
     def _take_phase(self, event: dict[str, Any]) -> None:
         total = event.get("total")

@@ -58,6 +58,13 @@ class Terms:
     shares: bool = False
     auto_resume: bool = False
 
+    def columns(self) -> tuple[object, ...]:
+        """As the database keeps them, in the order above."""
+        wanted = json.dumps(self.wanted)
+        return (
+            self.ranks, wanted, self.total_steps, self.priority, self.shares, self.auto_resume,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Change:

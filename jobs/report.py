@@ -21,6 +21,7 @@ class RunReport:
         sharding: The engine's sharding summary: numbers of parameters and bytes.
         measure: What `peaks` counts: `allocated` on GPUs, `rss` on CPU ranks.
         peaks: Phase → the most bytes each rank has taken in it.
+        validations: Step and loss on what is held out, the newest few, the last one last.
         warnings: What the run warned about.
     """
 
@@ -29,6 +30,7 @@ class RunReport:
     sharding: dict[str, Any] = field(default_factory=dict)
     measure: str = ""
     peaks: dict[str, list[int]] = field(default_factory=dict)
+    validations: tuple[tuple[int, float], ...] = ()
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -42,11 +44,13 @@ class RunReport:
             sharding={k: v for k, v in log.notes.get("sharding", {}).items() if k not in _FRAME},
             measure=str(memory.get("measure", "")),
             peaks=_whole(peaks) if isinstance(peaks, dict) else {},
+            validations=tuple(log.validations[-_NEWEST:]),
             warnings=tuple(log.warnings),
         )
 
 
 _FRAME = ("t", "kind")  # what every event has
+_NEWEST = 5  # validation losses
 
 
 def read_report(run_dir: RunDir) -> RunReport:

@@ -10,24 +10,29 @@ import math
 import shutil
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs import preflight
-from jobs.cascade import settle
+from jobs import checkpoints
+from jobs.checkpoint_list import find_listed, list_all
 from jobs.dispatch import dispatch, has_work, needs_attention
 from jobs.errors import StateError, UserError
 from jobs.eventlog import EventLog
 from jobs.job import Terms
+from jobs.origin import check_unneeded
+from jobs.resume_plan import plan_resume, plan_submit
 from jobs.rundir import write_atomic
 from jobs.runner import ensure_runner
-from jobs.specfile import dump_spec, load_spec
+from jobs.specfile import dump_spec
 from jobs.states import State
 from jobs.strategy import world_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from jobs.checkpoint_list import Listed
     from jobs.devices import Gpu
+    from jobs.resume_plan import Plan
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
     from jobs.store import Job, Store
@@ -46,18 +51,41 @@ def submit(store: Store, spec: JobSpec) -> Job:
     Raises:
         UserError: Something is wrong with the job; nothing was queued.
     """
-    wanted = preflight.check(spec)
-    text = dump_spec(settle(spec))
+    return carry_out(store, plan_submit(store, spec))
 
-    job = store.add(
-        name=spec.name,
-        terms=_terms(spec, wanted),
-        run_id=uuid.uuid4().hex,
-        prepare=lambda run_dir: _write_job_file(run_dir, text),
-    )
+
+def carry_out(store: Store, plan: Plan) -> Job:
+    """Queue the job of a plan, and start it if it may start now.
+
+    Raises:
+        StateError: It was resumed, or removed, since the plan was made; nothing has changed.
+        UserError: Its files cannot be written; nothing has changed.
+    """
+    if plan.job is None:
+        text = dump_spec(plan.spec)
+        job = store.add(
+            name=plan.spec.name,
+            terms=_terms(plan),
+            run_id=uuid.uuid4().hex,
+            prepare=lambda run_dir: _write_job_file(run_dir, text),
+        )
+    else:
+        prepare = partial(_prepare, plan.job.run_dir, plan)
+        job = store.requeue(plan.job.id, _how_it_goes_on(plan), _terms(plan), prepare)
     dispatch(store)
     ensure_runner(store)
     return store.get(job.id)
+
+
+def _prepare(run_dir: RunDir, plan: Plan) -> None:
+    """Make a run directory ready to be resumed, while nobody else can."""
+    moved = checkpoints.rewind(run_dir, plan.back_to) if plan.back_to is not None else []
+    try:
+        if plan.rewritten:
+            _write_job_file(run_dir, dump_spec(plan.spec))
+    except BaseException:
+        checkpoints.put_back(moved)
+        raise
 
 
 def _write_job_file(run_dir: RunDir, text: str) -> None:
@@ -68,10 +96,11 @@ def _write_job_file(run_dir: RunDir, text: str) -> None:
         raise UserError(f"cannot write {run_dir.root} ({error.strerror})") from error
 
 
-def _terms(spec: JobSpec, wanted: int | list[str] | None) -> Terms:
+def _terms(plan: Plan) -> Terms:
+    spec = plan.spec
     return Terms(
         ranks=world_size(spec),
-        wanted=wanted,
+        wanted=plan.wanted,
         total_steps=spec.max_train_steps,
         priority=spec.priority,
         shares=spec.share_gpus,
@@ -106,39 +135,77 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
     return f"job {job_id} {_STOP_WORDS[min(level, 3)]}"
 
 
-def resume(store: Store, job_id: int, overrides: Mapping[str, Any] | None = None) -> Job:
+def resume(
+    store: Store,
+    job_id: int,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    back_to: int | None = None,
+) -> Job:
     """Queue an ended job again; it goes on after its newest complete checkpoint.
+
+    What that changes is told by `jobs.resume_plan.plan_resume`.
 
     Args:
         store: The jobs.
         job_id: Which one.
         overrides: Changed settings, e.g. a larger `max_train_steps`.
+        back_to: Go on after the checkpoint of this step, and set newer ones aside; 0: begin anew.
 
     Raises:
         StateError: The job has not ended, or has nothing left to train.
-        UserError: It can no longer run as described.
+        UserError: It can no longer run as described, or not from that checkpoint.
+    """
+    return carry_out(store, plan_resume(store, job_id, overrides, back_to=back_to))
+
+
+def _how_it_goes_on(plan: Plan) -> str:
+    how = "started again from the beginning"
+    if plan.begin is not None:
+        how = f"resumed after step {plan.begin.step}"
+    if plan.rewound:
+        steps = ", ".join(str(one.step) for one in plan.rewound)
+        how += f"; newer checkpoints are set aside ({steps})"
+    return how
+
+
+def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
+    """The checkpoints of a job that are to be deleted, if nobody needs them.
+
+    Args:
+        store: The jobs.
+        job_id: Whose.
+        names: Steps, or names of directories, such as `step-30.rewound`.
+
+    Raises:
+        NotFoundError: There is none of such a name.
+        StateError: A job needs one.
     """
     job = store.get(job_id)
-    if not job.state.ended:
-        raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
-    spec = load_spec(job.run_dir.job_file, overrides)
-    wanted = preflight.check(spec)
-    newest = job.run_dir.latest_checkpoint()
-    done = newest[0] if newest else 0
-    if done > spec.max_train_steps or (
-        done == spec.max_train_steps and job.state is State.COMPLETED
-    ):
-        raise StateError(
-            f"job {job_id} has already trained {done} of {spec.max_train_steps} steps",
-            f"resume {job_id} --max_train_steps=N with a larger N trains on",
-        )
-    if overrides:
-        _write_job_file(job.run_dir, dump_spec(settle(spec)))
-    after = f"resumed after step {newest[0]}" if newest else "started again from the beginning"
-    store.requeue(job_id, after, _terms(spec, wanted))
-    dispatch(store)
-    ensure_runner(store)
-    return store.get(job_id)
+    listed = list_all(job.run_dir)
+    found = list(dict.fromkeys(find_listed(listed, name, f"job {job_id}") for name in names))
+    for one in found:
+        if one.next and not job.state.ended:
+            raise StateError(
+                f"job {job_id} is {job.state}, and {one.name} is its newest complete checkpoint",
+                "it would have nothing to go on from; stop the job first",
+            )
+    check_unneeded(store, [one.path for one in found])
+    return found
+
+
+def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
+    """Delete checkpoints of a job; all that is wrong is raised before the first one goes.
+
+    Raises:
+        NotFoundError: There is none of such a name.
+        StateError: A job needs one.
+        UserError: One cannot be deleted.
+    """
+    found = find_deletable(store, job_id, names)
+    for one in found:
+        checkpoints.delete_files(one.path)
+    return found
 
 
 def request(store: Store, job_id: int, name: str) -> None:
@@ -158,19 +225,25 @@ def prune(store: Store, keep_last: int) -> list[Job]:
 
     Returns:
         The removed jobs.
+
+    Raises:
+        StateError: A waiting or running job is to begin from a checkpoint of one; none is removed.
     """
-    ended = [job for job in store.all() if job.state.ended]
-    for job in ended[keep_last:]:
+    leaving = [job for job in store.all() if job.state.ended][keep_last:]
+    check_unneeded(store, [job.run_dir.root for job in leaving])
+    for job in leaving:
         remove(store, job.id)
-    return ended[keep_last:]
+    return leaving
 
 
 def remove(store: Store, job_id: int, *, files: bool = True) -> None:
     """Forget an ended job, and delete its run directory unless told otherwise.
 
     Raises:
-        StateError: The job has not ended.
+        StateError: The job has not ended, or another is to begin from a checkpoint of it.
     """
+    if files:
+        check_unneeded(store, [store.get(job_id).run_dir.root], leaving=[job_id])
     job = store.remove(job_id)
     if files:
         shutil.rmtree(job.run_dir.root, ignore_errors=True)

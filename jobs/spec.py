@@ -14,6 +14,7 @@ from pydantic import ConfigDict, model_validator
 
 from jobs.keys.data import DataKeys
 from jobs.keys.devices import DeviceKeys
+from jobs.keys.export import ExportKeys
 from jobs.keys.fsdp import FsdpKeys
 from jobs.keys.job import JobKeys
 from jobs.keys.lora import LoraKeys
@@ -26,6 +27,7 @@ from jobs.keys.validation import ValidationKeys
 # Pydantic takes the fields of the last base first.
 class JobSpec(
     RunningKeys,
+    ExportKeys,
     ValidationKeys,
     OutputKeys,
     DataKeys,

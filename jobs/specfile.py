@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from jobs.conflicts import find_conflicts
 from jobs.datasets import Dataset
 from jobs.errors import SpecError
 from jobs.families import get_family
 from jobs.paths import exists, expand
+from jobs.prompts import ValidationPrompt
 from jobs.spec import JobSpec, field_choices, field_names, is_switch, takes_many, takes_number
 from jobs.spellings import as_bool, did_you_mean, normal_key
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
+
+# What the mappings in lists are.
+_ENTRIES: Final[dict[str, type[BaseModel]]] = {"datasets": Dataset, "validation_prompts": ValidationPrompt}
 
 
 def load_spec(
@@ -172,7 +176,7 @@ def _in_words(error: ErrorDetails) -> str:
     inner = [str(part + 1) if isinstance(part, int) else str(part) for part in error["loc"][1:]]
     if error["type"] == "extra_forbidden" and inner:
         *where, word = inner
-        known = did_you_mean(word, Dataset.model_fields)
+        known = did_you_mean(word, _ENTRIES[key].model_fields)
         return f'{key}: entry {" ".join(where)} has an unknown key "{word}"{known}'
     choices = field_choices(key) if key in JobSpec.model_fields else ()
     if choices:

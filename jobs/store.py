@@ -11,13 +11,14 @@ import shutil
 import sqlite3
 import time
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.job import Change, Job, Terms, job_of_row
 from jobs.paths import ensure_state_home
 from jobs.processes import boot_id
 from jobs.rundir import RunDir
+from jobs.schema import TABLES, VERSION
 from jobs.states import State, may_follow
 
 if TYPE_CHECKING:
@@ -25,53 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.processes import ProcessId
-
-_SCHEMA_VERSION: Final = 1
-_SCHEMA: Final = """
-CREATE TABLE IF NOT EXISTS jobs (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    name TEXT NOT NULL,
-    state TEXT NOT NULL,
-    reason TEXT NOT NULL DEFAULT '',
-    ranks INTEGER NOT NULL,
-    wanted TEXT NOT NULL,
-    gpus TEXT NOT NULL DEFAULT '[]',
-    total_steps INTEGER NOT NULL,
-    run_dir TEXT NOT NULL,
-    run_id TEXT NOT NULL,
-    created REAL NOT NULL,
-    queued REAL NOT NULL,
-    started REAL,
-    ended REAL,
-    attempt INTEGER NOT NULL DEFAULT 0,
-    stop_level INTEGER NOT NULL DEFAULT 0,
-    priority INTEGER NOT NULL DEFAULT 0,
-    held INTEGER NOT NULL DEFAULT 0,
-    shares INTEGER NOT NULL DEFAULT 0,
-    auto_resume INTEGER NOT NULL DEFAULT 0,
-    supervisor_pid INTEGER,
-    supervisor_started REAL,
-    boot_id TEXT
-);
-CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, queued);
-CREATE TABLE IF NOT EXISTS history (
-    job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
-    t REAL NOT NULL,
-    before TEXT,
-    after TEXT NOT NULL,
-    reason TEXT NOT NULL
-);
-CREATE INDEX IF NOT EXISTS history_by_job ON history (job, t);
-CREATE TABLE IF NOT EXISTS settings (
-    name TEXT PRIMARY KEY,
-    value TEXT NOT NULL
-);
-CREATE TABLE IF NOT EXISTS claims (
-    device TEXT PRIMARY KEY,
-    job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE
-);
-"""
-
 
 __all__ = ["Change", "Job", "Store", "Terms"]
 
@@ -89,15 +43,15 @@ class Store:
         try:
             with self._connect("rwc") as db:
                 version = db.execute("PRAGMA user_version").fetchone()[0]
-                if version > _SCHEMA_VERSION:
+                if version > VERSION:
                     raise UserError(
                         f"{self.path} was written by a newer version of fsdp-tui",
                         "upgrade, or point FSDP_TUI_HOME somewhere else",
                     )
-                if version < _SCHEMA_VERSION:
+                if version < VERSION:
                     db.execute("PRAGMA journal_mode=WAL")
-                    db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-                    db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+                    db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
+                    db.execute(f"PRAGMA user_version={VERSION}")
         except sqlite3.Error as error:
             raise UserError(f"cannot use the jobs database {self.path} ({error})") from error
 
@@ -155,8 +109,8 @@ class Store:
                 "INSERT INTO jobs (name, state, ranks, wanted, total_steps, run_dir, run_id,"
                 " created, queued, priority, shares, auto_resume)"
                 " VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-                (name, State.QUEUED, terms.ranks, json.dumps(terms.wanted), terms.total_steps, "",
-                 run_id, now, now, terms.priority, terms.shares, terms.auto_resume),
+                (name, State.QUEUED, *terms.columns()[:3], "", run_id, now, now,
+                 *terms.columns()[3:]),
             )  # fmt: skip
             job_id = int(cursor.lastrowid or 0)
             run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
@@ -177,8 +131,16 @@ class Store:
                 raise
             return self._get(db, job_id)
 
-    def requeue(self, job_id: int, reason: str, terms: Terms | None = None) -> Job:
+    def requeue(
+        self,
+        job_id: int,
+        reason: str,
+        terms: Terms | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> Job:
         """Put an ended job into the queue again, on other terms if they are given.
+
+        `prepare` changes its files before anyone can start it; if it raises, nothing happened.
 
         Raises:
             StateError: The job has not ended.
@@ -194,9 +156,9 @@ class Store:
                 db.execute(
                     "UPDATE jobs SET ranks=?, wanted=?, total_steps=?, priority=?, shares=?,"
                     " auto_resume=? WHERE id=?",
-                    (terms.ranks, json.dumps(terms.wanted), terms.total_steps, terms.priority,
-                     terms.shares, terms.auto_resume, job_id),
-                )  # fmt: skip
+                    (*terms.columns(), job_id),
+                )
+            prepare()
             return self._get(db, job_id)
 
     def change(

@@ -93,12 +93,12 @@ def look_at_data(
                 case ["looked", done, total] if done.isdigit() and total.isdigit():
                     progress(int(done), int(total))
 
-        report = _ask("engine.data", arguments, Path(name, "answer"), told, cancelled)
+        report = ask("engine.data", arguments, Path(name, "answer"), told, cancelled)
         names = report.pop("strips", [])
         return DataLook(report, tuple((folder / one).read_bytes() for one in names))
 
 
-def _ask(
+def ask(
     module: str,
     arguments: Sequence[str],
     answer: Path,

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from checkpoint_support import save_checkpoint
 from fakes.supervise import start_supervisor
 from fakes.waiting import eventually
 
 from jobs.devices import Gpu, GpuProcess
 from jobs.processes import end, with_run_id
-from jobs.rundir import MANIFEST, event
+from jobs.rundir import event
 from jobs.specfile import load_spec
 from jobs.states import State
 from jobs.store import Job, Store
@@ -106,9 +107,7 @@ class Shell:
             assert self.store.claim(job.id, [], "")
         self.store.change(job.id, state, f"was {state}")
         if step is not None:
-            checkpoint = job.run_dir.checkpoint(step)
-            checkpoint.mkdir(parents=True)
-            (checkpoint / MANIFEST).write_text("{}")
+            save_checkpoint(job.run_dir, step)
         return job
 
 
@@ -223,7 +222,7 @@ def test_submit_prints_the_id(shell: Shell) -> None:
 
 def test_submit_as_json(shell: Shell) -> None:
     answer = shell.ok("submit", shell.job_file(), "--json").json
-    assert answer == {"id": 1, "run_dir": str(shell.home / "runs" / "1-t")}
+    assert answer == {"id": 1, "run_dir": str(shell.home / "runs" / "1-t"), "changes": []}
     assert load_spec(Path(answer["run_dir"]) / "job.yaml").name == "t"
 
 

@@ -1,4 +1,4 @@
-"""One rank: weights, adapters, the family's forward, checkpoints, export."""
+"""One rank: weights, adapters, the family's forward, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from engine_support import toy_spec, trained_digest
+from engine_support import toy_spec
 from safetensors.torch import load_file, save_file
 
-from engine import adapters, checkpoint, weights
+from engine import adapters, weights
 from engine.data.index import build_index
 from engine.data.latents import to_pixels
 from engine.data.views import View
 from engine.draws import keyed_generator
-from engine.export import export
 from engine.families import flux
-from engine.optim import build_optimizer, build_scheduler
 from engine.precision import storage_dtype
-from engine.training import Training
 from engine.world import World
-from jobs.checkpoints import find_damage
 from jobs.errors import UserError
-from jobs.rundir import RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -188,132 +183,3 @@ def test_base_weights_are_cast_down_or_kept_and_never_up(toy: Path) -> None:
     model = build(toy, lora_bf16)
     for name, parameter in model.named_parameters():
         assert parameter.dtype is (single if parameter.requires_grad else half), name
-
-
-def _training(toy: Path, spec: JobSpec) -> Training:
-    model = build(toy, spec)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = build_optimizer(spec, trained, ALONE.device)
-    return Training(model, optimizer, build_scheduler(spec, optimizer))
-
-
-def _advance(training: Training, toy: Path) -> None:
-    loss = flux.predict(training.model, **inputs(toy)).square().mean()
-    loss.backward()
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    training.scheduler.step()
-    training.step += 1
-
-
-@pytest.mark.parametrize("model_type", ["lora", "full"])
-def test_a_loaded_checkpoint_goes_on_bit_for_bit(
-    toy: Path, tmp_path: Path, model_type: str
-) -> None:
-    spec = toy_spec(toy, model_type=model_type, lr_scheduler="cosine")
-    run_dir = RunDir(tmp_path)
-    straight = _training(toy, spec)
-    for _ in range(2):
-        _advance(straight, toy)
-    path = checkpoint.save(straight, spec, run_dir, ALONE)
-    _advance(straight, toy)
-
-    resumed = _training(toy, spec)
-    checkpoint.load(resumed, path, ALONE)
-    assert resumed.step == 2
-    _advance(resumed, toy)
-    assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
-    assert trained_digest(resumed.model) == trained_digest(straight.model)
-
-
-def test_saving_before_the_first_step_changes_nothing(toy: Path, tmp_path: Path) -> None:
-    spec = toy_spec(toy)
-    untouched, saved, resumed = (_training(toy, spec) for _ in range(3))
-    path = checkpoint.save(saved, spec, RunDir(tmp_path), ALONE)
-    checkpoint.load(resumed, path, ALONE)
-    digests = set()
-    for training in (untouched, saved, resumed):
-        _advance(training, toy)
-        digests.add(trained_digest(training.model))
-    assert len(digests) == 1
-
-
-def test_a_lora_checkpoint_holds_no_base_weight(toy: Path, tmp_path: Path) -> None:
-    spec = toy_spec(toy)
-    training = _training(toy, spec)
-    path = checkpoint.save(training, spec, RunDir(tmp_path), ALONE)
-    adapter = sum(p.numel() * 4 for p in adapters.lora_parameters(training.model).values())
-    base = sum(p.numel() * 4 for p in training.model.parameters()) - adapter
-    on_disk = sum(file.stat().st_size for file in path.glob("*.distcp"))
-    assert 3 * adapter <= on_disk < base / 4  # weights and two moments, and file headers
-
-
-def test_damage_is_found_and_named(toy: Path, tmp_path: Path) -> None:
-    spec = toy_spec(toy)
-    training = _training(toy, spec)
-    path = checkpoint.save(training, spec, RunDir(tmp_path), ALONE)
-    assert find_damage(path) is None
-    victim = next(path.glob("*.distcp"))
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
-    assert victim.name in (find_damage(path) or "")
-    victim.unlink()
-    assert "missing" in (find_damage(path) or "")
-
-
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(toy: Path, tmp_path: Path) -> None:
-    spec = toy_spec(toy)
-    training = _training(toy, spec)
-    run_dir = RunDir(tmp_path)
-    for training.step in (1, 2):
-        path = checkpoint.save(training, spec, run_dir, ALONE)
-    next(path.glob("*.distcp")).write_bytes(b"torn")
-    said: list[str] = []
-    assert checkpoint.newest_sound(run_dir, said.append) == (1, run_dir.checkpoint(1))
-    assert len(said) == 1
-    assert "step-2 is damaged" in said[0]
-    assert run_dir.complete_checkpoints() == [(1, run_dir.checkpoint(1))]
-    assert (run_dir.checkpoints / "step-2.damaged").is_dir()
-    shutil.rmtree(run_dir.checkpoint(1))
-    assert checkpoint.newest_sound(run_dir, said.append) is None
-
-
-def test_only_the_newest_checkpoints_are_kept(toy: Path, tmp_path: Path) -> None:
-    spec = toy_spec(toy, checkpoints_total_limit=2)
-    training = _training(toy, spec)
-    run_dir = RunDir(tmp_path)
-    for training.step in (1, 2, 3):
-        checkpoint.save(training, spec, run_dir, ALONE)
-    assert [step for step, _ in run_dir.complete_checkpoints()] == [2, 3]
-    assert sorted(p.name for p in run_dir.checkpoints.iterdir()) == ["step-2", "step-3"]
-
-
-def test_an_exported_lora_with_its_own_alpha_loads_into_the_stock_pipeline(
-    toy: Path, tmp_path: Path
-) -> None:
-    spec = toy_spec(toy, lora_rank=4, lora_alpha=8)
-    model = build(toy, spec)
-    with torch.no_grad():
-        for parameter in adapters.lora_parameters(model).values():
-            parameter.normal_(std=0.2, generator=keyed_generator(3))
-        expected = flux.predict(model, **inputs(toy))
-    where = export(model, spec, flux, tmp_path / "export", ALONE)
-    pipeline = FluxPipeline.from_pretrained(toy / "model")
-    with torch.no_grad():
-        plain = flux.predict(pipeline.transformer, **inputs(toy))
-        pipeline.load_lora_weights(where)
-        loaded = flux.predict(pipeline.transformer, **inputs(toy))
-    assert torch.allclose(loaded, expected, atol=1e-5)
-    assert not torch.allclose(plain, expected, atol=1e-2)
-
-
-def test_an_exported_transformer_loads_with_from_pretrained(toy: Path, tmp_path: Path) -> None:
-    spec = toy_spec(toy, model_type="full")
-    model = build(toy, spec)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01)
-        where = export(model, spec, flux, tmp_path / "export", ALONE)
-        back = FluxTransformer2DModel.from_pretrained(where / "transformer")
-        assert torch.equal(flux.predict(back, **inputs(toy)), flux.predict(model, **inputs(toy)))

@@ -7,13 +7,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from checkpoint_support import save_checkpoint
 
 from jobs import service
 from jobs.cascade import settle
 from jobs.devices import Gpu
 from jobs.errors import NotFoundError, SpecError, StateError, UserError
 from jobs.eventlog import EventLog
-from jobs.rundir import MANIFEST, event
+from jobs.rundir import event
 from jobs.specfile import load_spec
 from jobs.states import State
 
@@ -40,9 +41,7 @@ def ended(store: Store, spec: JobSpec, state: State = State.STOPPED, step: int |
     store.change(job.id, State.RUNNING, "")
     store.change(job.id, state, "")
     if step is not None:
-        path = job.run_dir.checkpoint(step)
-        path.mkdir(parents=True)
-        (path / MANIFEST).write_text("{}")
+        save_checkpoint(job.run_dir, step)
     return store.get(job.id)
 
 

@@ -86,7 +86,7 @@ def test_the_job_file_of_the_design_is_read(tmp_path: Path) -> None:
         unload_text_encoder: true
     """
     job = load_spec(write(tmp_path, text.replace("\n        ", "\n")))
-    assert (job.gpus, job.validation_prompts) == ([0, 1], ["a red circle"])
+    assert (job.gpus, job.to_dict()["validation_prompts"]) == ([0, 1], ["a red circle"])
 
 
 def test_keys_may_be_spelt_as_flags_are(tmp_path: Path) -> None:
@@ -294,6 +294,15 @@ def test_flags_mean_what_the_file_means() -> None:
 # -- there and back ------------------------------------------------------------------------
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30)
+_SIZE = st.none() | st.integers(16, 4096) | st.from_regex(r"\A(16|768|8192)x(32|511)\Z")
+_PROMPT = st.fixed_dictionaries(
+    {"prompt": _TEXT | st.sampled_from(["", "{prompt: a}", "{", '{"prompt": 1}'])},
+    optional={
+        "negative_prompt": st.just("") | _TEXT, "resolution": _SIZE, "seed": st.integers(0, 2**63 - 1),
+        "steps": st.integers(1, 99), "guidance": st.floats(0, 99),
+        "true_cfg_scale": st.floats(0, 99),
+    },
+)  # fmt: skip
 _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
     "model_family": st.just("flux"),
@@ -302,7 +311,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "pretrained_model_name_or_path": st.from_regex(r"\Ano/such[a-z0-9 :#'\"&*%@`]{1,20}\Z"),
     "dataset": st.from_regex(r"\Ano/such[\w \-:#'\"{}\[\]]{1,20}\Z"),
     "cache_dir": st.sampled_from([None, "/no/such place"]),
-    "validation_prompts": st.lists(_TEXT, max_size=3),
+    "validation_prompts": st.lists(_TEXT | _PROMPT, max_size=3),
     "lora_target_modules": st.none() | st.lists(_TEXT, max_size=3),
     "fsdp_transformer_layer_cls_to_wrap": st.none() | st.lists(_TEXT, max_size=2),
     "fsdp_auto_wrap_policy": st.just("TRANSFORMER_BASED_WRAP"),
@@ -339,7 +348,10 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "checkpoints_total_limit": st.none() | st.integers(1, 99),
     "checkpointing_async": st.none() | st.booleans(),
     "resume_from_checkpoint": st.none() | st.sampled_from(["3", "3:100", "runs/3-a"]),
-    "validation_resolution": st.none() | st.integers(16, 4096),
+    "validation_resolution": _SIZE,
+    "validation_seed": st.none() | st.integers(0, 2**63 - 1),
+    "validation_negative_prompt": st.none() | st.just("") | _TEXT,
+    "validation_loss_steps": st.none() | st.integers(1, 10**6),
 }
 
 

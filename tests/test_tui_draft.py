@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +23,11 @@ GOOD = {"pretrained_model_name_or_path": "m", "dataset": "d", "num_processes": 2
         ("max_train_steps", 20, "20"),
         ("lora_alpha", None, ""),
         ("validation_prompts", ["a red, round thing", "b"], "a red, round thing | b"),
+        (
+            "validation_prompts",
+            ["a", {"prompt": "b|c", "seed": 3}],
+            'a | {"prompt": "b\\u007cc", "seed": 3}',
+        ),
     ],
 )
 def test_a_value_stands_in_an_input_as_people_write_it(name: str, value: object, text: str) -> None:
@@ -33,6 +38,22 @@ def test_prompts_may_hold_commas_and_come_back_as_they_were() -> None:
     prompts = ["a red, round thing", "a blue square"]
     text = draft.as_text("validation_prompts", prompts)
     assert draft.from_text("validation_prompts", text) == prompts
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [{"prompt": "a", "negative_prompt": "b | c", "resolution": "64x32", "guidance": 2.5}, "d"],
+        ["a | b", " a ", "", "é", "two\nlines", "\x85 \u2028", '{"prompt": "b"}', "{a|b} cat"],
+        [{"prompt": "{prompt: a}"}, {"prompt": "ü|\n", "seed": 2**63 - 1}],
+    ],
+)
+def test_the_form_keeps_prompts_with_settings_and_strange_ones(prompts: list[Any]) -> None:
+    spec = JobSpec(**GOOD, validation_prompts=prompts)
+    text = draft.as_text("validation_prompts", spec.to_dict()["validation_prompts"])
+    assert text.isprintable()
+    shown = {"validation_prompts": draft.from_text("validation_prompts", text)}
+    assert load_spec(None, draft.merge(spec.to_dict(), shown)) == spec
 
 
 def test_every_field_of_the_job_survives_the_form() -> None:
@@ -106,7 +127,7 @@ def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
     values = GOOD | {"max_train_steps": "12", "validation_prompts": ["one, two"]}
     path = draft.save_yaml(values, tmp_path / "job.yaml")
     spec = load_spec(path)
-    assert (spec.max_train_steps, spec.validation_prompts) == (12, ["one, two"])
+    assert (spec.max_train_steps, spec.to_dict()["validation_prompts"]) == (12, ["one, two"])
 
 
 def test_an_unfinished_job_can_be_saved(tmp_path: Path) -> None:

@@ -343,6 +343,8 @@ def test_every_action_has_its_own_name_and_keys() -> None:
 
 
 def test_the_footer_fits_80_columns() -> None:
-    words = "  ".join(f"{action.shown} {action.label}" for action in footer_actions())
+    words = "  ".join(f"{action.shown} {action.label}" for action in footer_actions(78))
     assert len(words) <= 78
-    assert [action.shown for action in footer_actions()][-1] == "q"
+    assert [action.shown for action in footer_actions(78)][-1] == "q"
+    assert not {"r", "p"} & {action.shown for action in footer_actions(78)}
+    assert {"r", "p", "c"} <= {action.shown for action in footer_actions(98)}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
 from typing import TYPE_CHECKING, Any
 
-from jobs.rundir import MANIFEST, RankStatus, RunDir, event
+from checkpoint_support import save_checkpoint
+
+from jobs.rundir import RankStatus, RunDir, event
 from jobs.states import State
 from jobs.store import Terms
 
@@ -111,11 +112,8 @@ def write_log(job: Job, text: str, rank: int = 0, *, append: bool = False) -> No
         file.write(text)
 
 
-def write_checkpoint(job: Job, step: int) -> Path:
-    path = job.run_dir.checkpoint(step)
-    path.mkdir(parents=True)
-    (path / MANIFEST).write_text(json.dumps({"step": step}))
-    return path
+def write_checkpoint(job: Job, step: int, **manifest: Any) -> Path:
+    return save_checkpoint(job.run_dir, step, **manifest)
 
 
 class FakeGpus:

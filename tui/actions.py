@@ -10,9 +10,13 @@ from textual.binding import Binding
 from jobs.states import State
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from textual.binding import BindingType
 
     from jobs.store import Job
+
+FOOTER_GAP: Final = 2  # columns between two
 
 Group = Literal["jobs", "log", "app", "list"]
 Needs = Literal["nothing", "job", "ended", "stoppable", "active"]
@@ -38,6 +42,7 @@ class Action:
         group: Heading in the help screen.
         needs: What the selected job must be for the action to make sense.
         footer: Whether it has a place in the footer, and its order there.
+        spare: Whether it gives its place up where the footer is narrow.
     """
 
     name: str
@@ -48,6 +53,7 @@ class Action:
     group: Group
     needs: Needs = "nothing"
     footer: int = 0
+    spare: bool = False
 
     def fits(self, job: Job | None) -> bool:
         """Whether the action makes sense for the selected job."""
@@ -81,16 +87,25 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "Write a checkpoint at the next step and go on training", "jobs", "active", 5,
     ),
     Action(
+        "sample_now", "p", "p", "sample",
+        "Sample the validation prompts at the next step and go on training", "jobs", "active", 6,
+        spare=True,
+    ),
+    Action(
         "remove_job", "r", "r", "rm",
-        "Forget an ended job and delete its run directory", "jobs", "ended", 6,
+        "Forget an ended job and delete its run directory", "jobs", "ended", 7, spare=True,
     ),
     Action(
         "details", "i,enter", "i", "info",
-        "History, checkpoints, job file and launch command", "jobs", "job", 7,
+        "History, checkpoints, job file and launch command", "jobs", "job", 8,
     ),
     Action(
         "data", "d", "d", "data",
-        "What the job is trained on, and what is left out", "jobs", "job", 8,
+        "What the job is trained on, and what is left out", "jobs", "job", 9,
+    ),
+    Action(
+        "checkpoints", "c", "c", "ckpts",
+        "Checkpoints: go on from one, verify, export, delete", "jobs", "job", 10,
     ),
     Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
     Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),
@@ -111,12 +126,12 @@ ACTIONS: Final[tuple[Action, ...]] = (
            "job"),
     Action("log_end", "end", "End", "log end", "Go to the end of the log and follow it", "log",
            "job"),
-    Action("show_help", "question_mark,f1", "?", "help", "All keys", "app", footer=9),
+    Action("show_help", "question_mark,f1", "?", "help", "All keys", "app", footer=11),
     Action("app.command_palette", "ctrl+p", "^p", "palette", "Find an action by its name", "app"),
     Action("switch_theme", "t", "t", "theme", "Switch between the dark and the light theme",
            "app"),
     Action("quit_app", "q", "q", "quit", "Leave the dashboard; jobs go on without it", "app",
-           footer=10),
+           footer=12),
 )  # fmt: skip
 
 
@@ -133,6 +148,15 @@ def bindings(*groups: Group) -> list[BindingType]:
     ]  # fmt: skip
 
 
-def footer_actions() -> list[Action]:
-    """What the footer shows, in its order."""
-    return sorted((action for action in ACTIONS if action.footer), key=lambda a: a.footer)
+def footer_actions(width: int | None = None) -> list[Action]:
+    """What the footer shows, in its order; of spare actions, as many as so many columns hold."""
+    shown = sorted((action for action in ACTIONS if action.footer), key=lambda a: a.footer)
+    spare = [action for action in shown if action.spare]
+    while spare and width is not None and footer_width(shown) > width:
+        shown.remove(spare.pop())
+    return shown
+
+
+def footer_width(actions: Sequence[Action]) -> int:
+    """Columns of a footer with these."""
+    return sum(len(f"{one.shown} {one.label}") + FOOTER_GAP for one in actions) - FOOTER_GAP

@@ -101,11 +101,12 @@ class FsdpTui(App[None]):
     # -- acting ----------------------------------------------------------------------------
 
     def act(self, action: Callable[[], str]) -> None:
-        """Do something in a thread, tell what came of it, and look again."""
+        """Do something in a thread, tell what came of it unless that is "", and look again."""
 
         def run() -> None:
             try:
-                self.post_message(self.Said(action()))
+                if told := action():
+                    self.post_message(self.Said(told))
             except UserError as error:
                 self.post_message(self.Said(str(error), "warning"))
             except Exception as error:  # the edge: nothing a person asked for ends in silence

@@ -19,11 +19,14 @@ from jobs.errors import UserError
 from jobs.families import FAMILIES
 from jobs.housekeeping import directory_size
 from jobs.report import read_report
-from jobs.specfile import dump_spec, parse_flags
+from jobs.resume_plan import plan_submit
+from jobs.specfile import dump_spec
 from jobs.states import State
 from jobs.store import Store
 from jobs.tools import ToolError
+from tui.cli_checkpoints import checkpoints, resume, tell
 from tui.cli_data import data
+from tui.cli_export import export
 from tui.cli_queue import COMMANDS
 from tui.cli_words import FLAGS, JSON, read_job
 from tui.follow import follow_job, follow_log
@@ -96,16 +99,17 @@ def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
 
     Every key of a job file is also a flag; flags win over the file.
     """
-    spec = read_job(words)
+    store, spec = Store(), read_job(words)
+    plan = plan_submit(store, spec)
+    tell(plan)
     if dry_run:
-        from jobs.preflight import check
-
-        check(spec)
-        click.echo(json.dumps(spec.to_dict()) if as_json else dump_spec(spec), nl=as_json)
+        values = plan.spec.to_dict()
+        click.echo(json.dumps(values) if as_json else dump_spec(plan.spec), nl=as_json)
         return
-    job = service.submit(Store(), spec)
+    job = service.carry_out(store, plan)
     if as_json:
-        click.echo(json.dumps({"id": job.id, "run_dir": str(job.run_dir.root)}))
+        facts = {"id": job.id, "run_dir": str(job.run_dir.root), "changes": plan.changes}
+        click.echo(json.dumps(facts))
     else:
         click.echo(str(job.id))
 
@@ -117,9 +121,10 @@ def run(words: tuple[str, ...]) -> int:
 
     Ctrl-C asks it to stop (again: more firmly). Exit status: 0 completed, 3 stopped, 1 failed.
     """
-    spec = read_job(words)
-    store = Store()
-    return follow_job(store, service.submit(store, spec).id)
+    store, spec = Store(), read_job(words)
+    plan = plan_submit(store, spec)
+    tell(plan)
+    return follow_job(store, service.carry_out(store, plan).id)
 
 
 @cli.command(name="list")
@@ -154,6 +159,7 @@ def show(job_id: int, as_json: bool) -> None:
     report = read_report(job.run_dir)
     facts["strategy"], facts["strategy_reason"] = report.strategy, report.reason
     facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)
+    facts["validation"] = [list(one) for one in report.validations]
     facts["memory"] = {"measure": report.measure, "peaks": report.peaks}
     click.echo(json.dumps(facts) if as_json else describe(facts))
 
@@ -188,18 +194,6 @@ def stop(job_id: int, now: bool) -> None:
     click.echo(service.stop(Store(), job_id, now=now))
 
 
-@cli.command(context_settings=FLAGS)
-@click.argument("job_id", metavar="ID", type=int)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def resume(job_id: int, words: tuple[str, ...]) -> None:
-    """Queue an ended job again, after its newest checkpoint. [--key=value …] changes settings."""
-    values, others = parse_flags(words)
-    if others:
-        raise UserError(f'"{others[0]}" is not a --key=value flag')
-    job = service.resume(Store(), job_id, values)
-    click.echo(f"job {job.id} is {job.state}: {job.reason}")
-
-
 @cli.command()
 @JSON
 def gpus(as_json: bool) -> None:
@@ -227,7 +221,7 @@ def families(as_json: bool) -> None:
         click.echo(f"{family.name:<10} {family.title:<10} {', '.join(family.flavours)}")
 
 
-for command in (data, *COMMANDS):
+for command in (data, resume, checkpoints, export, *COMMANDS):
     cli.add_command(command)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import click
@@ -13,10 +12,9 @@ from jobs.look import NOT_NEEDED
 from jobs.tools import look_at_data
 from tui.cli_words import FLAGS, JSON, read_job
 from tui.data.tables import data_text
-from tui.format import bar, plain
+from tui.progress_line import ProgressLine
 
 _WIDEST = 100  # columns; longer lines are hard to read
-_BAR = 24
 
 
 @click.command(context_settings=FLAGS)
@@ -32,35 +30,10 @@ def data(words: tuple[str, ...], every_file: bool, sheet: Path | None, as_json: 
     The first look at a large dataset takes minutes, later ones are quick.
     """
     spec = read_job(words, ignoring=NOT_NEEDED)
-    with _ProgressLine() as progress:
+    with ProgressLine("looking at the data") as progress:
         report = look_at_data(spec, progress, sheet=sheet).report
     if as_json:
         click.echo(json.dumps(report))
         return
     columns = min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
     click.echo(data_text(report, spec.max_train_steps, width=columns, every_file=every_file))
-
-
-class _ProgressLine:
-    """A line on standard error that is overwritten, and taken away at the end."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def __enter__(self) -> _ProgressLine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._put("")
-
-    def __call__(self, done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            share = done / total if total else 1.0
-            self._put(f"looking at the data {plain(bar(share, _BAR))} {done}/{total}")
-            self._shown = True
-
-    @staticmethod
-    def _put(text: str) -> None:
-        sys.stderr.write(f"\r{text}\x1b[K")
-        sys.stderr.flush()

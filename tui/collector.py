@@ -177,7 +177,8 @@ class Collector:
             self._curve = Curve(-1)
         elif self._curve.job != chosen:
             log = self._logs.get(chosen)
-            self._curve = Curve(chosen, tuple(log.steps) if log else ())
+            newest = log.validations[-1][1] if log and log.validations else None
+            self._curve = Curve(chosen, tuple(log.steps) if log else (), newest)
 
 
 def _words(error: Exception) -> str:

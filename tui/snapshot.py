@@ -49,10 +49,14 @@ class JobView:
 
 @dataclass(frozen=True)
 class Curve:
-    """The steps of the selected job; a new tuple only when something was added."""
+    """The steps of the selected job; a new tuple only when something was added.
+
+    `validation` is the newest loss on what is held out.
+    """
 
     job: int
     steps: tuple[StepRecord, ...] = ()
+    validation: float | None = None
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ def describe(job: Mapping[str, Any]) -> str:
     ]
     if job["strategy"]:
         lines.insert(6, f"strategy     {job['strategy']}: {job['strategy_reason']}")
+    if job["validation"]:
+        lines.insert(4, f"validation   {validation_line(job['validation'])}")
     if job["memory"]["peaks"]:
         lines.append(f"memory       {memory_line(**job['memory'])}")
     lines += [f"warning      {text}" for text in job["warnings"]]
@@ -73,6 +75,14 @@ def describe(job: Mapping[str, Any]) -> str:
         for change in job["history"]
     ]
     return "\n".join(lines)
+
+
+def validation_line(measured: Sequence[Sequence[float]]) -> str:
+    """The loss on what is held out, the newest first: `0.231 at step 40; 0.245 at 20`."""
+    newest, *before = reversed([(number(loss), step) for step, loss in measured])
+    return "; ".join(
+        [f"{newest[0]} at step {newest[1]}", *(f"{loss} at {step}" for loss, step in before)]
+    )
 
 
 def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:

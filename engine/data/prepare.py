@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from engine.control import StoppedError
 from engine.data.cache import TensorCache
 from engine.data.captions import prompt_text
+from engine.data.held_out import hold_out
 from engine.data.index import DataIndex, build_index, cache_root
 from engine.data.latents import LatentKeys, prepare_latents
 from engine.data.plan import BatchPlan, Draw, nth_variant
@@ -17,6 +18,7 @@ from engine.data.texts import Texts, prepare_texts
 from engine.data.views import count_views
 from engine.data.work import Team
 from jobs.cascade import settle
+from jobs.prompts import requests_of
 from jobs.rundir import write_atomic
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine.data.index import Sample
     from engine.data.report import DataReport
     from engine.families import Family
     from engine.meeting import Meeting
@@ -42,12 +45,13 @@ class Prepared:
 
     Attributes:
         spec: The job.
-        index: Its samples.
+        index: The samples that it trains on.
         plan: Which of them each step trains on.
         captions: Per sample, the texts that take turns.
         latents: Their cache.
-        latent_keys: Sample and view → key in it.
+        latent_keys: Sample and view → key in it; what is held out is numbered after the others.
         texts: Encoded captions and prompts.
+        held: The samples that are held out (`engine.data.held_out`).
     """
 
     spec: JobSpec
@@ -57,6 +61,7 @@ class Prepared:
     latents: TensorCache
     latent_keys: LatentKeys
     texts: Texts
+    held: Sequence[Sample] = ()
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
         """`(C, h, w)`, for videos `(C, f, h, w)`; normalised, fp32."""
@@ -67,9 +72,18 @@ class Prepared:
         """The text of a draw."""
         return _caption(draw, self.captions, self.spec)
 
-    def prompt(self, number: int) -> dict[str, torch.Tensor]:
-        """A validation prompt, encoded."""
-        return self.texts.encoded(prompt_text(self.spec.validation_prompts[number], self.spec))
+    def prompt(self, text: str) -> dict[str, torch.Tensor]:
+        """A validation prompt, or a negative one, encoded."""
+        return self.texts.encoded(prompt_text(text, self.spec))
+
+    def held_latents(self, number: int) -> torch.Tensor:
+        """The first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
+        key = self.latent_keys(len(self.index.samples) + number, 0)
+        return self.latents.read(key)["latents"]
+
+    def held_text(self, number: int) -> dict[str, torch.Tensor]:
+        """Its first caption, encoded."""
+        return self.texts.encoded(sample_texts(self.held[number], self.spec)[0])
 
 
 def prepare(
@@ -102,16 +116,18 @@ def prepare(
     """
     spec = settle(spec)
     team = Team(world, meeting, telemetry, wants_stop)
-    index = _index(spec, model_root, run_dir, team)
+    index, held = hold_out(_index(spec, model_root, run_dir, team), spec)
     plan = make_plan(spec, index)
     captions = [sample_texts(sample, spec) for sample in index.samples]
     views, texts = _drawn(spec, plan, captions)
-    texts += [prompt_text(prompt, spec) for prompt in spec.validation_prompts]
+    views += [(len(index.samples) + number, 0) for number in range(len(held))]
+    texts += [sample_texts(sample, spec)[0] for sample in held] + _prompts(spec)
     directory = cache_root(spec)
     encoded = prepare_texts(spec, family, model_root, directory, texts, team)
     cache = TensorCache(directory, "latents")
-    keys = prepare_latents(spec, family, model_root, cache, index, views, team)
-    return Prepared(spec, index, plan, captions, cache, keys, encoded)
+    everything = replace(index, samples=[*index.samples, *held])
+    keys = prepare_latents(spec, family, model_root, cache, everything, views, team)
+    return Prepared(spec, index, plan, captions, cache, keys, encoded, held)
 
 
 def view_number(draw: Draw, spec: JobSpec) -> int:
@@ -140,6 +156,14 @@ def _drawn(
     steps = [draw for step in range(spec.max_train_steps) for draw in plan.draws(step)]
     pairs = sorted({(draw.sample, view_number(draw, spec)) for draw in steps})
     return pairs, [*dict.fromkeys(_caption(draw, captions, spec) for draw in steps), *dropped]
+
+
+def _prompts(spec: JobSpec) -> list[str]:
+    """What is sampled, and the negative prompts that have an effect."""
+    requests = requests_of(spec)
+    negative = [request.negative_prompt for request in requests if request.guided]
+    wanted = [*(request.prompt for request in requests), *negative]
+    return [prompt_text(text, spec) for text in wanted if text is not None]
 
 
 def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> DataIndex:
@@ -189,13 +213,14 @@ def _tell(
     if index.skipped:
         first = index.skipped[0]
         telemetry.warn(
-            f"{len(index.skipped)} of {len(index.skipped) + report.samples} pictures are left "
+            f"{len(index.skipped)} of {len(index.skipped) + len(index.samples)} pictures are left "
             f"out, such as {first.name} ({first.why})"
         )
     if before is not None and (changes := changed_since(before, index)):
         telemetry.warn(f"the data is not what it was at the last attempt: {changes}")
     telemetry.emit(
-        "data", samples=report.samples, skipped=len(report.skipped), texts=report.texts,
+        "data", samples=report.samples, held_out=report.held_out, skipped=len(report.skipped),
+        texts=report.texts,
         buckets=[[*bucket.size, bucket.samples] for bucket in report.buckets],
         steps_per_epoch=report.steps_per_epoch, epochs=report.epochs,
     )  # fmt: skip

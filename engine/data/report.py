@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.data.captions import texts_of
+from engine.data.held_out import hold_out
 from engine.data.pictures import NOTES
 from engine.data.plan import BatchPlan, shares_of
 from engine.data.tokens import count_tokens
@@ -77,6 +78,7 @@ class DataReport:
 
     Attributes:
         samples: What is trained on.
+        held_out: How many more there are, to measure the loss on.
         skipped: What is not: `[dataset, name, why]` each.
         reasons: The reasons, the most frequent first.
         handled: What was done to read pictures.
@@ -93,6 +95,7 @@ class DataReport:
     """
 
     samples: int
+    held_out: int
     skipped: list[list[Any]]
     reasons: list[Found]
     handled: list[Found]
@@ -131,9 +134,13 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
 
     Args:
         spec: The job.
-        index: Its data.
+        index: Its data, with what is held out.
         model_root: Where tokenizers are; None leaves tokens uncounted.
+
+    Raises:
+        UserError: Samples are to be held out, and none can be spared.
     """
+    index, held = hold_out(index, spec)
     plan = make_plan(spec, index)
     texts = [sample_texts(sample, spec) for sample in index.samples]
     distinct = list(dict.fromkeys(text for own in texts for text in own))
@@ -141,6 +148,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
     tokens = dict(zip(distinct, counts, strict=True)) if counts is not None else {}
     return DataReport(
         samples=len(index.samples),
+        held_out=len(held),
         skipped=[[one.dataset, one.name, one.why] for one in index.skipped],
         reasons=_reasons(index),
         handled=_handled(index),
@@ -159,8 +167,9 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
 
 def summary(report: DataReport) -> list[str]:
     """The report in a few lines, for a log."""
+    held = f" and {report.held_out} held out" if report.held_out else ""
     lines = [
-        f"{_plural(report.samples, 'sample')} in {_plural(len(report.buckets), 'bucket')}, "
+        f"{_plural(report.samples, 'sample')}{held} in {_plural(len(report.buckets), 'bucket')}, "
         f"{_plural(report.texts, 'text')}; {_plural(report.steps_per_epoch, 'step')} of "
         f"{report.global_batch} an epoch, {report.epochs:g} epochs"
     ]

@@ -8,16 +8,35 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from jobs.families import get_family
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
     from PIL import Image
+
+    from jobs.prompts import SampleRequest
+
+
+class KohyaStyle(Protocol):
+    """How kohya's scripts and ComfyUI name a family's LoRAs; a module beside the family's own."""
+
+    METADATA: dict[str, str]
+
+    def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+        """The same adapter under those names.
+
+        Args:
+            layers: `<module>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank).
+            scale: What their product is multiplied with: alpha / rank.
+        """
+        ...
 
 
 class Family(Protocol):
     """What is particular to a family. Implemented by the modules of this package."""
 
     LORA_TARGETS: str
+    KOHYA: KohyaStyle | None
 
     def pipeline_class(self) -> Any:
         """The stock diffusers pipeline."""
@@ -73,8 +92,23 @@ class Family(Protocol):
         """The stock pipeline around a trained transformer, without text encoders."""
         ...
 
-    def sample_arguments(self, condition: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """A cached prompt as the pipeline's keyword arguments (batch of one)."""
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """What the pipeline takes to make a picture, but for its size, steps and noise.
+
+        Args:
+            request: The picture.
+            condition: Its encoded prompt, without a batch dimension.
+            negative: Its encoded negative prompt; None where that has no effect.
+        """
+        ...
+
+    def forwards_per_step(self, request: SampleRequest) -> int:
+        """How many forwards of the transformer one denoising step of the pipeline makes."""
         ...
 
     def decode(self, pipeline: Any, latents: torch.Tensor, height: int, width: int) -> Image.Image:

@@ -13,10 +13,14 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 
+from engine.families import flux_kohya
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from PIL import Image
+
+    from jobs.prompts import SampleRequest
 
 # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
 LORA_TARGETS: Final = (
@@ -24,6 +28,8 @@ LORA_TARGETS: Final = (
     r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
     r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
 )
+
+KOHYA: Final = flux_kohya
 
 
 def pipeline_class() -> type[FluxPipeline]:
@@ -118,8 +124,22 @@ def sampling_pipeline(
     )
 
 
-def sample_arguments(condition: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.unsqueeze(0) for name, tensor in condition.items()}
+def sample_arguments(
+    request: SampleRequest,
+    condition: dict[str, torch.Tensor],
+    negative: dict[str, torch.Tensor] | None,
+) -> dict[str, Any]:
+    """`guidance` is the strength that distilled models take as an input."""
+    arguments: dict[str, Any] = {name: tensor.unsqueeze(0) for name, tensor in condition.items()}
+    arguments["guidance_scale"] = request.guidance
+    if negative is not None:
+        arguments |= {f"negative_{name}": text.unsqueeze(0) for name, text in negative.items()}
+        arguments["true_cfg_scale"] = request.true_cfg_scale
+    return arguments
+
+
+def forwards_per_step(request: SampleRequest) -> int:
+    return 2 if request.guided else 1
 
 
 def decode(pipeline: FluxPipeline, latents: torch.Tensor, height: int, width: int) -> Image.Image:

@@ -107,7 +107,7 @@ class CurvePanel(Lines):
             finite = [loss for loss in losses if loss == loss and abs(loss) != float("inf")]
             average = ema(finite, smoothing_span(len(finite)))[-1] if finite else None
             last = self._curve.steps[-1]
-            title = f"loss {number(losses[-1])} · [b]avg {number(average)}[/b]"
+            title = self._title(losses[-1], average)
             extra = [
                 f"lr {number(last.lr)}" if last.lr is not None else "",
                 f"grad {number(last.grad_norm, 3)}" if last.grad_norm is not None else "",
@@ -117,3 +117,14 @@ class CurvePanel(Lines):
         if (title, subtitle) != self._captions:
             self._captions = title, subtitle
             self.border_title, self.border_subtitle = title, subtitle
+
+    def _title(self, loss: float, average: float | None) -> str:
+        """The newest loss, their average, and where there is room that on what is held out."""
+        title = f"loss {number(loss)} · [b]avg {number(average)}[/b]"
+        if self._curve.validation is None:
+            return title
+        held_out = number(self._curve.validation, 3)
+        longest = f"{title} · val {held_out}"
+        if len(longest) - len("[b][/b]") <= self.size.width - 2:
+            return longest
+        return f"[b]avg {number(average, 3)}[/b] · val {held_out}"  # the loss is in the table

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from textual import on
 from textual.containers import Container, Vertical
+from textual.message import Message
 from textual.screen import Screen
 
 from jobs import service
+from jobs.resume_plan import plan_resume
 from jobs.specfile import load_spec
 from tui.actions import bindings
+from tui.checkpoints.exporting import Exports
+from tui.checkpoints.words import resume_question, resumed
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.log_view import LogView
 from tui.dashboard.logs import log_sources, log_title
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
 
     from textual.app import ComposeResult
 
+    from jobs.resume_plan import Plan
     from jobs.store import Store
     from tui.app import FsdpTui
     from tui.snapshot import JobView
@@ -39,6 +45,12 @@ class DashboardScreen(Screen[None]):
 
     app: FsdpTui
 
+    @dataclass
+    class Planned(Message):
+        """A job that was to be started would go on in another way than it was going."""
+
+        plan: Plan
+
     def __init__(self, store: Store, host: str, selected: int | None) -> None:
         super().__init__()
         self.store = store
@@ -53,6 +65,7 @@ class DashboardScreen(Screen[None]):
         self.key_bar = KeyBar()
         self._log_index = 0
         self._log_job: int | None = None
+        self.exports = Exports(self)
 
     def compose(self) -> ComposeResult:
         yield self.title_bar
@@ -147,10 +160,36 @@ class DashboardScreen(Screen[None]):
 
     def action_start_job(self) -> None:
         def start(job: int) -> str:
-            resumed = service.resume(self.store, job)
-            return f"job {job} is {resumed.state}: {self.store.history(job)[-1].reason}"
+            plan = plan_resume(self.store, job)
+            if plan.changes:
+                self.post_message(self.Planned(plan))
+                return ""
+            return resumed(service.carry_out(self.store, plan))
 
         self._do(start)
+
+    def on_dashboard_screen_planned(self, message: Planned) -> None:
+        """Ask before a job goes on in another way than it was going."""
+        self.ask_to_resume(message.plan)
+
+    def ask_to_resume(self, plan: Plan, then: Callable[[], None] = lambda: None) -> None:
+        """Ask whether a planned resume is to be done, and do it.
+
+        Args:
+            plan: What was planned; it is planned again when the answer comes.
+            then: Called when the answer is yes.
+        """
+        from tui.modals.confirm import ConfirmScreen
+
+        def answered(yes: bool | None) -> None:
+            if yes and plan.job is not None:
+                resume = partial(service.resume, self.store, plan.job.id, back_to=plan.back_to)
+                self.app.act(lambda: resumed(resume()))
+                then()
+
+        question, detail = resume_question(plan)
+        screen = ConfirmScreen(question, detail, "go on", refuse="do not", harmful=False)
+        self.app.push_screen(screen, answered)
 
     def action_stop_job(self) -> None:
         self._do(partial(service.stop, self.store))
@@ -161,6 +200,13 @@ class DashboardScreen(Screen[None]):
             return f"job {job} saves a checkpoint at the next step"
 
         self._do(save)
+
+    def action_sample_now(self) -> None:
+        def sample(job: int) -> str:
+            service.request(self.store, job, "sample_now")
+            return f"job {job} samples its prompts at the next step"
+
+        self._do(sample)
 
     def action_remove_job(self) -> None:
         view = self.selected
@@ -200,6 +246,12 @@ class DashboardScreen(Screen[None]):
             heading = f"data of job {job.id} “{job.name}”"
             read = partial(load_spec, job.run_dir.job_file)
             self.app.push_screen(DataScreen(heading, read, job.run_dir.data_report))
+
+    def action_checkpoints(self) -> None:
+        if (view := self.selected) is not None:
+            from tui.checkpoints.screen import CheckpointsScreen
+
+            self.app.push_screen(CheckpointsScreen(self.store, view.job))
 
     def _do(self, act: Callable[[int], str]) -> None:
         if (view := self.selected) is not None:

@@ -73,8 +73,9 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
     fill, draws = fills(report)
     captions = some(report["texts"], "different text")
     epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']}"
+    held = f"; {report['held_out']} more held out" if report.get("held_out") else ""
     found = [
-        ("samples", str(report["samples"]) + (f"; {skipped} left out" if skipped else "")),
+        ("samples", str(report["samples"]) + held + (f"; {skipped} left out" if skipped else "")),
         ("captions", captions + (f", the longest of {longest} tokens" if longest else "")),
         ("views", f"{report['views']} of each picture" if report["views"] > 1 else ""),
         ("epoch", epoch + (f"; {fill} of its {draws} samples only fill batches" if fill else "")),
@@ -88,6 +89,7 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
     skipped, longest = len(report["skipped"]), report["longest"]
     samples = [
         some(report["samples"], "sample"),
+        f"{report['held_out']} held out" if report.get("held_out") else "",
         f"{skipped} left out" if skipped else "",
         some(report["texts"], "text") + (f" up to {longest} tokens" if longest else ""),
         f"{report['views']} views of each" if report["views"] > 1 else "",

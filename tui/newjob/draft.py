@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -59,7 +60,7 @@ def help_text(name: str) -> str:
     """The field's own help, with its key as job files spell it."""
     text = JobSpec.model_fields[name].description or ""
     if name == "validation_prompts":
-        text += " Separate several with |."
+        text += " Separate several with |, settings as in {prompt: a cat, seed: 3}."
     return f"{name}: {text}"
 
 
@@ -76,8 +77,10 @@ def as_text(name: str, value: Any) -> str:
         return ""
     if name == "datasets":
         return ", ".join(map(_dataset, value))
+    if name == "validation_prompts" and isinstance(value, list):
+        return _SEPARATOR.join(map(_prompt, value))
     if isinstance(value, list):
-        return (_SEPARATOR if name == "validation_prompts" else ", ").join(map(str, value))
+        return ", ".join(map(str, value))
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
@@ -86,6 +89,20 @@ def as_text(name: str, value: Any) -> str:
 def _dataset(dataset: Mapping[str, Any]) -> str:
     repeats = dataset.get("repeats") or 1
     return f"{dataset['path']} x{repeats}" if repeats > 1 else str(dataset["path"])
+
+
+def _prompt(entry: str | Mapping[str, Any]) -> str:
+    """A prompt as one line, without the separator; with its settings, or where a text would not
+    come back as it is, as a mapping.
+    """
+    if isinstance(entry, str):
+        if entry.isprintable() and entry == entry.strip() != "" and "|" not in entry:
+            return entry
+        entry = {"prompt": entry}
+    text = json.dumps(entry, ensure_ascii=False)
+    if not text.isprintable():  # an input would drop what is not
+        text = json.dumps(entry)
+    return text.replace("|", "\\u007c")
 
 
 def from_text(name: str, text: str) -> Any:

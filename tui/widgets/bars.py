@@ -9,7 +9,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from jobs.states import ACTIVE, State
-from tui.actions import footer_actions
+from tui.actions import FOOTER_GAP, footer_actions
 
 if TYPE_CHECKING:
     from jobs.store import Job
@@ -63,14 +63,20 @@ class KeyBar(_Line):
     def __init__(self) -> None:
         super().__init__("keybar")
         self.auto_links = False  # they would all get one colour
-        self._fitting: tuple[bool, ...] = ()
+        self._shown: list[tuple[str, bool]] = []
+        self._job: Job | None = None
+
+    def on_resize(self) -> None:
+        self.update_from(self._job)
 
     def update_from(self, job: Job | None) -> None:
-        actions = footer_actions()
-        fitting = tuple(action.fits(job) for action in actions)
-        if fitting == self._fitting:
+        self._job = job
+        actions = footer_actions(self.content_size.width)
+        fitting = [action.fits(job) for action in actions]
+        shown = [(action.name, fits) for action, fits in zip(actions, fitting, strict=True)]
+        if shown == self._shown:
             return
-        self._fitting = fitting
+        self._shown = shown
         parts = [
             f"[@click=screen.{action.name}]"
             + (f"[b $accent]{action.shown}[/] {action.label}" if fits
@@ -78,7 +84,7 @@ class KeyBar(_Line):
             + "[/]"
             for action, fits in zip(actions, fitting, strict=True)
         ]  # fmt: skip
-        self.say(Content.from_markup("  ".join(parts)))
+        self.say(Content.from_markup((" " * FOOTER_GAP).join(parts)))
 
 
 class ProblemBar(_Line):

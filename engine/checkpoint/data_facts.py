@@ -1,0 +1,34 @@
+"""What a checkpoint remembers of its data, so that a run which begins from it can tell."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.data.index import DataIndex
+    from engine.data.plan import BatchPlan
+
+
+def data_facts(index: DataIndex, plan: BatchPlan) -> dict[str, Any]:
+    """What decides which samples a step trains on, but for the job's settings."""
+    digest = hashlib.sha256()
+    for sample in index.samples:
+        digest.update(f"{sample.digest} {sample.row} {sample.bucket}\n".encode())
+    return {
+        "samples": len(index.samples),
+        "steps_per_epoch": plan.steps_per_epoch,
+        "digest": digest.hexdigest()[:16],
+    }
+
+
+def tell_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """In what the data is not what it was; None when it is, or when nothing is known of before."""
+    if not before or before.get("digest") == now["digest"]:
+        return None
+    samples = f"{before.get('samples')} → {now['samples']} samples"
+    if before.get("samples") == now["samples"]:
+        samples = f"other ones among the {now['samples']} samples"
+    return f"the data: {samples}, so that steps now train on other ones"

@@ -1,0 +1,92 @@
+"""Load a checkpoint into a training, on any number of ranks and with any strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.distributed.checkpoint.state_dict import set_state_dict
+
+from engine.checkpoint import full, sharded
+from engine.checkpoint.contents import options_for, tensors_of
+from jobs.checkpoints import read_checkpoint, read_state
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.training import Training
+    from engine.world import World
+
+# What the job says of a parameter group; everything else in it is state, such as Prodigy's `d`.
+_SAID_BY_THE_JOB: Final = ("betas", "eps", "weight_decay")
+
+
+def load(training: Training, path: Path, world: World) -> None:
+    """Restore model, optimizer, schedule, average and step; a collective.
+
+    Rates and other settings are the job's, not those that the checkpoint was trained with.
+
+    Args:
+        training: What to restore; built for a job that may go on from there, see `jobs.resume`.
+        path: A sound checkpoint, see `engine.checkpoint.choose`.
+        world: The ranks.
+
+    Raises:
+        UserError: It does not fit what is trained.
+    """
+    checkpoint, state = read_checkpoint(path), read_state(path)
+    if checkpoint is None or "step" not in state:
+        raise UserError(f"{path} is not a complete checkpoint")
+    layout, has_ema = checkpoint.layout, bool(state.get("ema"))
+    wanted = _settings(training)
+    tensors = tensors_of(training, layout, ema=has_ema)
+    if layout == "full":
+        full.read_tensors(tensors, path)
+    else:
+        sharded.read_tensors(tensors, path, world.size)
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=tensors["model"],
+        optim_state_dict=tensors["optimizer"],
+        options=options_for(layout),
+    )
+    training.scheduler.load_state_dict(state["scheduler"])
+    _apply(wanted, training)
+    training.step = int(state["step"])
+    if training.scaler is not None and state.get("scaler"):
+        training.scaler.load_state_dict(state["scaler"])
+    if training.ema is not None and not has_ema:
+        training.ema.restart()  # the checkpoint is of a time before there was an average
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a freshly built training has of its job: rates and settings of each group."""
+
+    rates: list[float]
+    groups: list[dict[str, Any]]
+
+
+def _settings(training: Training) -> _Settings:
+    groups = training.optimizer.param_groups
+    said: list[dict[str, Any]] = [
+        {key: group[key] for key in _SAID_BY_THE_JOB if key in group} for group in groups
+    ]
+    return _Settings([float(rate) for rate in training.scheduler.base_lrs], said)
+
+
+def _apply(wanted: _Settings, training: Training) -> None:
+    """Set them again: a checkpoint restores its own, and a changed job would train as before."""
+    scheduler = training.scheduler
+    scheduler.base_lrs = list(wanted.rates)
+    rates = [
+        rate * factor(scheduler.last_epoch)
+        for rate, factor in zip(wanted.rates, scheduler.lr_lambdas, strict=True)
+    ]
+    scheduler._last_lr = list(rates)
+    for group, said, base, rate in zip(
+        training.optimizer.param_groups, wanted.groups, wanted.rates, rates, strict=True
+    ):
+        group.update(said, initial_lr=base, lr=rate)

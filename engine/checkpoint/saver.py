@@ -1,0 +1,281 @@
+"""When checkpoints are written, and how: while training waits, or behind its back.
+
+Writing is a thread's work either way, with a process group of its own, so that its collectives
+never meet those of training. Where there is room in host memory, what is saved is copied there
+first and training goes on at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from engine.checkpoint.contents import collect
+from engine.checkpoint.write import aside_of, keep_newest, write
+from jobs.errors import UserError
+from jobs.rundir import MANIFEST, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from engine.checkpoint.contents import Contents
+    from engine.telemetry import Telemetry
+    from engine.training import Training
+    from engine.world import World
+    from jobs.rundir import RunDir
+    from jobs.spec import JobSpec
+
+# Slow disks make slow saves: a rank that waits here for another one does not fail.
+_TIMEOUT: Final = timedelta(days=14)
+_LOOK_EVERY: Final = 0.5  # seconds; how far a save is, while training waits for it
+_SPARE_DISK: Final = 4 * 2**20  # bytes of file headers, JSON and the file system's own
+_SPARE_MEMORY: Final = 0.5  # of the free host memory may hold a copy of what is saved
+_HINT: Final = "free some space, or set on_save_failure: warn to train on without this checkpoint"
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is being written."""
+
+    path: Path
+    step: int
+    begun: float
+    outcome: Future[int]
+
+
+class Saver:
+    """Writes a run's checkpoints. All ranks call its methods together, but for `failed`.
+
+    Args:
+        spec: The job.
+        run_dir: The run.
+        world: The ranks.
+        telemetry: This rank's.
+        data: What is recorded of the data; JSON values.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_dir: RunDir,
+        world: World,
+        telemetry: Telemetry,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._run_dir = run_dir
+        self._world = world
+        self._telemetry = telemetry
+        self._data = data
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world.size > 1 else None
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="save", initializer=_use_device, initargs=(world.device,)
+        )
+        self._stager: DefaultStager | None = None
+        self._behind: bool | None = None  # whether training goes on meanwhile; not known yet
+        self._pending: _Pending | None = None
+
+    def save(self, training: Training, *, last: bool = False) -> None:
+        """Save the present step, unless there is a complete checkpoint of it.
+
+        A save that is still under way is waited for first.
+
+        Args:
+            training: What is saved.
+            last: Training ends with this one: it is complete when this returns, or else the job
+                fails, whatever `on_save_failure` says.
+
+        Raises:
+            UserError: A checkpoint cannot be written, and the job says to stop then.
+        """
+        self.finish()
+        final = self._run_dir.checkpoint(training.step)
+        # Agreed, since a network file system may show it to one rank before another.
+        if self._world.any([read_json(final / MANIFEST) is not None])[0]:
+            return
+        contents = collect(training, self._spec, self._world.size, self._data)
+        total, lack = self._look_at_disk(contents)
+        if lack is not None:
+            self._fail(f"cannot save {final.name}: {lack}", last=last)
+            return
+        begun = time.monotonic()
+        if not last and self._goes_on(contents):
+            contents = self._copied(contents)
+            self._begin(contents, final, begun)
+            return
+        self._begin(contents, final, begun)
+        self._watch(final, total)
+        self.finish(last=last)
+
+    def failed(self) -> bool:
+        """Whether the save that was under way has failed, as far as this rank knows."""
+        pending = self._pending
+        return (
+            pending is not None
+            and pending.outcome.done()
+            and pending.outcome.exception() is not None
+        )
+
+    def tell(self) -> None:
+        """Say that a checkpoint is complete, once it is; no collective."""
+        pending = self._pending
+        if pending is not None and pending.outcome.done() and not self.failed():
+            self._pending = None
+            self._say(pending)
+
+    def finish(self, *, last: bool = False) -> None:
+        """Wait for a save that is under way. All ranks come to the same: see `write`.
+
+        Raises:
+            UserError: It failed, and the job says to stop then.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.outcome.result()
+        except OSError as error:
+            why = error.strerror or str(error)
+            self._fail(f"cannot save {pending.path.name}: {why}", last=last)
+            return
+        self._say(pending)
+
+    def close(self) -> None:
+        """End the thread and free what it used."""
+        self._thread.shutdown(wait=True)
+        if self._stager is not None:
+            self._stager.close()
+
+    def check_room(self, training: Training) -> None:
+        """Look whether there is room for a checkpoint, before there is anything to lose.
+
+        Raises:
+            UserError: There is none, and the job says to stop when one cannot be written.
+        """
+        contents = collect(training, self._spec, self._world.size)
+        _, lack = self._look_at_disk(contents)
+        if lack is not None:
+            self._fail(f"there is no room for a checkpoint: {lack}", last=False)
+
+    # -- how -------------------------------------------------------------------------------
+
+    def _begin(self, contents: Contents, final: Path, begun: float) -> None:
+        job = self._thread.submit(self._write, contents, final)
+        self._pending = _Pending(final, contents.step, begun, job)
+
+    def _write(self, contents: Contents, final: Path) -> int:
+        size = write(contents, final, self._world, self._group)
+        if self._world.main:
+            keep_newest(self._run_dir.complete_checkpoints(), self._spec.checkpoints_total_limit)
+        return size
+
+    def _watch(self, final: Path, total: int) -> None:
+        """Wait for a save, and say how far it is."""
+        assert self._pending is not None
+        with self._telemetry.phase("save", _mebibytes(total)) as progress:
+            while True:
+                try:
+                    self._pending.outcome.exception(timeout=_LOOK_EVERY)
+                except NotYet:
+                    progress(_mebibytes(min(total, _bytes_in(aside_of(final)))))
+                else:
+                    return
+
+    def _say(self, pending: _Pending) -> None:
+        size, seconds = pending.outcome.result(), time.monotonic() - pending.begun
+        self._telemetry.emit(
+            "checkpoint", step=pending.step, path=str(pending.path), bytes=size,
+            seconds=round(seconds, 3),
+        )  # fmt: skip
+        self._telemetry.say(f"saved {pending.path.name} ({_size(size)}, {seconds:.1f} s)")
+
+    def _fail(self, what: str, *, last: bool) -> None:
+        newest = self._run_dir.latest_checkpoint()
+        rest = f"{newest[1].name} is intact" if newest else "there is no other checkpoint"
+        if last or self._spec.on_save_failure == "stop":
+            raise UserError(f"{what}; {rest}", None if last else _HINT)
+        self._telemetry.warn(f"{what}; {rest}; training goes on")
+
+    # -- room ------------------------------------------------------------------------------
+
+    def _look_at_disk(self, contents: Contents) -> tuple[int, str | None]:
+        """The bytes of a checkpoint, and why they do not fit; rank 0 looks for all."""
+        found: list[Any] = [None]
+        if self._world.main:
+            total = contents.total_bytes
+            found = [(total, self._lack(total))]
+        if self._world.size > 1:
+            dist.broadcast_object_list(found, src=0, group=self._group)
+        total, lack = found[0]
+        return total, lack
+
+    def _lack(self, total: int) -> str | None:
+        root = self._run_dir.root
+        free = shutil.disk_usage(root).free
+        if total + _SPARE_DISK <= free:
+            return None
+        return f"it takes {_size(total)}, and {_size(free)} are free on the disk of {root}"
+
+    def _goes_on(self, contents: Contents) -> bool:
+        """Whether training goes on while this is written; decided at the first save."""
+        if self._behind is None:
+            wanted = self._spec.checkpointing_async
+            fits = contents.layout == "sharded" and (wanted or _fits_in_memory(contents.own_bytes))
+            # One rank without room is enough, so all decide alike.
+            self._behind = wanted is not False and not self._world.any([not fits])[0]
+            how = "while training goes on" if self._behind else "while training waits"
+            self._telemetry.say(f"checkpoints are written {how}")
+        return self._behind
+
+    def _copied(self, contents: Contents) -> Contents:
+        """The contents in host memory; the copy of the time before is overwritten."""
+        if self._stager is None:
+            on_gpu = self._world.device.type == "cuda"
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_gpu, use_shared_memory=False,
+                    use_async_staging=False, use_non_blocking_copy=on_gpu,
+                )
+            )  # fmt: skip
+        with self._telemetry.phase("save"):
+            staged: Any = self._stager.stage(contents.tensors)
+        return replace(contents, tensors=staged)
+
+
+def _fits_in_memory(part: int) -> bool:
+    """Whether all ranks of this machine can hold a copy of their parts."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return part * ranks <= _SPARE_MEMORY * psutil.virtual_memory().available
+
+
+def _use_device(device: torch.device) -> None:
+    """A thread begins on GPU 0, whatever the process uses."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _bytes_in(directory: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in directory.iterdir())
+    except OSError:  # renamed or removed meanwhile
+        return 0
+
+
+def _mebibytes(number: int) -> int:
+    return -(-number // 2**20)
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"

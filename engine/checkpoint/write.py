@@ -1,0 +1,145 @@
+"""Make a checkpoint complete: written aside by all ranks, hashed, synced, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from engine.checkpoint import full, sharded
+from jobs.checkpoints import STATE_FILE, delete, sha256
+from jobs.errors import UserError
+from jobs.rundir import MANIFEST, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from engine.checkpoint.contents import Contents
+    from engine.world import World
+
+    Hashes = dict[str, tuple[int, str]]  # file name → bytes and SHA-256
+
+_SCHEMA = 1
+
+
+def write(
+    contents: Contents, final: Path, world: World, group: dist.ProcessGroup | None = None
+) -> int:
+    """Write a checkpoint and rename it into place; a collective of `group`.
+
+    Every rank hashes and syncs what it wrote itself.
+
+    Args:
+        contents: What is in it.
+        final: Its directory, in which there is no complete checkpoint.
+        world: The ranks.
+        group: All ranks, over gloo; the default group when left out.
+
+    Returns:
+        The bytes of all its files.
+
+    Raises:
+        OSError: It could not be written, on whichever rank; raised on all of them, and nothing
+            is left of it.
+    """
+    aside = aside_of(final)
+    try:
+        _together(lambda: _make(aside) if world.main else None, world, group)
+        hashes = _together(lambda: _write_own(contents, aside, world, group), world, group)
+        sizes = _together(
+            lambda: _complete(contents, aside, final, hashes) if world.main else 0, world, group
+        )
+    except BaseException:
+        if world.main:
+            shutil.rmtree(aside, ignore_errors=True)  # it may be what fills the disk
+        raise
+    return int(sizes[0])
+
+
+def aside_of(final: Path) -> Path:
+    """Where a checkpoint is while it is being written."""
+    return final.with_name(f".{final.name}.tmp")
+
+
+def keep_newest(checkpoints: Iterable[tuple[int, Path]], limit: int | None) -> None:
+    """Delete all but the newest so many complete checkpoints (one rank)."""
+    for _, path in list(checkpoints)[:-limit] if limit is not None else []:
+        delete(path)
+
+
+def _together(act: Callable[[], Any], world: World, group: dist.ProcessGroup | None) -> list[Any]:
+    """Do something on every rank; what each came to, by rank. A failure of one is one of all."""
+    try:
+        outcome = act()
+    except (OSError, UserError) as error:
+        outcome = error
+    everyone = [outcome]
+    if world.size > 1:
+        everyone = [None] * world.size
+        dist.all_gather_object(everyone, outcome, group=group)
+    for one in everyone:
+        if isinstance(one, Exception):
+            raise one
+    return everyone
+
+
+def _make(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed
+    aside.mkdir(parents=True)
+
+
+def _write_own(
+    contents: Contents, aside: Path, world: World, group: dist.ProcessGroup | None
+) -> Hashes:
+    """Write and sync this rank's files; their hashes."""
+    if contents.layout == "full":
+        full.write_tensors(contents, aside, main=world.main)
+        own = full.own_files(aside, world.rank)
+    else:
+        sharded.write_tensors(contents, aside, group)
+        own = sharded.own_files(aside, world.rank)
+    for path in own:
+        _sync(path)
+    return {path.name: (path.stat().st_size, sha256(path)) for path in own}
+
+
+def _complete(contents: Contents, aside: Path, final: Path, hashes: list[Hashes]) -> int:
+    """Write state and manifest, rename (one rank); the bytes of all files."""
+    state = aside / STATE_FILE
+    write_atomic(state, json.dumps(contents.state, indent=1) + "\n", durable=True)
+    found = {state.name: (state.stat().st_size, sha256(state))}
+    for each in hashes:
+        found |= each
+    if set(found) != {path.name for path in aside.iterdir()}:
+        odd = sorted(set(found) ^ {path.name for path in aside.iterdir()})
+        raise RuntimeError(f"{aside} has files that no rank wrote, or lacks some: {odd}")
+    size = sum(number for number, _ in found.values())
+    manifest = {
+        "schema": _SCHEMA,
+        "step": contents.step,
+        "layout": contents.layout,
+        "world_size": contents.world_size,
+        "ema": "ema" in contents.tensors,
+        "time": time.time(),
+        "bytes": size,
+        "files": {n: {"bytes": b, "sha256": h} for n, (b, h) in sorted(found.items())},
+    }
+    write_atomic(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n", durable=True)
+    _sync(aside)
+    shutil.rmtree(final, ignore_errors=True)  # of an attempt that was cut off before its manifest
+    os.replace(aside, final)
+    _sync(final.parent)
+    return size
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""Which samples are held out of the training, to measure the loss on. Pure.
+
+The choice depends on the seed and on what the samples show, not on their names, their order or the
+number of ranks. Copies of a picture are held out together: one that was trained on would tell
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jobs.errors import UserError
+from jobs.prompts import validation_seed_of
+
+if TYPE_CHECKING:
+    from engine.data.index import DataIndex, Sample
+    from jobs.spec import JobSpec
+
+
+def hold_out(index: DataIndex, spec: JobSpec) -> tuple[DataIndex, list[Sample]]:
+    """The data without what is held out, and what is.
+
+    Both are in the order of the index. At least one sample is held out, and of each dataset at
+    least one is trained on.
+
+    Raises:
+        UserError: `validation_fraction` asks for some, and none can be spared.
+    """
+    if not spec.validation_fraction:
+        return index, []
+    samples = index.samples
+    wanted = max(1, round(spec.validation_fraction * len(samples)))
+    contents: dict[str, list[Sample]] = {}
+    for sample in samples:
+        contents.setdefault(sample.digest, []).append(sample)
+    left = Counter(sample.dataset for sample in samples)
+    chosen: set[str] = set()
+    held = 0
+    for digest in sorted(contents, key=lambda digest: _draw(validation_seed_of(spec), digest)):
+        if held >= wanted:
+            break
+        copies = Counter(sample.dataset for sample in contents[digest])
+        if all(left[dataset] > count for dataset, count in copies.items()):
+            chosen.add(digest)
+            left -= copies
+            held += copies.total()
+    if not chosen:
+        raise UserError(
+            f"validation_fraction: {spec.validation_fraction:g} would hold out "
+            + ("the only sample" if len(samples) == 1 else "all that a dataset has"),
+            "add samples, or set validation_fraction: 0",
+        )
+    trained = [sample for sample in samples if sample.digest not in chosen]
+    return replace(index, samples=trained), [s for s in samples if s.digest in chosen]
+
+
+def _draw(seed: int, digest: str) -> bytes:
+    return hashlib.blake2b(f"{seed}:held out:{digest}".encode(), digest_size=8).digest()

@@ -1,0 +1,154 @@
+"""`python -m engine.exports CHECKPOINT TARGET`: export a checkpoint, print what came of it as JSON.
+
+Reads one tensor at a time, and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from engine.command import OneLineParser
+from jobs.checkpoints import find_damage, read_checkpoint, read_state
+from jobs.errors import UserError
+from jobs.keys.export import ExportDtype, ExportFormat
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from jobs.checkpoints import Checkpoint
+
+_PROGRESS_EVERY: Final = 0.2  # seconds
+_SETTINGS: Final = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Progress goes to standard error as `exporting STAGE DONE TOTAL` lines.
+
+    Returns:
+        0, 1 when the export was not what was trained, or 2 for bad input.
+    """
+    parser = OneLineParser(prog="python -m engine.exports", description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--dtype", choices=get_args(ExportDtype), help="the job's if left out")
+    parser.add_argument("--format", action="append", choices=get_args(ExportFormat))
+    parser.add_argument("--no_ema", action="store_true", help="not the moving average")
+    options = parser.parse_args(arguments)
+    os.environ.update(_SETTINGS)
+    for library in ("torchao", "torch.utils._pytree"):  # advice that nobody here needs
+        logging.getLogger(library).setLevel(logging.ERROR)
+    try:
+        found = _export(options)
+    except UserError as error:
+        print(f"fsdp-tui: {error}", file=sys.stderr)
+        return 2
+    except FileNotFoundError as error:
+        print(
+            f"fsdp-tui: {error.filename} is gone: the job may have deleted this checkpoint "
+            "(checkpoints_total_limit); export a newer one",
+            file=sys.stderr,
+        )
+        return 2
+    print(json.dumps(found))
+    return 0
+
+
+def _export(options: Namespace) -> dict[str, Any]:
+    checkpoint = read_checkpoint(options.checkpoint)
+    if checkpoint is None:
+        raise UserError(f"{options.checkpoint} is not a complete checkpoint")
+    progress = _Progress()
+    _check(checkpoint, progress)
+
+    # torch and diffusers take seconds to import: not before there is something to export.
+    from engine import families
+    from engine.exports.recipe import Recipe
+    from engine.exports.source import open_checkpoint
+    from engine.exports.writing import Writing
+    from jobs.models import find_model
+    from jobs.spec import JobSpec, field_names
+
+    state = read_state(checkpoint.path)
+    known = {k: v for k, v in (state.get("spec") or {}).items() if k in field_names()}
+    if not known:
+        raise UserError(f"{checkpoint.path} does not say what job it is of")
+    spec = JobSpec.model_validate(known)
+    ema = bool(state.get("ema")) and not options.no_ema
+    recipe = Recipe(
+        spec=spec,
+        family=families.load(spec.model_family, spec.model_flavour),
+        root=find_model(spec.pretrained_model_name_or_path),
+        step=checkpoint.step,
+        ema=ema,
+        dtype=options.dtype or spec.export_dtype,
+        formats=options.format or spec.export_formats,
+    )
+    source = open_checkpoint(checkpoint, ema=ema)
+    telling = progress.of("writing")
+    with Writing(recipe, source.facts, options.target, telling) as writing:
+        for name in source.facts:
+            whole = source.read(name)
+            assert whole is not None
+            writing.add(name, whole)
+            del whole
+        exported = writing.finish()
+    return {
+        "path": str(exported.path),
+        "step": checkpoint.step,
+        "ema": ema,
+        "warnings": list(exported.warnings),
+    }
+
+
+def _check(checkpoint: Checkpoint, progress: _Progress) -> None:
+    """Read every byte of a checkpoint before its numbers are trusted.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    telling, total = progress.of("checking"), checkpoint.bytes >> 20
+    read = 0
+
+    def more(count: int) -> None:
+        nonlocal read
+        read += count
+        telling(min(read >> 20, total), total)
+
+    if damage := find_damage(checkpoint.path, progress=more):
+        raise UserError(
+            f"the checkpoint {checkpoint.path.name} is damaged ({damage})",
+            "export another one (--step N)",
+        )
+
+
+class _Progress:
+    """Tells how far each stage has come, a few times a second."""
+
+    def __init__(self) -> None:
+        self._said = 0.0
+
+    def of(self, stage: str) -> Any:
+        """What is called with the number of things done, and of how many."""
+
+        def tell(done: int, total: int) -> None:
+            if done == total or time.monotonic() - self._said >= _PROGRESS_EVERY:
+                self._said = time.monotonic()
+                print(f"exporting {stage} {done} {total}", file=sys.stderr, flush=True)
+
+        return tell
+
+
+if __name__ == "__main__":
+    sys.exit(main())

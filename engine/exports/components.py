@@ -1,0 +1,124 @@
+"""What a whole pipeline has besides its trained transformer: taken from the base model."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import filecmp
+import os
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import UserError
+from jobs.rundir import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+INDEX: Final = "model_index.json"
+TRAINED: Final = "transformer"
+
+_FICLONE: Final = 0x40049409  # ioctl: share the blocks of another file until one of them is written
+_LARGE: Final = 2**20  # bytes; smaller files are copied
+# Other spellings of the same weights, which hub repositories carry along.
+_FOREIGN: Final = (".bin", ".msgpack", ".h5", ".onnx", ".ckpt", ".pt", ".pth", ".gguf")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A file to take over: where it is, links of a hub cache followed, and its relative name."""
+
+    source: Path
+    name: str
+
+
+def files_of(root: Path) -> list[Copy]:
+    """The files of a pipeline that training does not change, and the transformer's config.
+
+    Raises:
+        UserError: A component that `model_index.json` names is missing.
+    """
+    index = read_json(root / INDEX)
+    if index is None:
+        raise UserError(f"{root} has no {INDEX} that can be read", "fetch the model again")
+    found = [Copy((root / INDEX).resolve(), INDEX)]
+    found += [
+        Copy(path.resolve(), path.name)
+        for path in sorted(root.iterdir())
+        if path.name.upper().startswith(("LICENSE", "NOTICE")) and path.is_file()
+    ]
+    for name in components_of(index):
+        if not (root / name).is_dir():
+            raise UserError(f"{root} lacks {name}, which its {INDEX} names", "fetch it again")
+        paths = [path for path in sorted((root / name).rglob("*")) if path.is_file()]
+        if name == TRAINED:
+            paths = [
+                path for path in paths if path.suffix == ".json" and ".index." not in path.name
+            ]
+        elif any(path.suffix == ".safetensors" for path in paths):
+            paths = [path for path in paths if path.suffix not in _FOREIGN]
+        found += [Copy(path.resolve(), str(path.relative_to(root))) for path in paths]
+    return found
+
+
+def components_of(index: dict[str, object]) -> list[str]:
+    """The components that a model index says are there."""
+    return [
+        name
+        for name, value in index.items()
+        if isinstance(value, list) and len(value) == 2 and value[0] is not None
+    ]
+
+
+def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:
+    """How much room the files may take beside a directory; what can be linked takes none."""
+    device = beside.stat().st_dev
+    sizes = [copy.source.stat() for copy in files]
+    return sum(s.st_size for s in sizes if s.st_dev != device or s.st_size < _LARGE)
+
+
+def take_over(copy: Copy, directory: Path) -> None:
+    """Put a file into the export: cheaply where the file system can, and compared if copied.
+
+    Raises:
+        OSError: It could not be written, or is not what it was copied from.
+    """
+    target = directory / copy.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if copy.source.stat().st_size >= _LARGE and (
+        _clone(copy.source, target) or _link(copy, target)
+    ):
+        return
+    shutil.copyfile(copy.source, target)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+    if not filecmp.cmp(copy.source, target, shallow=False):
+        raise OSError(errno.EIO, "it differs from what it was copied from", str(target))
+
+
+def _clone(source: Path, target: Path) -> bool:
+    """Share blocks: as cheap as a link, and a change of one file is none of the other."""
+    with open(source, "rb") as old, open(target, "wb") as new:
+        try:
+            fcntl.ioctl(new, _FICLONE, old.fileno())
+        except OSError:
+            cloned = False
+        else:
+            cloned = True
+    if not cloned:
+        target.unlink()
+    return cloned
+
+
+def _link(copy: Copy, target: Path) -> bool:
+    try:
+        os.link(copy.source, target)
+    except OSError:  # another file system, or a file that is not ours to link
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""Export the model in training: all ranks gather, rank 0 writes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+from engine.adapters import lora_parameters
+from engine.exports.recipe import Recipe
+from engine.exports.source import LiveModel
+from engine.exports.writing import Writing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+    from engine.exports.writing import Exported
+    from engine.families import Family
+    from engine.meeting import Meeting
+    from engine.telemetry import Telemetry
+    from engine.training import Training
+    from engine.world import World
+    from jobs.rundir import RunDir
+    from jobs.spec import JobSpec
+
+_PLACE: Final = "export"
+
+
+def export_trained(
+    training: Training,
+    spec: JobSpec,
+    family: Family,
+    root: Path,
+    run_dir: RunDir,
+    world: World,
+    meeting: Meeting,
+    telemetry: Telemetry,
+) -> None:
+    """Export what a run trained to its end, the average if there is one, and tell of it."""
+    recipe = Recipe(
+        spec, family, root, training.step, training.ema is not None, spec.export_dtype,
+        spec.export_formats,
+    )  # fmt: skip
+    with telemetry.phase("export") as progress, training.averaged():
+
+        def told(done: int, total: int) -> None:
+            progress.total = total
+            progress(done)
+
+        exported = export(training.model, recipe, run_dir.export, world, meeting, told)
+    if exported is not None:
+        for warning in exported.warnings:
+            telemetry.warn(warning)
+        telemetry.emit("export", path=str(exported.path))
+        telemetry.say(f"exported to {exported.path}")
+
+
+def export(
+    model: torch.nn.Module,
+    recipe: Recipe,
+    target: Path,
+    world: World,
+    meeting: Meeting,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Exported | None:
+    """Export a model, sharded or not; a collective while its tensors are gathered one by one.
+
+    Syncing and reading back may take long, so the other ranks wait for rank 0 outside of any
+    collective.
+
+    Args:
+        model: With the weights to export, averaged or not, in place.
+        recipe: What is exported.
+        target: The directory; what is there stays until the new one is complete.
+        world: The ranks.
+        meeting: Where they wait.
+        progress: Called on rank 0 with how much is done, of how much.
+
+    Returns:
+        The export, on rank 0.
+
+    Raises:
+        UserError: It cannot be written, or is not fit to be exported (rank 0).
+        DamagedError: What lies on the disk is not what is in memory (rank 0).
+        StrandedError: Rank 0 failed (the others).
+    """
+    source = LiveModel(_trained(model, recipe), keep=world.main)
+    if not world.main:
+        for name in source.facts:
+            source.read(name)
+        meeting.wait(_PLACE, ranks=1)
+        return None
+    failure: Exception | None = None
+    with ExitStack() as opened:
+        writing: Writing | None = None
+        try:
+            writing = opened.enter_context(Writing(recipe, source.facts, target, progress))
+        except Exception as error:  # kept: the other ranks are gathering
+            failure = error
+        for name in source.facts:
+            whole = source.read(name)
+            try:
+                if failure is None and writing is not None and whole is not None:
+                    writing.add(name, whole)
+            except Exception as error:
+                failure = error
+            del whole
+        if failure is not None:
+            raise failure
+        assert writing is not None
+        exported = writing.finish()
+    meeting.arrive(_PLACE)
+    return exported
+
+
+def _trained(model: torch.nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """What is exported, each tensor once, in an order that is the same on all ranks."""
+    if recipe.spec.model_type == "lora":
+        return dict(lora_parameters(model))
+    first: dict[int, str] = {}
+    return {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if first.setdefault(id(tensor), name) == name
+    }

@@ -1,0 +1,196 @@
+"""A LoRA as stock diffusers loads it, and under the names of kohya's scripts and ComfyUI."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft import get_peft_model_state_dict
+
+from engine import adapters, weights
+from engine.exports.readback import DamagedError, VerifiedFile
+from engine.exports.recipe import describe, trigger_word
+from engine.exports.stock import check_lora
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from engine.exports.recipe import Recipe
+    from engine.exports.source import Fact
+
+_KOHYA: Final = "kohya"
+
+
+class LoraOutput:
+    """Takes an adapter's tensors, and writes them in each format.
+
+    Args:
+        recipe: What is exported.
+        facts: What will come: the parameters of the adapter, as peft names them in the model.
+        directory: An empty one.
+
+    Attributes:
+        bytes: The least room it takes on the disk.
+        pieces: How many tensors are checked at the end.
+        warnings: What the person should know of the export.
+
+    Raises:
+        UserError: They are not the parameters of the job's adapter, or the family does not have
+            the format.
+    """
+
+    def __init__(self, recipe: Recipe, facts: Mapping[str, Fact], directory: Path) -> None:
+        self._recipe = recipe
+        self._directory = directory
+        self._whole: dict[str, torch.Tensor] = {}
+        self.warnings: list[str] = []
+        self._model = _adapted(recipe)
+        wanted = {n: tuple(p.shape) for n, p in adapters.lora_parameters(self._model).items()}
+        if odd := [n for n in wanted | dict(facts) if wanted.get(n) != _shape(facts, n)]:
+            raise UserError(
+                f"the adapter does not fit the job: {odd[0]} is {_shape(facts, odd[0])} there "
+                f"and {wanted.get(odd[0])} by lora_rank and lora_target_modules"
+            )
+        self._formats = _formats(recipe)
+        self.pieces = len(facts) * len(self._formats)
+        sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in facts.values()]
+        self.bytes = sum(sizes) * len(self._formats)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor."""
+        self._whole[name] = tensor
+
+    def finish(self, checked: Callable[[], None]) -> None:
+        """Write the files, read them back, and have stock diffusers load them.
+
+        Args:
+            checked: Called after each tensor that was read back.
+
+        Raises:
+            DamagedError: What lies on the disk is not the adapter.
+            UserError: The adapter has numbers that cannot be exported.
+            OSError: The files cannot be written.
+        """
+        layers = get_peft_model_state_dict(
+            self._model, state_dict=self._whole, adapter_name=adapters.ADAPTER
+        )
+        self._judge(layers)
+        if "diffusers" in self._formats:
+            self._write_diffusers(layers, checked)
+        if _KOHYA in self._formats:
+            try:
+                self._write_kohya(layers, checked)
+            except UserError as error:
+                if "diffusers" not in self._formats:
+                    raise
+                self.warnings.append(f"no file for kohya: {error}")
+
+    def abandon(self) -> None:
+        """Nothing is open between two calls."""
+
+    def _judge(self, layers: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what cannot be an adapter: A is drawn, and B leaves zero with the first step."""
+        empty = [n for n, t in layers.items() if ".lora_A." in n and not t.any()]
+        if empty:
+            raise DamagedError(f"the adapter is not whole: {empty[0]} is zero")
+        if self._recipe.step and not any(t.any() for n, t in layers.items() if ".lora_B." in n):
+            self.warnings.append(
+                f"after {self._recipe.step} steps the adapter still changes nothing: every B is "
+                "zero; look at the learning rate and its warmup"
+            )
+
+    def _write_diffusers(
+        self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]
+    ) -> None:
+        config = self._model.peft_config[adapters.ADAPTER].to_dict()
+        pipeline = self._recipe.family.pipeline_class()
+        written: list[VerifiedFile] = []
+
+        def write(tensors: dict[str, torch.Tensor], path: str) -> None:
+            own = {LORA_ADAPTER_METADATA_KEY: _as_diffusers(config, pipeline.transformer_name)}
+            file = self._write(self._directory / path, tensors, describe(self._recipe) | own)
+            written.append(file)
+
+        # The stock function names file and tensors; with a function of our own it leaves the
+        # header to us.
+        pipeline.save_lora_weights(
+            self._directory, transformer_lora_layers=dict(layers), save_function=write
+        )
+        for file in written:
+            file.check(checked)
+            check_lora(self._recipe, file.path, layers, _adapted(self._recipe, empty=True))
+
+    def _write_kohya(self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]) -> None:
+        spec, style = self._recipe.spec, self._recipe.family.KOHYA
+        assert style is not None
+        alpha = spec.lora_alpha or spec.lora_rank
+        tensors = style.convert(layers, alpha / spec.lora_rank)
+        facts = {
+            "ss_network_dim": str(spec.lora_rank),
+            "ss_network_alpha": str(float(alpha)),
+            "ss_output_name": spec.name,
+            "ss_steps": str(self._recipe.step),
+            "modelspec.sai_model_spec": "1.0.0",
+            "modelspec.title": spec.name,
+            "modelspec.resolution": f"{spec.resolution}x{spec.resolution}",
+            "modelspec.trigger_phrase": trigger_word(spec) or "",
+        }
+        header = describe(self._recipe) | style.METADATA | {k: v for k, v in facts.items() if v}
+        self._write(self._directory / f"{spec.name}-{_KOHYA}.safetensors", tensors, header).check(
+            checked
+        )
+
+    def _write(
+        self, path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str]
+    ) -> VerifiedFile:
+        facts = {
+            # Alphas are single numbers, which readers take as they are.
+            name: (self._recipe.lora_dtype(t.dtype) if t.dim() else t.dtype, tuple(t.shape))
+            for name, t in tensors.items()
+        }
+        file = VerifiedFile(path, facts, header)
+        try:
+            for name, tensor in tensors.items():
+                file.add(name, tensor)
+            file.close()
+        finally:
+            file.abandon()
+        return file
+
+
+def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
+    """The base model on the meta device, with the job's adapter unless it is to be empty."""
+    model_class, root = recipe.family.transformer_class(), recipe.root / "transformer"
+    with weights.parameters_on_meta():
+        model = model_class.from_config(model_class.load_config(root))
+    if not empty:
+        adapters.add_lora(model, recipe.spec, recipe.family.LORA_TARGETS)
+    return model
+
+
+def _formats(recipe: Recipe) -> list[str]:
+    has = ["diffusers"] + ([_KOHYA] if recipe.family.KOHYA is not None else [])
+    wanted = recipe.formats or has
+    if missing := [name for name in wanted if name not in has]:
+        raise UserError(
+            f"export_formats: {recipe.spec.model_family} has no {missing[0]} names",
+            f"it has: {', '.join(has)}",
+        )
+    return list(wanted)
+
+
+def _shape(facts: Mapping[str, Fact], name: str) -> tuple[int, ...] | None:
+    return tuple(facts[name][1]) if name in facts else None
+
+
+def _as_diffusers(config: Mapping[str, Any], prefix: str) -> str:
+    """Peft's configuration as diffusers writes it into a header."""
+    values = {
+        f"{prefix}.{key}": sorted(value) if isinstance(value, set) else value
+        for key, value in config.items()
+    }
+    return json.dumps(values, indent=2, sort_keys=True)

@@ -1,0 +1,166 @@
+"""A trained transformer as the weights of a whole pipeline, streamed into files of some size."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from engine import weights
+from engine.exports.components import TRAINED, bytes_to_copy, files_of, take_over
+from engine.exports.readback import VerifiedFile
+from engine.exports.recipe import describe
+from engine.exports.source import read_stored
+from engine.exports.stock import check_model
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from engine.exports.recipe import Recipe
+    from engine.exports.source import Fact
+
+LARGEST_FILE: Final = 5 * 10**9  # bytes, as the hub's tools split
+
+
+class ModelOutput:
+    """Takes a transformer's tensors one by one, and makes a pipeline of them and the base model.
+
+    Args:
+        recipe: What is exported.
+        facts: What will come, by the names in the model. What does not come, because it was not
+            trained, is taken from the base model.
+        directory: An empty one.
+        largest_file: Bytes.
+
+    Attributes:
+        bytes: The least room it takes on the disk.
+        pieces: How many tensors and files are written or checked at the end.
+        warnings: What the person should know of the export.
+
+    Raises:
+        UserError: They are not tensors of this model, or the base model is not complete.
+        OSError: The files cannot be written.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        facts: Mapping[str, Fact],
+        directory: Path,
+        *,
+        largest_file: int = LARGEST_FILE,
+    ) -> None:
+        if recipe.formats is not None and "diffusers" not in recipe.formats:
+            raise UserError(
+                "export_formats: a whole model is exported for diffusers only",
+                "kohya's names are for LoRAs",
+            )
+        self._recipe = recipe
+        self._directory = directory
+        self.warnings: list[str] = []
+        model, self._stored = weights.build_on_meta(
+            recipe.family.transformer_class(), recipe.root / TRAINED, recipe.spec
+        )
+        _check_fit(model, facts)
+        self._missing = set(self._stored)
+        planned = {
+            place.name: (_stored_in(recipe, model, name, facts, place.dtype), place.shape)
+            for name, place in self._stored.items()
+        }
+        self._split = split_state_dict_into_shards_factory(
+            planned,
+            get_storage_size=_bytes,
+            filename_pattern=SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}."),
+            max_shard_size=largest_file,
+        )
+        self._others = files_of(recipe.root)
+        self.bytes = self._split.metadata["total_size"] + bytes_to_copy(
+            self._others, directory.parent
+        )
+        self.pieces = len(planned) + len(self._others)
+        (directory / TRAINED).mkdir()
+        self._files = {
+            name: VerifiedFile(
+                directory / TRAINED / name, {n: planned[n] for n in names}, describe(recipe)
+            )
+            for name, names in self._split.filename_to_tensors.items()
+        }
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor; it is not kept."""
+        place = self._stored.get(name)
+        if place is None:
+            return  # another name of one that is written under its first
+        self._missing.discard(name)
+        self._files[self._split.tensor_to_filename[place.name]].add(place.name, tensor)
+
+    def finish(self, checked: Callable[[], None]) -> None:
+        """Complete the pipeline, read it back, and have stock diffusers look at it.
+
+        Args:
+            checked: Called after each tensor that was read back, and each file taken over.
+
+        Raises:
+            DamagedError: What lies on the disk is not the model.
+            UserError: The base model cannot be read.
+            OSError: The files cannot be written.
+        """
+        for name in sorted(self._missing):  # not trained
+            self.add(name, read_stored(self._stored[name]))
+        for copy in self._others:
+            take_over(copy, self._directory)
+            checked()
+        if len(self._files) > 1:
+            self._write_index()
+        for file in self._files.values():
+            file.close()
+        for file in self._files.values():
+            file.check(checked)
+        check_model(self._recipe, self._directory)
+
+    def abandon(self) -> None:
+        """Close what is open."""
+        for file in self._files.values():
+            file.abandon()
+
+    def _write_index(self) -> None:
+        index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        path = self._directory / TRAINED / f"{SAFETENSORS_WEIGHTS_NAME}.index.json"
+        path.write_text(text, encoding="utf-8")
+
+
+def _check_fit(model: torch.nn.Module, facts: Mapping[str, Fact]) -> None:
+    """Refuse tensors that the base model does not have in this shape.
+
+    Raises:
+        UserError: Names the first.
+    """
+    has = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, (_, shape) in facts.items():
+        if has.get(name) != tuple(shape):
+            there = f"has it as {has[name]}" if name in has else "does not have it"
+            raise UserError(
+                f"what was trained does not fit the base model: {name} is {tuple(shape)}, and the "
+                f"transformer of the base model {there}",
+                "is pretrained_model_name_or_path still the model that was trained?",
+            )
+
+
+def _stored_in(
+    recipe: Recipe, model: Any, name: str, facts: Mapping[str, Fact], base: torch.dtype
+) -> torch.dtype:
+    trained = facts[name][0] if name in facts else base
+    listed = getattr(model, "_keep_in_fp32_modules", None) or ()
+    keep = set([listed] if isinstance(listed, str) else listed) & set(name.split("."))
+    return recipe.model_dtype(trained, base, keep_fp32=bool(keep))
+
+
+def _bytes(fact: Fact) -> int:
+    dtype, shape = fact
+    return torch.Size(shape).numel() * dtype.itemsize

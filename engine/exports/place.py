@@ -1,0 +1,112 @@
+"""An export is complete or absent: written aside, and renamed when it has been read back."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.export_places import FACTS_FILE, export_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_ASIDE: Final = ".tmp"
+_OLD: Final = ".old"
+
+
+@contextmanager
+def aside_of(target: Path) -> Iterator[Path]:
+    """An empty directory beside `target` that is gone at the end, unless it was renamed.
+
+    Those of exports that were killed are removed; those of others that are being written now are
+    known by their locks.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _tidy(target)
+    aside = target.with_name(f".{target.name}.{os.getpid()}{_ASIDE}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    lock = os.open(aside, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.close(lock)
+
+
+def install(aside: Path, target: Path, facts: dict[str, Any]) -> None:
+    """Give a complete export its name; what was there before goes only then.
+
+    Args:
+        aside: The export.
+        target: Its place; what is there is an export, or empty.
+        facts: What is written beside it, for whoever wants to know what it is.
+    """
+    files = {
+        str(path.relative_to(aside)): path.stat().st_size
+        for path in sorted(aside.rglob("*"))
+        if path.is_file()
+    }
+    with open(aside / FACTS_FILE, "w", encoding="utf-8") as file:
+        file.write(json.dumps(facts | {"files": files}, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for directory in [*(path for path in aside.rglob("*") if path.is_dir()), aside]:
+        _sync(directory)
+    old = _old_of(target)
+    if target.exists():
+        _keep_other_step(target, facts)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
+    try:
+        os.replace(aside, target)
+    except OSError:
+        if old.exists():
+            os.replace(old, target)
+        raise
+    _sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _keep_other_step(target: Path, facts: dict[str, Any]) -> None:
+    """Move an export of another step out of the way, to a name that says which it is."""
+    before = export_facts(target)
+    if before is None or before.get("step") == facts["step"]:
+        return
+    kept = target.with_name(f"{target.name}-step-{before.get('step')}")
+    if not kept.exists():
+        os.replace(target, kept)
+
+
+def _tidy(target: Path) -> None:
+    """Undo what a killed export left: its directory, or the old one not yet replaced."""
+    if _old_of(target).exists() and not target.exists():
+        os.replace(_old_of(target), target)
+    for aside in target.parent.glob(f".{target.name}.*{_ASIDE}"):
+        with suppress(OSError):
+            lock = os.open(aside, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(aside, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _old_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}{_OLD}")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

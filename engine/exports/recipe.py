@@ -1,0 +1,112 @@
+"""What is exported: of which job and step, in which precision, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.families import Family
+    from jobs.keys.export import ExportDtype, ExportFormat
+    from jobs.spec import JobSpec
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is exported, and how.
+
+    Attributes:
+        spec: The job that trained it.
+        family: Its model family.
+        root: The base model's directory.
+        step: Optimizer steps done.
+        ema: Whether it is the moving average of the weights.
+        dtype: The precision to store; the job's own by default.
+        formats: The names to export a LoRA under; None: all that the family has.
+    """
+
+    spec: JobSpec
+    family: Family
+    root: Path
+    step: int
+    ema: bool
+    dtype: ExportDtype = "auto"
+    formats: list[ExportFormat] | None = None
+
+    def model_dtype(
+        self, trained: torch.dtype, base: torch.dtype, *, keep_fp32: bool
+    ) -> torch.dtype:
+        """The precision in which a tensor of a whole model is stored.
+
+        Args:
+            trained: What it was trained in.
+            base: What the base model's file has.
+            keep_fp32: The model lists its module as one that needs fp32.
+        """
+        if not trained.is_floating_point:
+            return base
+        if self.dtype == "auto":
+            # Nothing computes in fp8 here, and fp8 of what was trained would need scales.
+            return base if base.itemsize > 1 else torch.bfloat16
+        return torch.float32 if keep_fp32 else _DTYPES[self.dtype]
+
+    def lora_dtype(self, trained: torch.dtype) -> torch.dtype:
+        """The precision in which a tensor of an adapter is stored."""
+        return trained if self.dtype == "auto" else _DTYPES[self.dtype]
+
+
+def describe(recipe: Recipe) -> dict[str, str]:
+    """What the header of an exported file says of it; strings, as the format wants them.
+
+    Depends on nothing but the training, so that the same step is the same bytes whenever and
+    wherever it is exported.
+    """
+    spec = recipe.spec
+    facts = {
+        "version": _version(),
+        "base_model": _last_part(spec.pretrained_model_name_or_path),
+        "model_family": spec.model_family,
+        "model_flavour": spec.model_flavour or "",
+        "model_type": spec.model_type,
+        "step": str(recipe.step),
+        "ema": str(recipe.ema).lower(),
+        "trigger_word": trigger_word(spec) or "",
+        "job": json.dumps(_without_places(spec.to_dict(only_set=True)), sort_keys=True),
+    }
+    return {"format": "pt"} | {f"fsdp_tui.{name}": text for name, text in facts.items() if text}
+
+
+def trigger_word(spec: JobSpec) -> str | None:
+    """The job's trigger word; where every dataset has its own, all of them."""
+    words = [dataset.trigger_word for dataset in spec.datasets or []]
+    return spec.trigger_word or ", ".join(dict.fromkeys(filter(None, words))) or None
+
+
+def _version() -> str:
+    try:
+        return f"fsdp-tui {metadata.version('fsdp-tui')}"
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "fsdp-tui"
+
+
+def _without_places(value: Any) -> Any:
+    """The same with the last part of every absolute path: exports are published, homes are not."""
+    if isinstance(value, dict):
+        return {key: _without_places(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_places(each) for each in value]
+    return _last_part(value) if isinstance(value, str) else value
+
+
+def _last_part(text: str) -> str:
+    """The last part of a path; a hub id, and any other text, stays as it is."""
+    return os.path.basename(text.rstrip("/")) if text.startswith(("/", "~", ".")) else text

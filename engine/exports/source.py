@@ -1,0 +1,160 @@
+"""Where exported tensors come from: the model in training, or a checkpoint of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from engine.weight_files import read_header
+from engine.weight_reader import Reading, read_all
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from engine.weight_files import StoredTensor
+    from jobs.checkpoints import Checkpoint
+
+Fact = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
+
+
+class Source(Protocol):
+    """Trained tensors, by their names in the model, read one at a time.
+
+    Attributes:
+        facts: Name → dtype and shape; the same on all ranks, in the same order.
+    """
+
+    @property
+    def facts(self) -> Mapping[str, Fact]:
+        """What can be read."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """The whole tensor on the CPU; None on ranks that do not write. May be a collective."""
+        ...
+
+
+class LiveModel:
+    """What a model has in memory, sharded or not. Reading is a collective.
+
+    Args:
+        tensors: Name → parameter or buffer, in the same order on all ranks.
+        keep: Whether this rank writes.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, keep: bool) -> None:
+        self._tensors = tensors
+        self._keep = keep
+        self.facts = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+    @torch.no_grad()
+    def read(self, name: str) -> torch.Tensor | None:
+        """Gather it; all ranks take part."""
+        tensor = self._tensors[name].detach()
+        if isinstance(tensor, DTensor):
+            # With CPU offload the shards are in host memory, and their ranks talk on GPUs.
+            sharded: Any = tensor.to(tensor.device_mesh.device_type)
+            tensor = sharded.full_tensor()
+        return tensor.cpu() if self._keep else None
+
+
+class ShardedCheckpoint:
+    """A checkpoint of `torch.distributed.checkpoint`, however many ranks wrote it.
+
+    Args:
+        checkpoint: Its manifest.
+        ema: Take the average of those tensors that have one.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, ema: bool) -> None:
+        self._reader = _OneIndex(checkpoint.path)
+        stored = {
+            name: fact
+            for name, fact in self._reader.read_metadata().state_dict_metadata.items()
+            if isinstance(fact, TensorStorageMetadata)
+        }
+        self._names = _chosen(stored, ema=ema)
+        self.facts = {
+            name: (stored[key].properties.dtype, tuple(stored[key].size))
+            for name, key in self._names.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read what the ranks wrote of it, and put it together."""
+        key = self._names[name]
+        dtype, shape = self.facts[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        # The file is read chunk by chunk; no more than this tensor and one rank's part are held.
+        state_dict_loader.load({key: tensor}, storage_reader=self._reader, no_dist=True)
+        return tensor
+
+
+class FullCheckpoint:
+    """A checkpoint of whole tensors in safetensors files.
+
+    Args:
+        checkpoint: Its manifest.
+        ema: Take the average of those tensors that have one.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, ema: bool) -> None:
+        parts = [part for part in ("model", "ema") if f"{part}.safetensors" in checkpoint.files]
+        stored = {
+            f"{part}.{tensor.name}": tensor
+            for part in parts
+            for tensor in read_header(checkpoint.path / f"{part}.safetensors")
+        }
+        self._places = {name: stored[key] for name, key in _chosen(stored, ema=ema).items()}
+        self.facts = {name: (t.dtype, t.shape) for name, t in self._places.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor."""
+        return read_stored(self._places[name])
+
+
+def open_checkpoint(checkpoint: Checkpoint, *, ema: bool) -> Source:
+    """The tensors of a checkpoint of either layout.
+
+    Raises:
+        UserError: It holds no trained tensors.
+    """
+    kind = FullCheckpoint if checkpoint.layout == "full" else ShardedCheckpoint
+    source = kind(checkpoint, ema=ema)
+    if not source.facts:
+        raise UserError(f"the checkpoint {checkpoint.path} holds no trained tensors")
+    return source
+
+
+def read_stored(place: StoredTensor) -> torch.Tensor:
+    """One tensor of a safetensors file, without mapping the file."""
+    tensor = torch.empty(place.shape, dtype=place.dtype)
+    read_all([Reading(place, 0, tensor)], lambda done: None)
+    return tensor
+
+
+def _chosen(stored: Mapping[str, Any], *, ema: bool) -> dict[str, str]:
+    """Name in the model → name in the checkpoint."""
+    names = [name.removeprefix("model.") for name in stored if name.startswith("model.")]
+    return {
+        name: f"ema.{name}" if ema and f"ema.{name}" in stored else f"model.{name}"
+        for name in names
+    }
+
+
+class _OneIndex(FileSystemReader):
+    """Reads the index once: every load reads it anew, and one of many ranks' files is large."""
+
+    _index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            self._index = super().read_metadata(*args, **kwargs)
+        return self._index

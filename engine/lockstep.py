@@ -1,0 +1,86 @@
+"""Ranks that share a model make as many forwards each, whatever pictures they make.
+
+A sharded transformer gathers its weights in every forward, together with the other ranks. A rank
+that needs fewer forwards makes up for them, so that none waits for one that is done. How many there
+will be is known in advance: nothing has to be agreed on while sampling.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+
+def rounds_of(forwards: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which pictures are made at the same time, one on each rank. Pure.
+
+    Those that take equally many forwards go together, the longest first, which takes the fewest
+    forwards overall; ranks without a picture are left for the shortest.
+
+    Args:
+        forwards: Of each picture.
+        ranks: How many pictures are made at a time.
+    """
+    order = sorted(range(len(forwards)), key=lambda number: -forwards[number])
+    return [order[first : first + ranks] for first in range(0, len(order), ranks)]
+
+
+class Forwards:
+    """Counts the forwards of a model, within a context, and can make more of them.
+
+    Args:
+        model: The model.
+        moved: Called after each.
+
+    Attributes:
+        made: How many so far.
+    """
+
+    def __init__(self, model: torch.nn.Module, moved: Callable[[], None]) -> None:
+        self._model = model
+        self._moved = moved
+        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.made = 0
+
+    def __enter__(self) -> Forwards:
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._remember, with_kwargs=True),
+            self._model.register_forward_hook(self._count),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._inputs = None
+
+    def check(self, expected: int, pipeline: Any) -> None:
+        """Compare what a pipeline made with what was planned for.
+
+        Raises:
+            RuntimeError: The other ranks would wait for forwards that never come, or miss some.
+        """
+        if self.made != expected:
+            raise RuntimeError(
+                f"{type(pipeline).__name__} made {self.made} forwards of the transformer where "
+                f"{expected} were planned; forwards_per_step of the family, or its scheduler, is "
+                "not what this version of diffusers does"
+            )
+
+    def fill_up(self, total: int) -> None:
+        """Make forwards with the inputs of the last one until there are so many; a collective."""
+        while self.made < total:
+            assert self._inputs is not None, "a pipeline has made at least one forward"
+            positional, named = self._inputs
+            self._model(*positional, **named)
+
+    def _remember(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inputs = (args, kwargs)
+
+    def _count(self, *_: Any) -> None:
+        self.made += 1
+        self._moved()

@@ -1,0 +1,208 @@
+"""The loss on samples that are held out: always the same noise at the same levels.
+
+Unlike the training loss, two values of it differ only in the model. It is the plain squared error
+whatever the job trains with, so that jobs can be compared. Ranks share the work; each error is
+computed by one of them, in a batch that does not depend on their number, so that any number of
+ranks finds the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from engine.denoising import Denoising
+from engine.draws import keyed_generator
+from engine.flow import Flow
+from engine.objective import Objective, Problem
+from engine.parallel import reshard
+from engine.precision import autocast
+from jobs.prompts import validation_seed_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.data.index import Sample
+    from engine.data.prepare import Prepared
+    from engine.families import Family
+    from engine.world import World
+    from jobs.spec import JobSpec
+
+_DIGITS: Final = 15  # of a sample's digest, in the key of its noise
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A validation loss.
+
+    Attributes:
+        loss: Mean over samples and levels.
+        levels: Level and mean over samples, from little noise to much. A level is a quantile in
+            (0, 1) of noise; which sigma or timestep it comes to depends on the size of a picture.
+        samples: How many are held out.
+        seconds: Wall time.
+    """
+
+    loss: float
+    levels: list[tuple[float, float]]
+    samples: int
+    seconds: float
+
+
+class Batch(NamedTuple):
+    """What is computed in one forward: samples of one bucket, at one level, by their numbers."""
+
+    samples: tuple[int, ...]
+    level: int
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """Measures it.
+
+    Attributes:
+        spec: The job.
+        family: Its family.
+        objective: Its objective.
+        data: The caches, with what is held out.
+        world: The ranks.
+    """
+
+    spec: JobSpec
+    family: Family
+    objective: Objective
+    data: Prepared
+    world: World
+
+    @torch.no_grad()
+    def measure(self, model: torch.nn.Module, progress: Callable[[int], None]) -> Measured:
+        """Measure it; a collective.
+
+        Args:
+            model: The model as it is to be judged, sharded or not.
+            progress: Called with the number of forwards that this rank has made.
+        """
+        begun = time.perf_counter()
+        batches = batches_of(self.data.held, self.spec)
+        each = forwards_each(len(batches), self.world.data_size)
+        # Every error has one place and is written by one rank, the others have 0 there: their sum
+        # is exact, and what is computed only to keep step has no weight.
+        shape = (len(self.data.held), self.spec.validation_timesteps)
+        errors = torch.zeros(shape, dtype=torch.float64)
+        was_training = model.training
+        model.eval()
+        read: tuple[int, ...] = ()
+        for done in range(each):
+            place = self.world.data_rank * each + done
+            batch = batches[min(place, len(batches) - 1)]
+            if batch.samples != read:
+                read, (latents, condition) = batch.samples, self._read(batch.samples)
+            found = self._errors(model, batch, latents, condition)
+            if place < len(batches) and self.world.rank % self.world.context_size == 0:
+                errors[list(batch.samples), batch.level] = found
+            progress(done + 1)
+        model.train(was_training)
+        reshard(model)
+        if self.world.size > 1:
+            dist.all_reduce(errors)
+        return _summary(errors, time.perf_counter() - begun)
+
+    def _read(self, samples: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Latents `(B, C, h, w)` and encoded captions `(B, …)`, on the device."""
+        device = self.world.device
+        texts = [self.data.held_text(number) for number in samples]
+        latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
+        return latents, {
+            name: torch.stack([text[name] for text in texts]).to(device) for name in texts[0]
+        }
+
+    def _errors(
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        latents: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The mean squared error of each sample, `(B,)`, float64, on the CPU."""
+        noise = torch.stack([
+            torch.randn(latents.shape[1:], generator=self._generator(number, batch.level))
+            for number in batch.samples
+        ]).to(latents.device)  # fmt: skip
+        quantile = quantile_of(batch.level, self.spec)
+        problem = problem_at(self.objective, latents, noise, quantile)
+        with autocast(self.spec, self.world.device):
+            prediction = self.family.predict(
+                model, problem.noisy, problem.level, condition, self.spec.train_guidance
+            )
+        squares = (prediction.float() - problem.target).square()
+        return squares.flatten(start_dim=1).mean(dim=1).cpu().double()
+
+    def _generator(self, number: int, level: int) -> torch.Generator:
+        content = int(self.data.held[number].digest[:_DIGITS], 16)
+        return keyed_generator(validation_seed_of(self.spec), content, level)
+
+
+def batches_of(held: Sequence[Sample], spec: JobSpec) -> list[Batch]:
+    """All forwards of a measurement, in an order that reads each sample once. Pure."""
+    by_bucket: dict[tuple[int, ...], list[int]] = {}
+    for number, sample in enumerate(held):
+        by_bucket.setdefault(sample.bucket, []).append(number)
+    size = spec.train_batch_size
+    return [
+        Batch(tuple(numbers[first : first + size]), level)
+        for numbers in by_bucket.values()
+        for first in range(0, len(numbers), size)
+        for level in range(spec.validation_timesteps)
+    ]
+
+
+def forwards_each(batches: int, ranks: int) -> int:
+    """How many forwards every rank makes; under FSDP, all must make as many. Pure."""
+    return -(-batches // ranks)
+
+
+def quantile_of(level: int, spec: JobSpec) -> float:
+    """The middle of the level's share of (0, 1)."""
+    return (level + 0.5) / spec.validation_timesteps
+
+
+def problem_at(
+    objective: Objective, latents: torch.Tensor, noise: torch.Tensor, quantile: float
+) -> Problem:
+    """The training problem with this noise at a fixed level.
+
+    Args:
+        objective: Of the job.
+        latents: Clean latents `(B, C, h, w)`, or `(B, C, frames, h, w)`.
+        noise: Of the same shape.
+        quantile: In (0, 1). Flow matching shifts it to sigma as training does; others take the
+            timestep there.
+    """
+    count = len(latents)
+    if isinstance(objective, Flow):
+        shift = objective.spec.flow_shift or objective.shift_of(*latents.shape[-2:])
+        sigma = shift * quantile / (1 + (shift - 1) * quantile)
+        level = torch.full((count,), sigma, device=latents.device)
+        return Problem((1 - sigma) * latents + sigma * noise, level, noise - latents)
+    assert isinstance(objective, Denoising)
+    scheduler = objective.scheduler
+    step = int(quantile * scheduler.config.num_train_timesteps)
+    timesteps = torch.full((count,), step, device=latents.device)
+    target = noise
+    if objective.prediction == "v_prediction":
+        target = scheduler.get_velocity(latents, noise, timesteps)
+    return Problem(scheduler.add_noise(latents, noise, timesteps), timesteps, target)
+
+
+def _summary(errors: torch.Tensor, seconds: float) -> Measured:
+    """Of the errors `(samples, levels)`. Sums are exact, so that their order does not matter."""
+    samples, count = errors.shape
+    means = [math.fsum(errors[:, level].tolist()) / samples for level in range(count)]
+    loss = math.fsum(errors.flatten().tolist()) / errors.numel()
+    levels = [((level + 0.5) / count, mean) for level, mean in enumerate(means)]
+    return Measured(loss, levels, samples, seconds)

@@ -1,0 +1,136 @@
+"""The checkpoints of a run as a person sees them: whole, damaged, and set aside."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.checkpoints import find_damage, newest_whole, read_checkpoint
+from jobs.errors import NotFoundError
+from jobs.housekeeping import directory_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from jobs.rundir import RunDir
+
+_NAME: Final = re.compile(r"step-(?P<step>\d+)(?:\.(?P<word>[a-z]+)(?:-\d+)?)?")
+_MOST_NAMED: Final = 8  # in a sentence
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A directory of a checkpoint, whatever its condition. What is not known is None.
+
+    Attributes:
+        name: Of the directory.
+        step: Optimizer steps done.
+        path: The directory.
+        bytes: The size of its files.
+        time: When it was written, in Unix seconds.
+        layout: "sharded" or "full".
+        world_size: Ranks that wrote it.
+        ema: Whether it holds a moving average of the weights.
+        damage: What is wrong with it; None when nothing is known to be.
+        set_aside: Why no run takes it: "rewound" or "damaged".
+        verified: Whether every byte was read and is what it was.
+        next: Whether a run that is resumed goes on after it.
+    """
+
+    name: str
+    step: int
+    path: Path
+    bytes: int
+    time: float
+    layout: str | None = None
+    world_size: int | None = None
+    ema: bool | None = None
+    damage: str | None = None
+    set_aside: str | None = None
+    verified: bool = False
+    next: bool = False
+
+    @property
+    def health(self) -> str:
+        """Its condition in words."""
+        words = [f"set aside ({self.set_aside})"] if self.set_aside else []
+        # What was set aside as damaged needs no second complaint before someone looks closer.
+        if self.damage and (self.set_aside != "damaged" or self.verified):
+            words.append(f"damaged: {self.damage}")
+        elif self.verified:
+            words.append("verified")
+        return ", ".join(words) or "complete"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For scripts."""
+        return asdict(self) | {"path": str(self.path), "health": self.health}
+
+
+def list_all(run_dir: RunDir) -> list[Listed]:
+    """Every checkpoint of a run, oldest first; names and sizes of files are compared."""
+    newest = newest_whole(run_dir)
+    found = []
+    for path in run_dir.checkpoints.glob("step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            listed = _look(path, int(match["step"]), match["word"])
+        except OSError:
+            continue  # deleted meanwhile
+        found.append(replace(listed, next=newest is not None and newest.path == path))
+    return sorted(found, key=lambda one: (one.step, one.set_aside is not None, one.name))
+
+
+def _look(path: Path, step: int, word: str | None) -> Listed:
+    checkpoint = read_checkpoint(path)
+    damage = find_damage(path, contents=False)
+    if checkpoint is None:
+        return Listed(
+            path.name, step, path, directory_size(path), path.stat().st_mtime,
+            damage=damage, set_aside=word,
+        )  # fmt: skip
+    return Listed(
+        path.name, step, path, checkpoint.bytes, checkpoint.time, checkpoint.layout,
+        checkpoint.world_size, checkpoint.ema, damage, word,
+    )  # fmt: skip
+
+
+def verify(listed: Listed, progress: Callable[[int], None] = lambda count: None) -> Listed:
+    """Read every byte of a checkpoint.
+
+    Args:
+        listed: The checkpoint.
+        progress: Called with the number of bytes read since the last call; what it raises ends
+            the reading.
+    """
+    damage = find_damage(listed.path, progress=progress)
+    return replace(listed, damage=damage, verified=True)
+
+
+def find_listed(listed: Sequence[Listed], name: str, whose: str) -> Listed:
+    """The checkpoint that a person names: `30`, `step-30` or `step-30.rewound`.
+
+    Raises:
+        NotFoundError: There is none of that name.
+    """
+    word = name.strip().rstrip("/")
+    wanted = f"step-{int(word)}" if word.isdecimal() else word
+    for one in listed:
+        if one.name == wanted:
+            return one
+    names = [one.name for one in listed]
+    more = ["…"] if len(names) > _MOST_NAMED else []
+    there = f"there are {', '.join(more + names[-_MOST_NAMED:])}" if names else None
+    raise NotFoundError(f"{whose} has no checkpoint {wanted}", there)
+
+
+def free_bytes(run_dir: RunDir) -> int | None:
+    """Free space where a run's checkpoints are; None when its directory is gone."""
+    try:
+        return shutil.disk_usage(run_dir.root).free
+    except OSError:
+        return None

@@ -1,0 +1,75 @@
+"""Where exports are, and what they say of themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.rundir import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.rundir import RunDir
+
+# What an export is of; written into it last, before it gets its name.
+FACTS_FILE: Final = "export.json"
+
+
+def export_facts(path: Path) -> dict[str, Any] | None:
+    """What an export says of itself: job, step, ema, files; None when it is none of ours."""
+    return read_json(path / FACTS_FILE)
+
+
+def default_place(run_dir: RunDir, step: int, *, ends: bool, ema_left_out: bool) -> Path:
+    """Where the export of a checkpoint goes unless the person says where.
+
+    `export/` is the run's own, for what it trained to its end. It is taken for the newest
+    checkpoint of a run that ended without one; every other step has a directory of its own.
+
+    Args:
+        run_dir: The run.
+        step: The checkpoint's.
+        ends: Whether it is the newest checkpoint, and the run has ended.
+        ema_left_out: Whether the moving average is not what is exported, though there is one.
+    """
+    if ends and not ema_left_out and not run_dir.export.exists():
+        return run_dir.export
+    own = export_facts(run_dir.export) or {}
+    if own.get("step") == step and not ema_left_out and own.get("ema") is not None and ends:
+        return run_dir.export
+    name = f"{run_dir.export.name}-step-{step}" + ("-no-ema" if ema_left_out else "")
+    return run_dir.root / name
+
+
+def check_place(path: Path, facts: dict[str, Any]) -> None:
+    """Refuse to replace anything but an earlier export of the same.
+
+    Args:
+        path: Where an export is to go.
+        facts: What will be there: `job`, `step` and `ema`.
+
+    Raises:
+        UserError: Something else is there.
+    """
+    try:
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return
+    except OSError as error:
+        raise UserError(f"cannot look into {path} ({error.strerror})") from None
+    before = export_facts(path)
+    if before is None:
+        raise UserError(f"{path} is there already, and is no export", "choose another --output")
+    if any(before.get(name) != value for name, value in facts.items()):
+        average = (
+            ""
+            if before.get("ema") == facts["ema"]
+            else (
+                " with the moving average" if before.get("ema") else " without the moving average"
+            )
+        )
+        raise UserError(
+            f"{path} holds an export of job {before.get('job')} after step {before.get('step')}"
+            f"{average}",
+            "choose another --output, or remove it",
+        )

@@ -1,0 +1,110 @@
+"""Export a checkpoint: for the command line and the dashboard, while the job runs or afterwards."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs.checkpoints import find_checkpoint, list_checkpoints, read_state
+from jobs.errors import UserError
+from jobs.export_places import check_place, default_place
+from jobs.tools import Progress, ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jobs.job import Job
+    from jobs.keys.export import ExportDtype, ExportFormat
+
+# Stage of the tool → per cent of the whole at which it begins and ends, as far as one can tell.
+_STAGES: Final = {"checking": (0, 40), "writing": (40, 100)}
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export that was read back and is in its place.
+
+    Attributes:
+        path: Its directory.
+        step: Optimizer steps of the checkpoint.
+        ema: Whether it is the moving average of the weights.
+        warnings: What the person should know of it.
+    """
+
+    path: Path
+    step: int
+    ema: bool
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Where it is."""
+        return str(self.path)
+
+
+def export_checkpoint(
+    job: Job,
+    step: int | None = None,
+    *,
+    output: Path | None = None,
+    dtype: ExportDtype | None = None,
+    formats: Sequence[ExportFormat] = (),
+    ema: bool = True,
+    progress: Progress = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Export:
+    """Export a checkpoint of a job. Reads it twice, so large ones take minutes.
+
+    Args:
+        job: Running or not.
+        step: Which checkpoint; the newest that is whole by default.
+        output: Where to; by default `jobs.export_places.default_place`. An earlier export of the
+            same step is replaced, when the new one is complete.
+        dtype: The precision to store; the job's `export_dtype` by default.
+        formats: The names to export a LoRA under; the job's `export_formats` by default.
+        ema: Take the moving average of the weights, if there is one.
+        progress: Told how far it has come, in per cent of the whole.
+        cancelled: Asked many times a second, in the thread of the caller; nothing is left then.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        UserError: The checkpoint is damaged, or the export cannot be written.
+        ToolError: Exporting failed for another reason.
+        Cancelled: `cancelled` said so.
+    """
+    whose, newest = f"job {job.id}", [one.step for one in list_checkpoints(job.run_dir)][-1:]
+    checkpoint = find_checkpoint(job.run_dir, step, whose)
+    state = read_state(checkpoint.path)
+    averaged = bool(state.get("ema"))
+    target = _absolute(output) if output else default_place(
+        job.run_dir, checkpoint.step,
+        ends=job.state.ended and newest == [checkpoint.step], ema_left_out=averaged and not ema,
+    )  # fmt: skip
+    name = (state.get("spec") or {}).get("name")
+    check_place(target, {"job": name, "step": checkpoint.step, "ema": averaged and ema})
+    arguments = [str(checkpoint.path), str(target)]
+    arguments += [f"--dtype={dtype}"] if dtype else []
+    arguments += [f"--format={each}" for each in formats]
+    arguments += [] if ema else ["--no_ema"]
+
+    def told(line: str) -> None:
+        match line.split():
+            case ["exporting", stage, done, total] if done.isdigit() and total.isdigit():
+                begin, end = _STAGES.get(stage, (0, 100))
+                share = min(1.0, int(done) / max(1, int(total)))
+                progress(begin + int((end - begin) * share), 100)
+
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as folder:
+        found = ask("engine.exports", arguments, Path(folder, "answer"), told, cancelled)
+    warnings = list(found["warnings"])
+    if step is None and newest != [checkpoint.step]:
+        warnings.insert(0, f"step-{newest[0]} is damaged; this is of step {checkpoint.step}")
+    return Export(Path(found["path"]), found["step"], found["ema"], tuple(warnings))
+
+
+def _absolute(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:
+        raise UserError(f"{path}: there is no such home directory") from None

@@ -1,0 +1,43 @@
+"""What is exported at the end, or from a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator
+
+from jobs.fields import field
+from jobs.spellings import as_choice, as_list, as_none
+
+ExportFormat = Literal["diffusers", "kohya"]
+ExportDtype = Literal["auto", "fp32", "bf16", "fp16"]
+
+_SPELLINGS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
+def read_formats(value: Any) -> Any:
+    """One format or several; none means the default."""
+    value = as_list(as_none(value))
+    if isinstance(value, list | tuple):
+        return [as_choice(one, get_args(ExportFormat)) for one in dict.fromkeys(value)] or None
+    return value
+
+
+def read_dtype(value: Any) -> Any:
+    """A precision, also as torch calls it."""
+    value = as_choice(value, get_args(ExportDtype))
+    return _SPELLINGS.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+class ExportKeys(BaseModel):
+    """A part of `jobs.spec.JobSpec`."""
+
+    export_formats: Annotated[list[ExportFormat] | None, BeforeValidator(read_formats)] = field(
+        None, "export",
+        "Names that a LoRA is exported under: diffusers, kohya (for ComfyUI and others), or both; "
+        "all that the family has when left out.",
+    )  # fmt: skip
+    export_dtype: Annotated[ExportDtype, BeforeValidator(read_dtype)] = field(
+        "auto", "export",
+        "Precision of exports: auto is the base model's own for a whole model, fp32 for a LoRA.",
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""What is sampled while training: prompts, each with settings of its own where it has any."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
+from pydantic_core import PydanticCustomError
+
+from jobs.families import FAMILIES
+from jobs.spellings import as_list, as_none, normal_key
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+LARGEST_SEED: Final = 2**63 - 1
+_LEAST_SIDE, _LARGEST_SIDE = 16, 8192
+_SIZE: Final = re.compile(r"(?P<width>\d{1,6})(?:\s*[x×*]\s*(?P<height>\d{1,6}))?", re.IGNORECASE)
+_STOCK_NAMES: Final = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
+
+
+def read_size(value: Any) -> Any:
+    """A side (`768`), or `WIDTHxHEIGHT`; equal sides are one.
+
+    Raises:
+        PydanticCustomError: It is neither, or too small or large.
+    """
+    value = as_none(value)
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        value = f"{value[0]}x{value[1]}"
+    match = None if isinstance(value, bool) else _SIZE.fullmatch(str(value).strip())
+    if match is not None:
+        width = int(match["width"])
+        height = int(match["height"] or width)
+        if all(_LEAST_SIDE <= side <= _LARGEST_SIDE for side in (width, height)):
+            return width if width == height else f"{width}x{height}"
+    raise PydanticCustomError(
+        "size",
+        f"use a side such as 768, or WIDTHxHEIGHT such as 768x512, from {_LEAST_SIDE} to "
+        f"{_LARGEST_SIDE} pixels",
+    )
+
+
+Size = Annotated[int | str | None, BeforeValidator(read_size)]
+
+
+class ValidationPrompt(BaseModel):
+    """A prompt to sample. What it leaves out is as the job's `validation_*` keys say.
+
+    Attributes:
+        prompt: The text; `[trigger]` in it becomes the job's trigger word.
+        negative_prompt: What the picture should not be like; works with true_cfg_scale above 1.
+        resolution: Side of the picture, or `WIDTHxHEIGHT`.
+        steps: Denoising steps.
+        guidance: Guidance scale; of distilled models, the one they take as an input.
+        seed: Of the noise it begins with.
+        true_cfg_scale: How far away from the negative prompt.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    prompt: str
+    negative_prompt: str | None = None
+    resolution: Size = None
+    steps: int | None = Field(None, ge=1, le=10_000)
+    guidance: float | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
+    true_cfg_scale: float | None = Field(None, ge=0)
+
+    @model_serializer
+    def _as_written(self) -> str | dict[str, Any]:
+        """A prompt without settings is its text, unless that would be read as something else."""
+        values = {name: value for name, value in self if value is not None}
+        plain = len(values) == 1 and as_mapping(self.prompt) is None
+        return self.prompt if plain else values
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One picture to make, with nothing left open.
+
+    Attributes:
+        prompt: As written.
+        negative_prompt: As written; None for none.
+        width: Pixels, a multiple of the family's step.
+        height: Pixels, likewise.
+        steps: Denoising steps.
+        guidance: Guidance scale.
+        true_cfg_scale: Of classifier-free guidance with the negative prompt.
+        seed: `torch.Generator("cpu").manual_seed(seed)` gives the noise.
+    """
+
+    prompt: str
+    negative_prompt: str | None
+    width: int
+    height: int
+    steps: int
+    guidance: float
+    true_cfg_scale: float
+    seed: int
+
+    @property
+    def guided(self) -> bool:
+        """Whether the negative prompt has an effect, as in stock pipelines."""
+        return self.negative_prompt is not None and self.true_cfg_scale > 1
+
+
+def requests_of(spec: JobSpec) -> list[SampleRequest]:
+    """The pictures that a job samples, in the order of its prompts."""
+    return [_request(entry, spec) for entry in spec.validation_prompts]
+
+
+def validation_seed_of(spec: JobSpec) -> int:
+    """The seed of samples and of the validation loss."""
+    return spec.seed if spec.validation_seed is None else spec.validation_seed
+
+
+def as_mapping(text: str) -> dict[str, Any] | None:
+    """What `{prompt: a cat, seed: 3}` says, so that one text can hold settings; else None."""
+    text = text.strip()
+    if not (text.startswith("{") and text.endswith("}")):
+        return None
+    for read in (json.loads, yaml.safe_load):
+        try:
+            value = read(text)
+        except (ValueError, RecursionError, yaml.YAMLError):
+            continue
+        if isinstance(value, dict) and "prompt" in value:
+            return value
+    return None
+
+
+def read_prompts(value: Any) -> Any:
+    """A list of texts or mappings, one of them, or texts with commas between."""
+    if isinstance(value, str):
+        mapping = as_mapping(value)
+        value = as_list(value) if mapping is None else [mapping]
+    if isinstance(value, (dict, ValidationPrompt)):
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [_entry(entry) for entry in value]
+
+
+def _entry(entry: Any) -> Any:
+    if isinstance(entry, str):
+        mapping = as_mapping(entry)
+        if mapping is None:
+            return {"prompt": entry}
+        entry = mapping
+    if isinstance(entry, dict):
+        named = {normal_key(str(key)): value for key, value in entry.items() if value is not None}
+        return {_STOCK_NAMES.get(key, key): value for key, value in named.items()}
+    return entry
+
+
+def _request(entry: ValidationPrompt, spec: JobSpec) -> SampleRequest:
+    def chosen(own: Any, default: Any) -> Any:
+        return default if own is None else own
+
+    default = chosen(spec.validation_resolution, spec.resolution)
+    width, height = size_of(chosen(entry.resolution, default), spec.model_family)
+    return SampleRequest(
+        prompt=entry.prompt,
+        negative_prompt=chosen(entry.negative_prompt, spec.validation_negative_prompt),
+        width=width,
+        height=height,
+        steps=chosen(entry.steps, spec.validation_num_inference_steps),
+        guidance=chosen(entry.guidance, spec.validation_guidance),
+        true_cfg_scale=chosen(entry.true_cfg_scale, spec.validation_true_cfg_scale),
+        seed=chosen(entry.seed, validation_seed_of(spec)),
+    )
+
+
+def size_of(resolution: int | str, family: str) -> tuple[int, int]:
+    """Width and height that a family can make, at most what was asked for."""
+    width, _, height = str(resolution).partition("x")
+    step = FAMILIES[family].latent_step if family in FAMILIES else 1
+    sides = (int(width), int(height or width))
+    return max(step, sides[0] // step * step), max(step, sides[1] // step * step)

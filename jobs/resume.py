@@ -1,0 +1,399 @@
+"""What it means to go on from a checkpoint with a job that is not quite the one that wrote it.
+
+Pure but for a look at where models are. A setting may leave the result as it is (how ranks share
+the work), change it (the learning rate), or make the checkpoint useless (the adapter's rank).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pydantic import ValidationError
+
+from jobs.datasets import datasets_of
+from jobs.errors import SpecError
+from jobs.families import FAMILIES
+from jobs.models import find_model
+from jobs.spec import JobSpec
+from jobs.strategy import data_parallel_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+# What another value of a setting does to a run that goes on from a checkpoint:
+#   same        nothing but rounding, speed, memory, or what is written besides
+#   changes     other weights, or other exports, than those of a run never stopped
+#   impossible  the checkpoint's tensors do not fit, or mean something else
+#   ruled       depends on other settings too; a function below decides
+Effect = Literal["same", "changes", "impossible", "ruled"]
+
+EFFECTS: Final[dict[str, Effect]] = {
+    # what is trained
+    "name": "same",
+    "model_type": "impossible",
+    "model_family": "impossible",
+    "model_flavour": "same",  # only a word for the weights, which are compared themselves
+    "pretrained_model_name_or_path": "ruled",
+    # batch and steps
+    "train_batch_size": "ruled",
+    "gradient_accumulation_steps": "ruled",
+    "num_processes": "ruled",
+    "gpus": "ruled",
+    "context_parallel_size": "ruled",
+    "max_train_steps": "ruled",
+    # optimizer and schedule
+    "optimizer": "impossible",  # its state is another
+    "learning_rate": "changes",
+    "adam_beta1": "changes",
+    "adam_beta2": "changes",
+    "adam_epsilon": "changes",
+    "weight_decay": "changes",
+    "lr_scheduler": "ruled",
+    "lr_warmup_steps": "ruled",
+    "max_grad_norm": "changes",
+    "on_nonfinite": "same",  # while all is finite
+    # precision and speed
+    "mixed_precision": "changes",
+    "allow_tf32": "changes",
+    "gradient_checkpointing": "same",
+    "gradient_checkpointing_policy": "same",
+    "torch_compile": "same",
+    "torch_compile_backend": "same",
+    "attention_backend": "same",
+    "deterministic": "same",
+    # draws and loss
+    "seed": "changes",
+    "timestep_sampling": "changes",
+    "logit_mean": "changes",
+    "logit_std": "changes",
+    "flow_shift": "changes",
+    "loss_type": "changes",
+    "huber_c": "changes",
+    "snr_gamma": "changes",
+    "caption_dropout_probability": "changes",
+    "train_guidance": "changes",
+    # moving average
+    "use_ema": "ruled",
+    "ema_decay": "changes",
+    "ema_device": "same",
+    # adapter
+    "lora_rank": "impossible",
+    "lora_alpha": "ruled",
+    "lora_dropout": "changes",
+    "lora_placement": "same",
+    "lora_target_modules": "ruled",
+    # devices
+    "device": "same",
+    "share_gpus": "same",
+    "strategy": "same",
+    "dp_replicate_size": "same",
+    "context_parallel_comm_strategy": "same",
+    "deepspeed_config": "same",  # refused elsewhere
+    "fsdp_enable": "same",
+    "fsdp_version": "same",
+    "fsdp_reshard_after_forward": "same",
+    "fsdp_cpu_offload": "same",
+    "fsdp_activation_checkpointing": "same",
+    "fsdp_forward_prefetch": "same",
+    "fsdp_backward_prefetch": "same",
+    "fsdp_state_dict_type": "same",  # either layout is loaded
+    "fsdp_cpu_ram_efficient_loading": "same",
+    "fsdp_auto_wrap_policy": "same",
+    "fsdp_min_num_params": "same",
+    "fsdp_transformer_layer_cls_to_wrap": "same",
+    # data
+    "dataset": "ruled",
+    "datasets": "ruled",
+    "resolution": "changes",
+    "max_upscale": "changes",
+    "crop": "changes",
+    "crop_variants": "changes",
+    "random_flip": "changes",
+    "num_frames": "changes",
+    "fps": "changes",
+    "caption_lines": "changes",
+    "missing_captions": "changes",
+    "trigger_word": "changes",
+    "shuffle_captions": "changes",
+    "caption_shuffles": "changes",
+    "keep_tags": "changes",
+    "max_sequence_length": "changes",
+    "cache_text_embeddings": "same",
+    "unload_text_encoder": "same",
+    "shard_text_encoders": "same",
+    "cache_dir": "same",
+    "prefetch_steps": "same",
+    # output
+    "checkpointing_steps": "same",
+    "checkpoints_total_limit": "same",
+    "checkpointing_async": "same",
+    "on_save_failure": "same",
+    "resume_from_checkpoint": "same",
+    "export_formats": "same",
+    "export_dtype": "same",
+    # samples; only the share of the data that is held out is missing from the training
+    "validation_prompts": "same",
+    "validation_steps": "same",
+    "validation_num_inference_steps": "same",
+    "validation_guidance": "same",
+    "validation_resolution": "same",
+    "validation_seed": "same",
+    "validation_negative_prompt": "same",
+    "validation_true_cfg_scale": "same",
+    "validation_on_startup": "same",
+    "validation_fraction": "changes",
+    "validation_loss_steps": "same",
+    "validation_timesteps": "same",
+    # running
+    "priority": "same",
+    "stop_grace_seconds": "same",
+    "hang_timeout": "same",
+    "max_restarts": "same",
+    "auto_resume": "same",
+    "distributed_timeout_seconds": "same",
+}
+
+_ADAM: Final = ("adamw", "adamw_8bit", "prodigy")
+
+# Settings that count only together with others. Where they count neither in the checkpoint nor
+# in the job, another value is nothing to tell.
+_COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
+    "adam_beta1": lambda spec: spec.optimizer in _ADAM,
+    "adam_beta2": lambda spec: spec.optimizer in _ADAM,
+    "adam_epsilon": lambda spec: spec.optimizer in _ADAM,
+    "logit_mean": lambda spec: spec.timestep_sampling != "uniform",
+    "logit_std": lambda spec: spec.timestep_sampling != "uniform",
+    "flow_shift": lambda spec: spec.timestep_sampling == "shift",
+    "huber_c": lambda spec: spec.loss_type != "mse",
+    "ema_decay": lambda spec: spec.use_ema,
+    "lora_rank": lambda spec: spec.model_type == "lora",
+    "lora_dropout": lambda spec: spec.model_type == "lora",
+    "crop_variants": lambda spec: spec.crop == "random",
+    "caption_shuffles": lambda spec: spec.shuffle_captions,
+    "keep_tags": lambda spec: spec.shuffle_captions,
+    "num_frames": lambda spec: _takes_videos(spec),
+    "fps": lambda spec: _takes_videos(spec),
+}
+
+# Why a checkpoint cannot be used with another value, after "the checkpoint was written with …".
+_WHY: Final = {
+    "model_type": "adapters and whole models do not fit into each other",
+    "model_family": "its weights are of another model",
+    "optimizer": "the optimizer's state is of another kind",
+    "lora_rank": "the adapter's weights have another shape",
+}
+
+
+@dataclass(frozen=True)
+class ResumeConflicts:
+    """What going on from a checkpoint would mean.
+
+    Attributes:
+        impossible: Why it cannot be done, a sentence each with what to do; empty when it can.
+        changes: What makes the result another than that of a run never stopped, a line each.
+    """
+
+    impossible: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+
+
+def find_resume_conflicts(
+    before: Mapping[str, Any], spec: JobSpec, *, done: int = 0
+) -> ResumeConflicts:
+    """Compare the job that wrote a checkpoint with the one that is to go on from it.
+
+    Looks whether models are where they were, so among ranks one of them asks for all.
+
+    Args:
+        before: The checkpoint's `spec`, of any version: keys that are no longer known are passed
+            over, missing ones have their default. Empty when the checkpoint does not tell, and
+            then there is nothing to compare.
+        spec: The job as it will run.
+        done: Optimizer steps of the checkpoint; a warm-up that is over changes nothing.
+    """
+    found = ResumeConflicts()
+    if not before:
+        return found
+    old, unreadable = _read(before)
+    for key, effect in EFFECTS.items():
+        if key not in JobSpec.model_fields or effect in ("same", "ruled"):
+            continue
+        was = unreadable.get(key, getattr(old, key))
+        now = getattr(spec, key)
+        if was == now or not (_counts(key, old) or _counts(key, spec)):
+            continue
+        if effect == "impossible":
+            found.impossible.append(_refusal(key, was, now))
+        else:
+            found.changes.append(_line(key, was, now))
+    for rule in _RULES:
+        rule(old, spec, done, found)
+    return found
+
+
+def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
+    """The job of an older version as far as it can be read, and the values that cannot."""
+    known = {key: value for key, value in values.items() if key in JobSpec.model_fields}
+    try:
+        return JobSpec.model_validate(known), {}
+    except ValidationError as error:
+        bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+    rest = {key: value for key, value in known.items() if key not in bad}
+    return JobSpec.model_validate(rest), {key: known[key] for key in bad & known.keys()}
+
+
+def _counts(key: str, spec: JobSpec) -> bool:
+    return key not in _COUNTS or _COUNTS[key](spec)
+
+
+def _takes_videos(spec: JobSpec) -> bool:
+    family = FAMILIES.get(spec.model_family)
+    return family is None or family.frame_step > 0
+
+
+# -- rules ----------------------------------------------------------------------------------
+
+
+def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """Another base model is refused; the same one in another place is not, as far as one sees."""
+    key = "pretrained_model_name_or_path"
+    was, now = old.pretrained_model_name_or_path, spec.pretrained_model_name_or_path
+    before, after = _place(was), _place(now)
+    if was == now or (before is not None and before == after):
+        return
+    if before is None and PurePath(was).name == PurePath(now).name:
+        found.changes.append(
+            f"{key}: {was} → {now}, where it is taken for the same model in a new place"
+        )
+    elif was:
+        found.impossible.append(
+            f"{key}: the checkpoint was trained on {was}, not on {now}; give that model, or begin "
+            "a job without the checkpoint"
+        )
+
+
+def _place(model: str) -> str | None:
+    try:
+        return str(find_model(model).resolve()) if model else None
+    except (SpecError, OSError, ValueError):
+        return None
+
+
+def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    if spec.model_type != "lora" or old.model_type != "lora":
+        return
+    was, now = old.lora_target_modules, spec.lora_target_modules
+    if (was and sorted(set(was))) != (now and sorted(set(now))):
+        found.impossible.append(_refusal("lora_target_modules", was, now))
+
+
+def _alpha(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """It scales what is trained already."""
+    if spec.model_type != "lora" or old.model_type != "lora" or old.lora_rank != spec.lora_rank:
+        return
+    was = float(old.lora_alpha or old.lora_rank)
+    now = float(spec.lora_alpha or spec.lora_rank)
+    if was != now:
+        found.changes.append(
+            f"lora_alpha: {was:g} → {now:g}, so that the adapter is {now / was:.3g} times as "
+            "strong at once"
+        )
+
+
+def _batch(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """Which samples a step trains on depends on their number alone, not on who takes them."""
+    was, now = global_batch_size(old), global_batch_size(spec)
+    if was != now:
+        found.changes.append(
+            f"the global batch: {was} → {now}, so that steps now train on other samples"
+        )
+
+
+def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """The multiple of the learning rate at every step that is left."""
+    if _rates(old, done) == _rates(spec, done):
+        return
+    named = [
+        _line(key, getattr(old, key), getattr(spec, key))
+        for key in ("lr_scheduler", "lr_warmup_steps")
+        if getattr(old, key) != getattr(spec, key)
+    ]
+    if old.max_train_steps != spec.max_train_steps and _decays(spec) and _decays(old):
+        bent = "stretches" if spec.max_train_steps > old.max_train_steps else "shortens"
+        line = _line("max_train_steps", old.max_train_steps, spec.max_train_steps)
+        named.append(f"{line}, which {bent} the {spec.lr_scheduler} schedule")
+    found.changes.extend(named)
+
+
+def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
+    """What decides the schedule from a step on."""
+    if _decays(spec):
+        return spec.lr_scheduler, spec.lr_warmup_steps, spec.max_train_steps
+    return ("constant", spec.lr_warmup_steps if done < spec.lr_warmup_steps else 0)
+
+
+def _decays(spec: JobSpec) -> bool:
+    return spec.lr_scheduler not in ("constant", "constant_with_warmup")
+
+
+def _average(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    if old.use_ema != spec.use_ema:
+        what = (
+            "the moving average starts from the checkpoint's weights"
+            if spec.use_ema
+            else "the moving average ends, and samples and export use the weights themselves"
+        )
+        found.changes.append(f"{_line('use_ema', old.use_ema, spec.use_ema)}: {what}")
+
+
+def _data(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """A list of one dataset is the same as the one."""
+    if not old.dataset and not old.datasets:
+        return  # the checkpoint does not tell
+    was, now = datasets_of(old), datasets_of(spec)
+    if was == now:
+        return
+    if len(was) == len(now) == 1 and was[0].path != now[0].path:
+        found.changes.append(_line("dataset", was[0].path, now[0].path))
+    elif [entry.path for entry in was] == [entry.path for entry in now]:
+        found.changes.append("datasets: the same ones with other settings")
+    else:
+        found.changes.append(
+            _line("datasets", [entry.path for entry in was], [entry.path for entry in now])
+        )
+
+
+_RULES: Final = (_model, _targets, _batch, _schedule, _average, _alpha, _data)
+
+
+def global_batch_size(spec: JobSpec) -> int:
+    """Samples of one optimizer step, over all ranks."""
+    return data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
+
+
+# -- words ----------------------------------------------------------------------------------
+
+
+def _line(key: str, was: object, now: object) -> str:
+    return f"{key}: {_word(was)} → {_word(now)}"
+
+
+def _refusal(key: str, was: object, now: object) -> str:
+    why = f": {_WHY[key]}" if key in _WHY else ": other modules would be trained"
+    return (
+        f"{key}: the checkpoint was written with {_word(was)}, not with {_word(now)}{why}; "
+        f"set {key} to {_word(was)}, or begin a job without the checkpoint"
+    )
+
+
+def _word(value: object) -> str:
+    """A value as it is written in a job file."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_word, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)

@@ -1,0 +1,143 @@
+"""What will happen when a job is submitted or resumed, found out before anything is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jobs import preflight
+from jobs.cascade import settle
+from jobs.checkpoints import find_checkpoint, list_checkpoints, newest_whole, read_state
+from jobs.errors import StateError, UserError
+from jobs.origin import KEY, check_unneeded, find_origin
+from jobs.resume import find_resume_conflicts
+from jobs.specfile import load_spec
+from jobs.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jobs.checkpoints import Checkpoint
+    from jobs.spec import JobSpec
+    from jobs.store import Job, Store
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job would run.
+
+    Attributes:
+        spec: The job, settled.
+        wanted: What it wants of the machine; see `jobs.preflight.check`.
+        begin: What it goes on after; None at the beginning.
+        rewound: Newer checkpoints of its own, which are set aside.
+        changes: What makes its result another than that of a run never stopped, a line each.
+        job: Which is resumed; None for a new one.
+        back_to: The step that it was asked to go back to.
+        rewritten: Whether its job file says something else from now on.
+    """
+
+    spec: JobSpec
+    wanted: int | list[str] | None
+    begin: Checkpoint | None = None
+    rewound: list[Checkpoint] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    job: Job | None = None
+    back_to: int | None = None
+    rewritten: bool = False
+
+
+def plan_submit(store: Store, spec: JobSpec) -> Plan:
+    """Check a new job.
+
+    Raises:
+        UserError: Something is wrong with it, or it cannot go on from where it is to begin.
+    """
+    wanted = preflight.check(spec)
+    spec = settle(spec)
+    if not spec.resume_from_checkpoint:
+        return Plan(spec, wanted)
+    origin = find_origin(store, spec.resume_from_checkpoint)
+    spec = spec.model_copy(update={KEY: str(origin.path.resolve())})
+    changes = _compare(origin, spec)
+    if origin.step >= spec.max_train_steps:
+        raise UserError(
+            f"max_train_steps: {spec.max_train_steps} are done already in {origin.path}, which "
+            f"has trained {origin.step}",
+            "it counts from the very beginning; give a larger number",
+        )
+    return Plan(spec, wanted, origin, [], changes)
+
+
+def plan_resume(
+    store: Store,
+    job_id: int,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    back_to: int | None = None,
+) -> Plan:
+    """Check whether an ended job can go on.
+
+    Args:
+        store: The jobs.
+        job_id: Which one.
+        overrides: Changed settings.
+        back_to: Go on after the checkpoint of this step instead of the newest; 0: begin anew.
+
+    Raises:
+        StateError: The job has not ended, has nothing left to train, or would set something
+            aside that another job needs.
+        UserError: It can no longer run as described, or not from that checkpoint.
+    """
+    job = store.get(job_id)
+    if not job.state.ended:
+        raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
+    spec = load_spec(job.run_dir.job_file, overrides)
+    wanted = preflight.check(spec)
+    spec = settle(spec)
+    begin = _own(job, back_to)
+    if begin is not None and KEY in (overrides or {}):
+        raise UserError(
+            f"{KEY}: job {job_id} has checkpoints of its own, which come first",
+            "submit a new job to begin from another checkpoint",
+        )
+    if begin is None and spec.resume_from_checkpoint:
+        begin = find_origin(store, spec.resume_from_checkpoint)
+        spec = spec.model_copy(update={KEY: str(begin.path.resolve())})
+    changes = _compare(begin, spec) if begin is not None else []
+    done = begin.step if begin is not None else 0
+    if done > spec.max_train_steps or (
+        done == spec.max_train_steps and job.state is State.COMPLETED
+    ):
+        raise StateError(
+            f"job {job_id} has already trained {done} of {spec.max_train_steps} steps",
+            f"resume {job_id} --max_train_steps=N with a larger N trains on",
+        )
+    rewound = []
+    if back_to is not None:
+        rewound = [one for one in list_checkpoints(job.run_dir) if one.step > back_to]
+        check_unneeded(store, [one.path for one in rewound])
+    return Plan(spec, wanted, begin, rewound, changes, job, back_to, bool(overrides))
+
+
+def _own(job: Job, back_to: int | None) -> Checkpoint | None:
+    if back_to is None:
+        return newest_whole(job.run_dir)
+    if back_to == 0 and not job.run_dir.checkpoint(0).exists():
+        return None
+    return find_checkpoint(job.run_dir, back_to, f"job {job.id}")
+
+
+def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:
+    """What going on from a checkpoint changes.
+
+    Raises:
+        UserError: It cannot be done.
+    """
+    before = read_state(begin.path).get("spec")
+    if not isinstance(before, dict):
+        return []  # nothing to compare with
+    found = find_resume_conflicts(before, spec, done=begin.step)
+    if found.impossible:
+        raise UserError(f"cannot go on from {begin.path.name}: {'; '.join(found.impossible)}")
+    return found.changes

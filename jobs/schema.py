@@ -1,0 +1,51 @@
+"""The tables of the jobs database; `jobs.store` reads and writes them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+VERSION: Final = 1
+TABLES: Final = """
+CREATE TABLE IF NOT EXISTS jobs (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    state TEXT NOT NULL,
+    reason TEXT NOT NULL DEFAULT '',
+    ranks INTEGER NOT NULL,
+    wanted TEXT NOT NULL,
+    gpus TEXT NOT NULL DEFAULT '[]',
+    total_steps INTEGER NOT NULL,
+    run_dir TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    created REAL NOT NULL,
+    queued REAL NOT NULL,
+    started REAL,
+    ended REAL,
+    attempt INTEGER NOT NULL DEFAULT 0,
+    stop_level INTEGER NOT NULL DEFAULT 0,
+    priority INTEGER NOT NULL DEFAULT 0,
+    held INTEGER NOT NULL DEFAULT 0,
+    shares INTEGER NOT NULL DEFAULT 0,
+    auto_resume INTEGER NOT NULL DEFAULT 0,
+    supervisor_pid INTEGER,
+    supervisor_started REAL,
+    boot_id TEXT
+);
+CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, queued);
+CREATE TABLE IF NOT EXISTS history (
+    job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
+    t REAL NOT NULL,
+    before TEXT,
+    after TEXT NOT NULL,
+    reason TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS history_by_job ON history (job, t);
+CREATE TABLE IF NOT EXISTS settings (
+    name TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS claims (
+    device TEXT PRIMARY KEY,
+    job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE
+);
+"""

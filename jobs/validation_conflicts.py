@@ -1,0 +1,99 @@
+"""Settings of samples and of the validation loss that cannot run, or that have no effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jobs.data_conflicts import Conflict
+from jobs.datasets import TRIGGER
+from jobs.families import FAMILIES
+from jobs.prompts import requests_of, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.spec import JobSpec
+
+
+def shared_tokens(spec: JobSpec) -> Conflict | None:
+    """Ranks that share a sample's tokens need as many each."""
+    ranks, family = spec.context_parallel_size, FAMILIES.get(spec.model_family)
+    if ranks == 1 or family is None:
+        return None
+    step = family.latent_step
+    for request in requests_of(spec):
+        tokens = (request.width // step) * (request.height // step)
+        if tokens % ranks:
+            return Conflict(
+                "validation_prompts" if spec.validation_resolution is None
+                else "validation_resolution",
+                f"context_parallel_size {ranks} does not divide the {tokens} tokens of samples of "
+                f"{request.width}x{request.height}; change one of the two",
+            )  # fmt: skip
+    return None
+
+
+VALIDATION_RULES = (shared_tokens,)
+
+
+def validation_warnings(spec: JobSpec) -> list[str]:
+    """What runs, but not as the person may think; a sentence each."""
+    found = (warning(spec) for warning in _WARNINGS)
+    return [text for text in found if text]
+
+
+def _trigger(spec: JobSpec) -> str:
+    if spec.trigger_word is None and any(TRIGGER in p.prompt for p in spec.validation_prompts):
+        return f"validation_prompts: {TRIGGER} stays as it is without a trigger_word"
+    return ""
+
+
+def _negative_prompts(spec: JobSpec) -> str:
+    """As in stock pipelines, a negative prompt and a scale above 1 work only together."""
+    requests = requests_of(spec)
+    asked = [request for request in requests if not request.guided]
+    if any(request.negative_prompt is not None for request in asked):
+        return (
+            "validation_prompts: a negative prompt has no effect without a true_cfg_scale above 1"
+        )
+    if any(request.true_cfg_scale > 1 for request in asked):
+        return (
+            "validation_prompts: true_cfg_scale has no effect without a negative_prompt; "
+            'negative_prompt: "" is an empty one'
+        )
+    return ""
+
+
+def _sizes(spec: JobSpec) -> str:
+    """Sides that are not multiples of the family's step are cut, those of `resolution` too."""
+    if spec.model_family not in FAMILIES:
+        return ""
+    for entry in spec.validation_prompts:
+        resolution = entry.resolution or spec.validation_resolution
+        if resolution is None:
+            continue
+        width, height = size_of(resolution, spec.model_family)
+        if str(resolution) not in (f"{width}x{height}", str(width)):
+            step = FAMILIES[spec.model_family].latent_step
+            return (
+                f"validation_resolution: {resolution} is not made of multiples of {step}; samples "
+                f"are {width}x{height}"
+            )
+    return ""
+
+
+def _nothing_to_do(spec: JobSpec) -> str:
+    if not spec.validation_fraction:
+        if spec.validation_loss_steps is not None:
+            return "validation_loss_steps: no effect without a validation_fraction"
+        if spec.validation_on_startup and not spec.validation_prompts:
+            return "validation_on_startup: no effect without validation_prompts"
+    return ""
+
+
+_WARNINGS: tuple[Callable[[JobSpec], str], ...] = (
+    _trigger,
+    _negative_prompts,
+    _sizes,
+    _nothing_to_do,
+)

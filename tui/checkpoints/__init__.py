@@ -1,0 +1,1 @@
+"""A job's checkpoints: the screen, and what both fronts say of them."""

@@ -1,0 +1,85 @@
+"""The rows of the checkpoints screen. Pure."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from tui.checkpoints.words import NEXT, age, number, yes_no
+from tui.format import MISSING, Row, Span, bar, cut, left, right, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jobs.checkpoint_list import Listed
+
+# Columns between the size and the health: heading, columns, text. Left out from the right where
+# there is no room.
+_MORE: Final[tuple[tuple[str, int, Callable[[Listed], str]], ...]] = (
+    ("layout", 7, lambda one: one.layout or MISSING),
+    ("ranks", 5, lambda one: number(one.world_size)),
+    ("EMA", 3, lambda one: yes_no(one.ema)),
+    (
+        "written", 16,
+        lambda one: time.strftime("%Y-%m-%d %H:%M", time.localtime(one.time)),
+    ),
+)  # fmt: skip
+_AGE: Final = 7
+_SIZE: Final = 8
+_GAP: Final = "  "
+_LEAST_HEALTH: Final = 20
+_MOST_HEALTH: Final = 60
+
+
+def checkpoint_rows(listed: Sequence[Listed], width: int, now: float) -> list[Row]:
+    """A heading, and a row for each checkpoint.
+
+    Args:
+        listed: In the order of the rows.
+        width: Columns.
+        now: In Unix seconds.
+    """
+    names = max(10, *(len(one.name) for one in listed))
+    room = width - len(NEXT) - 1 - names - _AGE - _SIZE - 3 * len(_GAP)
+    longest = max(len(one.health) for one in listed)
+    wanted = min(_MOST_HEALTH, max(_LEAST_HEALTH, longest))
+    more = list(_MORE)
+    while more and room - sum(columns + len(_GAP) for _, columns, _ in more) < wanted:
+        more.pop()
+    room -= sum(columns + len(_GAP) for _, columns, _ in more)
+    heading = [left("checkpoint", names), right("age", _AGE), right("size", _SIZE)]
+    heading += [left(name, columns) for name, columns, _ in more]
+    rows: list[Row] = [(Span("  " + _GAP.join([*heading, "health"]), "dim"),)]
+    for one in listed:
+        facts = [right(age(now - one.time), _AGE), right(size(one.bytes), _SIZE)]
+        facts += [left(text(one), columns) for _, columns, text in more]
+        role = "dim" if one.set_aside else ""
+        rows.append(
+            (
+                Span(f"{NEXT} " if one.next else "  ", "good"),
+                Span(left(one.name, names), role or "strong"),
+                Span(_GAP + _GAP.join(facts) + _GAP, role),
+                Span(cut(one.health, max(1, room)), _role(one)),
+            )
+        )
+    return rows
+
+
+def _role(one: Listed) -> str:
+    if one.damage and one.set_aside != "damaged":
+        return "bad"
+    if one.verified:
+        return "good"
+    return "dim" if one.set_aside else ""
+
+
+def progress_row(words: str, done: int, total: int, count: str, width: int) -> Row:
+    """How far something is, such as `reading step-20 ━━━╸┄┄┄ 1.2 GiB of 4.0 GiB`."""
+    if not total:
+        return (Span(f"{words} …", "accent"),)
+    room = width - len(words) - len(count) - 2
+    return (
+        Span(words + " ", "accent"),
+        *bar(done / total, max(0, min(60, room))),
+        Span(" " + count, "strong"),
+    )

@@ -1,0 +1,333 @@
+"""The screen of a job's checkpoints: go on from one, verify, export, delete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from textual import on
+from textual.binding import Binding
+from textual.content import Content
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Static
+from textual.worker import get_current_worker
+
+from jobs import service
+from jobs.checkpoint_list import free_bytes, list_all, verify
+from jobs.errors import NotFoundError, UserError
+from jobs.resume_plan import plan_resume
+from jobs.tools import Cancelled
+from tui.checkpoints.panel import CheckpointsPanel
+from tui.checkpoints.rows import progress_row
+from tui.checkpoints.words import EMPTY, about, totals
+from tui.format import size
+from tui.modals.confirm import ConfirmScreen
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from textual.app import ComposeResult
+
+    from jobs.checkpoint_list import Listed
+    from jobs.resume_plan import Plan
+    from jobs.store import Job, Store
+    from tui.app import FsdpTui
+
+_KEYS: Final = (  # action, keys as people read them, what it does
+    ("go(1)", "↑ ↓", "choose"),
+    ("resume", "s", "go on from here"),
+    ("verify", "v", "verify"),
+    ("export", "e", "export"),
+    ("delete", "r", "delete"),
+    ("dismiss", "esc", "close"),
+)
+_BUSY: Final = {"verify": "stop reading", "export": "stop exporting"}
+_EVERY: Final = 0.5  # seconds between looks
+
+
+class CheckpointsScreen(Screen[None]):
+    """Looks again and again, since a running job writes new ones."""
+
+    CSS_PATH = "checkpoints.tcss"
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
+    AUTO_FOCUS = "#checkpoints"
+    BINDINGS: ClassVar = [
+        Binding("escape,q,c", "dismiss", "close"),
+        Binding("j,down", "go(1)", "next"),
+        Binding("k,up", "go(-1)", "previous"),
+        Binding("ctrl+d,pagedown", "go(10)", "ten on"),
+        Binding("ctrl+u,pageup", "go(-10)", "ten back"),
+        Binding("home,g", "go(-1000000)", "first"),
+        Binding("end,G", "go(1000000)", "last"),
+        Binding("s,enter", "resume", "go on from here"),
+        Binding("v", "verify", "verify"),
+        Binding("e", "export", "export"),
+        Binding("r,delete", "delete", "delete"),
+        Binding("t", "switch_theme", "theme"),
+    ]
+
+    app: FsdpTui
+
+    @dataclass
+    class Looked(Message):
+        """What there is now."""
+
+        job: Job
+        listed: list[Listed]
+        free: int | None
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, CheckpointsScreen.Looked)
+
+    @dataclass
+    class Failed(Message):
+        """There is nothing to look at."""
+
+        problem: str
+
+    @dataclass
+    class Read(Message):
+        """So much of a checkpoint was read and compared."""
+
+        name: str
+        done: int
+        total: int
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, CheckpointsScreen.Read)
+
+    @dataclass
+    class Verified(Message):
+        """Reading a checkpoint is over; None when it was given up."""
+
+        found: Listed | None
+
+    @dataclass
+    class Planned(Message):
+        """The job can go on from a checkpoint, in this way."""
+
+        plan: Plan
+
+    def __init__(self, store: Store, job: Job) -> None:
+        super().__init__()
+        self.store = store
+        self.job = job
+        self.panel = CheckpointsPanel()
+        self.status = Lines(id="ckpt-status")
+        self.key_line = Static("", id="ckpt-keys")
+        self._verified: dict[tuple[str, float], str | None] = {}  # (name, time) → damage
+        self._reading: CheckpointsScreen.Read | None = None
+        self._looking = False
+
+    def compose(self) -> ComposeResult:
+        yield Static(Content(f"checkpoints of job {self.job.id} “{self.job.name}”"),
+                     id="ckpt-title")  # fmt: skip
+        yield Static("", id="ckpt-totals", markup=False)
+        yield Static("", id="ckpt-problem", markup=False)
+        yield self.panel
+        yield Static("", id="ckpt-about", markup=False)
+        yield self.status
+        self.key_line.auto_links = False  # they would all get one colour
+        yield self.key_line
+
+    def on_mount(self) -> None:
+        self.look()
+        self.set_interval(_EVERY, self.look)
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Look again, unless the last look is still under way."""
+        self._show_work()
+        if not self._looking:
+            self._looking = True
+            self.run_worker(self._look, group="list", exit_on_error=False, thread=True)
+
+    def _look(self) -> None:
+        try:
+            job = self.store.get(self.job.id)
+            if not job.run_dir.root.is_dir():
+                raise NotFoundError(f"the run directory of the job is gone: {job.run_dir.root}")
+            listed, free = list_all(job.run_dir), free_bytes(job.run_dir)
+            self.post_message(self.Looked(job, listed, free))
+        except UserError as error:
+            self.post_message(self.Failed(str(error)))
+        except Exception as error:  # the edge: a screen that waits forever tells nothing
+            self.post_message(self.Failed(f"{type(error).__name__}: {error}"))
+
+    def on_checkpoints_screen_looked(self, message: Looked) -> None:
+        self._looking = False
+        self.job = message.job
+        listed = [self._as_known(one) for one in message.listed]
+        self._complain("" if listed else EMPTY, harmless=True)
+        self.query_one("#ckpt-totals", Static).update(
+            f"the job is {self.job.state} · {totals(listed, message.free)}"
+        )
+        self.panel.update_from(listed)
+
+    def _as_known(self, one: Listed) -> Listed:
+        """With what reading it has found, if it is still the same."""
+        key = (one.name, one.time)
+        if key not in self._verified:
+            return one
+        return replace(one, damage=one.damage or self._verified[key], verified=True)
+
+    def on_checkpoints_screen_failed(self, message: Failed) -> None:
+        self._looking = False
+        self.panel.update_from([])
+        self._complain(f"! {message.problem}")
+
+    def _complain(self, text: str, *, harmless: bool = False) -> None:
+        problem = self.query_one("#ckpt-problem", Static)
+        problem.update(text)
+        problem.set_class(harmless, "-harmless")
+        self.set_class(bool(text), "-nothing")
+
+    @on(CheckpointsPanel.Highlighted)
+    def _show_about(self) -> None:
+        one = self.panel.highlighted
+        text = about(one, self.panel.listed) if one is not None else ""
+        self.query_one("#ckpt-about", Static).update(text)
+
+    def _show_work(self) -> None:
+        """What is under way, and the keys."""
+        width = self.status.size.width
+        export = self.app.dashboard.exports.running.get(self.job.id)
+        rows = []
+        if (reading := self._reading) is not None:
+            count = f"{size(reading.done)} of {size(reading.total)}"
+            rows.append(
+                progress_row(f"reading {reading.name}", reading.done, reading.total, count, width)
+            )
+        if export is not None:
+            share = f"{export.done / export.total:.0%}" if export.total else ""
+            words = f"exporting step-{export.step}"
+            rows.append(progress_row(words, export.done, export.total, share, width))
+        self.status.show(rows)
+        busy = {"verify": reading is not None, "export": export is not None}
+        keys = [
+            (action, key, _BUSY[action] if busy.get(action) else does)
+            for action, key, does in _KEYS
+        ]
+        parts = (f"[@click=screen.{a}][b $accent]{k}[/] {does}[/]" for a, k, does in keys)
+        self.key_line.update(Content.from_markup("  ".join(parts)))
+
+    # -- moving ----------------------------------------------------------------------------
+
+    def action_go(self, by: int) -> None:
+        self.panel.go(by)
+
+    def action_switch_theme(self) -> None:
+        self.app.switch_theme()
+
+    # -- going on --------------------------------------------------------------------------
+
+    def action_resume(self) -> None:
+        one = self.panel.highlighted
+        if one is None:
+            return
+        if not self.job.state.ended:
+            self.app.say(f"job {self.job.id} is {self.job.state}; stop it first", "warning")
+        elif one.set_aside:
+            self.app.say(
+                f"{one.name} is set aside; rename it to step-{one.step}, or begin a new job with "
+                f"resume_from_checkpoint: {one.path}", "warning",
+            )  # fmt: skip
+        else:
+            self._act(partial(self._plan, one.step))
+
+    def _plan(self, step: int) -> str:
+        plan = plan_resume(self.store, self.job.id, back_to=step)
+        self.post_message(self.Planned(plan))
+        return ""
+
+    def on_checkpoints_screen_planned(self, message: Planned) -> None:
+        if self.is_current:  # not asked twice, nor after the screen was left
+            self.app.dashboard.ask_to_resume(message.plan, then=self._leave)
+
+    def _leave(self) -> None:
+        self.dismiss()
+
+    # -- verifying -------------------------------------------------------------------------
+
+    def action_verify(self) -> None:
+        """Read the highlighted one; or stop reading."""
+        if self._reading is not None:
+            self.workers.cancel_group(self, "verify")
+            return
+        if (one := self.panel.highlighted) is not None:
+            self._reading = self.Read(one.name, 0, one.bytes)
+            self._show_work()
+            work = partial(self._verify, one)
+            self.run_worker(work, group="verify", exit_on_error=False, thread=True)
+
+    def _verify(self, one: Listed) -> None:
+        worker, done = get_current_worker(), 0
+
+        def told(count: int) -> None:
+            nonlocal done
+            done += count
+            if worker.is_cancelled:
+                raise Cancelled
+            self.post_message(self.Read(one.name, done, one.bytes))
+
+        try:
+            self.post_message(self.Verified(verify(one, told)))
+        except Cancelled:
+            self.post_message(self.Verified(None))
+        except Exception as error:  # the edge: nothing a person asked for ends in silence
+            self.app.post_message(
+                self.app.Said(f"cannot read {one.name}: {type(error).__name__}: {error}", "error")
+            )
+            self.post_message(self.Verified(None))
+
+    def on_checkpoints_screen_read(self, message: Read) -> None:
+        if self._reading is not None:
+            self._reading = message
+
+    def on_checkpoints_screen_verified(self, message: Verified) -> None:
+        self._reading = None
+        if (found := message.found) is not None:
+            self._verified[found.name, found.time] = found.damage
+            self.app.say(
+                f"{found.name}: {f'damaged: {found.damage}' if found.damage else 'verified'}",
+                "error" if found.damage else "information",
+            )
+        self.look()
+
+    # -- exporting, deleting ---------------------------------------------------------------
+
+    def action_export(self) -> None:
+        """Export the highlighted one; or stop exporting."""
+        exports, one = self.app.dashboard.exports, self.panel.highlighted
+        if self.job.id in exports.running:
+            exports.cancel(self.job.id)
+        elif one is not None and one.set_aside:
+            self.app.say(f"{one.name} is set aside; rename it to step-{one.step} first", "warning")
+        elif one is not None:
+            exports.start(self.job, one.step)
+            self._show_work()
+
+    def action_delete(self) -> None:
+        one = self.panel.highlighted
+        if one is None:
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._act(partial(self._delete, one))
+
+        detail = f"{size(one.bytes)} of files are deleted for good:\n{one.path}"
+        if one.next:
+            detail += "\n\nIt is what the job would go on after when it is resumed."
+        self.app.push_screen(ConfirmScreen(f"Delete {one.name}?", detail, "delete"), answered)
+
+    def _delete(self, one: Listed) -> str:
+        service.delete_checkpoints(self.store, self.job.id, [one.name])
+        return f"{one.name} is deleted"
+
+    def _act(self, act: Callable[[], str]) -> None:
+        self.app.act(act)

@@ -1,0 +1,134 @@
+"""Commands about checkpoints: look at them, delete some, go on from one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs import service
+from jobs.checkpoint_list import free_bytes, list_all, verify
+from jobs.errors import NotFoundError, UserError
+from jobs.origin import read_step
+from jobs.resume_plan import plan_resume
+from jobs.specfile import parse_flags
+from jobs.store import Store
+from tui.checkpoints.words import checkpoint_table, plan_lines
+from tui.cli_words import FLAGS, JSON
+from tui.format import size
+from tui.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.checkpoint_list import Listed
+    from jobs.resume_plan import Plan
+    from jobs.store import Job
+
+_ID = click.argument("job_id", metavar="ID", type=int)
+
+
+@click.command()
+@_ID
+@click.argument("more", metavar="", nargs=-1)
+@click.option("--verify", "contents", is_flag=True,
+              help="Read every byte; exit status 1 if something is damaged.")  # fmt: skip
+@click.option("--delete", "names", multiple=True, metavar="STEP …",
+              help="Delete these; one that was set aside by its name.")  # fmt: skip
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@JSON
+def checkpoints(
+    job_id: int, more: tuple[str, ...], contents: bool, names: tuple[str, ...], yes: bool,
+    as_json: bool,
+) -> int:  # fmt: skip
+    """A job's checkpoints: when, how large, whether they are whole, and which a resume takes."""
+    if more and not names:
+        raise click.UsageError(f'"{more[0]}" is too much; to delete it, write --delete {more[0]}')
+    store = Store()
+    job = store.get(job_id)
+    if not job.run_dir.root.is_dir():
+        raise NotFoundError(f"the run directory of job {job_id} is gone: {job.run_dir.root}")
+    deleted = _delete(store, job, [*names, *more], ask=not yes) if names else []
+    listed = list_all(job.run_dir)
+    if contents:
+        listed = _verify_all(listed)
+    if as_json:
+        facts = {
+            "id": job_id,
+            "checkpoints": [one.to_dict() for one in listed],
+            "next": next((one.name for one in listed if one.next), None),
+            "total_bytes": sum(one.bytes for one in listed),
+            "free_bytes": free_bytes(job.run_dir),
+            "deleted": [one.name for one in deleted],
+        }
+        click.echo(json.dumps(facts))
+    else:
+        for one in deleted:
+            click.echo(f"deleted {one.name} ({size(one.bytes)})", err=True)
+        click.echo(checkpoint_table(listed, free_bytes(job.run_dir)))
+    return int(contents and any(one.damage and one.set_aside != "damaged" for one in listed))
+
+
+def _delete(store: Store, job: Job, words: Sequence[str], *, ask: bool) -> list[Listed]:
+    names = [name for word in words for name in word.split(",") if name.strip()]
+    found = service.find_deletable(store, job.id, names)
+    if ask and sys.stdin.isatty():
+        what = ", ".join(f"{one.name} ({size(one.bytes)})" for one in found)
+        click.confirm(f"delete {what} of job {job.id} “{job.name}”?", abort=True)
+    return service.delete_checkpoints(store, job.id, names)
+
+
+def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
+    """Read all but what was set aside as damaged."""
+    wanted = [one for one in listed if one.set_aside != "damaged"]
+    total, done = sum(one.bytes for one in wanted), 0
+    with ProgressLine("reading checkpoints") as line:
+
+        def told(count: int) -> None:
+            nonlocal done
+            done += count
+            line(done, total, f"{size(done)} of {size(total)}")
+
+        return [verify(one, told) if one in wanted else one for one in listed]
+
+
+@click.command(context_settings=FLAGS)
+@_ID
+@click.option("--from", "back_to", metavar="STEP",
+              help="Go on after this one; newer ones are set aside, not deleted.")  # fmt: skip
+@JSON
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ...]) -> None:
+    """Queue an ended job again, after its newest checkpoint. [--key=value …] changes settings."""
+    values, others = parse_flags(words)
+    if others:
+        raise UserError(f'"{others[0]}" is not a --key=value flag')
+    step = read_step(back_to) if back_to is not None else None
+    store = Store()
+    plan = plan_resume(store, job_id, values, back_to=step)
+    tell(plan)
+    job = service.carry_out(store, plan)
+    if as_json:
+        click.echo(json.dumps(_resumed(job, plan)))
+    else:
+        click.echo(f"job {job.id} is {job.state}: {job.reason}")
+
+
+def tell(plan: Plan) -> None:
+    """What a submit or resume changes, on standard error."""
+    for line in plan_lines(plan):
+        click.echo(f"fsdp-tui: {line}", err=True)
+
+
+def _resumed(job: Job, plan: Plan) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "state": str(job.state),
+        "reason": job.reason,
+        "run_dir": str(job.run_dir.root),
+        "step": plan.begin.step if plan.begin is not None else 0,
+        "changes": plan.changes,
+        "set_aside": [one.path.name for one in plan.rewound],
+    }

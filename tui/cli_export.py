@@ -1,0 +1,63 @@
+"""`fsdp-tui export`: a checkpoint as what stock tools load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+import click
+
+from jobs.exports import export_checkpoint
+from jobs.keys.export import ExportDtype, ExportFormat
+from jobs.store import Store
+from tui.cli_words import JSON
+from tui.progress_line import ProgressLine
+
+
+@click.command()
+@click.argument("job_id", metavar="ID", type=int)
+@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint; else the newest.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where to; a directory of its own in the run directory when left out.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(get_args(ExportDtype)),
+    help="Precision; the job's export_dtype when left out.",
+)
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(get_args(ExportFormat)),
+    help="Names of a LoRA's tensors; may be given twice.",
+)
+@click.option("--no-ema", is_flag=True, help="The weights themselves, not their average.")
+@JSON
+def export(
+    job_id: int,
+    step: int | None,
+    output: Path | None,
+    dtype: ExportDtype | None,
+    formats: tuple[ExportFormat, ...],
+    no_ema: bool,
+    as_json: bool,
+) -> None:
+    """Export a checkpoint for stock tools, and print where it is.
+
+    The job may be running. A LoRA comes under diffusers' and kohya's names, a whole model as a
+    pipeline for from_pretrained. Everything is read back before it counts.
+    """
+    with ProgressLine("exporting") as line:
+        made = export_checkpoint(
+            Store().get(job_id), step, output=output, dtype=dtype, formats=formats,
+            ema=not no_ema, progress=lambda done, total: line(done, total, f"{done} %"),
+        )  # fmt: skip
+    for warning in made.warnings:
+        click.echo(f"fsdp-tui: warning: {warning}", err=True)
+    click.echo(json.dumps(asdict(made) | {"path": str(made.path)}) if as_json else str(made.path))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from engine import weights
 from engine.families import flux
+from jobs.checkpoints import find_damage, list_checkpoints
 from jobs.eventlog import EventLog
 from jobs.report import read_report
 from jobs.rundir import RunDir
@@ -85,6 +86,23 @@ def test_one_gpu_trains_and_its_memory_is_recorded(
     report = read_report(run_dir)
     assert report.measure == "allocated"
     assert report.peaks["backward"][0] > report.peaks["load"][0] > 0
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_what_is_saved_from_a_gpu_goes_on_there(toy: Path, tmp_path: Path, behind: bool) -> None:
+    straight = run(
+        toy, tmp_path, 1, model_type="full", checkpointing_steps=3, checkpointing_async=behind
+    )
+    found = list_checkpoints(straight)
+    assert [one.step for one in found] == [3, 6, 9, 10]
+    assert [find_damage(one.path) for one in found] == [None] * 4
+    resumed = run(
+        toy, tmp_path, 1, model_type="full", resume_from_checkpoint=str(straight.checkpoint(6))
+    )
+    losses, wanted = (
+        [step.loss for step in EventLog(one.events).read_all().steps] for one in (resumed, straight)
+    )
+    assert losses == pytest.approx(wanted[6:], rel=1e-4)
 
 
 def test_text_encoders_leave_the_gpu(toy: Path, tmp_path: Path) -> None:

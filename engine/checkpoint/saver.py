@@ -51,6 +51,7 @@ class _Pending:
 
     path: Path
     step: int
+    total: int
     begun: float
     outcome: Future[int]
 
@@ -111,13 +112,13 @@ class Saver:
             self._fail(f"cannot save {final.name}: {lack}", last=last)
             return
         begun = time.monotonic()
-        if not last and self._goes_on(contents):
+        goes_on = not last and self._goes_on(contents)
+        if goes_on:
             contents = self._copied(contents)
-            self._begin(contents, final, begun)
-            return
-        self._begin(contents, final, begun)
-        self._watch(final, total)
-        self.finish(last=last)
+        job = self._thread.submit(self._write, contents, final)
+        self._pending = _Pending(final, contents.step, total, begun, job)
+        if not goes_on:
+            self.finish(last=last)
 
     def failed(self) -> bool:
         """Whether the save that was under way has failed, as far as this rank knows."""
@@ -144,6 +145,8 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        if not pending.outcome.done():
+            self._watch(pending)
         try:
             pending.outcome.result()
         except OSError as error:
@@ -171,25 +174,24 @@ class Saver:
 
     # -- how -------------------------------------------------------------------------------
 
-    def _begin(self, contents: Contents, final: Path, begun: float) -> None:
-        job = self._thread.submit(self._write, contents, final)
-        self._pending = _Pending(final, contents.step, begun, job)
-
     def _write(self, contents: Contents, final: Path) -> int:
         size = write(contents, final, self._world, self._group)
         if self._world.main:
             keep_newest(self._run_dir.complete_checkpoints(), self._spec.checkpoints_total_limit)
         return size
 
-    def _watch(self, final: Path, total: int) -> None:
+    def _watch(self, pending: _Pending) -> None:
         """Wait for a save, and say how far it is."""
-        assert self._pending is not None
-        with self._telemetry.phase("save", _mebibytes(total)) as progress:
+        aside, seen = aside_of(pending.path), 0
+        with self._telemetry.phase("save", _mebibytes(pending.total)) as progress:
             while True:
                 try:
-                    self._pending.outcome.exception(timeout=_LOOK_EVERY)
+                    pending.outcome.exception(timeout=_LOOK_EVERY)
                 except NotYet:
-                    progress(_mebibytes(min(total, _bytes_in(aside_of(final)))))
+                    written = _bytes_in(aside)
+                    if written != seen:  # else nothing has moved on, and the job may stand still
+                        seen = written
+                        progress(_mebibytes(min(pending.total, written)))
                 else:
                     return
 
@@ -222,11 +224,13 @@ class Saver:
         return total, lack
 
     def _lack(self, total: int) -> str | None:
-        root = self._run_dir.root
-        free = shutil.disk_usage(root).free
+        where = self._run_dir.checkpoints
+        if not where.exists():
+            where = self._run_dir.root
+        free = shutil.disk_usage(where).free
         if total + _SPARE_DISK <= free:
             return None
-        return f"it takes {_size(total)}, and {_size(free)} are free on the disk of {root}"
+        return f"it takes {_size(total)}, and {_size(free)} are free on the disk of {where}"
 
     def _goes_on(self, contents: Contents) -> bool:
         """Whether training goes on while this is written; decided at the first save."""

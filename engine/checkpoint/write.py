@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -69,14 +70,15 @@ def aside_of(final: Path) -> Path:
 def keep_newest(checkpoints: Iterable[tuple[int, Path]], limit: int | None) -> None:
     """Delete all but the newest so many complete checkpoints (one rank)."""
     for _, path in list(checkpoints)[:-limit] if limit is not None else []:
-        delete(path)
+        with suppress(OSError, UserError):  # somebody else may be deleting it
+            delete(path)
 
 
 def _together(act: Callable[[], Any], world: World, group: dist.ProcessGroup | None) -> list[Any]:
     """Do something on every rank; what each came to, by rank. A failure of one is one of all."""
     try:
         outcome = act()
-    except (OSError, UserError) as error:
+    except (OSError, RuntimeError, UserError) as error:
         outcome = error
     everyone = [outcome]
     if world.size > 1:

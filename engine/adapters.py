@@ -51,11 +51,12 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
 
 def lora_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Name → parameter of everything the adapter adds."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if ".lora_A." in name or ".lora_B." in name
-    }
+    return {name: parameter for name, parameter in model.named_parameters() if is_lora(name)}
+
+
+def is_lora(name: str) -> bool:
+    """Whether a tensor of an adapted model is the adapter's."""
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def adapted_name(model: torch.nn.Module) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Forwards:
 
     Args:
         model: The model.
-        moved: Called after each.
+        moved: Called after each forward.
 
     Attributes:
         made: How many so far.

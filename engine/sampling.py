@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from engine.data.prepare import Prepared
     from engine.families import Family
+    from engine.telemetry import Telemetry
     from engine.world import World
     from jobs.spec import JobSpec
 
@@ -42,6 +43,8 @@ class Sampler:
         model_root: Where VAE and scheduler come from.
         data: The caches, with the encoded prompts.
         world: The ranks.
+        telemetry: This rank's.
+        wants_stop: Whether this rank has seen a wish to stop.
     """
 
     spec: JobSpec
@@ -49,58 +52,97 @@ class Sampler:
     model_root: Path
     data: Prepared
     world: World
+    telemetry: Telemetry
+    wants_stop: Callable[[], bool] = lambda: False
 
     @torch.no_grad()
-    def sample(
-        self,
-        transformer: Any,
-        target: Path,
-        step: int,
-        progress: Callable[[int], None],
-        moved: Callable[[], None] = lambda: None,
-    ) -> list[str]:
+    def sample(self, transformer: Any, target: Path, step: int) -> list[str]:
         """Write a picture and a sidecar for each prompt, as soon as it is made; a collective.
+
+        A wish to stop is honoured between pictures. A picture that cannot be written is no reason
+        to end the training: that is warned of.
 
         Args:
             transformer: The model being trained, sharded or not.
             target: Directory of this step's samples.
             step: The optimizer steps that it was trained.
-            progress: Called with the number of pictures done.
-            moved: Called after each forward.
 
         Returns:
-            The file names, one per prompt.
+            The names of the pictures, in the order of their prompts.
         """
         requests = requests_of(self.spec)
         planned = [request.steps * self.family.forwards_per_step(request) for request in requests]
-        target.mkdir(parents=True, exist_ok=True)
-        studio = _Studio(self.family, self.model_root, transformer, self.world.device)
-        was_training = transformer.training
+        written, failed = [False] * len(requests), False
+        was_training, done = transformer.training, 0
         transformer.eval()
-        done = 0
-        for numbers in rounds_of(planned, self.world.data_size):
-            idle = self.world.data_rank >= len(numbers)
-            # The last one of a round takes the fewest forwards: those that are idle do the same.
-            number = numbers[-1] if idle else numbers[self.world.data_rank]
-            if self.world.shards or not idle:
-                request = requests[number]
-                with Forwards(transformer, moved) as forwards, autocast(self.spec, studio.device):
-                    latents = studio.denoise(request, *self._texts(request))
-                    forwards.check(planned[number], studio.pipeline)
-                    if self.world.shards:
-                        forwards.fill_up(planned[numbers[0]])
+        with self.telemetry.phase("sample", len(requests)) as progress:
+            studio = _Studio(self.family, self.model_root, transformer, self.world.device)
+            for numbers in rounds_of(planned, self.world.data_size):
+                if any(self.world.any([self.wants_stop()])):
+                    break
+                number = self._number(numbers)
+                latents = self._denoise(studio, requests, planned, numbers)
                 # The VAE gets the room of whatever weights are still gathered.
                 reshard(transformer)
-                if not idle and self.world.rank % self.world.context_size == 0:
-                    picture = studio.develop(request, latents)
-                    write_sample(picture, self._facts(request, step), target / sample_name(number))
-            done += len(numbers)
-            progress(done)
-        transformer.train(was_training)
-        studio.close()
-        give_back(self.world.device)
-        self.world.barrier()
-        return [sample_name(number) for number in range(len(requests))]
+                if number is not None and self.world.rank % self.world.context_size == 0:
+                    picture = studio.develop(requests[number], latents)
+                    written[number] = self._write(picture, requests[number], target, number, step)
+                    failed = failed or not written[number]
+                done += len(numbers)
+                progress(done)
+            transformer.train(was_training)
+            studio.close()
+            give_back(self.world.device)
+            *written, others = self.world.any([*written, failed])
+        if others and not failed:
+            self.telemetry.warn("another rank could not write its samples; its log says why")
+        return [sample_name(number) for number, there in enumerate(written) if there]
+
+    def _number(self, numbers: list[int]) -> int | None:
+        """This rank's picture of a round; None where it has none."""
+        place = self.world.data_rank
+        return numbers[place] if place < len(numbers) else None
+
+    def _denoise(
+        self,
+        studio: _Studio,
+        requests: list[SampleRequest],
+        planned: list[int],
+        numbers: list[int],
+    ) -> torch.Tensor:
+        """This rank's latents of a round, with as many forwards as the others make.
+
+        Args:
+            studio: The pipeline.
+            requests: All pictures.
+            planned: The forwards that each takes.
+            numbers: The pictures of the round, the one with the most forwards first.
+        """
+        number = self._number(numbers)
+        if number is None and not self.world.shards:
+            return torch.empty(0)
+        # Those that have none do the same as the one with the fewest forwards.
+        number = numbers[-1] if number is None else number
+        request, moved = requests[number], self.telemetry.moved
+        with Forwards(studio.transformer, moved) as forwards, autocast(self.spec, studio.device):
+            latents = studio.denoise(request, *self._texts(request))
+            forwards.check(planned[number], studio.pipeline)
+            if self.world.shards:
+                forwards.fill_up(planned[numbers[0]])
+        return latents
+
+    def _write(
+        self, picture: Any, request: SampleRequest, target: Path, number: int, step: int
+    ) -> bool:
+        """Whether a picture could be written."""
+        path = target / sample_name(number)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            write_sample(picture, self._facts(request, step), path)
+        except OSError as error:
+            self.telemetry.warn(f"cannot write {path} ({error.strerror or error})")
+            return False
+        return True
 
     def _texts(self, request: SampleRequest) -> tuple[Any, Any]:
         """The encoded prompt on the device, and the negative one where it has an effect."""
@@ -134,6 +176,7 @@ class _Studio:
     """The stock pipeline around the transformer; its VAE waits in host memory.
 
     Attributes:
+        transformer: The transformer.
         pipeline: The pipeline.
         device: Where it computes.
     """
@@ -141,6 +184,7 @@ class _Studio:
     def __init__(
         self, family: Family, model_root: Path, transformer: Any, device: torch.device
     ) -> None:
+        self.transformer = transformer
         self.device = device
         self._family = family
         vae = family.load_vae(model_root, torch.float32).eval()
@@ -179,4 +223,4 @@ class _Studio:
     def close(self) -> None:
         """Let go of the VAE: the hook and it hold each other."""
         self._vae_hook.remove()
-        del self.pipeline
+        del self.pipeline, self.transformer

@@ -9,7 +9,7 @@ import torch
 
 from engine.replicas import check_replicas
 from engine.sampling import Sampler
-from engine.validation_loss import ValidationLoss, batches_of, forwards_each
+from engine.validation_loss import ValidationLoss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ class Trainer:
                 self.save()
                 self.control.honoured("save_now")
             if wishes.sample_now:
-                self.sample()
+                self.sample_now()
                 self.control.honoured("sample_now")
             if wishes.stop:
                 self.save(last=True)
@@ -132,33 +132,36 @@ class Trainer:
 
     def sample(self) -> None:
         """Sample the validation prompts, if there are any; a collective."""
-        prompts = self.spec.validation_prompts
-        if not prompts:
+        if not self.spec.validation_prompts:
             return
         step = self.training.step
         target = self.run_dir.samples / f"step-{step}"
-        sampler = Sampler(self.spec, self.family, self.model_root, self.data, self.world)
-        with (
-            self.telemetry.phase("sample", len(prompts)) as progress,
-            self.training.averaged(),
-        ):
-            files = sampler.sample(
-                self.training.model, target, step, progress, self.telemetry.moved
-            )
+        sampler = Sampler(
+            self.spec, self.family, self.model_root, self.data, self.world, self.telemetry,
+            self.control.wants_stop,
+        )  # fmt: skip
+        with self.training.averaged():
+            files = sampler.sample(self.training.model, target, step)
         self.telemetry.emit("sample", step=step, directory=str(target), files=files)
+
+    def sample_now(self) -> None:
+        """Do what was asked for, or say why it cannot be done; a collective."""
+        if not self.spec.validation_prompts:
+            self.telemetry.warn("there is nothing to sample: the job has no validation_prompts")
+        self.sample()
 
     def validate(self) -> None:
         """Measure the loss on what is held out, if anything is; a collective."""
-        held = self.data.held
-        if not held:
+        if not self.data.held:
             return
-        forwards = forwards_each(len(batches_of(held, self.spec)), self.world.data_size)
-        loss = ValidationLoss(self.spec, self.family, self.objective, self.data, self.world)
-        with (
-            self.telemetry.phase("validate", forwards) as progress,
-            self.training.averaged(),
-        ):
-            measured = loss.measure(self.training.model, progress)
+        loss = ValidationLoss(
+            self.spec, self.family, self.objective, self.data, self.world, self.telemetry,
+            self.control.wants_stop,
+        )  # fmt: skip
+        with self.training.averaged():
+            measured = loss.measure(self.training.model)
+        if measured is None:
+            return
         self.telemetry.emit(
             "validation",
             step=self.training.step,

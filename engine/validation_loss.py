@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.data.index import Sample
     from engine.data.prepare import Prepared
     from engine.families import Family
+    from engine.telemetry import Telemetry
     from engine.world import World
     from jobs.spec import JobSpec
 
@@ -71,6 +72,8 @@ class ValidationLoss:
         objective: Its objective.
         data: The caches, with what is held out.
         world: The ranks.
+        telemetry: This rank's.
+        wants_stop: Whether this rank has seen a wish to stop.
     """
 
     spec: JobSpec
@@ -78,14 +81,18 @@ class ValidationLoss:
     objective: Objective
     data: Prepared
     world: World
+    telemetry: Telemetry
+    wants_stop: Callable[[], bool] = lambda: False
 
     @torch.no_grad()
-    def measure(self, model: torch.nn.Module, progress: Callable[[int], None]) -> Measured:
+    def measure(self, model: torch.nn.Module) -> Measured | None:
         """Measure it; a collective.
 
         Args:
             model: The model as it is to be judged, sharded or not.
-            progress: Called with the number of forwards that this rank has made.
+
+        Returns:
+            What was found; None where a wish to stop came first.
         """
         begun = time.perf_counter()
         batches = batches_of(self.data.held, self.spec)
@@ -97,19 +104,25 @@ class ValidationLoss:
         was_training = model.training
         model.eval()
         read: tuple[int, ...] = ()
-        for done in range(each):
-            place = self.world.data_rank * each + done
-            batch = batches[min(place, len(batches) - 1)]
-            if batch.samples != read:
-                read, (latents, condition) = batch.samples, self._read(batch.samples)
-            found = self._errors(model, batch, latents, condition)
-            if place < len(batches) and self.world.rank % self.world.context_size == 0:
-                errors[list(batch.samples), batch.level] = found
-            progress(done + 1)
-        model.train(was_training)
-        reshard(model)
-        if self.world.size > 1:
-            dist.all_reduce(errors)
+        stopped = False
+        with self.telemetry.phase("validate", each) as progress:
+            for done in range(each):
+                if stopped := any(self.world.any([self.wants_stop()])):
+                    break
+                place = self.world.data_rank * each + done
+                batch = batches[min(place, len(batches) - 1)]
+                if batch.samples != read:
+                    read, (latents, condition) = batch.samples, self._read(batch.samples)
+                found = self._errors(model, batch, latents, condition)
+                if place < len(batches) and self.world.rank % self.world.context_size == 0:
+                    errors[list(batch.samples), batch.level] = found
+                progress(done + 1)
+            model.train(was_training)
+            reshard(model)
+            if stopped:
+                return None
+            if self.world.size > 1:
+                dist.all_reduce(errors)
         return _summary(errors, time.perf_counter() - begun)
 
     def _read(self, samples: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

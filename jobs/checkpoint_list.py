@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.checkpoints import find_damage, newest_whole, read_checkpoint
+from jobs.checkpoints import find_damage, read_checkpoint
 from jobs.errors import NotFoundError
 from jobs.housekeeping import directory_size
 
@@ -71,18 +71,21 @@ class Listed:
 
 def list_all(run_dir: RunDir) -> list[Listed]:
     """Every checkpoint of a run, oldest first; names and sizes of files are compared."""
-    newest = newest_whole(run_dir)
     found = []
     for path in run_dir.checkpoints.glob("step-*"):
         match = _NAME.fullmatch(path.name)
         if match is None:
             continue
         try:
-            listed = _look(path, int(match["step"]), match["word"])
+            found.append(_look(path, int(match["step"]), match["word"]))
         except OSError:
             continue  # deleted meanwhile
-        found.append(replace(listed, next=newest is not None and newest.path == path))
-    return sorted(found, key=lambda one: (one.step, one.set_aside is not None, one.name))
+    found.sort(key=lambda one: (one.step, one.set_aside is not None, one.name))
+    # As `jobs.checkpoints.newest_whole` has it.
+    whole = [n for n, one in enumerate(found) if one.set_aside is None and one.damage is None]
+    for number in whole[-1:]:
+        found[number] = replace(found[number], next=True)
+    return found
 
 
 def _look(path: Path, step: int, word: str | None) -> Listed:

@@ -12,7 +12,7 @@ from jobs.errors import StateError, UserError
 from jobs.origin import KEY, check_unneeded, find_origin
 from jobs.resume import find_resume_conflicts
 from jobs.specfile import load_spec
-from jobs.states import State
+from jobs.states import ACTIVE, State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +32,7 @@ class Plan:
         begin: What it goes on after; None at the beginning.
         rewound: Newer checkpoints of its own, which are set aside.
         changes: What makes its result another than that of a run never stopped, a line each.
+        warnings: What may come between, a line each.
         job: Which is resumed; None for a new one.
         back_to: The step that it was asked to go back to.
         rewritten: Whether its job file says something else from now on.
@@ -42,6 +43,7 @@ class Plan:
     begin: Checkpoint | None = None
     rewound: list[Checkpoint] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     job: Job | None = None
     back_to: int | None = None
     rewritten: bool = False
@@ -62,11 +64,11 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     changes = _compare(origin, spec)
     if origin.step >= spec.max_train_steps:
         raise UserError(
-            f"max_train_steps: {spec.max_train_steps} are done already in {origin.path}, which "
-            f"has trained {origin.step}",
-            "it counts from the very beginning; give a larger number",
+            f"max_train_steps: {spec.max_train_steps} is not more than the {origin.step} steps "
+            f"that {origin.path} has done",
+            "they count; give a larger number",
         )
-    return Plan(spec, wanted, origin, [], changes)
+    return Plan(spec, wanted, origin, changes=changes, warnings=_find_haste(store, origin))
 
 
 def plan_resume(
@@ -117,7 +119,10 @@ def plan_resume(
     if back_to is not None:
         rewound = [one for one in list_checkpoints(job.run_dir) if one.step > back_to]
         check_unneeded(store, [one.path for one in rewound])
-    return Plan(spec, wanted, begin, rewound, changes, job, back_to, bool(overrides))
+    return Plan(
+        spec, wanted, begin, rewound, changes,
+        job=job, back_to=back_to, rewritten=bool(overrides),
+    )  # fmt: skip
 
 
 def _own(job: Job, back_to: int | None) -> Checkpoint | None:
@@ -126,6 +131,22 @@ def _own(job: Job, back_to: int | None) -> Checkpoint | None:
     if back_to == 0 and not job.run_dir.checkpoint(0).exists():
         return None
     return find_checkpoint(job.run_dir, back_to, f"job {job.id}")
+
+
+def _find_haste(store: Store, origin: Checkpoint) -> list[str]:
+    """Whether a job that still runs may delete what another is to begin from."""
+    for job in store.in_states(ACTIVE):
+        if job.run_dir.checkpoints.resolve() == origin.path.resolve().parent:
+            try:
+                kept = load_spec(job.run_dir.job_file).checkpoints_total_limit
+            except UserError:  # no business of the new job
+                return []
+            if kept is not None:
+                return [
+                    f"job {job.id} still runs and keeps only its newest {kept} checkpoints; "
+                    f"{origin.path.name} may be gone when this job begins"
+                ]
+    return []
 
 
 def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:

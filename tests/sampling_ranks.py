@@ -1,4 +1,4 @@
-"""Ranks that sample and measure the validation loss: what `test_engine_sampling_ranks.py` starts."""
+"""Ranks that sample, and measure the validation loss: `test_engine_sampling_ranks.py`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ class Recording:
         return self._family.decode(pipeline, latents, height, width)
 
 
+class StopsLate:
+    """A wish to stop that is seen from the n-th look on; 0 for never."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self._done = 0
+
+    def __call__(self) -> bool:
+        self._done += 1
+        return 0 < self._looks <= self._done
+
+
 def look(rank: int, ranks: int, cases: dict[str, dict[str, Any]], port: int) -> None:
     """Do each case: directory → job. Writes `rank-<r>.json` there, beside the pictures."""
     os.environ |= {
@@ -76,23 +88,21 @@ def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
 
     model.register_forward_hook(count)
     recording = Recording(model, world.shards)
-    sampler = Sampler(spec, recording, model_root, data, world)
-    done: list[int] = []
+    stops = StopsLate(values.get("validation_steps", 0) if rank == 1 else 0)
+    sampler = Sampler(spec, recording, model_root, data, world, telemetry, stops)
     model.train()
-    files = sampler.sample(model, root / "samples", 7, done.append) if values[
-        "validation_prompts"
-    ] else []  # fmt: skip
+    files = sampler.sample(model, root / "samples", 7)
     facts: dict[str, Any] = {
-        "sampled": made, "files": files, "done": done, "latents": recording.latents,
+        "sampled": made, "files": files, "latents": recording.latents,
         "training": model.training,
     }  # fmt: skip
     if data.held:
         objective = build_objective(spec, family, model_root)
-        loss = ValidationLoss(spec, family, objective, data, world)
+        loss = ValidationLoss(spec, family, objective, data, world, telemetry, stops)
         for name in ("first", "again"):
             made = 0
-            measured = loss.measure(model, lambda done: None)
-            facts[name] = [measured.loss, measured.levels]
+            measured = loss.measure(model)
+            facts[name] = [measured.loss, measured.levels] if measured else None
             facts["measured"] = made
     (root / f"rank-{rank}.json").write_text(json.dumps(facts))
     telemetry.close()

@@ -381,9 +381,22 @@ def test_progress_is_listed(shell: Shell) -> None:
 
 def test_a_loss_that_is_no_number_is_still_json(shell: Shell) -> None:
     job = shell.store.get(shell.submit())
-    job.run_dir.events.write_text(event("step", step=1, loss=float("nan")))
+    job.run_dir.events.write_text(
+        event("step", step=1, loss=float("nan")) + event("validation", step=1, loss=float("nan"))
+    )
     assert shell.ok("list", "--json").json[0]["loss"] is None
-    assert shell.ok("show", job.id, "--json").json["loss"] is None
+    shown = shell.ok("show", job.id, "--json").json
+    assert (shown["loss"], shown["validation"]) == (None, [[1, None]])
+
+
+def test_show_tells_the_loss_on_what_is_held_out(shell: Shell) -> None:
+    job = shell.store.get(shell.submit())
+    assert "validation" not in shell.ok("show", job.id).out
+    job.run_dir.events.write_text(
+        "".join(event("validation", step=n, loss=0.5 / n) for n in (1, 2))
+    )
+    assert "validation   0.2500 at step 2; 0.5000 at 1\n" in shell.ok("show", job.id).out
+    assert shell.ok("show", job.id, "--json").json["validation"] == [[1, 0.5], [2, 0.25]]
 
 
 def test_gpus_of_a_job_are_indices(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ class Cases:
                 "cache_dir": str(self.root / "cache"), "num_processes": ranks, "strategy": "fsdp2",
                 "validation_num_inference_steps": 2, "validation_fraction": 0.2,
                 "train_batch_size": 2, "validation_timesteps": 3, "validation_prompts": MIXED,
+                "lora_dropout": 0.3,
             }  # fmt: skip
             return toy_values(self.toy, **settings | changes)
 
@@ -89,6 +90,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Cases:
         two_gathered={"fsdp_reshard_after_forward": False},
         two_alike=ALIKE_ONLY,
         two_ddp={"strategy": "ddp"},
+        two_stopped={"validation_steps": 2},  # read by the ranks as the look that sees the wish
     )
     cases.run(
         4,
@@ -161,8 +163,17 @@ def test_one_prompt_on_four_ranks_is_made_once(cases: Cases) -> None:
     ]  # fmt: skip
 
 
-def test_progress_counts_pictures_of_all_ranks(cases: Cases) -> None:
-    assert [rank["done"] for rank in cases.facts("two")] == [[2, 4, 5]] * 2
+def test_a_wish_to_stop_that_one_rank_sees_ends_it_on_all_after_the_same_picture(
+    cases: Cases,
+) -> None:
+    facts = cases.facts("two_stopped")
+    assert [rank["files"] for rank in facts] == [["01.png", "03.png"]] * 2, "the first round"
+    assert [rank["sampled"] for rank in facts] == [6, 6]
+    assert [rank["first"] for rank in facts] == [None, None]
+    assert [rank["measured"] for rank in facts] == [0, 0]
+    assert [rank["files"] for rank in cases.facts("two")] == [
+        ["00.png", "01.png", "02.png", "03.png", "04.png"]
+    ] * 2
 
 
 def test_the_validation_loss_is_the_same_on_any_number_of_ranks(cases: Cases) -> None:

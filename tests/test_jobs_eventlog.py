@@ -258,3 +258,16 @@ def test_checkpoints_samples_and_warnings_are_collected(path: Path) -> None:
     assert log.checkpoints == [5, 10]
     assert [s["files"] for s in log.samples] == [["a.png"]]
     assert log.warnings == ["w"]
+
+
+def test_validation_losses_are_replaced_by_those_of_a_later_attempt(path: Path) -> None:
+    def measured(at: int, loss: float) -> str:
+        return event("validation", step=at, loss=loss, levels=[[0.5, loss]], samples=3, seconds=1.0)
+
+    append(path, measured(0, 3.0), measured(5, 2.0), measured(10, 1.0))
+    log = EventLog(path).read_all()
+    assert log.validations == [(0, 3.0), (5, 2.0), (10, 1.0)]
+    append(path, event("start", step=7))
+    assert log.read_all().validations == [(0, 3.0), (5, 2.0)]
+    append(path, measured(5, 1.5), event("validation", step="x"), event("validation", loss=1.0))
+    assert log.read_all().validations == [(0, 3.0), (5, 1.5)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.eventlog import EventLog
 from jobs.report import RunReport, read_report
 from jobs.rundir import RunDir, event
-from tui.tables import memory_line, memory_table
+from tui.tables import memory_line, memory_table, validation_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +45,18 @@ def test_what_some_other_version_wrote_is_passed_over(tmp_path: Path) -> None:
         ("memory", {"peaks": {"load": [1, None], "step": "much", "save": [], "sample": [5]}}),
     )
     assert RunReport.of(EventLog(run_dir.events).read_all()).peaks == {"sample": [5]}
+
+
+def test_the_newest_validation_losses(tmp_path: Path) -> None:
+    run_dir = written(
+        tmp_path, *(("validation", {"step": step, "loss": 1 / step}) for step in range(1, 9))
+    )
+    report = read_report(run_dir)
+    assert report.validations == tuple((step, 1 / step) for step in range(4, 9))
+    line = validation_line(report.validations)
+    assert line.startswith("0.1250 at step 8; 0.1429 at 7; ")
+    assert line.endswith("0.2500 at 4")
+    assert validation_line([(3, 0.5)]) == "0.5000 at step 3"
 
 
 def test_the_line_for_people() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
+    from jobs.resume_plan import Plan
     from jobs.spec import JobSpec
     from jobs.store import Store
     from tui.widgets.lines import Lines
@@ -334,6 +336,23 @@ async def test_other_logs_can_be_shown(store: Store) -> None:
         assert "supervisor" in str(log.border_title)
 
 
+@pytest.mark.parametrize(
+    ("size", "title"),
+    [((80, 24), "avg 0.500 · val 0.432"), ((120, 40), "loss 0.5000 · avg 0.5000 · val 0.432")],
+)
+async def test_the_curve_names_the_loss_on_what_is_held_out(
+    store: Store, size: tuple[int, int], title: str
+) -> None:
+    job = add_job(store, state=State.RUNNING)
+    append_events(job, event("step", step=1, loss=0.5))
+    async with running(store, size) as (app, pilot):
+        curve = app.dashboard.query_one(CurvePanel)
+        await until(pilot, lambda: "loss 0.5000" in str(curve.border_title))
+        append_events(job, event("validation", step=1, loss=0.4321))
+        append_events(job, event("step", step=2, loss=0.5))
+        await until(pilot, lambda: re.sub(r"\[/?b\]", "", str(curve.border_title)) == title)
+
+
 async def test_the_log_fills_the_screen_and_goes_back(store: Store) -> None:
     add_job(store, state=State.RUNNING)
     async with running(store, (80, 24)) as (app, pilot):
@@ -424,7 +443,7 @@ async def test_details_show_history_files_and_job_file(store: Store) -> None:
         await until(pilot, lambda: isinstance(app.screen, DetailsScreen))
         text = lambda name: str(app.screen.query_one(f"#{name}").content)  # noqa: E731
         await until(pilot, lambda: "rank 0 failed" in text("overview"))
-        assert "step 7" in text("overview")
+        assert "→ step-7 " in text("overview")
         assert "name: from-file" in text("yaml")
         assert "accelerate launch" in text("launch")
         await pilot.press("escape")
@@ -567,10 +586,10 @@ async def test_a_wrong_path_is_found_while_typing(store: Store, tmp_path: Path) 
 async def test_a_refused_job_leaves_the_form_as_it_was(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(store: Store, spec: JobSpec) -> None:
+    def refuse(store: Store, plan: Plan) -> None:
         raise UserError("the disk is full")
 
-    monkeypatch.setattr(service, "submit", refuse)
+    monkeypatch.setattr(service, "carry_out", refuse)
     async with form(store) as (app, pilot):
         for name in ("pretrained_model_name_or_path", "dataset"):
             field(app, name).control.value = job_values[name]  # type: ignore[attr-defined]

@@ -128,6 +128,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            "job"),
     Action("show_help", "question_mark,f1", "?", "help", "All keys", "app", footer=11),
     Action("app.command_palette", "ctrl+p", "^p", "palette", "Find an action by its name", "app"),
+    Action("caches", "C,shift+c", "C", "caches",
+           "What is cached, how large it is, and clearing it", "app"),
     Action("switch_theme", "t", "t", "theme", "Switch between the dark and the light theme",
            "app"),
     Action("quit_app", "q", "q", "quit", "Leave the dashboard; jobs go on without it", "app",

@@ -6,6 +6,7 @@ Exit status: 0 done (for `run`: completed) · 1 failed · 2 bad input · 3 stopp
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from dataclasses import asdict
@@ -159,7 +160,7 @@ def show(job_id: int, as_json: bool) -> None:
     report = read_report(job.run_dir)
     facts["strategy"], facts["strategy_reason"] = report.strategy, report.reason
     facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)
-    facts["validation"] = [list(one) for one in report.validations]
+    facts["validation"] = [[step, _finite(loss)] for step, loss in report.validations]
     facts["memory"] = {"measure": report.measure, "peaks": report.peaks}
     click.echo(json.dumps(facts) if as_json else describe(facts))
 
@@ -236,6 +237,10 @@ def _open_dashboard(store: Store, select: int | None = None) -> None:
     from tui.app import FsdpTui  # Textual takes half a second; the other commands do without
 
     FsdpTui(store, select=select).run()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _gpu_facts(gpu: devices.Gpu, claims: dict[str, int]) -> dict[str, Any]:

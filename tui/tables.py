@@ -77,7 +77,7 @@ def describe(job: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def validation_line(measured: Sequence[Sequence[float]]) -> str:
+def validation_line(measured: Sequence[Sequence[Any]]) -> str:
     """The loss on what is held out, the newest first: `0.231 at step 40; 0.245 at 20`."""
     newest, *before = reversed([(number(loss), step) for step, loss in measured])
     return "; ".join(

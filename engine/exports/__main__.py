@@ -46,9 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", action="append", choices=get_args(ExportFormat))
     parser.add_argument("--no_ema", action="store_true", help="not the moving average")
     options = parser.parse_args(arguments)
-    os.environ.update(_SETTINGS)
-    for library in ("torchao", "torch.utils._pytree"):  # advice that nobody here needs
-        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         found = _export(options)
     except UserError as error:
@@ -151,4 +148,8 @@ class _Progress:
 
 
 if __name__ == "__main__":
+    # Before torch is imported. What is exported is read from here alone, and needs no GPU.
+    os.environ.update(_SETTINGS)
+    for library in ("torchao", "torch.utils._pytree"):  # advice that nobody needs here
+        logging.getLogger(library).setLevel(logging.ERROR)
     sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from engine.adapters import lora_parameters
+from engine.adapters import is_lora
 from engine.exports.recipe import Recipe
 from engine.exports.source import LiveModel
 from engine.exports.writing import Writing
@@ -116,12 +116,15 @@ def export(
 
 
 def _trained(model: torch.nn.Module, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """What is exported, each tensor once, in an order that is the same on all ranks."""
-    if recipe.spec.model_type == "lora":
-        return dict(lora_parameters(model))
+    """What is exported, each tensor once, in an order that is the same on all ranks.
+
+    From the state dict: asked for it, FSDP shards again what a forward left gathered, and what is
+    gathered does not follow the average.
+    """
     first: dict[int, str] = {}
     return {
         name: tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
         if first.setdefault(id(tensor), name) == name
+        and (recipe.spec.model_type != "lora" or is_lora(name))
     }

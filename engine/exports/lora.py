@@ -39,8 +39,7 @@ class LoraOutput:
         warnings: What the person should know of the export.
 
     Raises:
-        UserError: They are not the parameters of the job's adapter, or the family does not have
-            the format.
+        UserError: They are not the parameters of the job's adapter.
     """
 
     def __init__(self, recipe: Recipe, facts: Mapping[str, Fact], directory: Path) -> None:
@@ -55,7 +54,7 @@ class LoraOutput:
                 f"the adapter does not fit the job: {odd[0]} is {_shape(facts, odd[0])} there "
                 f"and {wanted.get(odd[0])} by lora_rank and lora_target_modules"
             )
-        self._formats = _formats(recipe)
+        self._formats = _formats(recipe, self.warnings.append)
         self.pieces = len(facts) * len(self._formats)
         sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in facts.values()]
         self.bytes = sum(sizes) * len(self._formats)
@@ -82,12 +81,7 @@ class LoraOutput:
         if "diffusers" in self._formats:
             self._write_diffusers(layers, checked)
         if _KOHYA in self._formats:
-            try:
-                self._write_kohya(layers, checked)
-            except UserError as error:
-                if "diffusers" not in self._formats:
-                    raise
-                self.warnings.append(f"no file for kohya: {error}")
+            self._write_kohya(layers, checked)
 
     def abandon(self) -> None:
         """Nothing is open between two calls."""
@@ -128,7 +122,13 @@ class LoraOutput:
         spec, style = self._recipe.spec, self._recipe.family.KOHYA
         assert style is not None
         alpha = spec.lora_alpha or spec.lora_rank
-        tensors = style.convert(layers, alpha / spec.lora_rank)
+        try:
+            tensors = style.convert(layers, alpha / spec.lora_rank)
+        except UserError as error:
+            if "diffusers" not in self._formats:
+                raise
+            self.warnings.append(f"no file for kohya: {error}")
+            return
         facts = {
             "ss_network_dim": str(spec.lora_rank),
             "ss_network_alpha": str(float(alpha)),
@@ -172,15 +172,13 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
     return model
 
 
-def _formats(recipe: Recipe) -> list[str]:
-    has = ["diffusers"] + ([_KOHYA] if recipe.family.KOHYA is not None else [])
-    wanted = recipe.formats or has
-    if missing := [name for name in wanted if name not in has]:
-        raise UserError(
-            f"export_formats: {recipe.spec.model_family} has no {missing[0]} names",
-            f"it has: {', '.join(has)}",
-        )
-    return list(wanted)
+def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
+    """The formats to write; never none, since this may be the end of days of training."""
+    if recipe.family.KOHYA is not None:
+        return list(recipe.formats or ("diffusers", _KOHYA))
+    if _KOHYA in (recipe.formats or ()):
+        warn(f"{recipe.spec.model_family} has no kohya names: this is for diffusers only")
+    return ["diffusers"]
 
 
 def _shape(facts: Mapping[str, Fact], name: str) -> tuple[int, ...] | None:

@@ -35,7 +35,6 @@ class ModelOutput:
         facts: What will come, by the names in the model. What does not come, because it was not
             trained, is taken from the base model.
         directory: An empty one.
-        largest_file: Bytes.
 
     Attributes:
         bytes: The least room it takes on the disk.
@@ -47,22 +46,13 @@ class ModelOutput:
         OSError: The files cannot be written.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        facts: Mapping[str, Fact],
-        directory: Path,
-        *,
-        largest_file: int = LARGEST_FILE,
-    ) -> None:
-        if recipe.formats is not None and "diffusers" not in recipe.formats:
-            raise UserError(
-                "export_formats: a whole model is exported for diffusers only",
-                "kohya's names are for LoRAs",
-            )
+    def __init__(self, recipe: Recipe, facts: Mapping[str, Fact], directory: Path) -> None:
         self._recipe = recipe
         self._directory = directory
         self.warnings: list[str] = []
+        if recipe.formats is not None and recipe.formats != ["diffusers"]:
+            # No error: this may be the end of days of training.
+            self.warnings.append("kohya's names are for LoRAs: this is a pipeline of diffusers")
         model, self._stored = weights.build_on_meta(
             recipe.family.transformer_class(), recipe.root / TRAINED, recipe.spec
         )
@@ -76,7 +66,7 @@ class ModelOutput:
             planned,
             get_storage_size=_bytes,
             filename_pattern=SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}."),
-            max_shard_size=largest_file,
+            max_shard_size=LARGEST_FILE,
         )
         self._others = files_of(recipe.root)
         self.bytes = self._split.metadata["total_size"] + bytes_to_copy(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 import os
+import zlib
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from engine.weight_files import StoredTensor
 
 _CHUNK_BYTES: Final = 16 * 2**20
+# Tensors are compared by CRC-32, which is made for what disks do to data, and is read twelve times
+# as fast as SHA-256 on a CPU without instructions for that (2.8 and 0.23 GB/s).
 
 
 class DamagedError(RuntimeError):
@@ -27,7 +30,7 @@ class DamagedError(RuntimeError):
 
 
 class VerifiedFile:
-    """A safetensors file of which every tensor's hash is remembered while it is written.
+    """A safetensors file of which every tensor's checksum is remembered while it is written.
 
     Args:
         path: The file.
@@ -38,7 +41,7 @@ class VerifiedFile:
     def __init__(self, path: Path, facts: Mapping[str, Fact], metadata: Mapping[str, str]) -> None:
         self.path = path
         self.facts = dict(facts)
-        self._hashes: dict[str, bytes] = {}
+        self._sums: dict[str, int] = {}
         self._writer = SafetensorsWriter(path, facts, metadata)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -49,8 +52,8 @@ class VerifiedFile:
         """
         dtype = self.facts[name][0]
         stored = tensor.to(dtype).contiguous()
-        if stored.is_floating_point() and not torch.isfinite(stored).all():
-            if torch.isfinite(tensor).all():
+        if not _finite(stored):
+            if _finite(tensor):
                 raise UserError(
                     f"{name} holds a number that is too large for float16",
                     "export in bf16 or fp32 (export_dtype, --dtype)",
@@ -60,7 +63,7 @@ class VerifiedFile:
                 "export an earlier checkpoint (fsdp-tui export ID --step N)",
             )
         self._writer.add(name, stored)
-        self._hashes[name] = hashlib.sha256(tensor_bytes(stored)).digest()
+        self._sums[name] = zlib.crc32(tensor_bytes(stored))
 
     def close(self) -> None:
         """Finish the file, and wait until it is on the disk."""
@@ -91,18 +94,26 @@ class VerifiedFile:
             # Synced, so these pages can go: what follows is then what the disk holds.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             for place in sorted(places.values(), key=lambda place: place.start):
-                if _hash(file.fileno(), place) != self._hashes[place.name]:
+                if _sum(file.fileno(), place) != self._sums[place.name]:
                     raise DamagedError(f"{self.path}: {place.name} differs from memory")
                 checked()
 
 
-def _hash(descriptor: int, place: StoredTensor) -> bytes:
-    digest = hashlib.sha256()
+def _finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are; makes no tensor of the same size."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)  # NaN if one is
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _sum(descriptor: int, place: StoredTensor) -> int:
+    found = 0
     at, left = place.start, place.elements * place.dtype.itemsize
     while left:
         data = os.pread(descriptor, min(left, _CHUNK_BYTES), at)
         if not data:
-            break  # shorter than it should be, so the hash differs
-        digest.update(data)
+            return -1  # shorter than it should be
+        found = zlib.crc32(data, found)
         at, left = at + len(data), left - len(data)
-    return digest.digest()
+    return found

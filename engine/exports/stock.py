@@ -39,7 +39,7 @@ def check_lora(recipe: Recipe, file: Path, layers: Mapping[str, torch.Tensor], m
     with _quiet():
         try:
             read = pipeline_class.lora_state_dict(file.parent, weight_name=file.name)
-            pipeline = _bare_pipeline(recipe, recipe.root, model)
+            pipeline = _pipeline(recipe, recipe.root, model, only_it=True)
             pipeline.load_lora_weights(file.parent, weight_name=file.name)
         except Exception as error:  # whatever the libraries raise, it is no export
             raise DamagedError(f"stock diffusers does not load {file.name}: {error}") from error
@@ -73,16 +73,18 @@ def check_model(recipe: Recipe, directory: Path) -> None:
             model, _ = weights.build_on_meta(
                 recipe.family.transformer_class(), directory / TRAINED, recipe.spec
             )
-            _bare_pipeline(recipe, directory, model)
+            _pipeline(recipe, directory, model)
     except Exception as error:  # whatever the libraries raise, it is no export
         raise DamagedError(f"stock diffusers does not load the export: {error}") from error
 
 
-def _bare_pipeline(recipe: Recipe, root: Path, transformer: Any) -> Any:
-    """The stock pipeline around a transformer, with nothing else that has weights."""
-    index = read_json(root / INDEX) or {}
-    heavy = [name for name in components_of(index) if any((root / name).glob("*.safetensors"))]
-    absent: dict[str, Any] = dict.fromkeys(heavy)
+def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = False) -> Any:
+    """The stock pipeline around a transformer, with nothing else that has weights, or nothing."""
+    absent: dict[str, Any] = {
+        name: None
+        for name in components_of(read_json(root / INDEX) or {})
+        if only_it or any((root / name).glob("*.safetensors"))
+    }
     return recipe.family.pipeline_class().from_pretrained(
         root, **absent | {TRAINED: transformer}, local_files_only=True
     )

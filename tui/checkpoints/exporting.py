@@ -65,11 +65,12 @@ class Exports:
         try:
             from jobs.exports import export_checkpoint
 
-            path = export_checkpoint(
+            made = export_checkpoint(
                 job, export.step, progress=told,
                 cancelled=lambda: export.cancelled or worker.is_cancelled,
             )  # fmt: skip
-            message = say(f"{what} is exported to {path}")
+            told_too = "".join(f"; {warning}" for warning in made.warnings)
+            message = say(f"{what} is exported to {made.path}{told_too}")
         except Cancelled:
             message = say(f"the export of {what} was cancelled", "warning")
         except (UserError, ToolError) as error:

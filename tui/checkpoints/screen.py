@@ -45,7 +45,7 @@ _KEYS: Final = (  # action, keys as people read them, what it does
     ("dismiss", "esc", "close"),
 )
 _BUSY: Final = {"verify": "stop reading", "export": "stop exporting"}
-_EVERY: Final = 0.5  # seconds between looks
+_EVERY: Final = 1.0  # seconds between looks
 
 
 class CheckpointsScreen(Screen[None]):
@@ -121,10 +121,10 @@ class CheckpointsScreen(Screen[None]):
         self._verified: dict[tuple[str, float], str | None] = {}  # (name, time) → damage
         self._reading: CheckpointsScreen.Read | None = None
         self._looking = False
+        self._texts: dict[str, Content | str] = {}
 
     def compose(self) -> ComposeResult:
-        yield Static(Content(f"checkpoints of job {self.job.id} “{self.job.name}”"),
-                     id="ckpt-title")  # fmt: skip
+        yield Static("", id="ckpt-title", markup=False)
         yield Static("", id="ckpt-totals", markup=False)
         yield Static("", id="ckpt-problem", markup=False)
         yield self.panel
@@ -134,6 +134,7 @@ class CheckpointsScreen(Screen[None]):
         yield self.key_line
 
     def on_mount(self) -> None:
+        self._show_title()
         self.look()
         self.set_interval(_EVERY, self.look)
 
@@ -163,10 +164,18 @@ class CheckpointsScreen(Screen[None]):
         self.job = message.job
         listed = [self._as_known(one) for one in message.listed]
         self._complain("" if listed else EMPTY, harmless=True)
-        self.query_one("#ckpt-totals", Static).update(
-            f"the job is {self.job.state} · {totals(listed, message.free)}"
-        )
+        self._show_title()
+        self._put("totals", totals(listed, message.free))
         self.panel.update_from(listed)
+
+    def _show_title(self) -> None:
+        self._put("title", f"checkpoints of job {self.job.id} “{self.job.name}” · {self.job.state}")
+
+    def _put(self, name: str, text: Content | str) -> None:
+        """Change a text; one that stays the same is not sent to the terminal again."""
+        if self._texts.get(name) != text:
+            self._texts[name] = text
+            self.query_one(f"#ckpt-{name}", Static).update(text)
 
     def _as_known(self, one: Listed) -> Listed:
         """With what reading it has found, if it is still the same."""
@@ -181,20 +190,18 @@ class CheckpointsScreen(Screen[None]):
         self._complain(f"! {message.problem}")
 
     def _complain(self, text: str, *, harmless: bool = False) -> None:
-        problem = self.query_one("#ckpt-problem", Static)
-        problem.update(text)
-        problem.set_class(harmless, "-harmless")
+        self._put("problem", text)
+        self.query_one("#ckpt-problem").set_class(harmless, "-harmless")
         self.set_class(bool(text), "-nothing")
 
     @on(CheckpointsPanel.Highlighted)
     def _show_about(self) -> None:
         one = self.panel.highlighted
-        text = about(one, self.panel.listed) if one is not None else ""
-        self.query_one("#ckpt-about", Static).update(text)
+        self._put("about", about(one, self.panel.listed) if one is not None else "")
 
     def _show_work(self) -> None:
         """What is under way, and the keys."""
-        width = self.status.size.width
+        width = self.status.content_size.width
         export = self.app.dashboard.exports.running.get(self.job.id)
         rows = []
         if (reading := self._reading) is not None:
@@ -213,7 +220,7 @@ class CheckpointsScreen(Screen[None]):
             for action, key, does in _KEYS
         ]
         parts = (f"[@click=screen.{a}][b $accent]{k}[/] {does}[/]" for a, k, does in keys)
-        self.key_line.update(Content.from_markup("  ".join(parts)))
+        self._put("keys", Content.from_markup("  ".join(parts)))
 
     # -- moving ----------------------------------------------------------------------------
 
@@ -270,8 +277,7 @@ class CheckpointsScreen(Screen[None]):
         def told(count: int) -> None:
             nonlocal done
             done += count
-            if worker.is_cancelled:
-                raise Cancelled
+            pass
             self.post_message(self.Read(one.name, done, one.bytes))
 
         try:

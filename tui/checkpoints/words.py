@@ -52,8 +52,8 @@ def totals(listed: Sequence[Listed], free: int | None) -> str:
     count = f"{len(listed)} checkpoint{'s' * (len(listed) != 1)}"
     aside = sum(one.bytes for one in listed if one.set_aside)
     text = f"{count}, {size(sum(one.bytes for one in listed))}"
-    text += f", of it {size(aside)} set aside" if aside else ""
-    return text + (f" · {size(free)} free on that disk" if free is not None else "")
+    text += f" ({size(aside)} set aside)" if aside else ""
+    return text + (f" · {size(free)} free on its disk" if free is not None else "")
 
 
 def number(value: int | None) -> str:
@@ -65,12 +65,12 @@ def yes_no(value: bool | None) -> str:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What resuming would do besides going on: what is set aside, and what changes the result."""
-    lines = []
+    """What a plan does besides going on: what is set aside, and what changes the result."""
+    lines = [f"warning: {warning}" for warning in plan.warnings]
     if plan.rewound:
         names = _named([one.path.name for one in plan.rewound])
         lines.append(f"set aside, not deleted: {names}")
-    return [*lines, *(f"changes the result: {change}" for change in plan.changes)]
+    return [*lines, *(f"the result changes: {change}" for change in plan.changes)]
 
 
 def resume_question(plan: Plan) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def resume_question(plan: Plan) -> tuple[str, str]:
         lines += ["", "Newer checkpoints are set aside, not deleted:"]
         lines += [f"  {one.path.name}" for one in plan.rewound]
     if plan.changes:
-        lines += ["", "Since the checkpoint was written, this has changed the result:"]
+        lines += ["", "The result will differ from that of a run never stopped:"]
         lines += [f"  {change}" for change in plan.changes]
     return question, "\n".join(lines)
 
@@ -111,8 +111,9 @@ def about(one: Listed, listed: Sequence[Listed]) -> str:
     if one.layout is not None:
         facts.append("whole tensors" if one.layout == "full" else "sharded")
     if one.ema:
-        facts.append("with the moving average")
-    newer = [other.name for other in listed if other.step > one.step and not other.set_aside]
+        facts.append("with EMA")
+    later = (other for other in listed if other.step > one.step and not other.set_aside)
+    newer = [other.name for other in sorted(later, key=lambda other: other.step)]
     what = one.health
     if one.next:
         what += "; the job goes on after it when it is resumed"

@@ -169,8 +169,11 @@ class DashboardScreen(Screen[None]):
         self._do(start)
 
     def on_dashboard_screen_planned(self, message: Planned) -> None:
-        """Ask before a job goes on in another way than it was going."""
-        self.ask_to_resume(message.plan)
+        """Ask before a job goes on in another way than it was going; once, however often asked."""
+        from tui.modals.confirm import ConfirmScreen
+
+        if not isinstance(self.app.screen, ConfirmScreen):
+            self.ask_to_resume(message.plan)
 
     def ask_to_resume(self, plan: Plan, then: Callable[[], None] = lambda: None) -> None:
         """Ask whether a planned resume is to be done, and do it.
@@ -303,6 +306,11 @@ class DashboardScreen(Screen[None]):
         from tui.modals.help import HelpScreen
 
         self.app.push_screen(HelpScreen())
+
+    def action_caches(self) -> None:
+        from tui.caches.screen import CachesScreen
+
+        self.app.push_screen(CachesScreen(self.store))
 
     def action_switch_theme(self) -> None:
         self.app.switch_theme()

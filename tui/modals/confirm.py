@@ -49,7 +49,7 @@ class ConfirmScreen(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="confirm") as dialog:
             dialog.border_title = self.question
-            with VerticalScroll(id="details", can_focus=False):
+            with VerticalScroll(id="answers-detail", can_focus=False):
                 yield Static(self.detail, markup=False, id="detail")
             with Horizontal(id="answers"):
                 variant: ButtonVariant = "error" if self.harmful else "primary"
@@ -63,4 +63,4 @@ class ConfirmScreen(ModalScreen[bool]):
         self.dismiss(yes)
 
     def action_scroll(self, by: int) -> None:
-        self.query_one("#details").scroll_relative(y=by, animate=False)
+        self.query_one("#answers-detail").scroll_relative(y=by, animate=False)

@@ -15,9 +15,11 @@ from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import Static, TabbedContent, TabPane
 
+from jobs.checkpoint_list import list_all
 from jobs.errors import UserError
 from jobs.report import RunReport, read_report
 from jobs.rundir import read_json
+from tui.checkpoints.words import NEXT
 from tui.dashboard.job_rows import GLYPHS
 from tui.format import size
 from tui.tables import memory_table
@@ -137,14 +139,17 @@ def overview(job: Job, history: list[Change]) -> Content:
         )
     parts += _run_lines(read_report(job.run_dir), heading)
     parts += [Content(""), heading(title="checkpoints")]
-    checkpoints = job.run_dir.complete_checkpoints()
     parts += [
         Content.from_markup(
-            "  step $step [$foreground 60%]$written[/]",
-            step=str(step).ljust(8),
-            written=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)),
+            "  $mark $name [$foreground 60%]$written[/]  [$colour]$health[/]".replace(
+                "$colour", "$error" if one.damage else "$foreground 60%"
+            ),
+            mark=NEXT if one.next else " ",
+            name=one.name.ljust(16),
+            written=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.time)),
+            health=one.health,
         )
-        for step, path in checkpoints
+        for one in list_all(job.run_dir)
     ] or [_none()]
     parts += [Content(""), heading(title="exports")]
     parts += [Content(f"  {line}") for line in _files(job.run_dir.export)] or [_none()]

@@ -17,9 +17,12 @@ from jobs.families import FAMILIES
 from jobs.spec import JobSpec, field_choices, field_names
 from jobs.specfile import dump_spec, load_spec
 from jobs.strategy import chosen_strategy, depends_on_memory
+from tui.detect.words import Model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+
+BLOCKS: Final = "fsdp_transformer_layer_cls_to_wrap"
 
 # The fields that the form always shows, by heading. All others are carried along unchanged.
 ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
@@ -29,7 +32,7 @@ ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
         "max_train_steps", "learning_rate", "resolution", "train_batch_size",
         "gradient_accumulation_steps", "lora_rank", "mixed_precision",
     ),
-    "devices": ("gpus", "num_processes", "strategy", "fsdp_reshard_after_forward"),
+    "devices": ("gpus", "num_processes", "strategy", "fsdp_reshard_after_forward", BLOCKS),
     "output": ("checkpointing_steps", "validation_prompts"),
 }  # fmt: skip
 SHOWN: Final = tuple(name for names in ESSENTIAL.values() for name in names)
@@ -45,6 +48,7 @@ _LABELS: Final = {
     "mixed_precision": "precision",
     "num_processes": "ranks",
     "fsdp_reshard_after_forward": "reshard",
+    BLOCKS: "blocks",
     "checkpointing_steps": "save every",
     "validation_prompts": "prompts",
 }
@@ -61,7 +65,16 @@ def help_text(name: str) -> str:
     text = JobSpec.model_fields[name].description or ""
     if name == "validation_prompts":
         text += " Separate several with |, settings as in {prompt: a cat, seed: 3}."
+    if name == BLOCKS:
+        text += " ^b or F2 lists them."
     return f"{name}: {text}"
+
+
+def placeholder(name: str) -> str:
+    """What stands in an input while it is blank: the default."""
+    if name == BLOCKS:
+        return "the family's own; ^b chooses"
+    return as_text(name, JobSpec.model_fields[name].default)
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -217,6 +230,23 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         return True, f"a {spec.model_family} model"
     except UserError as error:
         return False, str(error)
+
+
+def model_of(values: Mapping[str, Any]) -> Model:
+    """The model that the values name, there or not."""
+    family, flavour, path = (
+        str(values.get(name) or "").strip() or None
+        for name in ("model_family", "model_flavour", "pretrained_model_name_or_path")
+    )
+    return Model(family, flavour, path)
+
+
+def ranks_of(values: Mapping[str, Any]) -> int:
+    """How many ranks the values ask for; 1 while they do not say it in numbers."""
+    gpus = values.get("gpus")
+    count = len(gpus) if isinstance(gpus, list) else gpus or values.get("num_processes")
+    text = str(count).strip()
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def spec_of(values: Mapping[str, Any], *, ignoring: Collection[str] = ()) -> JobSpec:

@@ -135,11 +135,10 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
         )  # fmt: skip
     if is_switch(name) and JobSpec.model_fields[name].default is not None:
         return Select(_yes_or_no(value), value=value, allow_blank=False, id=identity, compact=True)
-    default = draft.as_text(name, JobSpec.model_fields[name].default)
     suggester = PathSuggester() if name in draft.PATHS else None
     return Input(
-        draft.as_text(name, value), placeholder=default, id=identity, compact=True,
-        suggester=suggester,
+        draft.as_text(name, value), placeholder=draft.placeholder(name), id=identity,
+        compact=True, suggester=suggester,
     )  # fmt: skip
 
 

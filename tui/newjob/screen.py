@@ -11,12 +11,15 @@ from textual.binding import Binding
 from textual.containers import Container, Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.screen import ModalScreen
-from textual.widgets import Button, Static
+from textual.widgets import Button, Input, Static
 
 from jobs import service
 from jobs.errors import UserError
 from jobs.look import NOT_NEEDED
+from jobs.resume_plan import plan_submit
 from jobs.specfile import load_spec
+from jobs.spellings import as_list
+from tui.checkpoints.words import plan_lines
 from tui.modals.ask_path import AskPathScreen
 from tui.newjob import draft
 from tui.newjob.field_row import FieldRow
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from textual.timer import Timer
 
     from jobs.store import Store
+    from tui.app import FsdpTui
+    from tui.detect.words import Model
     from tui.snapshot import Snapshot
 
 _CHECK_AFTER = 0.25  # seconds of no typing after which the values are checked
@@ -43,12 +48,15 @@ class NewJobScreen(ModalScreen[int | None]):
     BINDINGS: ClassVar = [
         Binding("ctrl+r", "submit", "queue it"),
         Binding("ctrl+l", "data", "look at the data"),
+        Binding("ctrl+b,f2", "blocks", "blocks to wrap"),  # tmux may keep ^b for itself
         Binding("ctrl+o", "load", "load YAML"),
         Binding("ctrl+s", "save", "save YAML"),
         Binding("escape", "leave", "cancel"),
         Binding("down", "app.focus_next", show=False),
         Binding("up", "app.focus_previous", show=False),
     ]
+
+    app: FsdpTui
 
     @dataclass
     class Checked(Message):
@@ -76,6 +84,7 @@ class NewJobScreen(ModalScreen[int | None]):
         self._busy = False
         self._refused = ""
         self._tried = False  # an empty form is no mistake before someone submits it
+        self._chosen_of: Model | None = None  # the model whose blocks were chosen
 
     # -- layout ----------------------------------------------------------------------------
 
@@ -83,7 +92,7 @@ class NewJobScreen(ModalScreen[int | None]):
         with Vertical(id="form") as form:
             form.border_title = "new job"
             form.border_subtitle = (
-                "^r queues it · ^l data · ^o loads YAML · ^s saves YAML · esc leaves"
+                "^r queues it · ^l data · ^b blocks · ^o loads · ^s saves · esc leaves"
             )
             with VerticalScroll(id="fields", can_focus=False), Container(id="groups"):
                 for heading, names in draft.ESSENTIAL.items():
@@ -101,8 +110,9 @@ class NewJobScreen(ModalScreen[int | None]):
             with Horizontal(id="buttons"):
                 yield Button("Queue it  ^r", id="submit", variant="primary", compact=True)
                 yield Button("Data  ^l", id="data", compact=True)
-                yield Button("Load YAML  ^o", id="load", compact=True)
-                yield Button("Save YAML  ^s", id="save", compact=True)
+                yield Button("Blocks  ^b", id="blocks", compact=True)
+                yield Button("Load  ^o", id="load", compact=True)
+                yield Button("Save  ^s", id="save", compact=True)
                 yield Button("Cancel  esc", id="leave", compact=True)
 
     def on_mount(self) -> None:
@@ -205,8 +215,11 @@ class NewJobScreen(ModalScreen[int | None]):
 
     def _submit(self, values: dict[str, Any]) -> None:
         try:
-            job = service.submit(self.store, draft.spec_of(values))
+            plan = plan_submit(self.store, draft.spec_of(values))
+            job = service.carry_out(self.store, plan)
             self.post_message(self.Submitted(job.id))
+            if lines := plan_lines(plan):
+                self.app.post_message(self.app.Said("\n".join(lines), "warning"))
         except UserError as error:
             self.post_message(self.Submitted(None, str(error)))
         except Exception as error:  # the edge: what was typed must not go with a crash
@@ -228,6 +241,25 @@ class NewJobScreen(ModalScreen[int | None]):
             heading = f"data of the new job “{values.get('name', '')}”"
             read = partial(draft.spec_of, values, ignoring=NOT_NEEDED)
             self.app.push_screen(DataScreen(heading, read))
+
+    @on(Input.Submitted, f"#field-{draft.BLOCKS}")
+    def action_blocks(self) -> None:
+        """Choose which classes of the model become FSDP units."""
+        from tui.detect.screen import DetectScreen
+
+        values = self.values
+        row = self.query_one(f"#row-{draft.BLOCKS}", FieldRow)
+        model = draft.model_of(values)
+        # A blank field is a choice as well, once it was made.
+        names = as_list(row.value) or ([] if model == self._chosen_of else None)
+
+        def chosen(names: list[str] | None) -> None:
+            if names is not None:
+                self._chosen_of = model
+                row.put(names or None)
+                row.control.focus()
+
+        self.app.push_screen(DetectScreen(model, names, draft.ranks_of(values)), chosen)
 
     def action_leave(self) -> None:
         self.dismiss(None)

@@ -1,0 +1,1 @@
+"""Find the repeated blocks of a model: build it without weights, walk it, recommend what to wrap."""

@@ -1,0 +1,161 @@
+"""What a model is made of, as far as wrapping it needs to know: small, and without torch.
+
+Modules that look alike are written down once, with how often they occur, so that FLUX.2's 32 B
+parameters are a few dozen lines and any choice of classes can be judged in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """One class of modules in a model.
+
+    Attributes:
+        class_name: Its name, as `fsdp_transformer_layer_cls_to_wrap` takes it.
+        count: Modules of this class; one that stands in several places counts once.
+        params_each: Parameters of one with all that is below it; of the largest if they differ.
+        params_total: Parameters of all of them; shared ones count once.
+        share: `params_total` of the model's parameters, 0 to 1.
+        recommended: Whether it is in the set to wrap.
+        in_no_split_modules: Whether the model class lists it in `_no_split_modules`.
+        in_repeated_blocks: Whether the model class lists it in `_repeated_blocks`.
+        sample_paths: Where the first ones are, at most 3.
+    """
+
+    class_name: str
+    count: int
+    params_each: int
+    params_total: int
+    share: float
+    recommended: bool
+    in_no_split_modules: bool
+    in_repeated_blocks: bool
+    sample_paths: list[str]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module, or many that look alike.
+
+    Attributes:
+        class_name: Its class.
+        own: Parameters that it holds itself; a shared one counts where it is met first.
+        children: `(index into the parts, how often)` of the modules right below it.
+    """
+
+    class_name: str
+    own: int
+    children: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What wrapping some classes does to a model. All sizes are numbers of parameters.
+
+    Attributes:
+        share: Of all parameters, those in units below the root: 0 to 1.
+        units: FSDP units below the root.
+        largest: The unit with the most parameters; they are gathered at the same time.
+        root: What is left to the root, gathered on every rank for the whole step.
+        nested: `(outer, inner)` chosen classes of which one holds the other.
+        unknown: Chosen names that no module of the model has.
+    """
+
+    share: float
+    units: int
+    largest: int
+    root: int
+    nested: tuple[tuple[str, str], ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of a model, what is below before what is above; the root is the last.
+
+    Attributes:
+        parts: Each kind of module once.
+        ancestors: Class → classes of the model that it inherits from. Wrapping such a class wraps
+            this one as well, as accelerate's policy does.
+    """
+
+    parts: tuple[Part, ...]
+    ancestors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def coverage(self, chosen: Sequence[str]) -> Coverage:
+        """What `engine.parallel.shard` would make of these classes."""
+        present = {part.class_name for part in self.parts}
+        wrapped = {
+            name: {c for c in (name, *self.ancestors.get(name, ())) if c in chosen}
+            for name in present
+        }
+        left: list[int] = []  # parameters of a part that are in no unit inside of it
+        units: list[int] = []
+        below: list[set[str]] = []  # chosen classes met inside
+        largest, nested = 0, set()
+        *inner, root = self.parts
+        for part in inner:
+            rest, count, names = self._gather(part, left, units, below)
+            if by := wrapped[part.class_name]:
+                largest = max(largest, rest)
+                nested.update((o, i) for o in sorted(by) for i in names if o != i)
+                rest, count, names = 0, count + 1, names | by
+            left.append(rest)
+            units.append(count)
+            below.append(names)
+        residue, count, _ = self._gather(root, left, units, below)
+        total = self.total()
+        return Coverage(
+            share=1 - residue / total if total else 0.0,
+            units=count,
+            largest=largest,
+            root=residue,
+            nested=tuple(sorted(nested)),
+            unknown=tuple(name for name in dict.fromkeys(chosen) if name not in present),
+        )
+
+    def total(self) -> int:
+        """Parameters of the model, a shared one counted once."""
+        sizes: list[int] = []
+        for part in self.parts:
+            sizes.append(part.own + sum(sizes[child] * times for child, times in part.children))
+        return sizes[-1] if sizes else 0
+
+    @staticmethod
+    def _gather(
+        part: Part, left: list[int], units: list[int], below: list[set[str]]
+    ) -> tuple[int, int, set[str]]:
+        """What is directly in a part or in no unit below it, units below it, and their classes."""
+        rest = part.own + sum(left[child] * times for child, times in part.children)
+        count = sum(units[child] * times for child, times in part.children)
+        names = set().union(*(below[child] for child, _ in part.children))
+        return rest, count, names
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "parts": [[p.class_name, p.own, [list(c) for c in p.children]] for p in self.parts],
+            "ancestors": {name: list(above) for name, above in self.ancestors.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Parts:
+        """What `to_dict` wrote.
+
+        Raises:
+            ValueError, TypeError, KeyError: It is something else.
+        """
+        parts: list[Part] = []
+        for name, own, children in data["parts"]:
+            found = tuple((int(child), int(times)) for child, times in children)
+            if any(not 0 <= child < len(parts) for child, _ in found):
+                raise ValueError("a part stands before what is in it")
+            parts.append(Part(str(name), int(own), found))
+        if not parts:
+            raise ValueError("no parts")
+        ancestors = {str(k): tuple(map(str, v)) for k, v in data["ancestors"].items()}
+        return cls(tuple(parts), ancestors)

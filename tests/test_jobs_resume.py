@@ -1,0 +1,293 @@
+"""What going on from a checkpoint with a changed job means: refused, told, or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.prompts import ValidationPrompt
+from jobs.resume import EFFECTS, ResumeConflicts, find_resume_conflicts, global_batch_size
+from jobs.spec import JobSpec, field_choices, field_group, is_switch, takes_many
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BASE: dict[str, Any] = {
+    "pretrained_model_name_or_path": "/models/flux",
+    "dataset": "/data/cats",
+    # so that every setting counts
+    "optimizer": "adamw",
+    "timestep_sampling": "shift",
+    "loss_type": "huber",
+    "use_ema": True,
+    "crop": "random",
+    "shuffle_captions": True,
+}
+_OTHER: dict[str, Any] = {
+    "gpus": [0], "fsdp_reshard_after_forward": 2, "torch_compile_backend": "eager",
+    "validation_prompts": ["a dog"], "export_formats": ["kohya"], "name": "other",
+    "learning_rate": 0.5, "lora_dropout": 0.5, "caption_dropout_probability": 0.5,
+    "adam_beta1": 0.5, "adam_beta2": 0.5, "ema_decay": 0.5, "flow_shift": 3.0, "snr_gamma": 5.0,
+    "validation_fraction": 0.25, "fsdp_version": 1, "validation_resolution": 512,
+    "model_family": "sdxl",
+}  # fmt: skip
+# Counts only for families that train on videos, of which there is none yet.
+_OF_VIDEOS = {"num_frames", "fps"}
+
+
+def conflicts(
+    old: dict[str, Any] | None = None, new: dict[str, Any] | None = None, *, done: int = 0
+) -> ResumeConflicts:
+    """What is found when a job of `BASE` and `old` goes on as one of `BASE` and `new`."""
+    before = JobSpec(**BASE | (old or {})).to_dict()
+    return find_resume_conflicts(before, JobSpec(**BASE | (new or {})), done=done)
+
+
+def other_value(key: str) -> Any:
+    """A value that differs from the one in `BASE`."""
+    if key in _OTHER:
+        return _OTHER[key]
+    now = getattr(JobSpec(**BASE), key)
+    if choices := field_choices(key):
+        return next(word for word in choices if word != now)
+    if is_switch(key):
+        return not now
+    if takes_many(key):
+        return ["other"]
+    if isinstance(now, int):
+        return now + 1
+    if isinstance(now, float):
+        return now / 2 + 1.25
+    return 3 if "int" in str(JobSpec.model_fields[key].annotation) else "/other"
+
+
+def test_every_key_of_a_job_is_in_a_class() -> None:
+    """Whoever adds a key decides here what a resume with another value of it means."""
+    assert set(EFFECTS) == set(JobSpec.model_fields)
+
+
+def test_the_same_job_goes_on_without_a_word() -> None:
+    assert conflicts() == find_resume_conflicts({}, JobSpec(**BASE))
+    assert not conflicts().impossible
+    assert not conflicts().changes
+
+
+@pytest.mark.parametrize("key", [key for key, effect in EFFECTS.items() if effect == "same"])
+def test_what_changes_nothing_is_not_told(key: str) -> None:
+    found = conflicts(new={key: other_value(key)})
+    assert (found.impossible, found.changes) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [key for key, effect in EFFECTS.items() if effect == "changes" and key not in _OF_VIDEOS],
+)
+def test_what_changes_the_result_is_told_in_one_line(key: str) -> None:
+    found = conflicts(new={key: other_value(key)})
+    assert not found.impossible
+    (line,) = found.changes
+    assert line.startswith(f"{key}: ")
+    assert " → " in line
+
+
+@pytest.mark.parametrize("key", [key for key, effect in EFFECTS.items() if effect == "impossible"])
+def test_what_does_not_fit_is_refused_with_what_to_do(key: str) -> None:
+    found = conflicts(new={key: other_value(key)})
+    assert any(
+        text.startswith(f"{key}: ") and f"set {key} to " in text for text in found.impossible
+    )
+    assert not any(line.startswith(f"{key}:") for line in found.changes)
+
+
+def test_values_are_written_as_in_a_job_file() -> None:
+    found = conflicts(
+        {"learning_rate": 1e-3, "random_flip": False, "trigger_word": None},
+        {"learning_rate": 5e-4, "random_flip": True, "trigger_word": "sks"},
+    )
+    assert found.changes == [
+        "learning_rate: 0.001 → 0.0005", "random_flip: false → true", "trigger_word: unset → sks",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "value"),
+    [
+        ({"optimizer": "sgd"}, "adam_beta1", 0.5),
+        ({"timestep_sampling": "uniform"}, "logit_mean", 1.0),
+        ({"loss_type": "mse"}, "huber_c", 0.5),
+        ({"use_ema": False}, "ema_decay", 0.5),
+        ({"model_type": "full"}, "lora_rank", 4),
+        ({"model_type": "full"}, "lora_target_modules", ["to_q"]),
+        ({"model_type": "full"}, "lora_alpha", 4),
+        ({}, "num_frames", 17),
+    ],
+)
+def test_settings_without_effect_are_not_told(
+    settings: dict[str, Any], key: str, value: object
+) -> None:
+    found = conflicts(settings, settings | {key: value})
+    assert (found.impossible, found.changes) == ([], [])
+
+
+# -- the global batch ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"num_processes": 2}, {"gradient_accumulation_steps": 2}),
+        ({"num_processes": 4}, {"num_processes": 2, "train_batch_size": 2, "strategy": "ddp"}),
+        ({"num_processes": 2}, {"num_processes": 4, "context_parallel_size": 2}),
+        ({"gpus": [0, 1]}, {"num_processes": 2, "device": "cpu"}),
+    ],
+)
+def test_who_takes_which_samples_of_a_step_does_not_matter(
+    old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    found = conflicts(old, new)
+    assert (found.impossible, found.changes) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "new",
+    [{"num_processes": 4}, {"gpus": 4}, {"num_processes": 2, "train_batch_size": 2}],
+)
+def test_another_global_batch_is_told(new: dict[str, Any]) -> None:
+    assert conflicts({"num_processes": 2}, new).changes == [
+        "the global batch: 2 → 4, so that steps now train on other samples"
+    ]
+
+
+@given(
+    st.tuples(*[st.integers(1, 4)] * 3).map(lambda t: dict(zip(_BATCH, t, strict=True))),
+    st.tuples(*[st.integers(1, 4)] * 3).map(lambda t: dict(zip(_BATCH, t, strict=True))),
+)
+def test_batches_are_told_exactly_when_they_differ(
+    old: dict[str, int], new: dict[str, int]
+) -> None:
+    same = global_batch_size(JobSpec(**BASE | old)) == global_batch_size(JobSpec(**BASE | new))
+    assert (conflicts(old, new).changes == []) is same
+
+
+_BATCH = ("num_processes", "train_batch_size", "gradient_accumulation_steps")
+
+
+# -- the schedule --------------------------------------------------------------------------
+
+
+def test_more_steps_change_nothing_where_the_rate_is_constant() -> None:
+    assert conflicts({"max_train_steps": 10}, {"max_train_steps": 20}).changes == []
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_more_steps_stretch_a_schedule_that_ends_with_them(kind: str) -> None:
+    found = conflicts(
+        {"max_train_steps": 10, "lr_scheduler": kind}, {"max_train_steps": 20, "lr_scheduler": kind}
+    )
+    assert found.changes == [f"max_train_steps: 10 → 20, which stretches the {kind} schedule"]
+    back = conflicts(
+        {"max_train_steps": 20, "lr_scheduler": kind}, {"max_train_steps": 10, "lr_scheduler": kind}
+    )
+    assert back.changes == [f"max_train_steps: 20 → 10, which shortens the {kind} schedule"]
+
+
+def test_another_schedule_is_told() -> None:
+    assert conflicts(new={"lr_scheduler": "cosine"}).changes == ["lr_scheduler: constant → cosine"]
+    assert conflicts(new={"lr_scheduler": "constant_with_warmup"}).changes == []
+    warm = {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 5}
+    assert conflicts(new=warm, done=4).changes == [
+        "lr_scheduler: constant → constant_with_warmup", "lr_warmup_steps: 0 → 5",
+    ]  # fmt: skip
+    assert conflicts(new=warm, done=5).changes == [], "the warm-up would be over"
+    cosine = {"lr_scheduler": "cosine", "lr_warmup_steps": 5}
+    assert conflicts(cosine, cosine | {"lr_warmup_steps": 6}, done=9).changes == [
+        "lr_warmup_steps: 5 → 6"
+    ], "the rest of a cosine begins where the warm-up ends"
+
+
+# -- the model, the adapter, the average -----------------------------------------------------
+
+
+def test_another_base_model_is_refused(tmp_path: Path) -> None:
+    for name in ("one/model", "other/model"):
+        (tmp_path / name).mkdir(parents=True)
+    key = "pretrained_model_name_or_path"
+    (text,) = conflicts(
+        {key: str(tmp_path / "one/model")}, {key: str(tmp_path / "other/model")}
+    ).impossible
+    assert "was trained on" in text
+    assert conflicts({key: "/gone/flux-dev"}, {key: str(tmp_path / "one/model")}).impossible
+
+
+def test_a_model_that_has_moved_is_the_same(tmp_path: Path) -> None:
+    key = "pretrained_model_name_or_path"
+    new = tmp_path / "new" / "model"
+    new.mkdir(parents=True)
+    moved = conflicts({key: "/gone/model"}, {key: str(new)})
+    assert not moved.impossible
+    assert moved.changes == [
+        f"{key}: /gone/model → {new}, where it is taken for the same model in a new place"
+    ]
+    link = tmp_path / "link"
+    link.symlink_to(new)
+    assert conflicts({key: str(link)}, {key: str(new)}) == conflicts()
+
+
+def test_the_order_of_target_modules_does_not_matter() -> None:
+    key = "lora_target_modules"
+    assert conflicts({key: ["to_q", "to_k"]}, {key: ["to_k", "to_q", "to_q"]}) == conflicts()
+    for was, now in ((["to_q"], ["to_q", "to_k"]), (None, ["to_q"]), (["to_q"], None)):
+        (text,) = conflicts({key: was}, {key: now}).impossible
+        assert "other modules would be trained" in text
+
+
+def test_alpha_scales_what_is_trained_already() -> None:
+    assert conflicts({"lora_alpha": None}, {"lora_alpha": 16}) == conflicts(), "the rank is meant"
+    assert conflicts({"lora_alpha": 8}, {"lora_alpha": 12}).changes == [
+        "lora_alpha: 8 → 12, so that the adapter is 1.5 times as strong at once"
+    ]
+
+
+def test_the_average_may_be_turned_on_and_off() -> None:
+    (on,) = conflicts({"use_ema": False}, {"use_ema": True}).changes
+    assert "starts from the checkpoint's weights" in on
+    (off,) = conflicts({"use_ema": True}, {"use_ema": False}).changes
+    assert "the moving average ends" in off
+
+
+# -- the data --------------------------------------------------------------------------------
+
+
+def test_a_list_of_one_dataset_is_the_dataset() -> None:
+    listed = {"dataset": "", "datasets": ["/data/cats"]}
+    assert conflicts({}, listed) == conflicts()
+    assert conflicts({}, {"dataset": "/data/dogs"}).changes == ["dataset: /data/cats → /data/dogs"]
+    both = {"dataset": "", "datasets": ["/data/cats", "/data/dogs"]}
+    assert conflicts({}, both).changes == ["datasets: /data/cats → /data/cats, /data/dogs"]
+    thrice = {"dataset": "", "datasets": [{"path": "/data/cats", "repeats": 3}]}
+    assert conflicts(listed, thrice).changes == ["datasets: the same ones with other settings"]
+
+
+# -- checkpoints of other versions -----------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_version_is_compared_as_far_as_it_can_be() -> None:
+    before = {"dataset": "/data/cats", "pretrained_model_name_or_path": "/models/flux"}
+    spec = JobSpec(**before)
+    assert find_resume_conflicts(before | {"forgotten_key": [1]}, spec) == conflicts()
+    found = find_resume_conflicts(before | {"optimizer": "sophia", "crop": 7}, spec)
+    assert found.impossible[0].startswith("optimizer: the checkpoint was written with sophia, not")
+    assert found.changes == ["crop: 7 → center"]
+    assert find_resume_conflicts({"seed": 42}, spec) == conflicts(), "missing keys: the defaults"
+
+
+def test_every_group_of_keys_is_known_to_the_classes() -> None:
+    assert {field_group(key) for key in EFFECTS} >= {"job", "training", "lora", "data", "output"}
+
+
+def test_prompts_with_settings_do_not_matter() -> None:
+    prompts = [ValidationPrompt(prompt="a dog", seed=3)]
+    assert conflicts(new={"validation_prompts": prompts}) == conflicts()

@@ -1,0 +1,70 @@
+"""The rows of the caches screen, and what is told of clearing. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from tui.data.words import some
+from tui.format import Row, Span, bar, left, right, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.caches import Cache, Cleared
+
+_SIZE: Final = 9
+_FILES: Final = 9
+_GAP: Final = "  "
+_LEAST_BAR: Final = 6
+_WIDEST_BAR: Final = 30
+_MOST_TITLE: Final = 48
+
+
+def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
+    """A heading, and a row for each cache; what does not fit is left out from the right.
+
+    Args:
+        caches: In the order of the rows; at least one.
+        width: Columns.
+    """
+    names = max(6, *(len(one.name) for one in caches))
+    most = max(one.bytes for one in caches)
+    room = width - names - _SIZE - _FILES - len(_GAP)
+    titles = min(_MOST_TITLE, max(len(one.title) for one in caches))
+    length = min(_WIDEST_BAR, room - titles - len(_GAP))
+    if length < _LEAST_BAR:
+        length = 0
+    space = length + len(_GAP) if length else 0
+    titles = max(0, min(titles, room - space))
+    heading = left("cache", names) + right("size", _SIZE) + right("files", _FILES)
+    rows: list[Row] = [(Span(heading + _GAP + " " * space + left("what it is", titles), "dim"),)]
+    for one in caches:
+        row = [
+            Span(left(one.name, names), "strong"),
+            Span(right(size(one.bytes), _SIZE), "" if one.bytes else "dim"),
+            Span(right(str(one.files), _FILES) + _GAP, "" if one.files else "dim"),
+        ]
+        if length:
+            row += [*bar(one.bytes / most if most else 0.0, length), Span(_GAP)]
+        rows.append((*row, Span(left(one.title, titles), "dim")))
+    return rows
+
+
+def amount(caches: Sequence[Cache | Cleared]) -> str:
+    """How much is in them: `1.2 GiB in 40 files`."""
+    files = some(sum(one.files for one in caches), "file")
+    return f"{size(sum(one.bytes for one in caches))} in {files}"
+
+
+def freed(cleared: Cleared) -> str:
+    """What clearing has come to."""
+    what = f"{listed(cleared.names)} cache{'s' * (len(cleared.names) != 1)}"
+    if not cleared.files:
+        return f"the {what} held nothing"
+    return f"freed {amount([cleared])} from the {what}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,198 @@
+"""The screen of what is cached: how large it is, and clearing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from textual import on
+from textual.binding import Binding
+from textual.content import Content
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Static
+
+from jobs.caches import clear, list_caches
+from jobs.errors import UserError
+from tui.caches.panel import CachesPanel
+from tui.caches.rows import amount, freed, listed
+from tui.modals.confirm import ConfirmScreen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual.app import ComposeResult
+
+    from jobs.caches import Cache
+    from jobs.store import Store
+    from tui.app import FsdpTui
+
+_KEYS: Final = (  # action, keys as people read them, what it does
+    ("go(1)", "↑ ↓", "choose"),
+    ("clear", "x", "clear"),
+    ("clear_all", "a", "clear all"),
+    ("look", "r", "look again"),
+    ("dismiss", "esc", "close"),
+)
+
+
+class CachesScreen(Screen[None]):
+    """Lists the caches. Clearing one goes on when the screen is closed, and is told in any case."""
+
+    CSS_PATH = "caches.tcss"
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
+    AUTO_FOCUS = "#caches"
+    BINDINGS: ClassVar = [
+        Binding("escape,q,C,shift+c", "dismiss", "close"),
+        Binding("j,down", "go(1)", "next"),
+        Binding("k,up", "go(-1)", "previous"),
+        Binding("home,g", "go(-1000000)", "first"),
+        Binding("end,G", "go(1000000)", "last"),
+        Binding("x,delete,enter", "clear", "clear"),
+        Binding("a", "clear_all", "clear all"),
+        Binding("r", "look", "look again"),
+        Binding("t", "switch_theme", "theme"),
+    ]
+
+    app: FsdpTui
+
+    @dataclass
+    class Looked(Message):
+        """What there is now."""
+
+        caches: list[Cache]
+
+    @dataclass
+    class Failed(Message):
+        """There is nothing to look at."""
+
+        problem: str
+
+    @dataclass
+    class Cleared(Message):
+        """Clearing is over, or was refused: what to tell of it."""
+
+        text: str
+        refused: bool = False
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+        self.panel = CachesPanel()
+        self.key_line = Static("", id="cache-keys")
+        self._clearing = False
+
+    def compose(self) -> ComposeResult:
+        yield Static("caches", id="cache-title")
+        yield Static("measuring …", id="cache-totals", markup=False)
+        yield Static("", id="cache-problem", markup=False)
+        yield self.panel
+        yield Static("", id="cache-about", markup=False)
+        yield Static("", id="cache-status", markup=False)
+        self.key_line.auto_links = False  # they would all get one colour
+        parts = (f"[@click=screen.{a}][b $accent]{k}[/] {does}[/]" for a, k, does in _KEYS)
+        self.key_line.update(Content.from_markup("  ".join(parts)))
+        yield self.key_line
+
+    def on_mount(self) -> None:
+        self.action_look()
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def action_look(self) -> None:
+        """Measure them; takes seconds where there are many files."""
+        self.query_one("#cache-totals", Static).update("measuring …")
+        self.run_worker(
+            self._look, group="caches", exclusive=True, exit_on_error=False, thread=True
+        )
+
+    def _look(self) -> None:
+        try:
+            self.post_message(self.Looked(list_caches(self.store)))
+        except UserError as error:
+            self.post_message(self.Failed(str(error)))
+        except Exception as error:  # the edge: a screen that waits forever tells nothing
+            self.post_message(self.Failed(f"{type(error).__name__}: {error}"))
+
+    def on_caches_screen_looked(self, message: Looked) -> None:
+        self._complain("")
+        self.query_one("#cache-totals", Static).update(
+            f"{amount(message.caches)} · each is made again when a job needs it"
+        )
+        self.panel.update_from(message.caches)
+
+    def on_caches_screen_failed(self, message: Failed) -> None:
+        self.query_one("#cache-totals", Static).update("")
+        self._complain(message.problem)
+
+    def _complain(self, problem: str) -> None:
+        self.query_one("#cache-problem", Static).update(f"! {problem}" if problem else "")
+        self.set_class(bool(problem), "-failed")
+
+    @on(CachesPanel.Highlighted)
+    def _show_about(self) -> None:
+        one = self.panel.highlighted
+        text = f"{one.title}\n{one.path}" if one is not None else ""
+        self.query_one("#cache-about", Static).update(text)
+
+    # -- moving ----------------------------------------------------------------------------
+
+    def action_go(self, by: int) -> None:
+        self.panel.go(by)
+
+    def action_switch_theme(self) -> None:
+        self.app.switch_theme()
+
+    # -- clearing --------------------------------------------------------------------------
+
+    def action_clear(self) -> None:
+        if (one := self.panel.highlighted) is not None:
+            self._ask([one])
+
+    def action_clear_all(self) -> None:
+        self._ask(self.panel.caches)
+
+    def _ask(self, caches: Sequence[Cache]) -> None:
+        if self._clearing or not caches:
+            return
+        if not any(one.files for one in caches):
+            self._tell("there is nothing to clear")
+            return
+        held = [one for one in caches if one.files]
+        names = [one.name for one in held]
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._clearing = True
+                self._tell(f"clearing {listed(names)} …")
+                self.app.act(partial(self._clear, names))
+
+        what = "\n".join(f"{one.title}: {one.path}" for one in held)
+        detail = (
+            f"{amount(held)} are deleted; the next job that needs them makes them again.\n\n{what}"
+        )
+        question = f"Clear the {listed(names)} cache{'s' * (len(names) > 1)}?"
+        self.app.push_screen(ConfirmScreen(question, detail, "clear"), answered)
+
+    def _clear(self, names: list[str]) -> str:
+        """In a thread. The toast is shown wherever one is then, the line on this screen."""
+        told, refused = "clearing failed", True
+        try:
+            told, refused = freed(clear(self.store, names)), False
+        except UserError as error:
+            told = f"nothing was cleared: {error}"
+            raise
+        finally:
+            self.post_message(self.Cleared(told, refused))
+        return told
+
+    def on_caches_screen_cleared(self, message: Cleared) -> None:
+        self._clearing = False
+        self._tell(message.text, refused=message.refused)
+        self.action_look()
+
+    def _tell(self, text: str, *, refused: bool = False) -> None:
+        status = self.query_one("#cache-status", Static)
+        status.set_class(refused, "-refused")
+        status.update(text)

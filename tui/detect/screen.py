@@ -1,0 +1,284 @@
+"""The modal in which the classes to wrap are chosen, over the form of a new job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from textual import on
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.content import Content
+from textual.events import DescendantFocus
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+from textual.worker import get_current_worker
+
+from jobs.blocks import detect_blocks
+from jobs.errors import UserError
+from jobs.tools import Cancelled, ToolError
+from tui.detect.panel import BlocksPanel
+from tui.detect.rows import looking_row
+from tui.detect.words import about, cautions, headline, outcome, paths
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual.app import ComposeResult
+
+    from jobs.blocks import Detection
+    from tui.detect.words import Model
+
+_KEYS: Final = (  # action, keys as people read them, what it does
+    ("check", "space", "check"),
+    ("recommended", "a", "recommended"),
+    ("search", "/", "search"),
+    ("refresh", "r", "refresh"),
+    ("apply", "enter", "apply"),
+    ("leave", "esc", "cancel"),
+)
+_KEYS_WITHOUT: Final = (("refresh", "r", "try again"), ("leave", "esc", "close"))
+_KEYS_LOOKING: Final = (("leave", "esc", "stop"),)
+_KEYS_LOOKING_AGAIN: Final = (*_KEYS[:3], _KEYS[4], *_KEYS_LOOKING)
+_KEYS_SEARCHING: Final = (("to_list", "enter", "to the list"), ("leave", "esc", "show all"))
+
+
+class DetectScreen(ModalScreen[list[str] | None]):
+    """Returns the chosen classes, or None when the person thought better of it.
+
+    A model that was never looked at is built without its weights in a process of its own, which
+    ends with the screen.
+    """
+
+    CSS_PATH = "detect.tcss"
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
+    AUTO_FOCUS = "#detect-blocks"
+    BINDINGS: ClassVar = [
+        Binding("escape", "leave", "cancel"),
+        Binding("enter", "apply", "apply"),
+        Binding("a", "recommended", "all recommended"),
+        Binding("r", "refresh", "look again"),
+        Binding("slash", "search", "search"),
+        Binding("j,down", "go(1)", "next"),
+        Binding("k,up", "go(-1)", "previous"),
+        Binding("ctrl+d,pagedown", "go(10)", "ten on"),
+        Binding("ctrl+u,pageup", "go(-10)", "ten back"),
+        Binding("home,g", "go(-1000000)", "first"),
+        Binding("end,G", "go(1000000)", "last"),
+    ]
+
+    @dataclass
+    class Progressed(Message):
+        """Looking has come so far."""
+
+        done: int
+        total: int
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, DetectScreen.Progressed)
+
+    @dataclass
+    class Found(Message):
+        """Looking is over."""
+
+        found: Detection
+
+    @dataclass
+    class Failed(Message):
+        """Looking could not be finished."""
+
+        problem: str
+
+    def __init__(self, model: Model, chosen: Sequence[str] | None, ranks: int) -> None:
+        """
+        Args:
+            model: Which model it is.
+            chosen: What is checked at first; what is recommended when None.
+            ranks: Of the job, as far as its form says.
+        """
+        super().__init__()
+        self.model = model
+        self.found: Detection | None = None
+        self.chosen: list[str] | None = None if chosen is None else list(dict.fromkeys(chosen))
+        self.ranks = ranks
+        self.panel = BlocksPanel()
+        self.looking = Lines(id="detect-looking")
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog", id="detect") as dialog:
+            dialog.border_title = "blocks to wrap"
+            yield Static(str(self.model), id="detect-model", markup=False)
+            yield self.panel
+            yield Static("", id="detect-about", markup=False)
+            yield Static("", id="detect-paths", markup=False)
+            yield self.looking
+            yield Static("", id="detect-problem", markup=False)
+            yield Static("", id="detect-outcome", markup=False)
+            yield Static("", id="detect-cautions", markup=False)
+            yield Input(placeholder="a class or a path", id="detect-search", compact=True)
+            keys = Static("", id="detect-keys")
+            keys.auto_links = False  # they would all get one colour
+            yield keys
+
+    def on_mount(self) -> None:
+        self._look(refresh=False)
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def _look(self, *, refresh: bool) -> None:
+        self._complain("")
+        self._become_looking(True)
+        self.looking.show([looking_row(0, 0, 0)])
+        work = partial(self._detect, refresh)
+        self.run_worker(work, group="detect", exclusive=True, exit_on_error=False, thread=True)
+
+    def _detect(self, refresh: bool) -> None:
+        """In a thread. When the screen closes, its worker is cancelled, and with it the process."""
+        worker = get_current_worker()
+
+        def told(done: int, total: int) -> None:
+            self.post_message(self.Progressed(done, total))
+
+        try:
+            found = detect_blocks(
+                model_family=self.model.family, model_flavour=self.model.flavour,
+                pretrained_model=self.model.path, refresh=refresh, progress=told,
+                cancelled=lambda: worker.is_cancelled,
+            )  # fmt: skip
+            result: Message = self.Found(found)
+        except Cancelled:
+            return
+        except (UserError, ToolError) as error:
+            result = self.Failed(str(error))
+        except Exception as error:  # the edge: a screen that waits forever tells nothing
+            result = self.Failed(f"{type(error).__name__}: {error}")
+        if not worker.is_cancelled:  # stopped at the last moment is stopped
+            self.post_message(result)
+
+    def on_detect_screen_progressed(self, message: Progressed) -> None:
+        width = self.looking.size.width
+        self.looking.show([looking_row(message.done, message.total, width)])
+
+    def on_detect_screen_failed(self, message: Failed) -> None:
+        self._become_looking(False)
+        self._complain(message.problem)
+
+    def on_detect_screen_found(self, message: Found) -> None:
+        found = self.found = message.found
+        if self.chosen is None:
+            self.chosen = found.recommended
+        self.add_class("-found")
+        self._become_looking(False)
+        self.query_one("#detect-model", Static).update(headline(found, self.model))
+        self.panel.update_from(found.classes)
+        self._show_choice()
+
+    def _become_looking(self, looking: bool) -> None:
+        self.set_class(looking, "-looking")
+        self._show_keys()
+
+    def _complain(self, problem: str) -> None:
+        self.query_one("#detect-problem", Static).update(f"! {problem}" if problem else "")
+        self.set_class(bool(problem), "-failed")
+
+    # -- choosing --------------------------------------------------------------------------
+
+    def _show_choice(self) -> None:
+        """What is checked, and what comes of it."""
+        if (found := self.found) is None or self.chosen is None:
+            return
+        self.panel.check(self.chosen)
+        self.query_one("#detect-outcome", Static).update(outcome(found, self.chosen, self.ranks))
+        told = cautions(found, self.chosen)
+        line = self.query_one("#detect-cautions", Static)
+        line.update("\n".join(f"! {one}" for one in told))
+        line.set_class(bool(told), "-shown")
+        self.query_one("#detect").border_subtitle = f"{len(self.chosen)} checked"
+
+    @on(BlocksPanel.Highlighted)
+    def _show_about(self) -> None:
+        one = self.panel.highlighted
+        if one is not None and self.found is not None:
+            self.query_one("#detect-about", Static).update(about(one, self.found.dtype_bytes))
+            self.query_one("#detect-paths", Static).update(f"at {paths(one)}")
+
+    @on(BlocksPanel.Toggled)
+    def _toggle(self, event: BlocksPanel.Toggled) -> None:
+        if self.chosen is not None:
+            kept = [name for name in self.chosen if name != event.class_name]
+            self.chosen = kept if len(kept) < len(self.chosen) else [*kept, event.class_name]
+            self._show_choice()
+
+    def action_check(self) -> None:
+        self.panel.action_check()
+
+    def action_recommended(self) -> None:
+        """Check all that are recommended, and only these."""
+        if self.found is not None:
+            self.chosen = self.found.recommended
+            self._show_choice()
+
+    def action_go(self, by: int) -> None:
+        self.panel.go(by)
+
+    def action_refresh(self) -> None:
+        if not self.has_class("-looking"):
+            self._look(refresh=True)
+
+    # -- searching -------------------------------------------------------------------------
+
+    def action_search(self) -> None:
+        if self.found is not None:
+            self.add_class("-searching")
+            self.query_one("#detect-search").focus()
+
+    @on(Input.Changed, "#detect-search")
+    def _searched(self, event: Input.Changed) -> None:
+        self.panel.search(event.value)
+
+    @on(Input.Submitted, "#detect-search")
+    def action_to_list(self) -> None:
+        """Leave the search as it is, and go to what it lists."""
+        self.set_class(bool(self.panel.wanted.strip()), "-searching")
+        self.panel.focus()
+
+    def _end_search(self) -> None:
+        self.query_one("#detect-search", Input).value = ""
+        self.panel.search("")
+        self.action_to_list()
+
+    # -- leaving ---------------------------------------------------------------------------
+
+    def action_apply(self) -> None:
+        if (found := self.found) is None or self.chosen is None:
+            return
+        unknown = found.coverage(self.chosen).unknown
+        rank = {one.class_name: place for place, one in enumerate(found.classes)}
+        known = [name for name in self.chosen if name not in unknown]
+        self.dismiss(sorted(known, key=lambda name: rank.get(name, len(rank))))
+
+    def action_leave(self) -> None:
+        """One step back: out of the search, out of a second look, out of the screen."""
+        if self.has_class("-searching"):
+            self._end_search()
+        elif self.has_class("-looking") and self.found is not None:
+            self.workers.cancel_group(self, "detect")
+            self._become_looking(False)
+        else:
+            self.dismiss(None)
+
+    # -- inside ----------------------------------------------------------------------------
+
+    @on(DescendantFocus)
+    def _show_keys(self) -> None:
+        if self.query_one("#detect-search").has_focus:
+            keys: Sequence[tuple[str, str, str]] = _KEYS_SEARCHING
+        elif self.has_class("-looking"):
+            keys = _KEYS_LOOKING if self.found is None else _KEYS_LOOKING_AGAIN
+        else:
+            keys = _KEYS if self.found is not None else _KEYS_WITHOUT
+        parts = (f"[@click=screen.{a}][b $accent]{k}[/] {does}[/]" for a, k, does in keys)
+        self.query_one("#detect-keys", Static).update(Content.from_markup("  ".join(parts)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _STATUS_EVERY: Final = 1.0  # seconds
 # Phases whose peak memory is recorded. The others hold nothing, or hold phases of their own.
-_MEASURED: Final = ("encode", "latents", "load", "sample", "save", "export")
+_MEASURED: Final = ("encode", "latents", "load", "sample", "copy", "save", "export")
 
 
 class Telemetry:

@@ -6,9 +6,11 @@ parameters are a few dozen lines and any choice of classes can be judged in micr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,12 @@ class Parts:
         parts: Each kind of module once.
         ancestors: Class → classes of the model that it inherits from. Wrapping such a class wraps
             this one as well, as accelerate's policy does.
+        containers: Classes without a forward, such as lists: they cannot be wrapped.
     """
 
     parts: tuple[Part, ...]
     ancestors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    containers: tuple[str, ...] = ()
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
         """What `engine.parallel.shard` would make of these classes."""
@@ -97,7 +101,8 @@ class Parts:
         left: list[int] = []  # parameters of a part that are in no unit inside of it
         units: list[int] = []
         below: list[set[str]] = []  # chosen classes met inside
-        largest, nested = 0, set()
+        largest = 0
+        nested: set[tuple[str, str]] = set()
         *inner, root = self.parts
         for part in inner:
             rest, count, names = self._gather(part, left, units, below)
@@ -140,6 +145,7 @@ class Parts:
         return {
             "parts": [[p.class_name, p.own, [list(c) for c in p.children]] for p in self.parts],
             "ancestors": {name: list(above) for name, above in self.ancestors.items()},
+            "containers": list(self.containers),
         }
 
     @classmethod
@@ -158,4 +164,4 @@ class Parts:
         if not parts:
             raise ValueError("no parts")
         ancestors = {str(k): tuple(map(str, v)) for k, v in data["ancestors"].items()}
-        return cls(tuple(parts), ancestors)
+        return cls(tuple(parts), ancestors, tuple(map(str, data["containers"])))

@@ -5,16 +5,28 @@ The engine builds the model without its weights (`engine.blocks`), in a process 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+from jobs.block_cache import SCHEMA, recall, remember
 from jobs.block_parts import BlockClass, Coverage, Parts
+from jobs.block_target import find_target
+from jobs.errors import SpecError, UserError
+from jobs.tools import ToolError, ask
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jobs.block_target import Target
     from jobs.tools import Progress
 
 __all__ = ["BlockClass", "Coverage", "Detection", "cached_detection", "detect_blocks"]
+
+# What comes of reading what another version wrote, or nobody.
+_NOT_OURS: Final = (ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -54,19 +66,25 @@ class Detection:
         """What wrapping these classes would do; instant."""
         return self.parts.coverage(chosen)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"parts": self.parts.to_dict()}
-
     @classmethod
-    def from_dict(cls, data: dict[str, Any], *, cached: bool) -> Detection:
-        """What `to_dict` wrote.
+    def of(cls, target: Target, found: dict[str, Any], *, cached: bool) -> Detection:
+        """What `python -m engine.blocks` said of a target.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError: It is something else.
         """
-        classes = [BlockClass(**one) for one in data["classes"]]
-        parts = Parts.from_dict(data["parts"])
-        return cls(**data | {"classes": classes, "parts": parts, "cached": cached})
+        return cls(
+            model_family=target.model_family,
+            model_flavour=target.model_flavour,
+            pretrained_model=target.name,
+            model_class=str(found["model_class"]),
+            total_params=int(found["total_params"]),
+            no_split_modules=[str(name) for name in found["no_split_modules"]],
+            cached=cached,
+            classes=[BlockClass(**one) for one in found["classes"]],
+            dtype_bytes=target.dtype_bytes,
+            parts=Parts.from_dict(found["parts"]),
+        )
 
 
 def detect_blocks(
@@ -94,7 +112,29 @@ def detect_blocks(
         ToolError: Looking failed for another reason.
         Cancelled: `cancelled` said so.
     """
-    raise NotImplementedError
+    target = find_target(model_family, model_flavour, pretrained_model)
+    if not refresh and (known := _recall(target)) is not None:
+        return known
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
+        # A copy, so that what is remembered is of the config that was looked at.
+        config = Path(name, "config.json")
+        config.write_text(json.dumps(target.config), encoding="utf-8")
+
+        def told(line: str) -> None:
+            match line.split():
+                case ["step", done, total] if done.isdigit() and total.isdigit():
+                    progress(int(done), int(total))
+
+        try:
+            found = ask("engine.blocks", [str(config)], Path(name, "answer"), told, cancelled)
+        except UserError as error:
+            raise SpecError(f"{target.name}: {error.message}", error.hint) from None
+    try:
+        detection = Detection.of(target, found, cached=False)
+    except _NOT_OURS as error:
+        raise ToolError(f"python -m engine.blocks said something else: {error!r}") from None
+    remember(target.key(SCHEMA), found)
+    return detection
 
 
 def cached_detection(
@@ -104,4 +144,15 @@ def cached_detection(
     pretrained_model: str | None = None,
 ) -> Detection | None:
     """What is remembered of a model, or None; starts no process and never fails."""
-    raise NotImplementedError
+    try:
+        return _recall(find_target(model_family, model_flavour, pretrained_model))
+    except UserError:
+        return None
+
+
+def _recall(target: Target) -> Detection | None:
+    found = recall(target.key(SCHEMA))
+    try:
+        return Detection.of(target, found, cached=True) if found is not None else None
+    except _NOT_OURS:  # damaged; it is looked at again
+        return None

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs import block_cache, service
+from jobs.errors import StateError, UserError
+from jobs.paths import cache_home
+from jobs.specfile import load_spec
+from jobs.spellings import did_you_mean
+from jobs.states import ACTIVE
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
-    from jobs.store import Store
+    from jobs.store import Job, Store
+
+# Name → what is in it. A job's own `cache_dir` is the person's business and is not listed.
+_TITLES: Final = {
+    "detection": "blocks found in models",
+    "latents": "pictures and videos as the VAE encodes them",
+    "text": "captions as the text encoders encode them",
+    "index": "what was seen in datasets' files",
+    "tables": "copies of datasets' parquet files",
+}
+_OF_NO_JOB: Final = ("detection",)
+_ALWAYS_AT_HOME: Final = ("tables",)  # wherever a job's cache_dir is
 
 
 @dataclass(frozen=True)
@@ -16,7 +37,7 @@ class Cache:
     """One kind of cached things.
 
     Attributes:
-        name: What it is called on the command line: detection, latents, text, tables.
+        name: What it is called on the command line: detection, latents, text, index, tables.
         title: What is in it, in a few words.
         path: Its file or directory, which need not exist.
         bytes: Its size.
@@ -40,14 +61,112 @@ class Cleared:
 
 
 def list_caches(store: Store) -> list[Cache]:
-    """All caches, those of jobs with a `cache_dir` of their own too."""
-    raise NotImplementedError
+    """All caches; takes seconds where there are very many files."""
+    return [_measure(name) for name in _TITLES]
 
 
-def clear(store: Store, names: list[str], *, force: bool = False) -> Cleared:
+def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared:
     """Delete what is in these caches.
 
+    Args:
+        store: The jobs.
+        names: Which; none or "all" means all.
+        force: Even if jobs use them, which then fail or compute anew what they need.
+
     Raises:
-        UserError: There is no such cache, or a job that has not ended may be using one.
+        UserError: There is no such cache, or something cannot be deleted.
+        StateError: A job that runs may be using one of them; nothing was deleted.
     """
-    raise NotImplementedError
+    wanted = _known(names)
+    if not force:
+        _check_unused(store, wanted)
+    size = count = 0
+    stuck: list[OSError] = []
+    for name in wanted:
+        for path in _files(name):
+            try:
+                freed = path.lstat().st_size
+                path.unlink()
+            except FileNotFoundError:  # somebody else clears as well
+                continue
+            except OSError as error:
+                stuck.append(error)
+                continue
+            size, count = size + freed, count + 1
+        _remove_empty(_place(name))
+    if stuck:
+        raise UserError(
+            f"{len(stuck)} files cannot be deleted: {stuck[0].filename} ({stuck[0].strerror}); "
+            f"{count} were",
+            "check the permissions there",
+        )
+    return Cleared(tuple(wanted), size, count)
+
+
+def _known(names: Sequence[str]) -> list[str]:
+    if not names or "all" in names:
+        return list(_TITLES)
+    for name in names:
+        if name not in _TITLES:
+            raise UserError(
+                f'there is no cache "{name}"{did_you_mean(name, _TITLES)}; '
+                f"known: {', '.join(_TITLES)}"
+            )
+    return list(dict.fromkeys(names))
+
+
+def _check_unused(store: Store, names: Sequence[str]) -> None:
+    if set(names) <= set(_OF_NO_JOB):
+        return
+    service.refresh(store)  # a job whose processes are gone uses nothing
+    for job in store.in_states(ACTIVE):
+        if used := [name for name in names if _may_use(job, name)]:
+            raise StateError(
+                f"job {job.id} “{job.name}” is {job.state} and may be using the cache {used[0]}",
+                f"stop it first (`fsdp-tui stop {job.id}`), or clear with --force",
+            )
+
+
+def _may_use(job: Job, name: str) -> bool:
+    if name in _OF_NO_JOB:
+        return False
+    try:
+        place = load_spec(job.run_dir.job_file).cache_dir
+    except UserError:  # it runs all the same
+        return True
+    elsewhere = place is not None and Path(place).resolve() != cache_home().resolve()
+    return not elsewhere or name in _ALWAYS_AT_HOME
+
+
+def _place(name: str) -> Path:
+    return block_cache.cache_file() if name == "detection" else cache_home() / name
+
+
+def _measure(name: str) -> Cache:
+    size = count = 0
+    for path in _files(name):
+        try:
+            size += path.lstat().st_size
+        except OSError:  # gone meanwhile
+            continue
+        count += 1
+    return Cache(name, _TITLES[name], _place(name), size, count)
+
+
+def _files(name: str) -> Iterator[Path]:
+    """All files of a cache; what links lead to is not ours."""
+    place = _place(name)
+    if name == "detection":
+        yield from [place] if place.is_file() else []
+        return
+    for folder, folders, files in os.walk(place):
+        yield from (Path(folder, one) for one in files)
+        yield from (link for one in folders if (link := Path(folder, one)).is_symlink())
+
+
+def _remove_empty(place: Path) -> None:
+    """Remove the folders in a cache, not the cache's own: who uses it has made sure of that."""
+    for folder, _, _ in os.walk(place, topdown=False):
+        if Path(folder) != place:
+            with suppress(OSError):  # something is in it that could not be deleted
+                os.rmdir(folder)

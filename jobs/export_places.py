@@ -33,11 +33,10 @@ def default_place(run_dir: RunDir, step: int, *, ends: bool, ema_left_out: bool)
         ends: Whether it is the newest checkpoint, and the run has ended.
         ema_left_out: Whether the moving average is not what is exported, though there is one.
     """
-    if ends and not ema_left_out and not run_dir.export.exists():
-        return run_dir.export
-    own = export_facts(run_dir.export) or {}
-    if own.get("step") == step and not ema_left_out and own.get("ema") is not None and ends:
-        return run_dir.export
+    if ends and not ema_left_out:
+        before = (export_facts(run_dir.export) or {}).get("step")
+        if before == step or not run_dir.export.exists():
+            return run_dir.export
     name = f"{run_dir.export.name}-step-{step}" + ("-no-ema" if ema_left_out else "")
     return run_dir.root / name
 

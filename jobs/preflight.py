@@ -31,7 +31,11 @@ def check(spec: JobSpec) -> int | list[str] | None:
     Raises:
         UserError: The first thing that would make the job fail, in one line.
     """
+    # Not imported with this module, which it needs itself.
+    from jobs.block_names import check_block_names
+
     check_model(spec)
+    check_block_names(spec)
     check_dataset(spec)
     ensure_private_dir(Path(spec.cache_dir) if spec.cache_dir else cache_home())
     return check_devices(spec)

@@ -33,6 +33,7 @@ PHASES: Final = {
     "train": "training",
     "sample": "sampling",
     "validate": "measuring the validation loss",
+    "copy": "copying what is saved",
     "save": "saving",
     "export": "exporting",
     "end": "ending",

@@ -37,7 +37,7 @@ FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after
 RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
 STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
-_SAVING: Final = frozenset({"save", "export"})
+_SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
 _UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})
 
 
@@ -121,13 +121,13 @@ class Supervisor:
         statuses = self.job.run_dir.rank_statuses()
         everyone = len(statuses) == job.ranks
         if everyone and all(status.phase != "start" for status in statuses):
-            saving = any(status.phase in _SAVING for status in statuses)
+            saving = [_SAVING[s.phase] for s in statuses if s.phase in _SAVING]
             if job.state is State.STARTING:
                 self._change(State.RUNNING, "all ranks are up", {State.STARTING})
             elif saving and job.state is State.RUNNING:
-                self._change(State.SAVING, "writing a checkpoint", {State.RUNNING})
+                self._change(State.SAVING, saving[0], {State.RUNNING})
             elif not saving and job.state is State.SAVING:
-                self._change(State.RUNNING, "the checkpoint is written", {State.SAVING})
+                self._change(State.RUNNING, f"no longer {job.reason}", {State.SAVING})
         self._end_the_stranded(statuses)
         if everyone:
             self._end_a_hang(attempt, statuses)

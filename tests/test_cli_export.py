@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from engine import checkpoint
 from engine.ema import Ema
+from engine.exports.__main__ import main
 from engine.optim import build_optimizer, build_scheduler
 from engine.training import Training
 from jobs import exports, service
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from jobs.job import Job
     from jobs.store import Store
 
+ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -141,6 +144,48 @@ def test_who_loses_interest_ends_the_export_and_leaves_nothing(job: Job, tmp_pat
     children = psutil.Process().children(recursive=True)
     assert not [child for child in children if "engine.exports" in child.cmdline()]
     assert not (tmp_path / "out" / "here").exists()
+
+
+def test_an_export_that_is_ended_leaves_nothing_aside(saved: Path, tmp_path: Path) -> None:
+    code = """if True:
+        import sys, time
+        from engine.exports import __main__ as tool
+        tool.settle()
+        from engine.exports import writing
+        def wait(self):
+            print("waits", file=sys.stderr, flush=True)
+            time.sleep(600)
+        writing.Writing.finish = wait
+        tool.main(sys.argv[1:])
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(saved / "step-4"), str(tmp_path / "out")],
+        stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stderr is not None
+    with process.stderr:
+        assert any("waits" in line for line in process.stderr), "it ended by itself"
+        assert [path.name for path in tmp_path.iterdir()] == [f".out.{process.pid}.tmp"]
+        process.terminate()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["*.distcp", ".metadata"])
+def test_a_checkpoint_that_the_job_deletes_meanwhile_is_one_line(
+    saved: Path, tmp_path: Path, name: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shutil.copytree(saved / "step-2", tmp_path / "step-2")
+    next((tmp_path / "step-2").glob(name)).unlink()
+    monkeypatch.setattr("engine.exports.__main__.find_damage", lambda path, progress: None)
+    assert main([str(tmp_path / "step-2"), str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert out == ""
+    assert last.startswith(f"fsdp-tui: {tmp_path / 'step-2'}/")
+    assert "is gone: the job may have deleted this checkpoint" in last
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
 # -- where they go -------------------------------------------------------------------------

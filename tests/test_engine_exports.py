@@ -16,6 +16,7 @@ from export_support import bytes_of, export_alone, recipe_of, trained_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from engine import adapters
 from engine.draws import keyed_generator
 from engine.exports import model as whole_model
 from engine.exports import place, writing
@@ -347,6 +348,28 @@ def test_numbers_that_nobody_can_use_are_refused(
     model.proj_out.bias.data[3] = value
     with pytest.raises(UserError, match=f"proj_out.bias holds .*{words}"):
         export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "export")
+
+
+def test_a_place_that_cannot_be_is_a_sentence(tmp_path: Path, full: tuple[Any, Any]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write the export to .*file/x \("):
+        writing.Writing(full[1], {}, tmp_path / "file" / "x")
+
+
+def test_what_does_not_fit_is_named(toy: Path, tmp_path: Path, full: tuple[Any, Any]) -> None:
+    wrong = {"proj_out.bias": (torch.float32, (3,))}
+    with pytest.raises(UserError, match=r"proj_out.bias is \(3,\), and the .* has it as \(64,\)"):
+        writing.Writing(full[1], wrong, tmp_path / "export")
+    with pytest.raises(UserError, match=r"other is .* base model does not have it"):
+        writing.Writing(full[1], {"other": wrong["proj_out.bias"]}, tmp_path / "export")
+    spec = toy_spec(toy, lora_rank=8)
+    facts = {
+        name: (p.dtype, tuple(p.shape))
+        for name, p in adapters.lora_parameters(trained_model(spec, toy / "model")).items()
+    }
+    with pytest.raises(UserError, match=r"does not fit the job: .*lora_A.* is \(8, 128\) there"):
+        writing.Writing(recipe_of(toy_spec(toy), toy / "model"), facts, tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_steps_export_is_kept_under_its_step(toy: Path, tmp_path: Path) -> None:

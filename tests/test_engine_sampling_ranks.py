@@ -43,8 +43,12 @@ def start(ranks: int, cases: dict[str, dict[str, Any]]) -> None:
     )  # fmt: skip
     assert context is not None
     deadline = time.monotonic() + PATIENCE
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, "ranks hang"
+    try:
+        while not context.join(timeout=1):
+            assert time.monotonic() < deadline, "ranks hang"
+    finally:
+        for process in context.processes:
+            process.kill()  # those that hang would keep this process from ending
 
 
 class Cases:

@@ -17,6 +17,7 @@ from tui_support import add_job
 from jobs.checkpoint_list import Listed
 from jobs.checkpoints import set_aside
 from jobs.errors import UserError
+from jobs.resume_plan import plan_resume
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from jobs.tools import Cancelled
@@ -232,9 +233,12 @@ async def test_what_cannot_be_is_told_and_nothing_is_asked(store: Store, job: Jo
 async def test_the_start_key_tells_what_changes(store: Store, job: Job) -> None:
     async with running(store) as (app, pilot):
         job.run_dir.job_file.write_text(dump_spec(load_spec(job.run_dir.job_file, {"seed": "7"})))
-        await pilot.press("s", "s", "s")
+        await pilot.press("s")
         asked = await question(app, pilot)
         assert "seed: 42 → 7" in asked.detail
+        app.dashboard.post_message(app.dashboard.Planned(plan_resume(store, job.id)))
+        await pilot.pause()
+        assert len(app.screen_stack) == 2, "whoever presses the key twice is asked once"
         await pilot.press("y")
         await until(pilot, lambda: app.screen is app.dashboard)
         await until(pilot, lambda: store.get(job.id).state is State.STARTING)

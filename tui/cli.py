@@ -25,8 +25,10 @@ from jobs.specfile import dump_spec
 from jobs.states import State
 from jobs.store import Store
 from jobs.tools import ToolError
+from tui.cli_cache import cache
 from tui.cli_checkpoints import checkpoints, resume, tell
 from tui.cli_data import data
+from tui.cli_detect import detect
 from tui.cli_export import export
 from tui.cli_queue import COMMANDS
 from tui.cli_words import FLAGS, JSON, read_job
@@ -222,7 +224,7 @@ def families(as_json: bool) -> None:
         click.echo(f"{family.name:<10} {family.title:<10} {', '.join(family.flavours)}")
 
 
-for command in (data, resume, checkpoints, export, *COMMANDS):
+for command in (data, detect, cache, resume, checkpoints, export, *COMMANDS):
     cli.add_command(command)
 
 

@@ -1,1 +1,1 @@
-"""Find the repeated blocks of a model: build it without weights, walk it, recommend what to wrap."""
+"""Find the repeated blocks of a model: build it without weights, walk it, recommend a set."""

@@ -58,7 +58,8 @@ def walk(model: torch.nn.Module) -> tuple[dict[str, Kind], Parts]:
         for kind, name in names.items()
     }
     found = {name: above for name, above in ancestors.items() if above}
-    return walker.kinds, Parts(tuple(walker.parts), found)
+    containers = tuple(kind.name for kind in walker.kinds.values() if not kind.callable)
+    return walker.kinds, Parts(tuple(walker.parts), found, containers)
 
 
 def _name_classes(model: torch.nn.Module) -> dict[type, str]:
@@ -120,9 +121,7 @@ class _Walker:
             self.parts.append(part)
         return self._index[part]
 
-    def _note(
-        self, module: torch.nn.Module, name: str, path: str, above: tuple[str, ...]
-    ) -> None:
+    def _note(self, module: torch.nn.Module, name: str, path: str, above: tuple[str, ...]) -> None:
         kind = self.kinds.setdefault(name, Kind(name, callable=_has_forward(module)))
         kind.count += 1
         if len(kind.paths) < _PATHS:

@@ -253,7 +253,7 @@ class Saver:
                     use_async_staging=False, use_non_blocking_copy=on_gpu,
                 )
             )  # fmt: skip
-        with self._telemetry.phase("save"):
+        with self._telemetry.phase("copy"):
             staged: Any = self._stager.stage(contents.tensors)
         return replace(contents, tensors=staged)
 

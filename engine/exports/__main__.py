@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -147,9 +148,16 @@ class _Progress:
         return tell
 
 
-if __name__ == "__main__":
-    # Before torch is imported. What is exported is read from here alone, and needs no GPU.
+def settle() -> None:
+    """Make this process a tool, before torch is imported."""
+    # What is exported is on this machine, and needs no GPU.
     os.environ.update(_SETTINGS)
     for library in ("torchao", "torch.utils._pytree"):  # advice that nobody needs here
         logging.getLogger(library).setLevel(logging.ERROR)
+    # Nobody wants the export any more: what was written aside goes.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+if __name__ == "__main__":
+    settle()
     sys.exit(main())

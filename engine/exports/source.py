@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -92,8 +93,11 @@ class ShardedCheckpoint:
         key = self._names[name]
         dtype, shape = self.facts[name]
         tensor = torch.empty(shape, dtype=dtype)
-        # The file is read chunk by chunk; no more than this tensor and one rank's part are held.
-        state_dict_loader.load({key: tensor}, storage_reader=self._reader, no_dist=True)
+        try:
+            # Of the files only what is needed is read: one rank's part of this tensor at a time.
+            state_dict_loader.load({key: tensor}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            raise next(failure for failure, _ in error.failures.values()) from None
         return tensor
 
 

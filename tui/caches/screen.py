@@ -14,7 +14,7 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from jobs.caches import clear, list_caches
-from jobs.errors import UserError
+from jobs.errors import StateError, UserError
 from tui.caches.panel import CachesPanel
 from tui.caches.rows import amount, freed, listed
 from tui.modals.confirm import ConfirmScreen
@@ -180,8 +180,11 @@ class CachesScreen(Screen[None]):
         told, refused = "clearing failed", True
         try:
             told, refused = freed(clear(self.store, names)), False
-        except UserError as error:
+        except StateError as error:
             told = f"nothing was cleared: {error}"
+            raise
+        except UserError as error:  # some of it may be gone
+            told = str(error)
             raise
         finally:
             self.post_message(self.Cleared(told, refused))

@@ -277,7 +277,8 @@ class CheckpointsScreen(Screen[None]):
         def told(count: int) -> None:
             nonlocal done
             done += count
-            pass
+            if worker.is_cancelled:
+                raise Cancelled
             self.post_message(self.Read(one.name, done, one.bytes))
 
         try:

@@ -1,0 +1,76 @@
+"""`python -m engine.blocks CONFIG.json`: find the repeated blocks of a model, print them as JSON.
+
+Needs no weights: the model is built on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.blocks.lean import import_lean
+from engine.command import OneLineParser
+from jobs.errors import UserError
+
+_STEPS = 3  # import, build, walk
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Progress goes to standard error as `step DONE TOTAL` lines.
+
+    Returns:
+        0, or 2 for bad input.
+    """
+    parser = OneLineParser(prog="python -m engine.blocks", description=__doc__)
+    parser.add_argument("config", type=Path, metavar="CONFIG.json")
+    parser.add_argument("--whole", action="store_true", help="import all that diffusers can use")
+    options = parser.parse_args(arguments)
+    try:
+        config = json.loads(options.config.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        print(f"fsdp-tui: cannot read {options.config} ({error})", file=sys.stderr)
+        return 2
+    lean = not options.whole and "_class_name" in config
+    try:
+        found = _look(config, options.config.parent, lean=lean)
+    except UserError as error:
+        if lean:
+            return _again()
+        print(f"fsdp-tui: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found))
+    return 0
+
+
+def _look(config: dict[str, Any], directory: Path, *, lean: bool) -> dict[str, Any]:
+    _tell(0)
+    if lean:
+        import_lean()
+    from engine.blocks.build import build
+    from engine.blocks.report import report
+
+    _tell(1)
+    model = build(config, directory)
+    _tell(2)
+    found = report(model)
+    _tell(3)
+    return found
+
+
+def _tell(done: int) -> None:
+    print(f"step {done} {_STEPS}", file=sys.stderr, flush=True)
+
+
+def _again() -> int:
+    """Become a process that imports everything: this one has gone without for good."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "engine.blocks", *sys.argv[1:], "--whole"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

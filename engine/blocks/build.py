@@ -1,0 +1,75 @@
+"""Build the model that a config describes, without weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class CannotBuildError(UserError):
+    """The config describes no model that can be built here."""
+
+
+def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
+    """A model on the meta device, buffers and all.
+
+    Parameters that modules share are one object, as in a real one: `accelerate.init_empty_weights`
+    would make two of them.
+
+    Args:
+        config: Of a diffusers model or a transformers one.
+        directory: Where it is, as config.json.
+
+    Raises:
+        CannotBuildError: There is no such class here, or it rejects the config.
+    """
+    try:
+        with torch.device("meta"):
+            if "_class_name" in config:
+                return _build_diffusers(config)
+            return _build_transformers(config, directory)
+    except CannotBuildError:
+        raise
+    except Exception as error:  # whatever a constructor makes of numbers that do not fit
+        name = config.get("_class_name") or config.get("model_type")
+        words = " ".join(str(error).split())
+        raise CannotBuildError(
+            f"{name} cannot be built from its config ({type(error).__name__}: {words[:300]})",
+            "check the numbers in it, or give the config of a published model",
+        ) from error
+
+
+def _build_diffusers(config: dict[str, Any]) -> torch.nn.Module:
+    import diffusers
+    from diffusers.models.modeling_utils import ModelMixin
+
+    name = config["_class_name"]
+    if isinstance(name, list):  # of a class in the repository itself
+        name = name[-1]
+    found: Any = getattr(diffusers, str(name), None)
+    if not (isinstance(found, type) and issubclass(found, ModelMixin)):
+        raise CannotBuildError(
+            f"diffusers {diffusers.__version__} has no model class {name}",
+            "check _class_name in config.json, or update diffusers",
+        )
+    model: torch.nn.Module = found.from_config(config)
+    return model
+
+
+def _build_transformers(config: dict[str, Any], directory: Path) -> torch.nn.Module:
+    import transformers
+
+    # Code that comes with a model is never run.
+    settings = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    named = [getattr(transformers, str(name), None) for name in config.get("architectures") or ()]
+    for found in named:
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            model: torch.nn.Module = found(settings)
+            return model
+    return transformers.AutoModel.from_config(settings, trust_remote_code=False)

@@ -1,0 +1,65 @@
+"""Check the block classes that a job names against its model, before any rank starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jobs.blocks import detect_blocks
+from jobs.errors import SpecError
+from jobs.families import get_family
+from jobs.spellings import nearest
+from jobs.strategy import depends_on_memory, shards
+from jobs.tools import ToolError
+
+if TYPE_CHECKING:
+    from jobs.blocks import Detection
+    from jobs.spec import JobSpec
+
+_MOST_NAMED = 6  # classes in an error
+
+
+def check_block_names(spec: JobSpec) -> None:
+    """Check `fsdp_transformer_layer_cls_to_wrap`, if it says something else than the family.
+
+    A model that was never looked at takes some seconds, others none.
+
+    Raises:
+        SpecError: The model has no such class, or one cannot be wrapped; names the nearest.
+    """
+    names = spec.fsdp_transformer_layer_cls_to_wrap or []
+    if set(names) <= set(get_family(spec.model_family).blocks):
+        return
+    if spec.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP" or not (
+        shards(spec) or depends_on_memory(spec)
+    ):
+        return
+    try:
+        found = detect_blocks(
+            model_family=spec.model_family,
+            model_flavour=spec.model_flavour,
+            pretrained_model=spec.pretrained_model_name_or_path,
+        )
+    except ToolError:  # the ranks check it as well
+        return
+    check_names(names, found)
+
+
+def check_names(names: list[str], found: Detection) -> None:
+    """Check that each of these classes is in the model and can be a unit of its own.
+
+    Raises:
+        SpecError: As `check_block_names`.
+    """
+    present = {part.class_name for part in found.parts.parts[:-1]}  # the root is the last
+    for name in names:
+        if name in present and name not in found.parts.containers:
+            continue
+        known = {one.class_name.lower(): one.class_name for one in found.classes}
+        best = nearest(name, known)
+        meant = f' (did you mean "{known[best]}"?)' if best else ""
+        why = "has no forward and cannot be wrapped" if name in present else "is not in the model"
+        likely = ", ".join([one.class_name for one in found.classes][:_MOST_NAMED])
+        raise SpecError(
+            f'fsdp_transformer_layer_cls_to_wrap: "{name}" {why}{meant}',
+            f"{found.model_class} has {likely}; `fsdp-tui detect` shows them",
+        )

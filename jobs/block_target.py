@@ -1,0 +1,215 @@
+"""Which model's config is to be looked at for blocks: a file, a directory, a hub id, a flavour."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import SpecError
+from jobs.families import FAMILIES, get_family
+from jobs.models import find_model
+from jobs.paths import exists, expand
+from jobs.rundir import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.families import Family
+
+# What of a pipeline is trained, in the order in which it is looked for.
+_DENOISERS: Final = ("transformer", "unet", "prior")
+# Of safetensors' own names, and of those in configs; published weights are bf16 if nothing says.
+_BYTES: Final = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+}  # fmt: skip
+_PUBLISHED_BYTES: Final = 2
+
+
+@dataclass(frozen=True)
+class Target:
+    """A config to look at.
+
+    Attributes:
+        model_family: As asked for.
+        model_flavour: As asked for, or the family's first.
+        name: What people know it by: a path or a hub id.
+        config: What the config says.
+        dtype_bytes: Of one parameter as stored.
+    """
+
+    model_family: str | None
+    model_flavour: str | None
+    name: str
+    config: dict[str, Any]
+    dtype_bytes: int
+
+    def key(self, schema: int) -> str:
+        """Names what would be found: other values or other libraries may have other blocks."""
+        facts = [
+            schema, self.model_family, self.model_flavour, self.name, self.config,
+            *map(_version, ("diffusers", "transformers")),
+        ]  # fmt: skip
+        text = json.dumps(facts, sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def find_target(
+    model_family: str | None = None,
+    model_flavour: str | None = None,
+    pretrained_model: str | None = None,
+) -> Target:
+    """Find the config, without network.
+
+    Args:
+        model_family: Checked against what is found, if anything else says where that is.
+        model_flavour: A published model of the family; its first if None.
+        pretrained_model: A config.json, a directory with one, a pipeline, or a hub id.
+
+    Raises:
+        SpecError: There is none, or it is of another family; says what to give instead.
+    """
+    if model_flavour and not model_family:
+        raise SpecError(f"model_flavour {model_flavour} says nothing without a model_family")
+    family = get_family(model_family, model_flavour) if model_family else None
+    if pretrained_model:
+        name, config, folder = _look_at(pretrained_model)
+        flavour = model_flavour
+    elif family is not None:
+        flavour = model_flavour or next(iter(family.flavours), None)
+        name, config, folder = _published(family, flavour)
+    else:
+        raise SpecError(
+            "nothing to look at", "give a model_family, a directory, a config.json or a hub id"
+        )
+    config = _with_class(config, family, name)
+    return Target(
+        family.name if family else None, flavour, name, config, _stored_bytes(folder, config)
+    )
+
+
+def _look_at(text: str) -> tuple[str, dict[str, Any], Path | None]:
+    """Name, config and directory of what a person points to."""
+    path = expand(text)
+    if exists(path) and not path.is_dir():
+        if path.name == "model_index.json":
+            return _look_at(str(path.parent))
+        return str(path.absolute()), _read(path), path.parent
+    try:
+        root = find_model(text)
+    except SpecError:
+        if (config := _of_hub_id(text)) is not None:
+            return text, config, None
+        raise
+    folder = _component(root)
+    return str(root.absolute()) if exists(path) else text, _read(folder / "config.json"), folder
+
+
+def _component(root: Path) -> Path:
+    """The directory with the denoiser's config: of a pipeline a folder in it, else itself."""
+    if exists(root / "config.json"):
+        return root
+    if found := next((root / n for n in _DENOISERS if exists(root / n / "config.json")), None):
+        return found
+    others = sorted(path.parent.name for path in root.glob("*/config.json"))
+    raise SpecError(
+        f"{root} has neither a config.json nor a {' or '.join(_DENOISERS[:2])} with one",
+        f"it has {', '.join(others)}; give one of them" if others else "give a model's directory",
+    )
+
+
+def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any], Path | None]:
+    """A flavour's config: of the hub's cache if it is there, else as we know it."""
+    hub_id = family.flavours.get(flavour or "")
+    if hub_id is None:
+        raise SpecError(
+            f"{family.title} has no published model to look at",
+            "give pretrained_model_name_or_path: a directory or a config.json",
+        )
+    try:
+        return _look_at(hub_id)
+    except SpecError:
+        raise SpecError(
+            f"the config of {family.title} {flavour} ({hub_id}) is not known here",
+            "give pretrained_model_name_or_path: a directory or a config.json, or run "
+            f"`hf download {hub_id}` first",
+        ) from None
+
+
+def _of_hub_id(hub_id: str) -> dict[str, Any] | None:
+    """A published config that comes with us, so that nothing need be downloaded to look at it."""
+    file = files("jobs") / "published" / f"{hub_id.replace('/', '--')}.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    config = read_json(path)
+    if config is None:
+        raise SpecError(
+            f"{path} cannot be read as a JSON object", "give a model's directory or its config.json"
+        )
+    return config
+
+
+def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dict[str, Any]:
+    """The config, in which it is said of what class it is.
+
+    Raises:
+        SpecError: It does not say, or is of another family.
+    """
+    found = config.get("_class_name")
+    if family is None:
+        if found or config.get("model_type"):
+            return config
+        raise SpecError(
+            f"{name} names no model: its config has neither _class_name nor model_type",
+            "give the config.json of a diffusers model or of a transformers text encoder",
+        )
+    if not found and not config.get("model_type"):  # the engine takes the family's class as well
+        return config | {"_class_name": family.transformer}
+    if found != family.transformer:
+        fits = [one.name for one in FAMILIES.values() if one.transformer == found]
+        raise SpecError(
+            f"{name} is a {found or config['model_type']}, not the {family.transformer} of a "
+            f"{family.title} model",
+            f"set model_family: {fits[0]}" if fits else "leave out model_family to look at it",
+        )
+    return config
+
+
+def _stored_bytes(folder: Path | None, config: dict[str, Any]) -> int:
+    """Bytes of most parameters, by the first weights file's header, else by the config."""
+    if folder is not None:
+        from safetensors import SafetensorError, safe_open
+
+        weights = sorted(folder.glob("*.safetensors"))
+        try:
+            kinds: Counter[str] = Counter()
+            for path in weights[:1]:
+                with safe_open(path, "numpy") as file:
+                    for key in file.keys():  # noqa: SIM118, it is no mapping
+                        tensor = file.get_slice(key)
+                        kinds[tensor.get_dtype()] += prod(tensor.get_shape())
+            if kinds:
+                return _BYTES.get(kinds.most_common(1)[0][0], _PUBLISHED_BYTES)
+        except (OSError, SafetensorError):
+            pass  # whoever trains it is told; blocks can be found without weights
+    named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    return _BYTES.get(named, _PUBLISHED_BYTES)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "?"

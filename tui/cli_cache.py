@@ -1,0 +1,53 @@
+"""`fsdp-tui cache`: what is cached, and clearing it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import click
+
+from jobs.caches import clear as clear_caches
+from jobs.caches import list_caches
+from jobs.store import Store
+from tui.cli_words import JSON
+from tui.format import size
+
+
+@click.group()
+def cache() -> None:
+    """Look at what is cached below the cache directory, and clear it."""
+
+
+@cache.command(name="list")
+@JSON
+def list_command(as_json: bool) -> None:
+    """The caches, their sizes and where they are."""
+    found = list_caches(Store())
+    if as_json:
+        click.echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in found]))
+        return
+    names = max(len(one.name) for one in found)
+    for one in found:
+        counted = f"{size(one.bytes):>10}  {one.files:>8} files"
+        click.echo(f"{one.name:<{names}}  {counted}  {one.title}  ({one.path})")
+
+
+@cache.command()
+@click.argument("names", nargs=-1, metavar="[NAME …]")
+@click.option("--force", is_flag=True, help="Even while jobs may be using them.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@JSON
+def clear(names: tuple[str, ...], force: bool, yes: bool, as_json: bool) -> None:
+    """Delete what is in the caches of these names; without a name, in all.
+
+    What a job needs again is made again. Refused while a job may be using a cache.
+    """
+    if not yes and sys.stdin.isatty():
+        click.confirm(f"clear {', '.join(names) or 'all caches'}?", abort=True)
+    freed = clear_caches(Store(), names, force=force)
+    if as_json:
+        click.echo(json.dumps(asdict(freed)))
+    else:
+        click.echo(f"freed {size(freed.bytes)} in {freed.files} files ({', '.join(freed.names)})")

@@ -1,0 +1,137 @@
+"""`fsdp-tui detect`: the repeated blocks of a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs.blocks import detect_blocks
+from jobs.errors import UserError
+from tui.cli_words import JSON
+from tui.format import size
+from tui.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from jobs.blocks import BlockClass, Detection
+
+_OTHERS = 5  # classes in the table that are not recommended; --all shows the rest
+
+
+@click.command()
+@click.argument("path", required=False)
+@click.option("--model_family", "--model-family", metavar="FAMILY", help="As in a job file.")
+@click.option("--model_flavour", "--model-flavour", metavar="FLAVOUR",
+              help="A published model of it; the first of the family when left out.")  # fmt: skip
+@click.option("--pretrained_model_name_or_path", "--pretrained-model-name-or-path", "pretrained",
+              metavar="MODEL", help="As PATH.")  # fmt: skip
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
+              help="For how many ranks bytes are told.")  # fmt: skip
+@click.option("--refresh", is_flag=True, help="Look again, whatever is remembered.")
+@click.option("--all", "every", is_flag=True, help="Show every class.")
+@JSON
+def detect(
+    path: str | None, model_family: str | None, model_flavour: str | None, pretrained: str | None,
+    ranks: int, refresh: bool, every: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Find the repeated blocks of a model, without its weights.
+
+    PATH is a model's directory, its config.json, or a hub id in the local cache; a family and a
+    flavour name a published one. What is recommended goes into
+    fsdp_transformer_layer_cls_to_wrap.
+    """
+    if path and pretrained and path != pretrained:
+        raise UserError(f'expected one model, got "{path}" and "{pretrained}"')
+    with ProgressLine("looking at the model") as progress:
+        found = detect_blocks(
+            model_family=model_family,
+            model_flavour=model_flavour,
+            pretrained_model=path or pretrained,
+            refresh=refresh,
+            progress=progress,
+        )
+    click.echo(json.dumps(facts(found, ranks)) if as_json else text(found, ranks, every=every))
+
+
+def facts(found: Detection, ranks: int) -> dict[str, Any]:
+    """What `--json` prints; sizes in bytes, as the weights are stored."""
+    does, width = found.coverage(found.recommended), found.dtype_bytes
+    values = {name: value for name, value in vars(found).items() if name != "parts"}
+    return values | {
+        "classes": [
+            asdict(one) | {"bytes_per_rank": _each(one.params_total, ranks) * width}
+            for one in found.classes
+        ],
+        "ranks": ranks,
+        "recommended": found.recommended,
+        "coverage": {
+            "share": does.share,
+            "units": does.units,
+            "largest_unit_params": does.largest,
+            "largest_unit_bytes": does.largest * width,
+            "root_params": does.root,
+            "root_bytes": does.root * width,
+            "bytes_per_rank": _each(found.total_params, ranks) * width,
+        },
+    }
+
+
+def text(found: Detection, ranks: int, *, every: bool = False) -> str:
+    """What a person reads."""
+    does, width = found.coverage(found.recommended), found.dtype_bytes
+    others = [one for one in found.classes if not one.recommended]
+    shown = others if every else others[:_OTHERS]
+    lines = [
+        f"{found.pretrained_model}: {found.model_class}, {found.total_params / 1e9:.3f} B "
+        f"parameters{', looked at before' if found.cached else ''}",
+        "",
+        *_table([one for one in found.classes if one.recommended], shown, found, ranks),
+    ]
+    if len(shown) < len(others):
+        lines.append(f"  and {len(others) - len(shown)} more (--all)")
+    if not found.recommended:
+        return "\n".join([*lines, "", "no class is repeated in a way that is worth wrapping"])
+    return "\n".join([
+        *lines,
+        "",
+        f"recommended: {','.join(found.recommended)}",
+        f"wraps {does.share:.1%} in {does.units} units; largest unit {size(does.largest * width)}; "
+        f"root {size(does.root * width)} gathered on each rank",
+    ])  # fmt: skip
+
+
+def _table(
+    chosen: Iterable[BlockClass], others: Iterable[BlockClass], found: Detection, ranks: int
+) -> list[str]:
+    wrapped = f"a rank of {ranks}" if ranks > 1 else "bytes"
+    rows = [("", "class", "count", "each", "total", "share", wrapped, "e.g.")]
+    rows += [
+        (
+            "*" if one.recommended else "",
+            one.class_name,
+            str(one.count),
+            f"{one.params_each / 1e6:.1f} M",
+            f"{one.params_total / 1e6:.1f} M",
+            f"{one.share:.1%}",
+            size(_each(one.params_total, ranks) * found.dtype_bytes),
+            one.sample_paths[0] if one.sample_paths else "",
+        )
+        for one in (*chosen, *others)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place in (0, 1, 7) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _each(count: int, ranks: int) -> int:
+    """Of so many things, how many the rank with the most has."""
+    return -(-count // ranks)

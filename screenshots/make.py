@@ -108,6 +108,7 @@ async def take(options: argparse.Namespace, name: str, size: tuple[int, int]) ->
         "new-job": (["n"], ["escape"]),
         "details": (["i"], ["escape"]),
         "data": (["d"], ["escape"]),
+        "checkpoints": (["c"], ["escape"]),
         "help": (["question_mark"], ["escape"]),
     }
     wanted = options.only.split(",") if options.only else list(scenes)

@@ -263,3 +263,9 @@ def test_keys_of_fsdp_that_do_nothing_are_warned_about() -> None:
     (warning,) = find_warnings(read(fsdp_forward_prefetch=2, fsdp_min_num_params=5))
     assert warning == "fsdp_forward_prefetch, fsdp_min_num_params: no effect with strategy: single"
     assert find_warnings(read(num_processes=2, fsdp_forward_prefetch=2)) == []
+
+
+def test_a_whole_model_has_no_kohya_names() -> None:
+    (warning,) = find_warnings(read(model_type="full", export_formats=["diffusers", "kohya"]))
+    assert warning.startswith("export_formats: kohya names are for a LoRA")
+    assert find_warnings(read(export_formats=["kohya"])) == []

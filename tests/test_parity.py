@@ -158,8 +158,10 @@ class Table:
 
     def trained(self, case: Case) -> dict[str, torch.Tensor]:
         """What the run exported: the adapter, or the transformer."""
-        (file,) = (self.root / case.folder / "export").rglob("*.safetensors")
-        return load_file(file)
+        export = self.root / case.folder / "export"
+        lora = export / "pytorch_lora_weights.safetensors"
+        whole = export / "transformer" / "diffusion_pytorch_model.safetensors"
+        return load_file(lora if lora.exists() else whole)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from jobs.tools import Cancelled, ToolError
 from tui.app import FsdpTui
 from tui.detect.rows import block_rows, looking_row
 from tui.detect.screen import DetectScreen
-from tui.detect.words import Model, about, cautions, headline, outcome, parameters, share
+from tui.detect.words import Model, about, cautions, headline, outcome, parameters, share, usable
 from tui.format import plain
 from tui.newjob import draft
 from tui.newjob.field_row import FieldRow
@@ -553,6 +553,25 @@ def test_a_choice_that_is_not_listed_is_named() -> None:
     assert cautions(found, [SINGLE, DOUBLE]) == [
         f"{DOUBLE} is chosen too, though it is not repeated; a leaves it out"
     ]
+
+
+def test_classes_that_cannot_be_units_are_named_and_left_out() -> None:
+    found = flux()
+    found = replace(found, parts=replace(found.parts, containers=("FeedForward",)))
+    chosen = ["FluxTransformer2DModel", "FeedForward", "Fluxattention", DOUBLE]
+    whole, container, typo = cautions(found, chosen)
+    assert "is the whole model" in whole
+    assert "FeedForward, which the field names, has no forward" in container
+    assert 'no Fluxattention, which the field names; did you mean "FluxAttention"?' in typo
+    assert usable(found, chosen) == [DOUBLE]
+    assert outcome(found, chosen[:3], 2).startswith("nothing is checked")
+
+
+def test_many_small_units_are_warned_about() -> None:
+    found = flux()
+    small = ["AdaLayerNormZero", "FeedForward", "FluxAttention", "AdaLayerNormZeroSingle"]
+    (told,) = cautions(found, small)
+    assert told.startswith("171 units, where the recommended blocks make 57")
 
 
 def test_what_is_said_of_a_model_and_a_class() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # What stays in the root: gathering it apart would cost collectives and save nothing that counts.
 _LEAST_SHARE: Final = 0.01  # of the model, all modules of a class together
-_LEAST_UNIT: Final = 0.02  # of the largest unit, one of them
+_LEAST_UNIT: Final = 0.05  # of the largest unit, one of them
 # Blocks inside of blocks are taken only where that is so much better: they mean more collectives.
 _WORTHWHILE: Final = 0.05
 

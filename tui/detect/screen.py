@@ -21,7 +21,7 @@ from jobs.errors import UserError
 from jobs.tools import Cancelled, ToolError
 from tui.detect.panel import BlocksPanel
 from tui.detect.rows import looking_row
-from tui.detect.words import about, cautions, headline, outcome, paths
+from tui.detect.words import about, cautions, headline, outcome, paths, usable
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
         line = self.query_one("#detect-cautions", Static)
         line.update("\n".join(f"! {one}" for one in told))
         line.set_class(bool(told), "-shown")
-        self.query_one("#detect").border_subtitle = f"{len(self.chosen)} checked"
+        self.query_one("#detect").border_subtitle = f"{len(usable(found, self.chosen))} checked"
 
     @on(BlocksPanel.Highlighted)
     def _show_about(self) -> None:
@@ -255,10 +255,9 @@ class DetectScreen(ModalScreen[list[str] | None]):
     def action_apply(self) -> None:
         if (found := self.found) is None or self.chosen is None:
             return
-        unknown = found.coverage(self.chosen).unknown
         rank = {one.class_name: place for place, one in enumerate(found.classes)}
-        known = [name for name in self.chosen if name not in unknown]
-        self.dismiss(sorted(known, key=lambda name: rank.get(name, len(rank))))
+        kept = usable(found, self.chosen)
+        self.dismiss(sorted(kept, key=lambda name: rank.get(name, len(rank))))
 
     def action_leave(self) -> None:
         """One step back: out of the search, out of a second look, out of the screen."""

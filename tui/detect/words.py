@@ -10,13 +10,14 @@ from tui.data.words import some
 from tui.format import size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from jobs.blocks import BlockClass, Detection
 
 RECOMMENDED: Final = "★"
 NO_SPLIT: Final = "no-split"
 _UNITS: Final = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
+_MANY: Final = 2  # times as many units as the recommended classes make
 _MUCH: Final = 0.5  # of a model in one unit or in the root: sharding then saves little
 
 
@@ -73,9 +74,9 @@ def outcome(found: Detection, chosen: Sequence[str], ranks: int) -> str:
         chosen: The classes.
         ranks: Of the job, as far as its form says.
     """
-    if not chosen:
+    if not (kept := usable(found, chosen)):
         return "nothing is checked: the field stays blank, and the family's own blocks are wrapped"
-    does, width = found.coverage(chosen), found.dtype_bytes
+    does, width = found.coverage(kept), found.dtype_bytes
     each = -(-found.total_params // ranks) * width
     return " · ".join((
         f"wraps {share(does.share)} in {some(does.units, 'unit')}",
@@ -87,13 +88,14 @@ def outcome(found: Detection, chosen: Sequence[str], ranks: int) -> str:
 
 def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
     """What may not be as one thinks, a sentence each."""
-    does = found.coverage(chosen)
+    kept = usable(found, chosen)
+    does = found.coverage(kept)
     listed = {one.class_name for one in found.classes}
-    told = [missing(name, listed) for name in does.unknown]
+    told = [unusable(found, name) for name in chosen if name not in kept]
     told += [
         f"{name} is chosen too, though it is not repeated; a leaves it out"
-        for name in chosen
-        if name not in listed and name not in does.unknown
+        for name in kept
+        if name not in listed
     ]
     told += [
         f"nested: {inner} lies inside {outer}, which then gathers only what is left of it"
@@ -109,12 +111,29 @@ def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
             f"{share(1 - does.share)} of the model stays in the root, which each rank holds whole "
             "during a step; choose blocks that hold more"
         )
+    usual = found.coverage(found.recommended).units
+    if usual and does.units > _MANY * usual:
+        told.append(
+            f"{does.units} units, where the recommended blocks make {usual}: each is gathered by "
+            "itself, and many small ones are slow"
+        )
     return told
 
 
-def missing(name: str, known: Collection[str]) -> str:
-    """That a model has no such class, and what may have been meant."""
-    spelled = {one.lower(): one for one in known}
+def usable(found: Detection, chosen: Sequence[str]) -> list[str]:
+    """Those of the classes that can be units of this model."""
+    *inner, _ = found.parts.parts  # the root is the last
+    present = {part.class_name for part in inner} - set(found.parts.containers)
+    return [name for name in chosen if name in present]
+
+
+def unusable(found: Detection, name: str) -> str:
+    """Why a class that the field names cannot be a unit, and what may have been meant."""
+    if name == found.model_class:
+        return f"{name}, which the field names, is the whole model; it is left out"
+    if name in found.parts.containers:
+        return f"{name}, which the field names, has no forward and cannot be a unit; it is left out"
+    spelled = {one.class_name.lower(): one.class_name for one in found.classes}
     best = nearest(name, spelled)
     meant = f'; did you mean "{spelled[best]}"?' if best else ""
     return f"the model has no {name}, which the field names{meant}"

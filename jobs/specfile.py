@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 # What the mappings in lists are.
-_ENTRIES: Final[dict[str, type[BaseModel]]] = {"datasets": Dataset, "validation_prompts": ValidationPrompt}
+_ENTRIES: Final[dict[str, type[BaseModel]]] = {
+    "datasets": Dataset,
+    "validation_prompts": ValidationPrompt,
+}
 
 
 def load_spec(

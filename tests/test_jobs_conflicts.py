@@ -151,7 +151,16 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
          "cannot be used with FSDP"),
         ({"snr_gamma": 5.0}, "snr_gamma", "FLUX.1 is a flow-matching model"),
         ({"flow_shift": 3.0}, "flow_shift", "needs timestep_sampling: shift"),
-        ({"fsdp_state_dict_type": "full"}, "fsdp_state_dict_type", "use SHARDED_STATE_DICT"),
+        (
+            {"fsdp_state_dict_type": "full", "optimizer": "adamw_8bit"},
+            "fsdp_state_dict_type",
+            "cannot hold the 8-bit state",
+        ),
+        (
+            {"fsdp_state_dict_type": "full", "checkpointing_async": True},
+            "checkpointing_async",
+            "gathered while training waits",
+        ),
         ({"fsdp_transformer_layer_cls_to_wrap": ["A"], "fsdp_auto_wrap_policy": "NO_WRAP"},
          "fsdp_transformer_layer_cls_to_wrap", "needs fsdp_auto_wrap_policy"),
         ({"shard_text_encoders": True}, "shard_text_encoders", "two or more ranks"),
@@ -174,10 +183,8 @@ def test_what_cannot_run_is_one_conflict(values: dict[str, Any], key: str, said:
 
 
 def test_several_conflicts_are_all_found() -> None:
-    spec = read(dataset="", fsdp_state_dict_type="full", lr_warmup_steps=3)
-    assert [c.key for c in find_conflicts(spec)] == [
-        "dataset", "fsdp_state_dict_type", "lr_warmup_steps",
-    ]  # fmt: skip
+    spec = read(dataset="", snr_gamma=5, lr_warmup_steps=3)
+    assert [c.key for c in find_conflicts(spec)] == ["dataset", "snr_gamma", "lr_warmup_steps"]
 
 
 def test_an_old_fsdp_version_runs_as_the_new_one_and_is_warned_about() -> None:

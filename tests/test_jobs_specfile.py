@@ -298,7 +298,8 @@ _SIZE = st.none() | st.integers(16, 4096) | st.from_regex(r"\A(16|768|8192)x(32|
 _PROMPT = st.fixed_dictionaries(
     {"prompt": _TEXT | st.sampled_from(["", "{prompt: a}", "{", '{"prompt": 1}'])},
     optional={
-        "negative_prompt": st.just("") | _TEXT, "resolution": _SIZE, "seed": st.integers(0, 2**63 - 1),
+        "negative_prompt": st.just("") | _TEXT, "resolution": _SIZE,
+        "seed": st.integers(0, 2**63 - 1),
         "steps": st.integers(1, 99), "guidance": st.floats(0, 99),
         "true_cfg_scale": st.floats(0, 99),
     },
@@ -349,6 +350,8 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "checkpointing_async": st.none() | st.booleans(),
     "resume_from_checkpoint": st.none() | st.sampled_from(["3", "3:100", "runs/3-a"]),
     "validation_resolution": _SIZE,
+    "export_formats": st.none()
+    | st.lists(st.sampled_from(["diffusers", "kohya"]), min_size=1, unique=True),
     "validation_seed": st.none() | st.integers(0, 2**63 - 1),
     "validation_negative_prompt": st.none() | st.just("") | _TEXT,
     "validation_loss_steps": st.none() | st.integers(1, 10**6),

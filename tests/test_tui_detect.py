@@ -348,10 +348,16 @@ async def test_nested_choices_are_warned_about_until_the_recommended_are_taken(
 ) -> None:
     async with form(store, (80, 24)) as (app, pilot):
         screen = await modal(app, pilot)
-        await pilot.press("G", "k", "space")
+        await pilot.press("G", "space")
         line = screen.query_one("#detect-cautions")
         await until(pilot, lambda: line.display)
-        assert f"! nested: FluxAttention lies inside {SINGLE}" in text_of(screen, "cautions")
+        assert text_of(screen, "cautions") == (
+            f"! nested: AdaLayerNormZeroSingle lies inside {SINGLE}, of which only the rest is "
+            "then one unit"
+        )
+        await pilot.press("k", "space")
+        await until(pilot, lambda: "FluxAttention" in text_of(screen, "cautions"))
+        assert f"inside {SINGLE} and {DOUBLE}, of which" in text_of(screen, "cautions")
         await pilot.press("a")
         await until(pilot, lambda: not line.display)
         assert checked(screen) == [SINGLE, DOUBLE]
@@ -482,20 +488,26 @@ def many() -> Detection:
     return replace(found, classes=[*found.classes, *more])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [*SIZES, (80, 34), (100, 50)])
 async def test_everything_has_room(store: Store, detector: Detector, size: tuple[int, int]) -> None:
     detector.answer = many()
     async with form(store, size) as (app, pilot):
-        row(app, draft.BLOCKS).put([SINGLE, DOUBLE, "FluxAttention", "Typo"])
+        small = [one.class_name for one in flux().classes]
+        row(app, draft.BLOCKS).put([*small, "FluxSingleTransformerBlok", "Typo"])
         screen = await modal(app, pilot)
         await pilot.press("slash")
         await until(pilot, lambda: screen.query_one("#detect-search").has_focus)
         await pilot.press("enter", "G")
         await until(pilot, lambda: screen.panel.index == 35)
+        assert text_of(screen, "cautions").endswith("\n! and 4 more")
+        detector.endless = True
+        await pilot.press("r")
+        await until(pilot, lambda: screen.looking.size.height == 1)
         await pilot.pause()
         dialog = screen.query_one("#detect").region
         assert dialog in Region(0, 0, *size)
-        for name in ("model", "blocks", "about", "paths", "outcome", "cautions", "keys"):
+        for name in ("model", "blocks", "about", "paths", "looking", "outcome", "cautions",
+                     "keys"):  # fmt: skip
             widget = screen.query_one(f"#detect-{name}")
             assert widget.region in dialog, name
             assert widget.size.height >= 1, name

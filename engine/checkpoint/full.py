@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from engine.gather import gather
 from engine.safetensors_file import SafetensorsWriter
 from engine.weight_files import read_header
 from engine.weight_reader import read_all
@@ -106,7 +106,7 @@ def _write_part(tensors: dict[str, torch.Tensor], path: Path, *, main: bool) -> 
         failure = error
     with writer or nullcontext():
         for name, tensor in tensors.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = gather(tensor)
             if writer is not None and failure is None:
                 try:
                     writer.add(name, whole)

@@ -9,8 +9,8 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
+from engine.gather import gather
 from engine.weight_files import read_header
 from engine.weight_reader import Reading, read_all
 from jobs.errors import UserError
@@ -56,15 +56,10 @@ class LiveModel:
         self._keep = keep
         self.facts = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
 
-    @torch.no_grad()
     def read(self, name: str) -> torch.Tensor | None:
         """Gather it; all ranks take part."""
-        tensor = self._tensors[name].detach()
-        if isinstance(tensor, DTensor):
-            # With CPU offload the shards are in host memory, and their ranks talk on GPUs.
-            sharded: Any = tensor.to(tensor.device_mesh.device_type)
-            tensor = sharded.full_tensor()
-        return tensor.cpu() if self._keep else None
+        whole = gather(self._tensors[name])
+        return whole.cpu() if self._keep else None
 
 
 class ShardedCheckpoint:

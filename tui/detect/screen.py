@@ -40,6 +40,7 @@ _KEYS: Final = (  # action, keys as people read them, what it does
     ("apply", "enter", "apply"),
     ("leave", "esc", "cancel"),
 )
+_MOST_TOLD: Final = 4  # cautions at a time
 _KEYS_WITHOUT: Final = (("refresh", "r", "try again"), ("leave", "esc", "close"))
 _KEYS_LOOKING: Final = (("leave", "esc", "stop"),)
 _KEYS_LOOKING_AGAIN: Final = (*_KEYS[:3], _KEYS[4], *_KEYS_LOOKING)
@@ -54,7 +55,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
     """
 
     CSS_PATH = "detect.tcss"
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall"), (50, "-high")]  # noqa: RUF012
     AUTO_FOCUS = "#detect-blocks"
     BINDINGS: ClassVar = [
         Binding("escape", "leave", "cancel"),
@@ -192,10 +193,11 @@ class DetectScreen(ModalScreen[list[str] | None]):
             return
         self.panel.check(self.chosen)
         self.query_one("#detect-outcome", Static).update(outcome(found, self.chosen, self.ranks))
-        told = cautions(found, self.chosen)
-        line = self.query_one("#detect-cautions", Static)
-        line.update("\n".join(f"! {one}" for one in told))
-        line.set_class(bool(told), "-shown")
+        told = [f"! {one}" for one in cautions(found, self.chosen)]
+        if len(told) > _MOST_TOLD:
+            told[_MOST_TOLD - 1 :] = [f"! and {len(told) - _MOST_TOLD + 1} more"]
+        self.query_one("#detect-cautions", Static).update("\n".join(told))
+        self.set_class(bool(told), "-warned")
         self.query_one("#detect").border_subtitle = f"{len(usable(found, self.chosen))} checked"
 
     @on(BlocksPanel.Highlighted)

@@ -97,9 +97,13 @@ def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
         for name in kept
         if name not in listed
     ]
+    around: dict[str, list[str]] = {}
+    for outer, inner in does.nested:
+        around.setdefault(inner, []).append(outer)
     told += [
-        f"nested: {inner} lies inside {outer}, which then gathers only what is left of it"
-        for outer, inner in does.nested
+        f"nested: {inner} lies inside {' and '.join(outer)}, of which only the rest is then one "
+        "unit"
+        for inner, outer in around.items()
     ]
     if does.units and does.largest > _MUCH * found.total_params:
         told.append(

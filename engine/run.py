@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine import adapters, families, weights
 from engine.activation_checkpointing import checkpoint_activations
 from engine.backends import choose_attention, choose_backends, compile_blocks
-from engine.checkpoint import Saver, choose_start, load
-from engine.checkpoint.data_facts import data_facts, tell_difference
+from engine.checkpoint import Saver
+from engine.checkpoint.data_facts import data_facts
+from engine.checkpoint.resume import resume
 from engine.context_parallel import (
     check_tokens,
     enable_context_parallel,
@@ -33,18 +34,14 @@ from engine.step import Stepper
 from engine.trainer import Trainer
 from engine.training import Training
 from engine.world import World, leave_world, start_world
-from jobs.checkpoints import read_state
 from jobs.conflicts import find_warnings
-from jobs.errors import UserError
 from jobs.families import get_family
 from jobs.models import find_model
 from jobs.prompts import requests_of
-from jobs.resume import find_resume_conflicts
 from jobs.specfile import load_spec
 from jobs.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from engine.families import Family
@@ -203,43 +200,3 @@ def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> Train
     fp16 = spec.mixed_precision == "fp16"
     scaler = torch.amp.GradScaler(world.device.type) if fp16 else None
     return Training(model, optimizer, build_scheduler(spec, optimizer), ema, scaler)
-
-
-def resume(
-    training: Training,
-    spec: JobSpec,
-    run_dir: RunDir,
-    world: World,
-    telemetry: Telemetry,
-    facts: Mapping[str, Any],
-) -> None:
-    """Load the newest sound checkpoint, or the one the job begins from; say what is different.
-
-    Raises:
-        UserError: It is of a job that this one cannot go on from.
-    """
-    with telemetry.phase("resume") as progress:
-        read = 0
-
-        def more(count: int) -> None:
-            nonlocal read
-            read += count
-            progress(read >> 20)
-
-        path = choose_start(run_dir, spec.resume_from_checkpoint, world, telemetry.warn, more)
-        if path is None:
-            return
-        state = read_state(path)
-        found = find_resume_conflicts(state.get("spec") or {}, spec)
-        if found.impossible:
-            raise UserError(f"cannot go on from {path.name}: {'; '.join(found.impossible)}")
-        load(training, path, world)
-    telemetry.moved(training.step)
-    telemetry.say(f"resumed after step {training.step} from {path}")
-    other_data = (
-        None
-        if path.parent == run_dir.checkpoints
-        else tell_difference(state.get("data") or {}, facts)
-    )
-    for change in [*found.changes, *([other_data] if other_data else [])]:
-        telemetry.warn(f"not as when {path.name} was saved: {change}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1  # of an entry; others are forgotten
 
 _MOST: Final = 200  # entries of some 10 KB; the oldest go
-_PATIENCE: Final = 5.0  # seconds to wait for another writer, which takes milliseconds
+_PATIENCE: Final = 10.0  # seconds to wait for another writer, which takes milliseconds
 _AGAIN: Final = 0.02  # seconds between two tries
 
 

@@ -103,12 +103,13 @@ def _look_at(text: str) -> tuple[str, dict[str, Any], Path | None]:
         return str(path.absolute()), _read(path), path.parent
     try:
         root = find_model(text)
-    except SpecError:
-        if (config := _of_hub_id(text)) is not None:
-            return text, config, None
-        raise
-    folder = _component(root)
-    return str(root.absolute()) if exists(path) else text, _read(folder / "config.json"), folder
+        folder = _component(root)
+        config = _read(folder / "config.json")
+    except SpecError:  # of the hub's cache, not whole
+        if exists(path) or (published := _of_hub_id(text)) is None:
+            raise
+        return text, published, None
+    return str(root.absolute()) if exists(path) else text, config, folder
 
 
 def _component(root: Path) -> Path:

@@ -139,7 +139,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "validation_num_inference_steps": "same",
     "validation_guidance": "same",
     "validation_resolution": "same",
-    "validation_seed": "same",
+    "validation_seed": "changes",  # it chooses what is held out
     "validation_negative_prompt": "same",
     "validation_true_cfg_scale": "same",
     "validation_on_startup": "same",
@@ -173,6 +173,7 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
     "crop_variants": lambda spec: spec.crop == "random",
     "caption_shuffles": lambda spec: spec.shuffle_captions,
     "keep_tags": lambda spec: spec.shuffle_captions,
+    "validation_seed": lambda spec: spec.validation_fraction > 0,
     "num_frames": lambda spec: _takes_videos(spec),
     "fps": lambda spec: _takes_videos(spec),
 }

@@ -71,7 +71,6 @@ BLOCKS: Final[dict[str, str]] = {
     "LTX2VideoTransformer3DModel": "LTX2VideoTransformerBlock",
     "LTXVideoTransformer3DModel": "LTXVideoTransformerBlock",
     "LongCatAudioDiTTransformer": "AudioDiTBlock AudioDiTConvNeXtV2Block",
-    "LongCatAudioDiTVae": "VaeDecoderBlock VaeEncoderBlock",
     "LongCatImageTransformer2DModel": (
         "LongCatImageSingleTransformerBlock LongCatImageTransformerBlock"
     ),
@@ -151,7 +150,7 @@ PUBLISHED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         "LuminaNextDiTBlock",
     ),
     "EasyAnimateTransformer3DModel": (
-        {"patch_size": 2, "in_channels": 16},
+        {"patch_size": 2, "in_channels": 16, "out_channels": 16},
         "EasyAnimateTransformerBlock",
     ),
     "OmniGenTransformer2DModel": (

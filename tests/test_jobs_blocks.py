@@ -234,10 +234,10 @@ def test_what_is_no_model_is_told(model: Path, tmp_path: Path) -> None:
     (model / "transformer/config.json").unlink()
     with pytest.raises(SpecError, match="it has text_encoder; give one of them"):
         find_target(pretrained_model=str(model))
-    with pytest.raises(SpecError, match="a T5EncoderModel|a t5, not the FluxTransformer2DModel"):
+    with pytest.raises(SpecError, match="is a t5, not the FluxTransformer2DModel"):
         find_target("flux", pretrained_model=str(model / "text_encoder"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SpecError, match="neither a config.json nor a transformer or unet"):
+    with pytest.raises(SpecError, match=r"neither a config\.json nor a transformer or unet"):
         find_target(pretrained_model=str(tmp_path / "empty"))
 
 
@@ -323,6 +323,7 @@ def test_a_cache_that_cannot_be_written_fails_nothing(engine: Engine, model: Pat
 
 def test_a_writer_that_hangs_holds_nobody_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_cache, "_PATIENCE", 0.0)
+    cache_home().mkdir(parents=True)
     with block_cache._alone():
         remember("a", {"is": "kept"})
     assert recall("a") == {"is": "kept"}
@@ -399,9 +400,9 @@ def test_names_that_the_model_has_pass(named: Callable[..., None], engine: Engin
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("Blok", '"Blok" is not in the model .did you mean "Block".; Model has Block, Linear'),
+        ("Blok", '"Blok" is not in the model .did you mean "Block"..; Model has Block, Linear'),
         ("block", 'did you mean "Block"'),
-        ("Unheard", '"Unheard" is not in the model; Model has'),
+        ("Xyz", '"Xyz" is not in the model; Model has'),
         ("ModuleList", "has no forward and cannot be wrapped"),
         ("Model", "not in the model"),
     ],

@@ -86,7 +86,9 @@ def test_what_changes_nothing_is_not_told(key: str) -> None:
     [key for key, effect in EFFECTS.items() if effect == "changes" and key not in _OF_VIDEOS],
 )
 def test_what_changes_the_result_is_told_in_one_line(key: str) -> None:
-    found = conflicts(new={key: other_value(key)})
+    # What is held out depends on the seed only where something is.
+    both = {"validation_fraction": 0.1} if key == "validation_seed" else {}
+    found = conflicts(both, both | {key: other_value(key)})
     assert not found.impossible
     (line,) = found.changes
     assert line.startswith(f"{key}: ")
@@ -100,6 +102,10 @@ def test_what_does_not_fit_is_refused_with_what_to_do(key: str) -> None:
         text.startswith(f"{key}: ") and f"set {key} to " in text for text in found.impossible
     )
     assert not any(line.startswith(f"{key}:") for line in found.changes)
+
+
+def test_another_seed_of_samples_changes_nothing_while_nothing_is_held_out() -> None:
+    assert conflicts(new={"validation_seed": 5}) == ResumeConflicts()
 
 
 def test_values_are_written_as_in_a_job_file() -> None:

@@ -403,6 +403,8 @@ async def test_a_search_lists_names_and_paths(store: Store, detector: Detector) 
         await pilot.press("slash", *"no such")
         await until(pilot, lambda: names() == [])
         assert "no class matches" in plain(screen.panel.rows[-1])
+        field.value = "0.ff"  # type: ignore[attr-defined]
+        await until(pilot, lambda: names() == ["FeedForward"])
         await pilot.press("escape")
         await until(pilot, lambda: len(names()) == 6)
         await pilot.press("escape")

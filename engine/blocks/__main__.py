@@ -35,12 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"fsdp-tui: cannot read {options.config} ({error})", file=sys.stderr)
         return 2
+    os.environ["HF_HUB_OFFLINE"] = "1"  # some constructors would fetch what they need
     lean = not options.whole and "_class_name" in config
     try:
         found = _look(config, options.config.parent, lean=lean)
-    except UserError as error:
-        if lean:
+    except Exception as error:
+        if lean:  # which may be why it failed
             return _again()
+        if not isinstance(error, UserError):
+            raise
         print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found))

@@ -45,7 +45,7 @@ def choose_start(
         UserError: The named one is missing or damaged.
     """
     # Read once: a network file system may show it to one rank before another.
-    own = _from_main(
+    own = from_main(
         [str(path) for _, path in reversed(run_dir.complete_checkpoints())] if world.main else [],
         world,
     )
@@ -57,7 +57,7 @@ def choose_start(
             # Out of the way, so that the run can write this step again; kept for whoever wants it.
             aside = set_aside(path, "damaged")
             tell(f"the checkpoint {path.name} is damaged ({damage}), now {aside.name}")
-        _from_main(None, world)  # nobody looks further before it is out of the way
+        from_main(None, world)  # nobody looks further before it is out of the way
     if named is None:
         return None
     path = Path(named)
@@ -86,7 +86,7 @@ def _damage(path: Path, world: World, progress: Callable[[int], None]) -> str | 
     return next((damage for damage in found if damage is not None), None)
 
 
-def _from_main(value: _T, world: World) -> _T:
+def from_main(value: _T, world: World) -> _T:
     """Rank 0's value, on all ranks; a collective."""
     box = [value]
     if world.size > 1:

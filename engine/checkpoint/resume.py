@@ -1,0 +1,79 @@
+"""Begin where a checkpoint ends, and say in what the rest will differ from a run never stopped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.checkpoint.choose import choose_start, from_main
+from engine.checkpoint.data_facts import tell_difference
+from engine.checkpoint.restore import load
+from jobs.checkpoints import read_state
+from jobs.errors import UserError
+from jobs.resume import find_resume_conflicts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from engine.telemetry import Telemetry
+    from engine.training import Training
+    from engine.world import World
+    from jobs.rundir import RunDir
+    from jobs.spec import JobSpec
+
+
+def resume(
+    training: Training,
+    spec: JobSpec,
+    run_dir: RunDir,
+    world: World,
+    telemetry: Telemetry,
+    data: Mapping[str, Any],
+) -> None:
+    """Load the newest sound checkpoint, or the one the job begins from; a collective.
+
+    Args:
+        training: What is restored, at step 0; stays there when there is nothing to begin from.
+        spec: The job.
+        run_dir: Its run.
+        world: The ranks.
+        telemetry: This rank's.
+        data: What the data is, see `data_facts`.
+
+    Raises:
+        UserError: The checkpoint is of a job that this one cannot go on from.
+    """
+    with telemetry.phase("resume") as progress:
+        read = 0
+
+        def more(count: int) -> None:
+            nonlocal read
+            read += count
+            progress(read >> 20)
+
+        path = choose_start(run_dir, spec.resume_from_checkpoint, world, telemetry.warn, more)
+        if path is None:
+            return
+        # It looks at the disk, so one rank does for all.
+        changes = from_main(_compare(path, spec, run_dir, data) if world.main else [], world)
+        load(training, path, world)
+    telemetry.moved(training.step)
+    telemetry.say(f"resumed after step {training.step} from {path}")
+    for change in changes:
+        telemetry.warn(f"not as when {path.name} was saved: {change}")
+
+
+def _compare(path: Path, spec: JobSpec, run_dir: RunDir, data: Mapping[str, Any]) -> list[str]:
+    """In what the job and its data are not what they were.
+
+    Raises:
+        UserError: The checkpoint does not fit. The other ranks end with this one.
+    """
+    state = read_state(path)
+    found = find_resume_conflicts(state.get("spec") or {}, spec, done=int(state.get("step", 0)))
+    if found.impossible:
+        raise UserError(f"cannot go on from {path.name}: {'; '.join(found.impossible)}")
+    # Of its own checkpoints the run has told already, when it looked at the data.
+    elsewhere = path.parent != run_dir.checkpoints
+    other = tell_difference(state.get("data") or {}, data) if elsewhere else None
+    return [*found.changes, *([other] if other else [])]

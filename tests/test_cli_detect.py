@@ -126,7 +126,7 @@ def test_a_config_that_builds_nothing_is_bad_input(run: Run, tmp_path: Path) -> 
 
 
 def test_two_looks_at_once_leave_a_cache_of_both(home: Path, toy: Path) -> None:
-    models = [str(toy / "model" / part) for part in ("transformer", "vae")]
+    models = [str(toy / "model" / part) for part in ("transformer", "text_encoder_2")]
     looks = [
         subprocess.Popen(
             [sys.executable, "-m", "tui", "detect", model, "--json"], stdout=subprocess.PIPE
@@ -224,6 +224,25 @@ def test_one_cache_is_cleared_and_others_stay(run: Run, filled: Path) -> None:
     assert out.startswith("freed ")
     assert not (filled / "blocks.json").exists()
     assert (filled / "not-ours").read_text() == "stays"
+
+
+def test_what_cannot_be_deleted_is_told(
+    run: Run, filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = type(filled).unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "0.safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(type(filled), "unlink", refuse)
+    status, _, err = run("cache", "clear", "text")
+    assert status == 2
+    stuck = filled / "text/ab/0.safetensors"
+    assert f"1 files cannot be deleted: {stuck} (Permission denied); 1 were" in err
+    assert stuck.exists()
+    assert not (filled / "text/cd").exists()
 
 
 def test_links_are_not_followed(run: Run, filled: Path, tmp_path: Path) -> None:

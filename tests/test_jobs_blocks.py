@@ -191,6 +191,24 @@ def test_the_first_flavour_is_the_default_and_hub_ids_are_known(home: Path) -> N
     assert target.config["_class_name"] == "Flux2Transformer2DModel"
 
 
+def test_a_hub_id_in_the_cache_is_taken_where_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else, as when only its README was fetched, as it is published."""
+    hub_id = "black-forest-labs/FLUX.1-dev"
+    repository = tmp_path / "models--black-forest-labs--FLUX.1-dev"
+    snapshot = repository / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert find_target(pretrained_model=hub_id).config["num_layers"] == 19
+    (snapshot / "transformer").mkdir()
+    (snapshot / "transformer/config.json").write_text(json.dumps(CONFIG))
+    for target in (find_target(pretrained_model=hub_id), find_target("flux")):
+        assert (target.name, target.config) == (hub_id, CONFIG)
+
+
 def test_the_bytes_are_those_of_most_stored_numbers(model: Path) -> None:
     folder = model / "transformer"
     (folder / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "float32"}))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import click
 from jobs.blocks import detect_blocks
 from jobs.errors import UserError
 from tui.cli_words import JSON
-from tui.format import size
+from tui.format import cut, size
 from tui.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -54,7 +56,12 @@ def detect(
             refresh=refresh,
             progress=progress,
         )
-    click.echo(json.dumps(facts(found, ranks)) if as_json else text(found, ranks, every=every))
+    if as_json:
+        click.echo(json.dumps(facts(found, ranks)))
+        return
+    for line in text(found, ranks, every=every).splitlines():
+        # What a terminal would break is only an example of a path.
+        click.echo(cut(line, shutil.get_terminal_size().columns) if sys.stdout.isatty() else line)
 
 
 def facts(found: Detection, ranks: int) -> dict[str, Any]:

@@ -53,7 +53,8 @@ def _build_diffusers(config: dict[str, Any]) -> torch.nn.Module:
     if isinstance(name, list):  # of a class in the repository itself
         name = name[-1]
     found: Any = getattr(diffusers, str(name), None)
-    if not (isinstance(found, type) and issubclass(found, ModelMixin)):
+    known = isinstance(found, type) and issubclass(found, ModelMixin)
+    if not known:
         raise CannotBuildError(
             f"diffusers {diffusers.__version__} has no model class {name}",
             "check _class_name in config.json, or update diffusers",

@@ -123,7 +123,7 @@ def _check_unused(store: Store, names: Sequence[str]) -> None:
         if used := [name for name in names if _may_use(job, name)]:
             raise StateError(
                 f"job {job.id} “{job.name}” is {job.state} and may be using the cache {used[0]}",
-                f"stop it first (`fsdp-tui stop {job.id}`), or clear with --force",
+                f"stop it first (`fsdp-tui stop {job.id}`), or run `fsdp-tui cache clear --force`",
             )
 
 

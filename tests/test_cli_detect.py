@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import yaml
 
@@ -150,10 +151,8 @@ def test_who_cancels_ends_the_process(home: Path, toy: Path) -> None:
 
     with pytest.raises(Cancelled):
         detect_blocks(pretrained_model=str(toy / "model"), cancelled=cancelled)
-    children = subprocess.run(
-        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
-    ).stdout
-    assert str(home) not in children
+    words = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert not any("engine.blocks" in line for line in words)
     assert not (cache_home() / "blocks.json").exists()
 
 

@@ -61,6 +61,18 @@ class WideBlock(Block):
         super().__init__(8)
 
 
+class Stage(nn.Module):
+    """Blocks, and something beside them."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.rest = nn.Linear(2, 2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
 class Model(nn.Module):
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
@@ -113,6 +125,15 @@ def test_what_is_recommended_is_outermost_and_listed_first() -> None:
 def test_a_model_without_parameters_or_lists_has_nothing_to_wrap() -> None:
     assert recommended(nn.Sequential()) == set()
     assert recommended(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == set()
+
+
+@pytest.mark.parametrize(("stages", "blocks", "unit"), [(3, 4, "Block"), (20, 2, "Stage")])
+def test_what_holds_blocks_is_a_unit_only_while_it_is_small(
+    stages: int, blocks: int, unit: str
+) -> None:
+    model = nn.Module()
+    model.stages = nn.ModuleList(Stage(blocks) for _ in range(stages))
+    assert recommended(model) == {unit}
 
 
 def test_two_classes_of_one_name_are_told_apart() -> None:

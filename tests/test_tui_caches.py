@@ -17,6 +17,7 @@ from tui_support import add_job
 
 from jobs.caches import Cache, Cleared
 from jobs.errors import StateError, UserError
+from jobs.paths import cache_home
 from jobs.states import State
 from tui.app import FsdpTui
 from tui.caches.rows import amount, cache_rows, freed
@@ -279,6 +280,29 @@ async def test_the_palette_leads_to_the_caches(store: Store, caches: Caches) -> 
         titles = {command.title: command for command in app.get_system_commands(app.dashboard)}
         titles["Caches  (C)"].callback()
         await until(pilot, lambda: isinstance(app.screen, CachesScreen))
+
+
+async def test_real_caches_are_kept_while_a_job_runs_and_cleared_when_it_has_ended(
+    store: Store,
+) -> None:
+    job = add_job(store, "night", state=State.RUNNING)
+    file = cache_home() / "latents" / "ab" / "abc.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(3 << 20))
+    async with opened(store) as (app, pilot, screen):
+        await pilot.press("a")
+        await question(app, pilot)
+        await pilot.press("y")
+        await until(pilot, lambda: text_of(screen, "status").startswith(
+            "nothing was cleared: job 1 “night” is running"))  # fmt: skip
+        assert file.exists()
+        store.change(job.id, State.STOPPED, "stopped")
+        await pilot.press("a")
+        await question(app, pilot)
+        await pilot.press("y")
+        await until(pilot, lambda: text_of(screen, "status").startswith("freed 3 MiB in 1 file"))
+        assert not file.exists()
+        await until(pilot, lambda: text_of(screen, "totals").startswith("0 B in 0 files"))
 
 
 @pytest.mark.parametrize("width", [44, 60, 76, 110, 190])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -462,9 +462,13 @@ async def test_escape_ends_the_process_that_looks(store: Store, model: Path) -> 
         await until(pilot, looking_processes)
         (process,) = looking_processes()
         process.suspend()  # it never ends by itself
-        await pilot.press("escape")
-        await until(pilot, lambda: back(app))
-        await until(pilot, lambda: not process.is_running() or not looking_processes())
+        try:
+            await pilot.press("escape")
+            await until(pilot, lambda: back(app))
+            await until(pilot, lambda: not looking_processes())
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 async def test_a_path_without_a_model_is_an_error_in_words(store: Store, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from jobs.spellings import nearest
+from tui.caches.rows import listed
 from tui.data.words import some
 from tui.format import size
 
@@ -90,19 +91,18 @@ def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
     """What may not be as one thinks, a sentence each."""
     kept = usable(found, chosen)
     does = found.coverage(kept)
-    listed = {one.class_name for one in found.classes}
+    shown = {one.class_name for one in found.classes}
     told = [unusable(found, name) for name in chosen if name not in kept]
     told += [
         f"{name} is chosen too, though it is not repeated; a leaves it out"
         for name in kept
-        if name not in listed
+        if name not in shown
     ]
     around: dict[str, list[str]] = {}
     for outer, inner in does.nested:
         around.setdefault(inner, []).append(outer)
     told += [
-        f"nested: {inner} lies inside {' and '.join(outer)}, of which only the rest is then one "
-        "unit"
+        f"nested: {inner} lies inside {listed(outer)}, of which only the rest is then one unit"
         for inner, outer in around.items()
     ]
     if does.units and does.largest > _MUCH * found.total_params:

@@ -111,7 +111,11 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         stepper, data, peaks, saver,
     )  # fmt: skip
     with telemetry.phase("train", spec.max_train_steps):
-        outcome = trainer.train()
+        try:
+            outcome = trainer.train()
+        except BaseException:
+            saver.rescue()
+            raise
     loader.close()
     saver.close()
     data.texts.close()

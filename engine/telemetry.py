@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
@@ -59,11 +59,13 @@ class Telemetry:
         """Append an event (rank 0; on other ranks nothing happens)."""
         with self._one_at_a_time:  # caches are filled, and data read, by several threads
             if self._events is not None:
-                self._events.write(event(kind, **values))
+                with suppress(OSError):  # a full disk must not end the training
+                    self._events.write(event(kind, **values))
 
     def say(self, text: str) -> None:
         """A line in this rank's log."""
-        print(time.strftime("%H:%M:%S"), text, flush=True)
+        with suppress(OSError):  # as above
+            print(time.strftime("%H:%M:%S"), text, flush=True)
 
     def warn(self, text: str) -> None:
         """A line in the log, and an event that the dashboard shows."""

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.checkpoints import find_damage, read_checkpoint
+from jobs.checkpoints import UnreadableError, find_damage, read_checkpoint
 from jobs.errors import NotFoundError
 from jobs.housekeeping import directory_size
 
@@ -90,7 +90,7 @@ def list_all(run_dir: RunDir) -> list[Listed]:
 
 def _look(path: Path, step: int, word: str | None) -> Listed:
     checkpoint = read_checkpoint(path)
-    damage = find_damage(path, contents=False)
+    damage = _damage(path)
     if checkpoint is None:
         return Listed(
             path.name, step, path, directory_size(path), path.stat().st_mtime,
@@ -109,9 +109,23 @@ def verify(listed: Listed, progress: Callable[[int], None] = lambda count: None)
         listed: The checkpoint.
         progress: Called with the number of bytes read since the last call; what it raises ends
             the reading.
+
+    Raises:
+        NotFoundError: It was deleted while it was read.
     """
-    damage = find_damage(listed.path, progress=progress)
+    damage = _damage(listed.path, contents=True, progress=progress)
+    if damage is not None and not listed.path.exists():
+        raise NotFoundError(f"{listed.name} was deleted meanwhile")
     return replace(listed, damage=damage, verified=True)
+
+
+def _damage(
+    path: Path, *, contents: bool = False, progress: Callable[[int], None] = lambda count: None
+) -> str | None:
+    try:
+        return find_damage(path, contents=contents, progress=progress)
+    except UnreadableError as error:
+        return error.message
 
 
 def find_listed(listed: Sequence[Listed], name: str, whose: str) -> Listed:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -26,6 +28,17 @@ STATE_FILE: Final = "trainer_state.json"
 
 # What the name of a checkpoint gets that is newer than the one a run went back to.
 REWOUND: Final = "rewound"
+
+
+class UnreadableError(UserError):
+    """The file system does not give a file away; nothing is known of what is in it."""
+
+    def __init__(self, file: Path, error: OSError) -> None:
+        super().__init__(
+            f"cannot read {file} ({error.strerror})",
+            "this says nothing about the checkpoint; look at the disk, then try again",
+        )
+
 
 Layout = Literal["sharded", "full"]
 
@@ -156,6 +169,9 @@ def find_damage(
         share: `(number, of)`: read only every `of`-th file, from `number` on, where several
             divide the work. Names and sizes are always compared of all.
         progress: Called with the number of bytes read since the last call.
+
+    Raises:
+        UnreadableError: A file is there and cannot be read; it may be whole.
     """
     checkpoint = read_checkpoint(path)
     if checkpoint is None:
@@ -163,8 +179,10 @@ def find_damage(
     for name, (wanted, _) in checkpoint.files.items():
         try:
             size = (path / name).stat().st_size
-        except OSError:
+        except FileNotFoundError:
             return f"{name} is missing"
+        except OSError as error:
+            raise UnreadableError(path / name, error) from error
         if size != wanted:
             return f"{name} has {size} bytes, not {wanted}"
     if not contents:
@@ -175,7 +193,7 @@ def find_damage(
             if sha256(path / name, progress) != digest:
                 return f"{name} has other contents than when it was written"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            raise UnreadableError(path / name, error) from error
     return None
 
 
@@ -190,12 +208,9 @@ def sha256(path: Path, progress: Callable[[int], None] = lambda count: None) -> 
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint as far as can be; nothing happens when it is gone already.
-
-    The manifest first, since one half deleted must not look complete.
-    """
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete a checkpoint as far as can be; nothing happens when it is gone already."""
+    with suppress(OSError):
+        shutil.rmtree(_hidden(path), ignore_errors=True)
 
 
 def delete_files(path: Path) -> None:
@@ -205,12 +220,21 @@ def delete_files(path: Path) -> None:
         UserError: Something of it cannot be deleted.
     """
     try:
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)
+        shutil.rmtree(_hidden(path))
     except FileNotFoundError:
         return  # someone else was quicker
     except OSError as error:
         raise UserError(f"cannot delete {path} ({error.strerror})") from error
+
+
+def _hidden(path: Path) -> Path:
+    """Rename what is to be deleted: one half deleted is neither complete nor in anyone's way.
+
+    What a kill leaves is removed with saves that were cut off (`RunDir.forget_unfinished`).
+    """
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    os.replace(path, aside)
+    return aside
 
 
 def set_aside(path: Path, word: str) -> Path:
@@ -232,6 +256,11 @@ def set_aside(path: Path, word: str) -> Path:
     return target
 
 
+def newer(run_dir: RunDir, step: int) -> list[tuple[int, Path]]:
+    """The complete checkpoints of later steps."""
+    return [(number, path) for number, path in run_dir.complete_checkpoints() if number > step]
+
+
 def rewind(run_dir: RunDir, step: int) -> list[tuple[Path, Path]]:
     """Set all checkpoints of later steps aside, or, if one cannot be, none.
 
@@ -243,9 +272,8 @@ def rewind(run_dir: RunDir, step: int) -> list[tuple[Path, Path]]:
     """
     moved: list[tuple[Path, Path]] = []
     try:
-        for number, path in run_dir.complete_checkpoints():
-            if number > step:
-                moved.append((path, set_aside(path, REWOUND)))
+        for _, path in newer(run_dir, step):
+            moved.append((path, set_aside(path, REWOUND)))
     except OSError as error:
         put_back(moved)
         raise UserError(

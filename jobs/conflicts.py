@@ -240,9 +240,16 @@ def _fp16(spec: JobSpec) -> Conflict | None:
 
 
 def _state_dict(spec: JobSpec) -> Conflict | None:
+    eight_bit = spec.optimizer == "adamw_8bit"
+    if eight_bit and spec.checkpointing_async:
+        return Conflict(
+            "checkpointing_async",
+            "checkpointing_async: the 8-bit state of optimizer: adamw_8bit is written while "
+            "training waits; leave checkpointing_async out",
+        )
     if spec.fsdp_state_dict_type != "FULL_STATE_DICT":
         return None
-    if spec.optimizer == "adamw_8bit":
+    if eight_bit:
         return Conflict(
             "fsdp_state_dict_type",
             "FULL_STATE_DICT cannot hold the 8-bit state of optimizer: adamw_8bit; use "

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import ValidationError
 
 from jobs.datasets import datasets_of
-from jobs.errors import SpecError
 from jobs.families import FAMILIES
-from jobs.models import find_model
+from jobs.same_model import looks_same, place_of
 from jobs.spec import JobSpec
 from jobs.strategy import data_parallel_size
 
@@ -261,10 +260,12 @@ def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     """Another base model is refused; the same one in another place is not, as far as one sees."""
     key = "pretrained_model_name_or_path"
     was, now = old.pretrained_model_name_or_path, spec.pretrained_model_name_or_path
-    before, after = _place(was), _place(now)
+    before, after = place_of(was), place_of(now)
     if was == now or (before is not None and before == after):
         return
-    if before is None and PurePath(was).name == PurePath(now).name:
+    moved = before is None and PurePath(was).name == PurePath(now).name
+    copied = before is not None and after is not None and looks_same(before, after)
+    if moved or copied:
         found.changes.append(
             f"{key}: {was} → {now}, where it is taken for the same model in a new place"
         )
@@ -273,13 +274,6 @@ def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
             f"{key}: the checkpoint was trained on {was}, not on {now}; give that model, or begin "
             "a job without the checkpoint"
         )
-
-
-def _place(model: str) -> str | None:
-    try:
-        return str(find_model(model).resolve()) if model else None
-    except (SpecError, OSError, ValueError):
-        return None
 
 
 def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:

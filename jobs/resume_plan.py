@@ -9,7 +9,7 @@ from jobs import preflight
 from jobs.cascade import settle
 from jobs.checkpoints import find_checkpoint, list_checkpoints, newest_whole, read_state
 from jobs.errors import StateError, UserError
-from jobs.origin import KEY, check_unneeded, find_origin
+from jobs.origin import KEY, check_unneeded, find_origin, origin_of
 from jobs.resume import find_resume_conflicts
 from jobs.specfile import load_spec
 from jobs.states import ACTIVE, State
@@ -120,7 +120,7 @@ def plan_resume(
         rewound = [one for one in list_checkpoints(job.run_dir) if one.step > back_to]
         check_unneeded(store, [one.path for one in rewound])
     return Plan(
-        spec, wanted, begin, rewound, changes,
+        spec, wanted, begin, rewound, changes, _find_needs(store, job, spec),
         job=job, back_to=back_to, rewritten=bool(overrides),
     )  # fmt: skip
 
@@ -147,6 +147,21 @@ def _find_haste(store: Store, origin: Checkpoint) -> list[str]:
                     f"{origin.path.name} may be gone when this job begins"
                 ]
     return []
+
+
+def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
+    """Whether a job that is resumed may delete what another one is to begin from."""
+    kept = spec.checkpoints_total_limit
+    if kept is None:
+        return []
+    own = job.run_dir.checkpoints.resolve()
+    waiting = {other.id: origin_of(other) for other in store.in_states([State.QUEUED, *ACTIVE])}
+    return [
+        f"job {number} is to begin from {origin.name} of this job, which keeps only its newest "
+        f"{kept} checkpoints; it may be gone by then"
+        for number, origin in waiting.items()
+        if origin is not None and origin.resolve().parent == own
+    ]
 
 
 def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:

@@ -70,15 +70,17 @@ def carry_out(store: Store, plan: Plan) -> Job:
             prepare=lambda run_dir: _write_job_file(run_dir, text),
         )
     else:
-        prepare = partial(_prepare, plan.job.run_dir, plan)
+        prepare = partial(_prepare, store, plan.job.run_dir, plan)
         job = store.requeue(plan.job.id, _how_it_goes_on(plan), _terms(plan), prepare)
     dispatch(store)
     ensure_runner(store)
     return store.get(job.id)
 
 
-def _prepare(run_dir: RunDir, plan: Plan) -> None:
+def _prepare(store: Store, run_dir: RunDir, plan: Plan) -> None:
     """Make a run directory ready to be resumed, while nobody else can."""
+    if plan.back_to is not None:  # again: a job may have been submitted since the plan was made
+        check_unneeded(store, [path for _, path in checkpoints.newer(run_dir, plan.back_to)])
     moved = checkpoints.rewind(run_dir, plan.back_to) if plan.back_to is not None else []
     try:
         if plan.rewritten:

@@ -36,6 +36,7 @@ TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
 RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
 STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack
+SAVE_STEP: Final = 60.0  # seconds in which a save that goes on writes something
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
 _UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})
@@ -132,6 +133,9 @@ class Supervisor:
         if everyone:
             self._end_a_hang(attempt, statuses)
         self._tidy()
+        if self.deadline is not None and _saves_on(statuses):
+            # What it saves is what the stop is for; it gets the time that it needs.
+            self.deadline = max(self.deadline, time.monotonic() + SAVE_STEP)
         overdue = self.deadline is not None and time.monotonic() > self.deadline
         wanted = max(job.stop_level, self.stop_level + 1 if overdue else 0)
         if wanted > self.stop_level:
@@ -296,3 +300,9 @@ def supervise(store: Store, job_id: int) -> None:
     with store.held_open():
         Supervisor(store, store.get(job_id)).run()
     dispatch(store)
+
+
+def _saves_on(statuses: list[RankStatus]) -> bool:
+    """Whether a checkpoint is being written, and has not stood still."""
+    now = time.time()
+    return any(s.phase in ("copy", "save") and now - s.progressed < SAVE_STEP for s in statuses)

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
+# Before anything imports torch: two test files and their ranks share the machine, and threads that
+# wait for each other on busy cores take many times as long as one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from jobs import processes
 from jobs.specfile import load_spec
 from jobs.store import Store

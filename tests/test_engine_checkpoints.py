@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ from test_engine_model import ALONE, build, inputs
 
 from engine import adapters, checkpoint
 from engine.checkpoint import saver as saver_module
+from engine.checkpoint import sharded
 from engine.checkpoint.data_facts import tell_difference
 from engine.ema import Ema
 from engine.families import flux
@@ -259,8 +261,32 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(toy: Path, run_dir
     assert "step-2 is damaged" in said[0]
     assert run_dir.complete_checkpoints() == [(1, run_dir.checkpoint(1))]
     assert (run_dir.checkpoints / "step-2.damaged").is_dir()
-    shutil.rmtree(run_dir.checkpoint(1))
-    assert checkpoint.choose_start(run_dir, None, ALONE, said.append) is None
+
+
+def test_a_run_without_a_sound_checkpoint_does_not_begin_anew_by_itself(
+    toy: Path, run_dir: RunDir
+) -> None:
+    spec = toy_spec(toy)
+    training = training_of(toy, spec)
+    for training.step in (1, 2):
+        next(save(training, spec, run_dir).glob("*.distcp")).write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"all checkpoints .*step-2: .*step-1: .*--from 0"):
+        checkpoint.choose_start(run_dir, None, ALONE, lambda line: None)
+    assert len(run_dir.complete_checkpoints()) == 2, "nothing is renamed"
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(
+    toy: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    spec = toy_spec(toy)
+    save(training_of(toy, spec), spec, run_dir)
+    monkeypatch.setattr("jobs.checkpoints.sha256", fail)
+    with pytest.raises(UserError, match=r"cannot read .*step-0.* \(Input/output error\)"):
+        checkpoint.choose_start(run_dir, None, ALONE, lambda line: None)
+    assert run_dir.latest_checkpoint() == (0, run_dir.checkpoint(0))
 
 
 def test_a_named_checkpoint_counts_until_there_is_an_own_one(
@@ -367,6 +393,63 @@ def test_training_waits_for_saves_that_do_not_fit_into_memory(
     assert run_dir.latest_checkpoint() == (0, run_dir.checkpoint(0)), "complete at once"
 
 
+def test_8_bit_state_is_saved_while_training_waits_and_goes_on(
+    toy: Path, run_dir: RunDir, saver_of: Callable[[JobSpec], checkpoint.Saver]
+) -> None:
+    """Torch's stager does not know such tensors; there are some from 4,096 numbers on."""
+    spec = toy_spec(toy, optimizer="adamw_8bit", lora_rank=32)
+    straight, saver = training_of(toy, spec), saver_of(spec)
+    advance(straight, toy, 2)
+    contents = checkpoint.collect(straight, spec, 1)
+    assert not contents.can_be_copied
+    assert contents.own_bytes < sum(p.numel() * 8 for p in straight.trained().values())
+    saver.save(straight)
+    advance(straight, toy)
+    resumed = training_of(toy, spec)
+    checkpoint.load(resumed, run_dir.checkpoint(2), ALONE)
+    advance(resumed, toy)
+    assert trained_digest(resumed.model) == trained_digest(straight.model)
+
+
+def test_a_save_is_completed_before_a_failed_rank_ends(
+    toy: Path,
+    run_dir: RunDir,
+    saver_of: Callable[[JobSpec], checkpoint.Saver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = checkpoint.write
+
+    def slow(*arguments: Any) -> int:
+        threading.Event().wait(0.3)
+        return write(*arguments)
+
+    monkeypatch.setattr(saver_module, "write", slow)
+    spec = toy_spec(toy, checkpointing_async=True)
+    training, saver = training_of(toy, spec), saver_of(spec)
+    saver.save(training)
+    assert run_dir.latest_checkpoint() is None
+    saver.rescue()
+    assert run_dir.latest_checkpoint() == (0, run_dir.checkpoint(0))
+
+
+def test_a_save_that_another_rank_has_left_is_not_waited_for(
+    toy: Path,
+    run_dir: RunDir,
+    saver_of: Callable[[JobSpec], checkpoint.Saver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = threading.Event()
+    monkeypatch.setattr(saver_module, "write", lambda *arguments: left.wait(60))
+    monkeypatch.setattr(saver_module, "_RESCUE_SECONDS", 0.5)
+    spec = toy_spec(toy, checkpointing_async=True)
+    saver = saver_of(spec)
+    saver.save(training_of(toy, spec))
+    saver.rescue()
+    assert not left.is_set()
+    assert run_dir.latest_checkpoint() is None
+    left.set()
+
+
 # -- failures ------------------------------------------------------------------------------
 
 
@@ -420,6 +503,22 @@ def test_a_save_that_fails_halfway_leaves_the_older_ones_intact(
     assert [c.step for c in list_checkpoints(run_dir)] == [0]
     assert find_damage(run_dir.checkpoint(0)) is None
     assert os.listdir(run_dir.checkpoints) == ["step-0"], "the half one takes no space"
+
+
+@pytest.mark.parametrize("said", ["enforce fail at inline_container.cc:672", "no room"])
+def test_what_torch_says_of_a_full_disk_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    free = Usage(2**30, 2**30, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    failure: Exception = RuntimeError(f"{said} . unexpected pos 64 vs 0")
+    if said == "no room":
+        failure.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    found = sharded._of_the_disk(failure, tmp_path)
+    assert found is not None
+    assert found.strerror == "No space left on device"
+    free = Usage(2**40, 0, 2**40)
+    assert sharded._of_the_disk(RuntimeError("shapes differ"), tmp_path) is None
 
 
 def test_a_job_may_train_on_without_a_checkpoint_but_not_end(

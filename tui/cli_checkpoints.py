@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -81,7 +82,7 @@ def _delete(store: Store, job: Job, words: Sequence[str], *, ask: bool) -> list[
 
 
 def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
-    """Read all but what was set aside as damaged."""
+    """Read all but what was set aside as damaged; those deleted meanwhile are left out."""
     wanted = [one for one in listed if one.set_aside != "damaged"]
     total, done = sum(one.bytes for one in wanted), 0
     with ProgressLine("reading checkpoints") as line:
@@ -91,7 +92,11 @@ def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
             done += count
             line(done, total, f"{size(done)} of {size(total)}")
 
-        return [verify(one, told) if one in wanted else one for one in listed]
+        found = []
+        for one in listed:
+            with suppress(NotFoundError):
+                found.append(verify(one, told) if one in wanted else one)
+        return found
 
 
 @click.command(context_settings=FLAGS)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch.distributed as dist
 
-from jobs.checkpoints import find_damage, read_checkpoint, set_aside
+from jobs.checkpoints import UnreadableError, find_damage, set_aside
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jobs.rundir import RunDir
 
 _T = TypeVar("_T")
+_MOST_NAMED: Final = 3
 
 
 def choose_start(
@@ -28,8 +29,9 @@ def choose_start(
 ) -> Path | None:
     """The checkpoint to begin from, the same on all ranks; a collective.
 
-    Every byte of it is read and compared with its manifest, by all ranks together. A damaged one
-    of the run's own is renamed and passed over for the one before; nobody else's is touched.
+    Every byte of it is read and compared with its manifest, by all ranks together. Damaged ones
+    of the run's own are passed over for the one before, and renamed when that is sound; nobody
+    else's are touched.
 
     Args:
         run_dir: The run.
@@ -42,22 +44,30 @@ def choose_start(
         Its directory; None when there is none, and training begins at step 0.
 
     Raises:
-        UserError: The named one is missing or damaged.
+        UserError: The run has checkpoints and none of them is sound, the named one is missing or
+            damaged, or one cannot be read.
     """
     # Read once: a network file system may show it to one rank before another.
     own = from_main(
         [str(path) for _, path in reversed(run_dir.complete_checkpoints())] if world.main else [],
         world,
     )
+    damaged: list[tuple[Path, str]] = []
     for path in map(Path, own):
         damage = _damage(path, world, progress)
         if damage is None:
+            if world.main:
+                _put_out_of_the_way(damaged, tell)
+            from_main(None, world)  # nobody goes on before they are
             return path
-        if world.main:
-            # Out of the way, so that the run can write this step again; kept for whoever wants it.
-            aside = set_aside(path, "damaged")
-            tell(f"the checkpoint {path.name} is damaged ({damage}), now {aside.name}")
-        from_main(None, world)  # nobody looks further before it is out of the way
+        damaged.append((path, damage))
+    if damaged:
+        # Begun anew without a word, the run would write over what somebody may still save.
+        what = "; ".join(f"{path.name}: {damage}" for path, damage in damaged[:_MOST_NAMED])
+        raise UserError(
+            f"all checkpoints of this run are damaged ({what})",
+            "`fsdp-tui resume ID --from 0` sets them aside and begins anew",
+        )
     if named is None:
         return None
     path = Path(named)
@@ -70,20 +80,31 @@ def choose_start(
     return path
 
 
-def step_of(path: Path) -> int:
-    """The optimizer steps that a complete checkpoint has done."""
-    checkpoint = read_checkpoint(path)
-    assert checkpoint is not None, path
-    return checkpoint.step
+def _put_out_of_the_way(damaged: list[tuple[Path, str]], tell: Callable[[str], None]) -> None:
+    """So that the run can write these steps again; kept for whoever wants them."""
+    for path, damage in damaged:
+        aside = set_aside(path, "damaged")
+        tell(f"the checkpoint {path.name} is damaged ({damage}), now {aside.name}")
 
 
 def _damage(path: Path, world: World, progress: Callable[[int], None]) -> str | None:
-    """What is wrong with a checkpoint, the same answer on all ranks; each reads some files."""
-    own = find_damage(path, share=(world.rank, world.size), progress=progress)
-    found: list[str | None] = [own] * world.size
+    """What is wrong with a checkpoint, the same answer on all ranks; each reads some files.
+
+    Raises:
+        UserError: A rank cannot read it; raised on all of them.
+    """
+    own, unreadable = None, None
+    try:
+        own = find_damage(path, share=(world.rank, world.size), progress=progress)
+    except UnreadableError as error:
+        unreadable = str(error)
+    found: list[tuple[str | None, str | None]] = [(own, unreadable)] * world.size
     if world.size > 1:
-        dist.all_gather_object(found, own)
-    return next((damage for damage in found if damage is not None), None)
+        dist.all_gather_object(found, (own, unreadable))
+    for _, said in found:
+        if said is not None:
+            raise UserError(said)
+    return next((damage for damage, _ in found if damage is not None), None)
 
 
 def from_main(value: _T, world: World) -> _T:

@@ -62,6 +62,11 @@ class Contents:
             total += round(width * tensor.numel())
         return total
 
+    @property
+    def can_be_copied(self) -> bool:
+        """Whether torch's stager knows all the tensors: (2.13) not those made of others."""
+        return not any(hasattr(local_part(t), "__tensor_flatten__") for t in self._all())
+
     def _all(self) -> list[torch.Tensor]:
         return [leaf for leaf in tree_leaves(self.tensors) if isinstance(leaf, torch.Tensor)]
 

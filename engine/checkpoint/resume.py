@@ -55,7 +55,7 @@ def resume(
         if path is None:
             return
         # It looks at the disk, so one rank does for all.
-        changes = from_main(_compare(path, spec, run_dir, data) if world.main else [], world)
+        changes = from_main(_compare(path, spec, data) if world.main else [], world)
         load(training, path, world)
     telemetry.moved(training.step)
     telemetry.say(f"resumed after step {training.step} from {path}")
@@ -63,7 +63,7 @@ def resume(
         telemetry.warn(f"not as when {path.name} was saved: {change}")
 
 
-def _compare(path: Path, spec: JobSpec, run_dir: RunDir, data: Mapping[str, Any]) -> list[str]:
+def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> list[str]:
     """In what the job and its data are not what they were.
 
     Raises:
@@ -73,7 +73,5 @@ def _compare(path: Path, spec: JobSpec, run_dir: RunDir, data: Mapping[str, Any]
     found = find_resume_conflicts(state.get("spec") or {}, spec, done=int(state.get("step", 0)))
     if found.impossible:
         raise UserError(f"cannot go on from {path.name}: {'; '.join(found.impossible)}")
-    # Of its own checkpoints the run has told already, when it looked at the data.
-    elsewhere = path.parent != run_dir.checkpoints
-    other = tell_difference(state.get("data") or {}, data) if elsewhere else None
+    other = tell_difference(state.get("data") or {}, data)
     return [*found.changes, *([other] if other else [])]

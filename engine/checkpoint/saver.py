@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from engine.checkpoint.contents import collect
 from engine.checkpoint.write import aside_of, keep_newest, write
+from engine.host_memory import available_memory
 from jobs.errors import UserError
 from jobs.rundir import MANIFEST, read_json
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _TIMEOUT: Final = timedelta(days=14)
 _LOOK_EVERY: Final = 0.5  # seconds; how far a save is, while training waits for it
 _SPARE_DISK: Final = 4 * 2**20  # bytes of file headers, JSON and the file system's own
+_RESCUE_SECONDS: Final = 10.0  # without a byte; hashing what was written takes its time, too
 _SPARE_MEMORY: Final = 0.5  # of the free host memory may hold a copy of what is saved
 _HINT: Final = "free some space, or set on_save_failure: warn to train on without this checkpoint"
 
@@ -155,6 +156,23 @@ class Saver:
             return
         self._say(pending)
 
+    def rescue(self) -> None:
+        """Let a save that is under way become complete, before this rank ends with a failure.
+
+        Only while it moves on: another rank may be gone, and then it never will. No collective
+        of this thread's, and nothing is raised.
+        """
+        pending, seen, looked = self._pending, -1, 0
+        while pending is not None and not pending.outcome.done():
+            written = _bytes_in(aside_of(pending.path))
+            looked = looked + 1 if written == seen else 0
+            if looked * _LOOK_EVERY > _RESCUE_SECONDS:
+                return
+            seen = written
+            wait([pending.outcome], timeout=_LOOK_EVERY)
+        if pending is not None and pending.outcome.exception() is None:
+            self._say(pending)
+
     def close(self) -> None:
         """End the thread and free what it used."""
         self._thread.shutdown(wait=True)
@@ -236,7 +254,8 @@ class Saver:
         """Whether training goes on while this is written; decided at the first save."""
         if self._behind is None:
             wanted = self._spec.checkpointing_async
-            fits = contents.layout == "sharded" and (wanted or _fits_in_memory(contents.own_bytes))
+            able = contents.layout == "sharded" and contents.can_be_copied
+            fits = able and (wanted or _fits_in_memory(contents.own_bytes))
             # One rank without room is enough, so all decide alike.
             self._behind = wanted is not False and not self._world.any([not fits])[0]
             how = "while training goes on" if self._behind else "while training waits"
@@ -261,7 +280,7 @@ class Saver:
 def _fits_in_memory(part: int) -> bool:
     """Whether all ranks of this machine can hold a copy of their parts."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return part * ranks <= _SPARE_MEMORY * psutil.virtual_memory().available
+    return part * ranks <= _SPARE_MEMORY * available_memory()
 
 
 def _use_device(device: torch.device) -> None:

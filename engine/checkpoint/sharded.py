@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import errno
+import os
+import shutil
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from engine.checkpoint.contents import Contents
+
+_NEXT_TO_NOTHING: Final = 64 * 2**20  # bytes; what a writer that failed has left over
 
 
 def write_tensors(contents: Contents, directory: Path, group: dist.ProcessGroup | None) -> None:
@@ -34,7 +39,25 @@ def write_tensors(contents: Contents, directory: Path, group: dist.ProcessGroup 
     except CheckpointException as error:
         # Torch has gathered what went wrong from all ranks, so all of them are here.
         failures = [failure for failure, _ in error.failures.values()]
-        raise next((f for f in failures if isinstance(f, OSError)), error) from None
+        cause = next(filter(None, (_of_the_disk(failure, directory) for failure in failures)), None)
+        raise cause or error from None
+
+
+def _of_the_disk(failure: BaseException, directory: Path) -> OSError | None:
+    """The file system's complaint behind a failure.
+
+    Torch's writer says of most short writes only that it is not where it expected to be.
+    """
+    seen: BaseException | None = failure
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    if not isinstance(failure, RuntimeError) or "inline_container" not in str(failure):
+        return None
+    full = shutil.disk_usage(directory).free < _NEXT_TO_NOTHING
+    code = errno.ENOSPC if full else errno.EIO
+    return OSError(code, os.strerror(code))
 
 
 def read_tensors(tensors: dict[str, Any], directory: Path, world_size: int) -> None:

@@ -285,6 +285,9 @@ class CheckpointsScreen(Screen[None]):
             self.post_message(self.Verified(verify(one, told)))
         except Cancelled:
             self.post_message(self.Verified(None))
+        except NotFoundError as error:
+            self.app.post_message(self.app.Said(str(error)))
+            self.post_message(self.Verified(None))
         except Exception as error:  # the edge: nothing a person asked for ends in silence
             self.app.post_message(
                 self.app.Said(f"cannot read {one.name}: {type(error).__name__}: {error}", "error")

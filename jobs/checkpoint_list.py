@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _NAME: Final = re.compile(r"step-(?P<step>\d+)(?:\.(?P<word>[a-z]+)(?:-\d+)?)?")
 _MOST_NAMED: Final = 8  # in a sentence
+_UNREADABLE: Final = "cannot read"  # how `UnreadableError` begins
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Listed:
         words = [f"set aside ({self.set_aside})"] if self.set_aside else []
         # What was set aside as damaged needs no second complaint before someone looks closer.
         if self.damage and (self.set_aside != "damaged" or self.verified):
-            words.append(f"damaged: {self.damage}")
+            read = not self.damage.startswith(_UNREADABLE)
+            words.append(f"damaged: {self.damage}" if read else self.damage)
         elif self.verified:
             words.append("verified")
         return ", ".join(words) or "complete"

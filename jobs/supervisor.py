@@ -133,7 +133,7 @@ class Supervisor:
         if everyone:
             self._end_a_hang(attempt, statuses)
         self._tidy()
-        if self.deadline is not None and _saves_on(statuses):
+        if self.deadline is not None and saves_on(statuses):
             # What it saves is what the stop is for; it gets the time that it needs.
             self.deadline = max(self.deadline, time.monotonic() + SAVE_STEP)
         overdue = self.deadline is not None and time.monotonic() > self.deadline
@@ -302,7 +302,7 @@ def supervise(store: Store, job_id: int) -> None:
     dispatch(store)
 
 
-def _saves_on(statuses: list[RankStatus]) -> bool:
+def saves_on(statuses: list[RankStatus]) -> bool:
     """Whether a checkpoint is being written, and has not stood still."""
     now = time.time()
     return any(s.phase in ("copy", "save") and now - s.progressed < SAVE_STEP for s in statuses)

@@ -14,6 +14,7 @@ from checkpoint_support import save_checkpoint
 from jobs import service
 from jobs.checkpoint_list import find_listed, free_bytes, list_all, verify
 from jobs.checkpoints import (
+    UnreadableError,
     delete,
     find_checkpoint,
     find_damage,
@@ -143,6 +144,31 @@ def test_deleting_one_that_is_gone_is_nothing(run_dir: RunDir) -> None:
     assert names(run_dir) == ["step-20", "step-30"]
 
 
+def test_one_whose_deletion_was_cut_off_is_neither_complete_nor_left(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.rmtree", lambda *words, **names: None)  # killed before this
+    delete(run_dir.checkpoint(10))
+    monkeypatch.undo()
+    assert [step for step, _ in run_dir.complete_checkpoints()] == [20, 30]
+    assert [one.name for one in list_all(run_dir)] == ["step-20", "step-30"]
+    run_dir.forget_unfinished()
+    assert not list(run_dir.checkpoints.glob(".*"))
+
+
+def test_what_cannot_be_read_is_not_called_damaged(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: object) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("jobs.checkpoints.sha256", fail)
+    with pytest.raises(UnreadableError, match=r"cannot read .* \(Input/output error\); this says"):
+        find_damage(run_dir.checkpoint(10))
+    (first, *_) = list_all(run_dir)
+    assert verify(first).health.startswith(f"cannot read {first.path / '__0_0.distcp'} (Input")
+
+
 def test_ranks_share_the_reading(run_dir: RunDir) -> None:
     path = run_dir.checkpoint(10)
     spoil(path)
@@ -192,6 +218,13 @@ def test_verifying_reads_every_byte_and_says_so(run_dir: RunDir) -> None:
     for one in found[::2]:
         verify(one, read.append)
     assert sum(read) == sum(path.stat().st_size for path in files) > 2000
+
+
+def test_one_that_is_deleted_while_it_is_verified_is_not_called_damaged(run_dir: RunDir) -> None:
+    listed = list_all(run_dir)
+    delete(run_dir.checkpoint(10))
+    with pytest.raises(NotFoundError, match="step-10 was deleted meanwhile"):
+        verify(listed[0])
 
 
 def test_verifying_is_given_up_when_told(run_dir: RunDir) -> None:
@@ -512,6 +545,31 @@ def test_what_a_waiting_job_begins_from_stays(store: Store, waiting: tuple[Job, 
     assert names(source.run_dir) == ["step-10", "step-20", "step-30"]
     assert store.get(source.id).state is State.STOPPED
     service.delete_checkpoints(store, source.id, ["30", "10"])
+
+
+def test_a_job_that_came_while_going_back_was_considered_keeps_its_beginning(
+    store: Store, ended: Callable[..., Job], job_spec: JobSpec
+) -> None:
+    source = ended(10, 20, 30)
+    plan = plan_resume(store, source.id, back_to=10)
+    store.pause(True)
+    begin = {"resume_from_checkpoint": "1:20", "max_train_steps": 100}
+    service.submit(store, job_spec.model_copy(update=begin))
+    with pytest.raises(StateError, match="is to begin from"):
+        service.carry_out(store, plan)
+    assert names(source.run_dir) == ["step-10", "step-20", "step-30"]
+    assert store.get(source.id).state is State.STOPPED
+
+
+def test_a_resume_that_may_delete_what_another_begins_from_is_told(
+    store: Store, waiting: tuple[Job, Job]
+) -> None:
+    source, job = waiting
+    assert plan_resume(store, source.id).warnings == []
+    (warning,) = plan_resume(store, source.id, {"checkpoints_total_limit": 2}).warnings
+    assert warning.startswith(f"job {job.id} is to begin from step-20 of this job")
+    save_checkpoint(job.run_dir, 25)
+    assert plan_resume(store, source.id, {"checkpoints_total_limit": 2}).warnings == []
 
 
 def test_what_it_has_begun_from_may_go(store: Store, waiting: tuple[Job, Job]) -> None:

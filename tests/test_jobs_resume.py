@@ -228,6 +228,22 @@ def test_another_base_model_is_refused(tmp_path: Path) -> None:
     assert conflicts({key: "/gone/flux-dev"}, {key: str(tmp_path / "one/model")}).impossible
 
 
+def test_a_copy_of_the_model_is_taken_for_it_and_that_is_told(tmp_path: Path) -> None:
+    key = "pretrained_model_name_or_path"
+    for name, weights in (("one", b"1234"), ("copy", b"1234"), ("other", b"12345")):
+        part = tmp_path / name / "transformer"
+        part.mkdir(parents=True)
+        (tmp_path / name / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+        (part / "config.json").write_text('{"num_layers": 2}')
+        (part / "model.safetensors").write_bytes(weights)
+    same = conflicts({key: str(tmp_path / "one")}, {key: str(tmp_path / "copy")})
+    assert not same.impossible
+    assert "taken for the same model" in same.changes[0]
+    assert conflicts({key: str(tmp_path / "one")}, {key: str(tmp_path / "other")}).impossible
+    (tmp_path / "copy/transformer/config.json").write_text('{"num_layers": 3}')
+    assert conflicts({key: str(tmp_path / "one")}, {key: str(tmp_path / "copy")}).impossible
+
+
 def test_a_model_that_has_moved_is_the_same(tmp_path: Path) -> None:
     key = "pretrained_model_name_or_path"
     new = tmp_path / "new" / "model"

@@ -25,8 +25,9 @@ from jobs import service
 from jobs.errors import StateError
 from jobs.eventlog import EventLog
 from jobs.processes import RUN_ID_VARIABLE, with_run_id
-from jobs.rundir import read_json
+from jobs.rundir import RankStatus, read_json
 from jobs.states import State
+from jobs.supervisor import saves_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -543,3 +544,19 @@ def test_a_record_of_another_run_is_not_taken_for_this_one(lab: Lab) -> None:
     job.run_dir.launch_file.write_text(json.dumps(old))
     start_supervisor(job)
     lab.wait(job, State.COMPLETED)
+
+
+# -- how long a stop may take ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "age", "goes_on"),
+    [("save", 1, True), ("copy", 1, True), ("save", 61, False), ("train", 1, False)],
+)
+def test_a_save_that_goes_on_is_given_its_time(phase: str, age: float, goes_on: bool) -> None:
+    now = time.time()
+    status = RankStatus(
+        rank=0, pid=1, started=0.0, host="h", device="cpu", phase=phase, step=4, heartbeat=now,
+        progressed=now - age,
+    )  # fmt: skip
+    assert saves_on([status]) is goes_on

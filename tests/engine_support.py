@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from jobs.specfile import load_spec
 
 # What a forkserver imports once, so that the ranks it forks have no need to. Modules of the tests
@@ -23,8 +25,8 @@ PRELOADED: Final = [
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
+    from engine.training import Training
+    from jobs.rundir import RunDir
     from jobs.spec import JobSpec
 
 
@@ -58,3 +60,14 @@ def trained_digest(model: torch.nn.Module) -> str:
             digest.update(name.encode())
             digest.update(parameter.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def save_checkpoint(training: Training, spec: JobSpec, run_dir: RunDir) -> Path:
+    """A checkpoint of the present step, as a job of one rank writes it; its directory."""
+    from engine import checkpoint
+    from engine.world import World
+
+    alone = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
+    path = run_dir.checkpoint(training.step)
+    checkpoint.write(checkpoint.collect(training, spec, 1), path, alone)
+    return path

@@ -42,8 +42,28 @@ def end_all(bench: Bench) -> None:
                 process.signal(signal.SIGKILL)
 
 
-def test_a_killed_rank_costs_steps_and_changes_nothing(bench: Bench) -> None:
-    straight = bench.run(name="straight", **SETTINGS)
+@pytest.fixture(scope="module")
+def straight(bench: Bench) -> Run:
+    """A job all of whose processes are hung up on at step 2, and that goes on to its end.
+
+    Elastic would end the ranks: its launcher has a handler of its own for SIGHUP.
+    """
+    job = bench.submit(name="hung-up", stop_grace_seconds=5, **SETTINGS)
+    bench.wait_for_step(job, 2)
+    supervisor = bench.store.get(job).supervisor
+    assert supervisor is not None
+    for process in (supervisor, *with_run_id(bench.store.get(job).run_id)):
+        process.signal(signal.SIGHUP)
+    bench.wait(job, "completed", "stopped", "failed", "lost")
+    return Run(job, bench.store.get(job).run_dir)
+
+
+def test_a_hang_up_of_every_process_is_not_noticed(bench: Bench, straight: Run) -> None:
+    facts = bench.show(straight.job)
+    assert facts["state"] == "completed", facts["reason"]
+
+
+def test_a_killed_rank_costs_steps_and_changes_nothing(bench: Bench, straight: Run) -> None:
     job = bench.submit(name="shot", max_restarts=1, **SETTINGS)
     files = bench.store.get(job).run_dir
     bench.until(lambda: files.latest_checkpoint() is not None)
@@ -67,18 +87,6 @@ def test_a_killed_rank_costs_steps_and_changes_nothing(bench: Bench) -> None:
     assert shot.losses == straight.losses, "bit for bit"
     assert shot.norms == straight.norms, "bit for bit"
     assert not bench.processes(job)
-
-
-def test_a_hang_up_of_every_process_is_not_noticed(bench: Bench) -> None:
-    """Elastic would end the ranks: its launcher has a handler of its own for SIGHUP."""
-    job = bench.submit(name="hung-up", max_train_steps=12, stop_grace_seconds=5)
-    bench.wait_for_step(job, 2)
-    supervisor = bench.store.get(job).supervisor
-    assert supervisor is not None
-    for process in (supervisor, *with_run_id(bench.store.get(job).run_id)):
-        process.signal(signal.SIGHUP)
-    facts = bench.wait(job, "completed", "stopped", "failed", "lost")
-    assert facts["state"] == "completed", facts["reason"]
 
 
 @pytest.fixture

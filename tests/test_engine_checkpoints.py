@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from engine_support import save_checkpoint as save
 from engine_support import toy_spec, trained_digest
 from safetensors import safe_open
 from test_engine_model import ALONE, build, inputs
@@ -57,12 +58,6 @@ def advance(training: Training, toy: Path, steps: int = 1) -> None:
         training.step += 1
         if training.ema is not None:
             training.ema.update(training.step)
-
-
-def save(training: Training, spec: JobSpec, run_dir: RunDir) -> Path:
-    path = run_dir.checkpoint(training.step)
-    checkpoint.write(checkpoint.collect(training, spec, 1), path, ALONE)
-    return path
 
 
 def digest_of(training: Training) -> str:

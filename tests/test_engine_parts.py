@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from engine_support import save_checkpoint as save
 from engine_support import toy_spec
 
 from engine import checkpoint
@@ -258,7 +259,7 @@ def trained(toy: Path, **changes: Any) -> tuple[Training, JobSpec]:
 
 def test_average_and_loss_scale_are_saved_and_restored(toy: Path, tmp_path: Path) -> None:
     training, spec = trained(toy)
-    path = checkpoint.save(training, spec, RunDir(tmp_path), ALONE)
+    path = save(training, spec, RunDir(tmp_path))
     resumed = start_training(spec, Line(), ALONE)
     checkpoint.load(resumed, path, ALONE)
     assert resumed.ema is not None
@@ -274,7 +275,7 @@ def test_an_average_wanted_only_now_begins_with_the_resumed_weights(
 ) -> None:
     training, spec = trained(toy)
     training.ema = None
-    path = checkpoint.save(training, spec, RunDir(tmp_path), ALONE)
+    path = save(training, spec, RunDir(tmp_path))
     resumed = start_training(spec, Line(), ALONE)
     checkpoint.load(resumed, path, ALONE)
     assert resumed.ema is not None

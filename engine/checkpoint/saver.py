@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _TIMEOUT: Final = timedelta(days=14)
 _LOOK_EVERY: Final = 0.5  # seconds; how far a save is, while training waits for it
 _SPARE_DISK: Final = 4 * 2**20  # bytes of file headers, JSON and the file system's own
-_RESCUE_SECONDS: Final = 10.0  # without a byte; hashing what was written takes its time, too
+_RESCUE_SECONDS: Final = 60.0  # without a byte; hashing what was written takes its time, too
 _SPARE_MEMORY: Final = 0.5  # of the free host memory may hold a copy of what is saved
 _HINT: Final = "free some space, or set on_save_failure: warn to train on without this checkpoint"
 

@@ -120,6 +120,7 @@ async def take(options: argparse.Namespace, name: str, size: tuple[int, int]) ->
             await pilot.press(*opening)
             await pilot.pause(0.6)
             await until(pilot, lambda: not app.screen.has_class("-looking"))
+            await pilot.pause(0.6)  # what was found is drawn after the look has ended
             path = options.out / f"{scene}-{name}.svg"
             path.write_text(app.export_screenshot(title="fsdp-tui"), encoding="utf-8")
             print(path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from engine.replicas import check_replicas
 from engine.sampling import Sampler
 from engine.validation_loss import ValidationLoss
@@ -178,9 +176,7 @@ class Trainer:
     def report_memory(self) -> None:
         """Record every rank's peak of each phase; a collective."""
         mine = dict(self.peaks.phases)
-        everyone: list[dict[str, int]] = [mine] * self.world.size
-        if self.world.size > 1:
-            torch.distributed.all_gather_object(everyone, mine)
+        everyone = self.world.gather(mine)
         self.telemetry.emit(
             "memory",
             step=self.training.step,

@@ -6,7 +6,7 @@ import os
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from jobs.spec import JobSpec
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,31 @@ class World:
         votes = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return [bool(vote) for vote in votes]
+
+    def gather(self, value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+        """Every rank's value, by rank. A collective.
+
+        Args:
+            value: What can be pickled.
+            group: All ranks; the default group when left out.
+        """
+        if self.size == 1:
+            return [value]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, value, group=group)
+        return everyone
+
+    def from_main(self, value: _T, group: dist.ProcessGroup | None = None) -> _T:
+        """Rank 0's value, on all ranks. A collective.
+
+        Args:
+            value: What can be pickled; only rank 0's counts.
+            group: All ranks; the default group when left out.
+        """
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=group)
+        return box[0]
 
     def barrier(self) -> None:
         """Wait for all ranks. A collective."""

@@ -62,6 +62,15 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
         raise
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, or None when it is missing or not (yet) a JSON object."""
     try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Final
 
 from jobs.checkpoints import UnreadableError, find_damage, set_aside
 from jobs.errors import UserError
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from engine.world import World
     from jobs.rundir import RunDir
 
-_T = TypeVar("_T")
 _MOST_NAMED: Final = 3
 
 
@@ -48,9 +45,8 @@ def choose_start(
             damaged, or one cannot be read.
     """
     # Read once: a network file system may show it to one rank before another.
-    own = from_main(
-        [str(path) for _, path in reversed(run_dir.complete_checkpoints())] if world.main else [],
-        world,
+    own = world.from_main(
+        [str(path) for _, path in reversed(run_dir.complete_checkpoints())] if world.main else []
     )
     damaged: list[tuple[Path, str]] = []
     for path in map(Path, own):
@@ -58,7 +54,7 @@ def choose_start(
         if damage is None:
             if world.main:
                 _put_out_of_the_way(damaged, tell)
-            from_main(None, world)  # nobody goes on before they are
+            world.barrier()  # nobody goes on before they are
             return path
         damaged.append((path, damage))
     if damaged:
@@ -98,18 +94,8 @@ def _damage(path: Path, world: World, progress: Callable[[int], None]) -> str | 
         own = find_damage(path, share=(world.rank, world.size), progress=progress)
     except UnreadableError as error:
         unreadable = str(error)
-    found: list[tuple[str | None, str | None]] = [(own, unreadable)] * world.size
-    if world.size > 1:
-        dist.all_gather_object(found, (own, unreadable))
+    found = world.gather((own, unreadable))
     for _, said in found:
         if said is not None:
             raise UserError(said)
     return next((damage for damage, _ in found if damage is not None), None)
-
-
-def from_main(value: _T, world: World) -> _T:
-    """Rank 0's value, on all ranks; a collective."""
-    box = [value]
-    if world.size > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from engine.checkpoint import full, sharded
-from engine.checkpoint.choose import from_main
 from engine.checkpoint.contents import options_for, tensors_of
 from jobs.checkpoints import read_checkpoint, read_state
 from jobs.errors import UserError
@@ -38,7 +37,7 @@ def load(training: Training, path: Path, world: World) -> None:
     """
     # Read once: a network file system may show it to one rank before another.
     found = (read_checkpoint(path), read_state(path)) if world.main else (None, {})
-    checkpoint, state = from_main(found, world)
+    checkpoint, state = world.from_main(found)
     if checkpoint is None or "step" not in state:
         raise UserError(f"{path} is not a complete checkpoint")
     layout, has_ema = checkpoint.layout, bool(state.get("ema"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoint.choose import choose_start, from_main
+from engine.checkpoint.choose import choose_start
 from engine.checkpoint.data_facts import tell_difference
 from engine.checkpoint.restore import load
 from jobs.checkpoints import read_state
@@ -55,7 +55,7 @@ def resume(
         if path is None:
             return
         # It looks at the disk, so one rank does for all.
-        changes = from_main(_compare(path, spec, data) if world.main else [], world)
+        changes = world.from_main(_compare(path, spec, data) if world.main else [])
         load(training, path, world)
     telemetry.moved(training.step)
     telemetry.say(f"resumed after step {training.step} from {path}")

@@ -232,14 +232,11 @@ class Saver:
 
     def _look_at_disk(self, contents: Contents) -> tuple[int, str | None]:
         """The bytes of a checkpoint, and why they do not fit; rank 0 looks for all."""
-        found: list[Any] = [None]
+        found: tuple[int, str | None] = (0, None)
         if self._world.main:
             total = contents.total_bytes
-            found = [(total, self._lack(total))]
-        if self._world.size > 1:
-            dist.broadcast_object_list(found, src=0, group=self._group)
-        total, lack = found[0]
-        return total, lack
+            found = (total, self._lack(total))
+        return self._world.from_main(found, self._group)
 
     def _lack(self, total: int) -> str | None:
         where = self._run_dir.checkpoints

@@ -9,23 +9,22 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from engine.checkpoint import full, sharded
+from engine.checkpoint.contents import SCHEMA
 from jobs.checkpoints import STATE_FILE, delete, sha256
 from jobs.errors import UserError
-from jobs.rundir import MANIFEST, write_atomic
+from jobs.rundir import MANIFEST, sync, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    import torch.distributed as dist
+
     from engine.checkpoint.contents import Contents
     from engine.world import World
 
     Hashes = dict[str, tuple[int, str]]  # file name → bytes and SHA-256
-
-_SCHEMA = 1
 
 
 def write(
@@ -80,10 +79,7 @@ def _together(act: Callable[[], Any], world: World, group: dist.ProcessGroup | N
         outcome = act()
     except (OSError, RuntimeError, UserError) as error:
         outcome = error
-    everyone = [outcome]
-    if world.size > 1:
-        everyone = [None] * world.size
-        dist.all_gather_object(everyone, outcome, group=group)
+    everyone = world.gather(outcome, group)
     for one in everyone:
         if isinstance(one, Exception):
             raise one
@@ -106,7 +102,7 @@ def _write_own(
         sharded.write_tensors(contents, aside, group)
         own = sharded.own_files(aside, world.rank)
     for path in own:
-        _sync(path)
+        sync(path)
     return {path.name: (path.stat().st_size, sha256(path)) for path in own}
 
 
@@ -122,7 +118,7 @@ def _complete(contents: Contents, aside: Path, final: Path, hashes: list[Hashes]
         raise RuntimeError(f"{aside} has files that no rank wrote, or lacks some: {odd}")
     size = sum(number for number, _ in found.values())
     manifest = {
-        "schema": _SCHEMA,
+        "schema": SCHEMA,
         "step": contents.step,
         "layout": contents.layout,
         "world_size": contents.world_size,
@@ -132,16 +128,8 @@ def _complete(contents: Contents, aside: Path, final: Path, hashes: list[Hashes]
         "files": {n: {"bytes": b, "sha256": h} for n, (b, h) in sorted(found.items())},
     }
     write_atomic(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n", durable=True)
-    _sync(aside)
+    sync(aside)
     shutil.rmtree(final, ignore_errors=True)  # of an attempt that was cut off before its manifest
     os.replace(aside, final)
-    _sync(final.parent)
+    sync(final.parent)
     return size
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

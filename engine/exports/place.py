@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.export_places import FACTS_FILE, export_facts
+from jobs.rundir import sync, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,12 +55,10 @@ def install(aside: Path, target: Path, facts: dict[str, Any]) -> None:
         for path in sorted(aside.rglob("*"))
         if path.is_file()
     }
-    with open(aside / FACTS_FILE, "w", encoding="utf-8") as file:
-        file.write(json.dumps(facts | {"files": files}, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps(facts | {"files": files}, indent=1) + "\n"
+    write_atomic(aside / FACTS_FILE, text, durable=True)
     for directory in [*(path for path in aside.rglob("*") if path.is_dir()), aside]:
-        _sync(directory)
+        sync(directory)
     old = _old_of(target)
     if target.exists():
         _keep_other_step(target, facts)
@@ -72,7 +71,7 @@ def install(aside: Path, target: Path, facts: dict[str, Any]) -> None:
         if old.exists():
             os.replace(old, target)
         raise
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -102,11 +101,3 @@ def _tidy(target: Path) -> None:
 
 def _old_of(target: Path) -> Path:
     return target.with_name(f".{target.name}{_OLD}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

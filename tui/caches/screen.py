@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual import on
 from textual.binding import Binding
-from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
@@ -18,6 +17,7 @@ from jobs.errors import StateError, UserError
 from tui.caches.panel import CachesPanel
 from tui.caches.rows import amount, freed, listed
 from tui.modals.confirm import ConfirmScreen
+from tui.widgets.key_line import key_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,8 +91,7 @@ class CachesScreen(Screen[None]):
         yield Static("", id="cache-about", markup=False)
         yield Static("", id="cache-status", markup=False)
         self.key_line.auto_links = False  # they would all get one colour
-        parts = (f"[@click=screen.{a}][b $accent]{k}[/] {does}[/]" for a, k, does in _KEYS)
-        self.key_line.update(Content.from_markup("  ".join(parts)))
+        self.key_line.update(key_line(_KEYS))
         yield self.key_line
 
     def on_mount(self) -> None:

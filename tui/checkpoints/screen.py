@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual import on
 from textual.binding import Binding
-from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
@@ -24,12 +23,14 @@ from tui.checkpoints.rows import progress_row
 from tui.checkpoints.words import EMPTY, about, totals
 from tui.format import size
 from tui.modals.confirm import ConfirmScreen
+from tui.widgets.key_line import key_line
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from textual.app import ComposeResult
+    from textual.content import Content
 
     from jobs.checkpoint_list import Listed
     from jobs.resume_plan import Plan
@@ -219,8 +220,7 @@ class CheckpointsScreen(Screen[None]):
             (action, key, _BUSY[action] if busy.get(action) else does)
             for action, key, does in _KEYS
         ]
-        parts = (f"[@click=screen.{a}][b $accent]{k}[/] {does}[/]" for a, k, does in keys)
-        self._put("keys", Content.from_markup("  ".join(parts)))
+        self._put("keys", key_line(keys))
 
     # -- moving ----------------------------------------------------------------------------
 

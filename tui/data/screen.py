@@ -22,10 +22,11 @@ from tui.data.findings_panel import FindingsPanel
 from tui.data.pictures_panel import PicturesPanel
 from tui.data.rows import looking_row
 from tui.data.words import changes, headlines
+from tui.widgets.key_line import key_line
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from textual.app import ComposeResult
@@ -180,7 +181,7 @@ class DataScreen(Screen[None]):
     def _become(self, state: str) -> None:
         for name in _STATES:
             self.set_class(name == state, name)
-        self.key_line.update(_key_line(_KEYS if state == "-looked" else _KEYS_WITHOUT))
+        self.key_line.update(key_line(_KEYS if state == "-looked" else _KEYS_WITHOUT))
 
     # -- moving ----------------------------------------------------------------------------
 
@@ -208,10 +209,3 @@ class DataScreen(Screen[None]):
 
     def action_switch_theme(self) -> None:
         self.app.switch_theme()
-
-
-def _key_line(keys: Sequence[tuple[str, str, str]]) -> Content:
-    return Content.from_markup("  ".join(
-        f"[@click={action if '.' in action else 'screen.' + action}][b $accent]{key}[/] {does}[/]"
-        for action, key, does in keys
-    ))  # fmt: skip

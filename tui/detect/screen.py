@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from textual import on
 from textual.binding import Binding
 from textual.containers import Vertical
-from textual.content import Content
 from textual.events import DescendantFocus
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -22,6 +21,7 @@ from jobs.tools import Cancelled, ToolError
 from tui.detect.panel import BlocksPanel
 from tui.detect.rows import looking_row
 from tui.detect.words import about, cautions, headline, outcome, paths, usable
+from tui.widgets.key_line import key_line
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -281,5 +281,4 @@ class DetectScreen(ModalScreen[list[str] | None]):
             keys = _KEYS_LOOKING if self.found is None else _KEYS_LOOKING_AGAIN
         else:
             keys = _KEYS if self.found is not None else _KEYS_WITHOUT
-        parts = (f"[@click=screen.{a}][b $accent]{k}[/] {does}[/]" for a, k, does in keys)
-        self.query_one("#detect-keys", Static).update(Content.from_markup("  ".join(parts)))
+        self.query_one("#detect-keys", Static).update(key_line(keys))

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.tensor import DTensor
 
 from engine.weights import local_part, rows_of
@@ -23,7 +23,7 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
     """Put an adapter into the model, on whatever device its base weights are (meta: also fine).
 
     Args:
-        model: A diffusers model (it has `add_adapter`).
+        model: A diffusers model.
         spec: The job.
         targets: Regular expression of module names, unless the job names its own.
 
@@ -39,7 +39,10 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
     )
     model.requires_grad_(False)
     try:
-        model.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+        if hasattr(model, "add_adapter"):
+            model.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
+        else:  # a model without diffusers' mixin (PixArt's); the modules are the same
+            inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
         raise UserError(f"lora_target_modules: {error}") from None
     # Peft makes adapters in the base's precision; what is trained is kept in fp32.

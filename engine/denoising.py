@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.objective import Problem
+from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diffusers import DDPMScheduler
-
-    from jobs.families import Objective
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,24 @@ class Denoising:
 
     Attributes:
         scheduler: The model's noise schedule; diffusers adds the noise and forms v.
-        prediction: epsilon or v_prediction.
         snr_gamma: Min-SNR's cap on the signal-to-noise ratio; None weights all steps alike.
     """
 
     scheduler: DDPMScheduler
-    prediction: Objective
     snr_gamma: float | None
+
+    def __post_init__(self) -> None:
+        if self.prediction not in ("epsilon", "v_prediction"):
+            raise UserError(
+                f"the model's scheduler_config.json says prediction_type: {self.prediction}, with "
+                "which no training is tested here",
+                "use a model of epsilon or v_prediction",
+            )
+
+    @property
+    def prediction(self) -> str:
+        """What the model says of noisy latents: epsilon or v_prediction."""
+        return str(self.scheduler.config.prediction_type)
 
     def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Problem:
         """Draw a timestep and noise for each sample.

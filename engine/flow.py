@@ -6,7 +6,7 @@ Lipman et al. 2022 and Liu et al. 2022; logit-normal sampling of sigma after Ess
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from jobs.spec import JobSpec
 
+_MOST_DRAWS: Final = 1000  # of a sigma within its range
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -24,11 +26,13 @@ class Flow:
 
     Attributes:
         spec: The job; how sigma is drawn.
-        shift_of: The family's shift for latents of a height and width.
+        shift_of: The family's shift for latents of a height, width and number of frames.
+        sigmas: Lowest and highest that the model is for.
     """
 
     spec: JobSpec
-    shift_of: Callable[[int, int], float]
+    shift_of: Callable[[int, int, int], float]
+    sigmas: tuple[float, float] = (0.0, 1.0)
 
     def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Problem:
         """Draw sigma and noise for each sample.
@@ -41,8 +45,7 @@ class Flow:
             Noisy latents `(1 - sigma) · latents + sigma · noise`, sigma in (0, 1) as the level,
             and the velocity `noise - latents` as the target.
         """
-        height, width = latents.shape[-2:]
-        shift = self.spec.flow_shift or self.shift_of(height, width)
+        shift = self.shift_for(latents)
         sigmas, noises = [], []
         for generator in generators:
             sigmas.append(self._draw_sigma(shift, generator))
@@ -52,7 +55,27 @@ class Flow:
         mix = sigma.view(-1, *[1] * (latents.dim() - 1))
         return Problem((1 - mix) * latents + mix * noise, sigma, noise - latents)
 
+    def shift_for(self, latents: torch.Tensor) -> float:
+        """The job's shift, else the family's for latents of this size."""
+        frames = latents.shape[2] if latents.dim() == 5 else 1
+        height, width = latents.shape[-2:]
+        return self.spec.flow_shift or self.shift_of(height, width, frames)
+
+    def sigma_at(self, quantile: float, shift: float) -> float:
+        """The sigma at a quantile in (0, 1) of a uniform one that is shifted, within `sigmas`."""
+        low, high = (sigma / (shift - (shift - 1) * sigma) for sigma in self.sigmas)
+        uniform = low + quantile * (high - low)
+        return shift * uniform / (1 + (shift - 1) * uniform)
+
     def _draw_sigma(self, shift: float, generator: torch.Generator) -> torch.Tensor:
+        low, high = self.sigmas
+        for _ in range(_MOST_DRAWS):
+            sigma = self._draw_any(shift, generator)
+            if low <= sigma <= high:
+                return sigma
+        return sigma.clamp(low, high)  # a distribution that lies elsewhere
+
+    def _draw_any(self, shift: float, generator: torch.Generator) -> torch.Tensor:
         if self.spec.timestep_sampling == "uniform":
             return torch.rand((), generator=generator)
         normal = torch.randn((), generator=generator)

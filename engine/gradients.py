@@ -45,23 +45,32 @@ def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float, world: World
     where groups of ranks add in another order, and the copies would drift apart.
 
     Args:
-        parameters: All trained parameters, all sharded or all plain.
+        parameters: All trained parameters, sharded or plain.
         max_norm: 0 only measures.
         world: The ranks.
 
     Returns:
         The norm before clipping, over all parameters of all ranks: a scalar on their device.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    copies = not isinstance(parameters[0], DTensor) or world.replicas > 1
+    # Apart, since torch's functions take tensors of one kind only.
+    kinds = [
+        [p for p in parameters if p.grad is not None and isinstance(p, DTensor) is sharded]
+        for sharded in (True, False)
+    ]
+    norms = [_norm(kind) for kind in kinds if kind]
+    norm = norms[0] if len(norms) == 1 else torch.stack([n.to(norms[-1]) for n in norms]).norm()
+    copies = bool(kinds[1]) or world.replicas > 1
     if world.size > 1 and copies:
         dist.broadcast(norm, src=0)
     if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        for kind in kinds:
+            torch.nn.utils.clip_grads_with_norm_(kind, max_norm, norm)
     return norm
+
+
+def _norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

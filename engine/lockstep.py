@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     import torch
 
 
-def rounds_of(forwards: Sequence[int], ranks: int) -> list[list[int]]:
+def rounds_of(
+    forwards: Sequence[int], ranks: int, kinds: Sequence[Hashable] | None = None
+) -> list[list[int]]:
     """Which pictures are made at the same time, one on each rank. Pure.
 
     Those that take equally many forwards go together, the longest first, which takes the fewest
@@ -24,39 +26,47 @@ def rounds_of(forwards: Sequence[int], ranks: int) -> list[list[int]]:
     Args:
         forwards: Of each picture.
         ranks: How many pictures are made at a time.
+        kinds: Of each picture; those of different kinds are not made at the same time.
     """
     order = sorted(range(len(forwards)), key=lambda number: -forwards[number])
-    return [order[first : first + ranks] for first in range(0, len(order), ranks)]
+    by_kind: dict[Hashable, list[int]] = {}
+    for number in order:
+        by_kind.setdefault(kinds[number] if kinds else None, []).append(number)
+    return [own[n : n + ranks] for own in by_kind.values() for n in range(0, len(own), ranks)]
 
 
 class Forwards:
-    """Counts the forwards of a model, within a context, and can make more of them.
+    """Counts the forwards of models, within a context, and can make more of them.
 
     Args:
-        model: The model.
+        models: The models.
         moved: Called after each forward.
 
     Attributes:
         made: How many so far.
     """
 
-    def __init__(self, model: torch.nn.Module, moved: Callable[[], None]) -> None:
-        self._model = model
+    def __init__(self, models: Sequence[torch.nn.Module], moved: Callable[[], None]) -> None:
+        self._models = list(models)
         self._moved = moved
-        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._last: tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
         self.made = 0
 
     def __enter__(self) -> Forwards:
         self._hooks = [
-            self._model.register_forward_pre_hook(self._remember, with_kwargs=True),
-            self._model.register_forward_hook(self._count),
+            hook
+            for model in self._models
+            for hook in (
+                model.register_forward_pre_hook(self._remember, with_kwargs=True),
+                model.register_forward_hook(self._count),
+            )
         ]
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._inputs = None
+        self._last = None
 
     def check(self, expected: int, pipeline: Any) -> None:
         """Compare what a pipeline made with what was planned for.
@@ -74,12 +84,14 @@ class Forwards:
     def fill_up(self, total: int) -> None:
         """Make forwards with the inputs of the last one until there are so many; a collective."""
         while self.made < total:
-            assert self._inputs is not None, "a pipeline has made at least one forward"
-            positional, named = self._inputs
-            self._model(*positional, **named)
+            assert self._last is not None, "a pipeline has made at least one forward"
+            model, positional, named = self._last
+            model(*positional, **named)
 
-    def _remember(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._inputs = (args, kwargs)
+    def _remember(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._last = (model, args, kwargs)
 
     def _count(self, *_: Any) -> None:
         self.made += 1

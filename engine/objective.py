@@ -44,19 +44,17 @@ class Objective(Protocol):
 
 def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objective:
     """The objective of the job's family."""
-    from jobs.families import get_family
-
-    kind = get_family(spec.model_family).objective
-    if kind == "flow":
+    if family.facts.objective == "flow":
         from engine.flow import Flow
 
-        return Flow(spec, family.shift_of)
+        return Flow(spec, family.shift_of, family.sigma_range())
     from diffusers import DDPMScheduler
 
     from engine.denoising import Denoising
 
+    # Of whatever class the model's own is: all keep the noise schedule in the same settings.
     scheduler = DDPMScheduler.from_pretrained(model_root, subfolder="scheduler")
-    return Denoising(scheduler, kind, spec.snr_gamma)
+    return Denoising(scheduler, spec.snr_gamma)
 
 
 def loss_of(prediction: torch.Tensor, problem: Problem, spec: JobSpec) -> torch.Tensor:

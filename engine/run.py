@@ -72,8 +72,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         telemetry.warn(warning)
     control = Control(run_dir, world)
     meeting = Meeting(run_dir, world.token, world.rank, world.size)
-    family = families.load(spec.model_family, spec.model_flavour)
     model_root = find_model(spec.pretrained_model_name_or_path)
+    family = families.load(spec.model_family, spec.model_flavour, model_root, spec.fps)
 
     if world.context_size > 1:
         check_context(spec, family, world)
@@ -140,24 +140,21 @@ def build_model(
     spec: JobSpec, family: Family, root: Path, world: World, telemetry: Telemetry
 ) -> torch.nn.Module:
     """The transformer on this rank's device: built on meta, adapted, sharded, then streamed."""
-    directory = root / "transformer"
+    directory = root / family.component
     model, stored = weights.build_on_meta(
         family.transformer_class(), directory, spec, say=telemetry.say
     )
     choose_attention(model, spec)
     if checkpoints_activations(spec):
         checkpoint_activations(model, spec)
-    whole: list[torch.nn.Parameter] = []
     if spec.model_type == "lora":
         adapters.add_lora(model, spec, family.LORA_TARGETS)
-        if not world.shards or spec.lora_placement == "replicated":
-            whole = list(adapters.lora_parameters(model).values())
     if world.mesh is not None and world.context_size > 1:
         enable_context_parallel(model, world.mesh)
     compile_blocks(model, spec)
     units: list[str] = []
     if world.shards:
-        units = shard(model, spec, world, replicated=whole)
+        units = shard(model, spec, world, replicated=kept_whole(model, spec))
     offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
     weights.materialise(model, world.device, parameters_on=offload)
     with telemetry.phase("load", len(stored)) as progress:
@@ -165,17 +162,24 @@ def build_model(
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":
         adapters.initialise(model, spec.seed)
-        whole = list(adapters.lora_parameters(model).values()) if whole else []
     weights.check_precision(model, spec)
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
     if world.shards:
         summary = check_sharding(
-            model, world, units, replicated=whole, offloaded=offload is not None,
+            model, world, units, replicated=kept_whole(model, spec), offloaded=offload is not None,
             gathered_in=precision_policy(spec).param_dtype,
         )  # fmt: skip
         telemetry.say(str(summary))
         telemetry.emit("sharding", **vars(summary))
     return model
+
+
+def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter]:
+    """What is trained and stays whole on every rank where the rest is sharded."""
+    if spec.model_type == "full":
+        return weights.trained_in_fp32(model)
+    sharded = spec.lora_placement == "sharded"
+    return [] if sharded else list(adapters.lora_parameters(model).values())
 
 
 def check_context(spec: JobSpec, family: Family, world: World) -> None:

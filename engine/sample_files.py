@@ -1,45 +1,85 @@
-"""A sampled picture on the disk: a PNG, and beside it a JSON file with what it was made from."""
+"""A sample on the disk: a PNG, of videos an MP4 too, and in a JSON file what it was made from."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
 
 from PIL.PngImagePlugin import PngInfo
 
 from jobs.rundir import write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from PIL import Image
+    from PIL.Image import Image
+
+_CODEC: Final = "libx264"
+_QUALITY: Final = {"crf": "14"}  # hardly to be told from the frames
 
 
 def sample_name(number: int) -> str:
-    """The file of a job's prompt with this number."""
+    """The picture of a job's prompt with this number."""
     return f"{number:02d}.png"
 
 
-def write_sample(picture: Image.Image, facts: Mapping[str, Any], path: Path) -> None:
-    """Write both files; each is replaced as a whole.
+def write_sample(frames: Sequence[Image], facts: Mapping[str, Any], path: Path) -> None:
+    """Write the files; each is replaced as a whole.
 
     Args:
-        picture: The picture.
-        facts: JSON values; `prompt`, `negative_prompt`, `steps`, `guidance`, `seed`, `size`, …
-        path: Of the picture; the other file has the suffix `.json`.
+        frames: A picture, or the frames of a video, of which the middle one is the picture.
+        facts: JSON values; `prompt`, `negative_prompt`, `steps`, `guidance`, `seed`, `size`, …,
+            of videos also `fps`.
+        path: Of the picture; the other files have the suffixes `.mp4` and `.json`.
+
+    Raises:
+        OSError: They cannot be written.
     """
     notes = PngInfo()
     notes.add_itxt("parameters", _in_words(facts))
+    picture = frames[len(frames) // 2]
+    _replace(path, lambda aside: picture.save(aside, format="PNG", pnginfo=notes))
+    if len(frames) > 1:
+        _replace(path.with_suffix(".mp4"), lambda aside: _write_video(frames, facts["fps"], aside))
+    write_atomic(path.with_suffix(".json"), json.dumps(facts, ensure_ascii=False) + "\n")
+
+
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
     aside = path.with_name(f".{path.name}.tmp")
     try:
-        picture.save(aside, format="PNG", pnginfo=notes)
+        write(aside)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    write_atomic(path.with_suffix(".json"), json.dumps(facts, ensure_ascii=False) + "\n")
+
+
+def _write_video(frames: Sequence[Image], fps: float, path: Path) -> None:
+    """H.264, which every player knows.
+
+    Raises:
+        OSError: It cannot be written, or the library that does it is not installed.
+    """
+    try:
+        import av
+    except ImportError:
+        raise OSError("videos need PyAV: pip install 'fsdp-tui[video]'") from None
+    try:
+        with av.open(str(path), "w", format="mp4") as file:
+            stream: Any = file.add_stream(
+                _CODEC, rate=Fraction(fps).limit_denominator(1001), options=_QUALITY
+            )
+            # Half as many pixels of colour each way: sides are even, as all families' are.
+            stream.width, stream.height = frames[0].size
+            stream.pix_fmt = "yuv420p"
+            for frame in frames:
+                file.mux(stream.encode(av.VideoFrame.from_image(frame)))
+            file.mux(stream.encode())
+    except (ValueError, av.FFmpegError) as error:  # such as a build without this codec
+        raise OSError(str(error)) from error
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:

@@ -8,12 +8,14 @@ the same one.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import cpu_offload_with_hook
 
+from engine.companion import companions
 from engine.data.captions import prompt_text
 from engine.lockstep import Forwards, rounds_of
 from engine.parallel import reshard
@@ -25,6 +27,8 @@ from jobs.prompts import SampleRequest, requests_of
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from PIL.Image import Image
 
     from engine.data.prepare import Prepared
     from engine.families import Family
@@ -75,23 +79,30 @@ class Sampler:
         written, failed = [False] * len(requests), False
         was_training, done = transformer.training, 0
         transformer.eval()
-        with self.telemetry.phase("sample", len(requests)) as progress:
-            studio = _Studio(self.family, self.model_root, transformer, self.world.device)
-            for numbers in rounds_of(planned, self.world.data_size):
+        with self.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
+            beside = stack.enter_context(
+                companions(self.spec, self.family, self.model_root, self.world, self.telemetry)
+            )
+            studio = _Studio(self.family, self.model_root, transformer, beside, self.world.device)
+            # Two denoisers take turns at a place that depends on the steps.
+            kinds = [(one.steps, one.guided) for one in requests] if beside else None
+            for numbers in rounds_of(planned, self.world.data_size, kinds):
                 if any(self.world.any([self.wants_stop()])):
                     break
                 number = self._number(numbers)
                 latents = self._denoise(studio, requests, planned, numbers)
                 # The VAE gets the room of whatever weights are still gathered.
-                reshard(transformer)
+                studio.reshard()
                 if number is not None and self.world.rank % self.world.context_size == 0:
-                    picture = studio.develop(requests[number], latents)
-                    written[number] = self._write(picture, requests[number], target, number, step)
+                    frames = studio.develop(requests[number], latents)
+                    written[number] = self._write(frames, requests[number], target, number, step)
                     failed = failed or not written[number]
                 done += len(numbers)
                 progress(done)
             transformer.train(was_training)
             studio.close()
+            beside.clear()
+            stack.close()
             give_back(self.world.device)
             *written, others = self.world.any([*written, failed])
         if others and not failed:
@@ -124,7 +135,7 @@ class Sampler:
         # Those that have none do the same as the one with the fewest forwards.
         number = numbers[-1] if number is None else number
         request, moved = requests[number], self.telemetry.moved
-        with Forwards(studio.transformer, moved) as forwards, autocast(self.spec, studio.device):
+        with Forwards(studio.denoisers, moved) as forwards, autocast(self.spec, studio.device):
             latents = studio.denoise(request, *self._texts(request))
             forwards.check(planned[number], studio.pipeline)
             if self.world.shards:
@@ -132,27 +143,29 @@ class Sampler:
         return latents
 
     def _write(
-        self, picture: Any, request: SampleRequest, target: Path, number: int, step: int
+        self, frames: list[Image], request: SampleRequest, target: Path, number: int, step: int
     ) -> bool:
-        """Whether a picture could be written."""
+        """Whether a picture or video could be written."""
         path = target / sample_name(number)
         try:
             target.mkdir(parents=True, exist_ok=True)
-            write_sample(picture, self._facts(request, step), path)
+            write_sample(frames, self._facts(request, step), path)
         except OSError as error:
             self.telemetry.warn(f"cannot write {path} ({error.strerror or error})")
             return False
         return True
 
-    def _texts(self, request: SampleRequest) -> tuple[Any, Any]:
+    def _texts(
+        self, request: SampleRequest
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
         """The encoded prompt on the device, and the negative one where it has an effect."""
-        texts = [request.prompt, request.negative_prompt if request.guided else None]
-        first, second = (
-            None if text is None
-            else {n: t.to(self.world.device) for n, t in self.data.prompt(text).items()}
-            for text in texts
-        )  # fmt: skip
-        return first, second
+        prompt = self._on_device(self.data.prompt(request.prompt))
+        if not request.guided or request.negative_prompt is None:
+            return prompt, None
+        return prompt, self._on_device(self.data.prompt(request.negative_prompt, negative=True))
+
+    def _on_device(self, text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.world.device) for name, tensor in text.items()}
 
     def _facts(self, request: SampleRequest, step: int) -> dict[str, Any]:
         """What a picture was made from, as JSON values."""
@@ -165,6 +178,7 @@ class Sampler:
             "steps": request.steps,
             "guidance": request.guidance,
             "true_cfg_scale": request.true_cfg_scale,
+            **({"frames": request.frames, "fps": self.spec.fps} if request.frames > 1 else {}),
             "step": step,
             "family": self.spec.model_family,
             "ema": self.spec.use_ema,
@@ -175,16 +189,27 @@ class Sampler:
 class _Studio:
     """The stock pipeline around the transformer; its VAE waits in host memory.
 
+    Args:
+        family: The model's family.
+        model_root: The model.
+        transformer: What is trained.
+        others: Denoisers that the pipeline has besides, by their names in it.
+        device: Where they are, and where it computes.
+
     Attributes:
-        transformer: The transformer.
+        denoisers: All of them.
         pipeline: The pipeline.
-        device: Where it computes.
     """
 
     def __init__(
-        self, family: Family, model_root: Path, transformer: Any, device: torch.device
+        self,
+        family: Family,
+        model_root: Path,
+        transformer: Any,
+        others: dict[str, Any],
+        device: torch.device,
     ) -> None:
-        self.transformer = transformer
+        self.denoisers = [transformer, *others.values()]
         self.device = device
         self._family = family
         vae = family.load_vae(model_root, torch.float32).eval()
@@ -192,7 +217,7 @@ class _Studio:
             vae.enable_tiling()
         # Moves it to the device when it decodes, and tells the pipeline where to compute.
         vae, self._vae_hook = cpu_offload_with_hook(vae, device)
-        self.pipeline = family.sampling_pipeline(model_root, transformer, vae)
+        self.pipeline = family.sampling_pipeline(model_root, transformer, vae, **others)
         self.pipeline.set_progress_bar_config(disable=True)
         if self.pipeline._execution_device != device:
             raise RuntimeError(
@@ -209,18 +234,21 @@ class _Studio:
             num_inference_steps=request.steps,
             generator=torch.Generator("cpu").manual_seed(request.seed),
             output_type="latent",
-        ).images
+        )[0]
 
-    def develop(self, request: SampleRequest, latents: torch.Tensor) -> Any:
-        """The picture of latents; the VAE is on the device meanwhile."""
+    def reshard(self) -> None:
+        """Free whatever weights of the denoisers are still gathered."""
+        for denoiser in self.denoisers:
+            reshard(denoiser)
+
+    def develop(self, request: SampleRequest, latents: torch.Tensor) -> list[Image]:
+        """The picture of latents, or a video's frames; the VAE is on the device meanwhile."""
         try:
-            return self._family.decode(
-                self.pipeline, latents.float(), request.height, request.width
-            )
+            return self._family.decode(self.pipeline, latents.float(), request)
         finally:
             self._vae_hook.offload()
 
     def close(self) -> None:
         """Let go of the VAE: the hook and it hold each other."""
         self._vae_hook.remove()
-        del self.pipeline, self.transformer
+        del self.pipeline, self.denoisers

@@ -34,7 +34,7 @@ class ShardingSummary:
         local_bytes: This rank's shards.
         largest_unit_bytes: The largest unit when it is gathered.
         root_bytes: What no unit below the root holds, when it is gathered.
-        replicated_parameters: Elements of LoRA that are whole on every rank.
+        replicated_parameters: Elements of what is trained and whole on every rank.
     """
 
     ranks: int
@@ -63,7 +63,7 @@ class ShardingSummary:
             f"{1 - wrapped:.1%} in the root ({_mebibytes(self.root_bytes)})"
         )
         if self.replicated_parameters:
-            text += f"; {self.replicated_parameters:,} LoRA parameters whole on every rank"
+            text += f"; {self.replicated_parameters:,} trained parameters whole on every rank"
         return text
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from engine.data.collate import collate
 from engine.denoising import Denoising
 from engine.draws import keyed_generator
 from engine.flow import Flow
@@ -130,9 +131,8 @@ class ValidationLoss:
         device = self.world.device
         texts = [self.data.held_text(number) for number in samples]
         latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
-        return latents, {
-            name: torch.stack([text[name] for text in texts]).to(device) for name in texts[0]
-        }
+        batch = collate(texts, multiple=self.world.context_size)
+        return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
     def _errors(
         self,
@@ -198,8 +198,7 @@ def problem_at(
     """
     count = len(latents)
     if isinstance(objective, Flow):
-        shift = objective.spec.flow_shift or objective.shift_of(*latents.shape[-2:])
-        sigma = shift * quantile / (1 + (shift - 1) * quantile)
+        sigma = objective.sigma_at(quantile, objective.shift_for(latents))
         level = torch.full((count,), sigma, device=latents.device)
         return Problem((1 - sigma) * latents + sigma * noise, level, noise - latents)
     assert isinstance(objective, Denoising)

@@ -40,6 +40,7 @@ __all__ = [
     "rows_of",
     "stored_tensors",
     "stream",
+    "trained_in_fp32",
 ]
 
 # What quantisers store beside their numbers, by the end of the name: scales of fp8 files
@@ -185,6 +186,19 @@ def check_precision(model: torch.nn.Module, spec: JobSpec) -> None:
         allowed = storage_dtype(spec, parameter.dtype, keep_fp32=_kept_in_fp32(model, name))
         if parameter.dtype is not allowed:
             raise RuntimeError(f"{name} is frozen and kept in {parameter.dtype}, not in {allowed}")
+
+
+def trained_in_fp32(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Trained parameters that the model lists as in need of fp32 in computing too.
+
+    A sharded unit gathers all its weights in one precision, so these stay whole instead. They are
+    few: norms, tables of shifts, the embedding of time.
+    """
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and _kept_in_fp32(model, name)
+    ]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
 from jobs.families import FAMILIES, get_family
+from jobs.fields import read_family
 from jobs.models import find_model
 from jobs.paths import exists, expand
 from jobs.rundir import read_json
@@ -77,7 +78,7 @@ def find_target(
     """
     if model_flavour and not model_family:
         raise SpecError(f"model_flavour {model_flavour} says nothing without a model_family")
-    family = get_family(model_family, model_flavour) if model_family else None
+    family = get_family(read_family(model_family), model_flavour) if model_family else None
     if pretrained_model:
         name, config, folder = _look_at(pretrained_model)
         flavour = model_flavour
@@ -127,19 +128,19 @@ def _component(root: Path) -> Path:
 
 def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any], Path | None]:
     """A flavour's config: of the hub's cache if it is there, else as we know it."""
-    hub_id = family.flavours.get(flavour or "")
-    if hub_id is None:
+    known = family.flavours.get(flavour or "")
+    if known is None:
         raise SpecError(
             f"{family.title} has no published model to look at",
             "give pretrained_model_name_or_path: a directory or a config.json",
         )
     try:
-        return _look_at(hub_id)
+        return _look_at(known.hub_id)
     except SpecError:
         raise SpecError(
-            f"the config of {family.title} {flavour} ({hub_id}) is not known here",
+            f"the config of {family.title} {flavour} ({known.hub_id}) is not known here",
             "give pretrained_model_name_or_path: a directory or a config.json, or run "
-            f"`hf download {hub_id}` first",
+            f"`hf download {known.hub_id}` first",
         ) from None
 
 

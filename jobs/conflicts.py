@@ -182,7 +182,7 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
             "allgather needs flash attention, which has no fp32; set mixed_precision: bf16, or "
             "context_parallel_comm_strategy: alltoall",
         )
-    if spec.max_sequence_length % size:
+    if (family is None or family.splits_text) and spec.max_sequence_length % size:
         return Conflict(
             "max_sequence_length",
             f"{key} {size} does not divide max_sequence_length {spec.max_sequence_length}",

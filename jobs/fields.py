@@ -34,6 +34,11 @@ def choice(literal: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: as_choice(value, get_args(literal)))
 
 
+def read_family(value: Any) -> Any:
+    """`Qwen-Image` is `qwen_image`."""
+    return value.strip().lower().replace("-", "_") if isinstance(value, str) else value
+
+
 def read_state_dict_type(value: Any) -> Any:
     if isinstance(value, str) and value.strip().lower() in {"full", "sharded"}:
         value = f"{value.strip()}_state_dict"

@@ -10,7 +10,7 @@ from jobs import devices
 from jobs.conflicts import GPU_KERNELS
 from jobs.datasets import datasets_of, find_layout
 from jobs.errors import SpecError
-from jobs.families import FAMILIES, get_family
+from jobs.families import FAMILIES, component_of, get_family
 from jobs.models import find_model
 from jobs.paths import cache_home, ensure_private_dir, exists, expand
 from jobs.pictures import CAPTION_SUFFIXES, PICTURE_SUFFIXES, VIDEO_SUFFIXES, list_files
@@ -19,6 +19,7 @@ from jobs.strategy import world_size
 
 if TYPE_CHECKING:
     from jobs.datasets import Dataset
+    from jobs.families import Family
     from jobs.spec import JobSpec
 
 
@@ -62,7 +63,8 @@ def check_model(spec: JobSpec) -> Path:
             f"{root} is a {pipeline}, not a {family.title} model",
             f"set model_family: {fits[0]}" if fits else None,
         )
-    for part in ("transformer", "vae"):
+    component = component_of(spec)
+    for part in (component, "vae"):
         if read_json(root / part / "config.json") is None:
             raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
         weights = list((root / part).glob("*.safetensors"))
@@ -74,8 +76,19 @@ def check_model(spec: JobSpec) -> Path:
                 if pickled
                 else None,
             )
-    _check_heads(spec, root / "transformer" / "config.json")
+    _check_supplied(root, family)
+    _check_heads(spec, root / component / "config.json")
     return root
+
+
+def _check_supplied(root: Path, family: Family) -> None:
+    """What a family is published without has to be put there."""
+    missing = [part for part in family.supplied if not any((root / part).glob("*.json"))]
+    if missing:
+        raise SpecError(
+            f"{root} lacks {' and '.join(missing)}, which {family.title} is published without",
+            "; ".join(f"put {family.supplied[part]} into {root / part}" for part in missing),
+        )
 
 
 def _check_heads(spec: JobSpec, config: Path) -> None:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 LARGEST_SEED: Final = 2**63 - 1
 _LEAST_SIDE, _LARGEST_SIDE = 16, 8192
 _SIZE: Final = re.compile(r"(?P<width>\d{1,6})(?:\s*[x×*]\s*(?P<height>\d{1,6}))?", re.IGNORECASE)
-_STOCK_NAMES: Final = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
+_STOCK_NAMES: Final = {
+    "num_inference_steps": "steps",
+    "guidance_scale": "guidance",
+    "frames": "num_frames",
+}
 
 
 def read_size(value: Any) -> Any:
@@ -55,12 +59,14 @@ class ValidationPrompt(BaseModel):
 
     Attributes:
         prompt: The text; `[trigger]` in it becomes the job's trigger word.
-        negative_prompt: What the picture should not be like; works with true_cfg_scale above 1.
+        negative_prompt: What the picture should not be like; works with a guidance above 1, of
+            guidance-distilled models with a true_cfg_scale above 1.
         resolution: Side of the picture, or `WIDTHxHEIGHT`.
         steps: Denoising steps.
         guidance: Guidance scale; of distilled models, the one they take as an input.
         seed: Of the noise it begins with.
-        true_cfg_scale: How far away from the negative prompt.
+        true_cfg_scale: How far away from the negative prompt, of guidance-distilled models.
+        num_frames: Of a video.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -72,6 +78,7 @@ class ValidationPrompt(BaseModel):
     guidance: float | None = Field(None, ge=0)
     seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
     true_cfg_scale: float | None = Field(None, ge=0)
+    num_frames: int | None = Field(None, ge=1, le=4096)
 
     @model_serializer
     def _as_written(self) -> str | dict[str, Any]:
@@ -87,13 +94,15 @@ class SampleRequest:
 
     Attributes:
         prompt: As written.
-        negative_prompt: As written; None for none.
+        negative_prompt: As written; None for none, where that has no effect.
         width: Pixels, a multiple of the family's step.
         height: Pixels, likewise.
         steps: Denoising steps.
         guidance: Guidance scale.
-        true_cfg_scale: Of classifier-free guidance with the negative prompt.
+        true_cfg_scale: Of classifier-free guidance, for models with `guidance` as an input.
         seed: `torch.Generator("cpu").manual_seed(seed)` gives the noise.
+        guided: Whether the negative prompt has an effect, as in stock pipelines.
+        frames: Of a video; 1 for a picture.
     """
 
     prompt: str
@@ -104,11 +113,8 @@ class SampleRequest:
     guidance: float
     true_cfg_scale: float
     seed: int
-
-    @property
-    def guided(self) -> bool:
-        """Whether the negative prompt has an effect, as in stock pipelines."""
-        return self.negative_prompt is not None and self.true_cfg_scale > 1
+    guided: bool
+    frames: int = 1
 
 
 def requests_of(spec: JobSpec) -> list[SampleRequest]:
@@ -164,18 +170,38 @@ def _request(entry: ValidationPrompt, spec: JobSpec) -> SampleRequest:
     def chosen(own: Any, default: Any) -> Any:
         return default if own is None else own
 
+    family = FAMILIES.get(spec.model_family)
     default = chosen(spec.validation_resolution, spec.resolution)
     width, height = size_of(chosen(entry.resolution, default), spec.model_family)
+    negative = chosen(entry.negative_prompt, spec.validation_negative_prompt)
+    guidance = chosen(entry.guidance, spec.validation_guidance)
+    true_scale = chosen(entry.true_cfg_scale, spec.validation_true_cfg_scale)
+    kind = family.guidance_of(spec.model_flavour) if family is not None else "embedded"
+    if family is not None and kind == "classifier_free":
+        guided = guidance > family.guided_above
+        negative = chosen(negative, "") if guided else negative
+    else:
+        able = family is None or (kind == "embedded" and family.true_cfg)
+        guided = able and negative is not None and true_scale > 1
+    length = chosen(entry.num_frames, chosen(spec.validation_num_frames, spec.num_frames or 1))
     return SampleRequest(
         prompt=entry.prompt,
-        negative_prompt=chosen(entry.negative_prompt, spec.validation_negative_prompt),
+        negative_prompt=negative,
         width=width,
         height=height,
         steps=chosen(entry.steps, spec.validation_num_inference_steps),
-        guidance=chosen(entry.guidance, spec.validation_guidance),
-        true_cfg_scale=chosen(entry.true_cfg_scale, spec.validation_true_cfg_scale),
+        guidance=guidance,
+        true_cfg_scale=true_scale,
         seed=chosen(entry.seed, validation_seed_of(spec)),
+        guided=guided,
+        frames=frames_of(length, spec.model_family),
     )
+
+
+def frames_of(length: int, family: str) -> int:
+    """Frames that a family can make, at most what was asked for."""
+    step = FAMILIES[family].frame_step if family in FAMILIES else 0
+    return (length - 1) // step * step + 1 if step else 1
 
 
 def size_of(resolution: int | str, family: str) -> tuple[int, int]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
 from jobs.datasets import datasets_of
 from jobs.families import FAMILIES
+from jobs.resume_effects import EFFECTS
 from jobs.same_model import looks_same, place_of
 from jobs.spec import JobSpec
 from jobs.strategy import data_parallel_size
@@ -21,144 +22,12 @@ from jobs.strategy import data_parallel_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# What another value of a setting does to a run that goes on from a checkpoint:
-#   same        nothing but rounding, speed, memory, or what is written besides
-#   changes     other weights, or other exports, than those of a run never stopped
-#   impossible  the checkpoint's tensors do not fit, or mean something else
-#   ruled       depends on other settings too; a function below decides
-Effect = Literal["same", "changes", "impossible", "ruled"]
-
-EFFECTS: Final[dict[str, Effect]] = {
-    # what is trained
-    "name": "same",
-    "model_type": "impossible",
-    "model_family": "impossible",
-    "model_flavour": "same",  # only a word for the weights, which are compared themselves
-    "pretrained_model_name_or_path": "ruled",
-    # batch and steps
-    "train_batch_size": "ruled",
-    "gradient_accumulation_steps": "ruled",
-    "num_processes": "ruled",
-    "gpus": "ruled",
-    "context_parallel_size": "ruled",
-    "max_train_steps": "ruled",
-    # optimizer and schedule
-    "optimizer": "impossible",  # its state is another
-    "learning_rate": "changes",
-    "adam_beta1": "changes",
-    "adam_beta2": "changes",
-    "adam_epsilon": "changes",
-    "weight_decay": "changes",
-    "lr_scheduler": "ruled",
-    "lr_warmup_steps": "ruled",
-    "max_grad_norm": "changes",
-    "on_nonfinite": "same",  # while all is finite
-    # precision and speed
-    "mixed_precision": "changes",
-    "allow_tf32": "changes",
-    "gradient_checkpointing": "same",
-    "gradient_checkpointing_policy": "same",
-    "torch_compile": "same",
-    "torch_compile_backend": "same",
-    "attention_backend": "same",
-    "deterministic": "same",
-    # draws and loss
-    "seed": "changes",
-    "timestep_sampling": "changes",
-    "logit_mean": "changes",
-    "logit_std": "changes",
-    "flow_shift": "changes",
-    "loss_type": "changes",
-    "huber_c": "changes",
-    "snr_gamma": "changes",
-    "caption_dropout_probability": "changes",
-    "train_guidance": "changes",
-    # moving average
-    "use_ema": "ruled",
-    "ema_decay": "changes",
-    "ema_device": "same",
-    # adapter
-    "lora_rank": "impossible",
-    "lora_alpha": "ruled",
-    "lora_dropout": "changes",
-    "lora_placement": "same",
-    "lora_target_modules": "ruled",
-    # devices
-    "device": "same",
-    "share_gpus": "same",
-    "strategy": "same",
-    "dp_replicate_size": "same",
-    "context_parallel_comm_strategy": "same",
-    "deepspeed_config": "same",  # refused elsewhere
-    "fsdp_enable": "same",
-    "fsdp_version": "same",
-    "fsdp_reshard_after_forward": "same",
-    "fsdp_cpu_offload": "same",
-    "fsdp_activation_checkpointing": "same",
-    "fsdp_forward_prefetch": "same",
-    "fsdp_backward_prefetch": "same",
-    "fsdp_state_dict_type": "same",  # either layout is loaded
-    "fsdp_cpu_ram_efficient_loading": "same",
-    "fsdp_auto_wrap_policy": "same",
-    "fsdp_min_num_params": "same",
-    "fsdp_transformer_layer_cls_to_wrap": "same",
-    # data
-    "dataset": "ruled",
-    "datasets": "ruled",
-    "resolution": "changes",
-    "max_upscale": "changes",
-    "crop": "changes",
-    "crop_variants": "changes",
-    "random_flip": "changes",
-    "num_frames": "changes",
-    "fps": "changes",
-    "caption_lines": "changes",
-    "missing_captions": "changes",
-    "trigger_word": "changes",
-    "shuffle_captions": "changes",
-    "caption_shuffles": "changes",
-    "keep_tags": "changes",
-    "max_sequence_length": "changes",
-    "cache_text_embeddings": "same",
-    "unload_text_encoder": "same",
-    "shard_text_encoders": "same",
-    "cache_dir": "same",
-    "prefetch_steps": "same",
-    # output
-    "checkpointing_steps": "same",
-    "checkpoints_total_limit": "same",
-    "checkpointing_async": "same",
-    "on_save_failure": "same",
-    "resume_from_checkpoint": "same",
-    "export_formats": "same",
-    "export_dtype": "same",
-    # samples; only the share of the data that is held out is missing from the training
-    "validation_prompts": "same",
-    "validation_steps": "same",
-    "validation_num_inference_steps": "same",
-    "validation_guidance": "same",
-    "validation_resolution": "same",
-    "validation_seed": "changes",  # it chooses what is held out
-    "validation_negative_prompt": "same",
-    "validation_true_cfg_scale": "same",
-    "validation_on_startup": "same",
-    "validation_fraction": "changes",
-    "validation_loss_steps": "same",
-    "validation_timesteps": "same",
-    # running
-    "priority": "same",
-    "stop_grace_seconds": "same",
-    "hang_timeout": "same",
-    "max_restarts": "same",
-    "auto_resume": "same",
-    "distributed_timeout_seconds": "same",
-}
-
 _ADAM: Final = ("adamw", "adamw_8bit", "prodigy")
 
 # Settings that count only together with others. Where they count neither in the checkpoint nor
 # in the job, another value is nothing to tell.
 _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
+    "model_flavour": lambda spec: _is_second(spec),
     "adam_beta1": lambda spec: spec.optimizer in _ADAM,
     "adam_beta2": lambda spec: spec.optimizer in _ADAM,
     "adam_epsilon": lambda spec: spec.optimizer in _ADAM,
@@ -181,6 +50,7 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
 _WHY: Final = {
     "model_type": "adapters and whole models do not fit into each other",
     "model_family": "its weights are of another model",
+    "model_flavour": "it is another of the model's denoisers",
     "optimizer": "the optimizer's state is of another kind",
     "lora_rank": "the adapter's weights have another shape",
 }
@@ -251,6 +121,12 @@ def _counts(key: str, spec: JobSpec) -> bool:
 def _takes_videos(spec: JobSpec) -> bool:
     family = FAMILIES.get(spec.model_family)
     return family is None or family.frame_step > 0
+
+
+def _is_second(spec: JobSpec) -> bool:
+    """Whether it trains another denoiser than the family's usual one."""
+    family = FAMILIES.get(spec.model_family)
+    return family is not None and family.component_of(spec.model_flavour) != family.component
 
 
 # -- rules ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from pydantic import ConfigDict, model_validator
 
+from jobs.families import default_values
 from jobs.keys.data import DataKeys
 from jobs.keys.devices import DeviceKeys
 from jobs.keys.export import ExportKeys
@@ -45,15 +46,23 @@ class JobSpec(
 
     @model_validator(mode="before")
     @classmethod
-    def _forget_unset(cls, data: Any) -> Any:
-        """A key written with no value (`lora_alpha:`) means its default."""
-        if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
+    def _fill_unset(cls, data: Any) -> Any:
+        """A key without a value (`lora_alpha:`) means its default, which may be the family's."""
+        if not isinstance(data, dict):
+            return data
+        known = {key: value for key, value in data.items() if value is not None}
+        family = known.get("model_family", cls.model_fields["model_family"].default)
+        return default_values(family, known.get("model_flavour")) | known
 
     def to_dict(self, *, only_set: bool = False) -> dict[str, Any]:
         """Plain values, in field order; with `only_set`, those that differ from the default."""
-        return self.model_dump(mode="json", exclude_defaults=only_set)
+        values = self.model_dump(mode="json")
+        if not only_set:
+            return values
+        fields = {"model_family", "model_flavour"}
+        usual = type(self)(**self.model_dump(include=fields)).model_dump(mode="json")
+        usual |= {name: type(self).model_fields[name].default for name in fields}
+        return {key: value for key, value in values.items() if value != usual[key]}
 
     def digest(self) -> str:
         """A hash of what decides the result; used to tell whether a resume changes anything."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 _TRUE = {"true", "1", "yes", "on", "y", "t"}
 _FALSE = {"false", "0", "no", "off", "n", "f"}
 _NONE = {"none", "null", "~", ""}
+_ENOUGH = 3  # letters that tell a word by its beginning
 
 
 def normal_key(key: str) -> str:
@@ -20,7 +21,10 @@ def normal_key(key: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` most resembles, or None when nothing is close."""
-    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    word, known = word.lower(), list(known)
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not found and len(word) >= _ENOUGH:  # `qwen` for `qwen_image`
+        found = [name for name in known if name.startswith(word)]
     return found[0] if found else None
 
 

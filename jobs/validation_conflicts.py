@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from jobs.data_conflicts import Conflict
 from jobs.datasets import TRIGGER
 from jobs.families import FAMILIES
-from jobs.prompts import requests_of, size_of
+from jobs.prompts import frames_of, requests_of, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from jobs.families import Family, Guidance
+    from jobs.prompts import SampleRequest
     from jobs.spec import JobSpec
 
 
@@ -50,7 +52,22 @@ def _trigger(spec: JobSpec) -> str:
 
 def _negative_prompts(spec: JobSpec) -> str:
     """As in stock pipelines, a negative prompt and a scale above 1 work only together."""
-    requests = requests_of(spec)
+    requests, family = requests_of(spec), FAMILIES.get(spec.model_family)
+    kind = family.guidance_of(spec.model_flavour) if family is not None else "embedded"
+    if family is not None and (kind == "none" or (kind == "embedded" and not family.true_cfg)):
+        return _takes_no_negatives(requests, family, kind)
+    if family is not None and kind == "classifier_free":
+        if any(request.true_cfg_scale > 1 for request in requests):
+            return (
+                f"validation_prompts: true_cfg_scale has no effect with {family.title}, whose "
+                "guidance is classifier-free by itself; set validation_guidance"
+            )
+        if any(r.negative_prompt is not None and not r.guided for r in requests):
+            return (
+                "validation_prompts: a negative prompt has no effect without a guidance above "
+                f"{family.guided_above:g}"
+            )
+        return ""
     asked = [request for request in requests if not request.guided]
     if any(request.negative_prompt is not None for request in asked):
         return (
@@ -60,6 +77,21 @@ def _negative_prompts(spec: JobSpec) -> str:
         return (
             "validation_prompts: true_cfg_scale has no effect without a negative_prompt; "
             'negative_prompt: "" is an empty one'
+        )
+    return ""
+
+
+def _takes_no_negatives(requests: list[SampleRequest], family: Family, kind: Guidance) -> str:
+    """Of models whose pipeline makes one prediction a step, whatever is asked."""
+    if any(r.negative_prompt is not None or r.true_cfg_scale > 1 for r in requests):
+        return (
+            "validation_prompts: negative prompts and true_cfg_scale have no effect with this "
+            f"model of {family.title}"
+        )
+    if kind == "none" and any(request.guidance > 1 for request in requests):
+        return (
+            "validation_guidance: no effect with this model of "
+            f"{family.title}, which is distilled to do without"
         )
     return ""
 
@@ -82,6 +114,23 @@ def _sizes(spec: JobSpec) -> str:
     return ""
 
 
+def _lengths(spec: JobSpec) -> str:
+    """Videos have a multiple of the family's step, plus one, frames; pictures have one."""
+    family = FAMILIES.get(spec.model_family)
+    if family is None:
+        return ""
+    for entry in spec.validation_prompts:
+        asked = entry.num_frames or spec.validation_num_frames
+        if asked is None or (made := frames_of(asked, spec.model_family)) == asked:
+            continue
+        if not family.frame_step:
+            return f"validation_num_frames: no effect, {family.title} makes pictures"
+        return (
+            f"validation_num_frames: {asked} is not {family.frame_step}n + 1; samples have {made}"
+        )
+    return ""
+
+
 def _nothing_to_do(spec: JobSpec) -> str:
     if not spec.validation_fraction:
         if spec.validation_loss_steps is not None:
@@ -95,5 +144,6 @@ _WARNINGS: tuple[Callable[[JobSpec], str], ...] = (
     _trigger,
     _negative_prompts,
     _sizes,
+    _lengths,
     _nothing_to_do,
 )

@@ -48,10 +48,12 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
 
-    def encode(self, pipeline: Any, text: str, length: int) -> dict[str, torch.Tensor]:
+    def encode(
+        self, pipeline: Any, text: str, length: int, **names: Any
+    ) -> dict[str, torch.Tensor]:
         time.sleep(self._delay)
         self.texts.append(text)
-        return self._family.encode(pipeline, text, length)
+        return self._family.encode(pipeline, text, length, **names)
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         time.sleep(self._picture_delay)

@@ -20,6 +20,7 @@ from engine.sampling import Sampler
 from engine.telemetry import Telemetry
 from engine.validation_loss import ValidationLoss
 from engine.world import leave_world, start_world
+from jobs.prompts import SampleRequest
 from jobs.rundir import RunDir
 from jobs.specfile import load_spec
 
@@ -36,12 +37,12 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
 
-    def decode(self, pipeline: Any, latents: torch.Tensor, height: int, width: int) -> Any:
+    def decode(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> Any:
         if self._sharded:
             base = [p for p in self._model.parameters() if not p.requires_grad]
             assert all(isinstance(parameter, DTensor) for parameter in base), "still gathered"
-        self.latents.append([height, width, *latents.flatten().tolist()])
-        return self._family.decode(pipeline, latents, height, width)
+        self.latents.append([request.height, request.width, *latents.flatten().tolist()])
+        return self._family.decode(pipeline, latents, request)
 
 
 class StopsLate:

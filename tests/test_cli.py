@@ -511,7 +511,7 @@ def test_remove(shell: Shell) -> None:
     assert [job.id for job in shell.store.all()] == [running]
 
 
-# -- machine and families ------------------------------------------------------------------
+# -- the machine ------------------------------------------------------------------
 
 
 def test_gpus_on_a_machine_without(shell: Shell) -> None:
@@ -550,13 +550,6 @@ def test_what_the_driver_does_not_say_is_null(
     (process,) = gpu["processes"]
     assert (process["pid"], process["memory"]) == (4, None)
     assert "–" in shell.ok("gpus").out
-
-
-def test_families(shell: Shell) -> None:
-    (flux,) = [f for f in shell.ok("families", "--json").json if f["name"] == "flux"]
-    assert flux["title"] == "FLUX.1"
-    assert flux["flavours"]["dev"] == "black-forest-labs/FLUX.1-dev"
-    assert "flux" in shell.ok("families").out
 
 
 # -- run: fake ranks, real supervisor ------------------------------------------------------

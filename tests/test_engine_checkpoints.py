@@ -23,7 +23,7 @@ from engine.checkpoint import saver as saver_module
 from engine.checkpoint import sharded
 from engine.checkpoint.data_facts import tell_difference
 from engine.ema import Ema
-from engine.families import flux
+from engine.families import load
 from engine.optim import build_optimizer, build_scheduler
 from engine.telemetry import Telemetry
 from engine.training import Training
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec import JobSpec
+
+flux = load("flux")
 
 FULL = "FULL_STATE_DICT"
 Usage = namedtuple("Usage", "total used free")

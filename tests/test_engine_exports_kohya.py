@@ -12,12 +12,14 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from engine.draws import keyed_generator
-from engine.families import flux, flux_kohya
+from engine.families import flux_kohya, load
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+flux = load("flux")
 
 SCALE = 5 / 3
 # What people may name in lora_target_modules besides the family's own choice.

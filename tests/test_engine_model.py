@@ -17,15 +17,18 @@ from engine.data.index import build_index
 from engine.data.latents import to_pixels
 from engine.data.views import View
 from engine.draws import keyed_generator
-from engine.families import flux
+from engine.families import load
 from engine.precision import storage_dtype
 from engine.world import World
 from jobs.errors import UserError
+from jobs.prompts import requests_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec import JobSpec
+
+flux = load("flux")
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
 
@@ -48,7 +51,7 @@ def inputs(toy: Path) -> dict[str, Any]:
     draw = keyed_generator(1)
     return {
         "noisy": torch.randn(2, config["in_channels"] // 4, 8, 12, generator=draw),
-        "sigma": torch.tensor([0.25, 0.9]),
+        "level": torch.tensor([0.25, 0.9]),
         "condition": {
             "prompt_embeds": torch.randn(2, 7, config["joint_attention_dim"], generator=draw),
             "pooled_prompt_embeds": torch.randn(2, config["pooled_projection_dim"], generator=draw),
@@ -146,8 +149,10 @@ def test_latents_decode_to_the_picture_they_came_from(toy: Path) -> None:
     pipeline = flux.sampling_pipeline(
         toy / "model", FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer"), vae
     )
-    picture = flux.decode(pipeline, FluxPipeline._pack_latents(latents, 1, 16, 8, 8), 64, 64)
-    assert picture.size == (64, 64)
+    (request,) = requests_of(toy_spec(toy, validation_prompts=["a"]))
+    packed = FluxPipeline._pack_latents(latents, 1, 16, 8, 8)
+    (picture,) = flux.decode(pipeline, packed, request)
+    assert picture.size == (request.width, request.height) == (64, 64)
 
 
 def test_missing_and_extra_tensors_are_named(toy: Path, tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from engine.denoising import Denoising
 from engine.draws import drops_caption, sample_generators
 from engine.flow import Flow
 from engine.objective import Problem, loss_of
+from jobs.errors import UserError
 from jobs.spec import JobSpec
 
 LATENTS = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
 
 
 def flow(shift: float = 1.0, **values: Any) -> Flow:
-    return Flow(JobSpec(**values), lambda height, width: shift)
+    return Flow(JobSpec(**values), lambda height, width, frames: shift)
 
 
 def many_sigmas(objective: Flow) -> torch.Tensor:
@@ -65,14 +66,22 @@ def test_shift_is_the_familys_unless_the_job_names_one() -> None:
         assert torch.allclose(many_sigmas(objective), 3 * plain / (1 + 2 * plain))
 
 
-def schedule() -> DDPMScheduler:
-    return DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+def schedule(prediction: str) -> DDPMScheduler:
+    return DDPMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
+        prediction_type=prediction,
+    )  # fmt: skip
+
+
+def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
+    with pytest.raises(UserError, match="prediction_type: sample"):
+        Denoising(schedule("sample"), None)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_noise_can_be_told_from_what_denoising_asks_for(prediction: Any) -> None:
-    scheduler = schedule()
-    problem = Denoising(scheduler, prediction, None).draw(
+    scheduler = schedule(prediction)
+    problem = Denoising(scheduler, None).draw(
         LATENTS, sample_generators(1, 2, range(4))
     )
     alpha = scheduler.alphas_cumprod[problem.level].sqrt().view(-1, 1, 1, 1)
@@ -85,8 +94,8 @@ def test_noise_can_be_told_from_what_denoising_asks_for(prediction: Any) -> None
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_min_snr_weights(prediction: Any) -> None:
-    scheduler = schedule()
-    objective = Denoising(scheduler, prediction, snr_gamma=5.0)
+    scheduler = schedule(prediction)
+    objective = Denoising(scheduler, snr_gamma=5.0)
     problem = objective.draw(torch.zeros(64, 1, 1, 1), sample_generators(0, 0, range(64)))
     snr = compute_snr(scheduler, problem.level)
     expected = snr.clamp(max=5.0) / (snr if prediction == "epsilon" else snr + 1)
@@ -96,9 +105,9 @@ def test_min_snr_weights(prediction: Any) -> None:
 
 
 def test_a_step_without_any_signal_has_a_finite_weight() -> None:
-    scheduler = DDPMScheduler(rescale_betas_zero_snr=True)
     for prediction, expected in (("epsilon", 1.0), ("v_prediction", 0.0)):
-        objective = Denoising(scheduler, prediction, snr_gamma=5.0)  # type: ignore[arg-type]
+        scheduler = DDPMScheduler(rescale_betas_zero_snr=True, prediction_type=prediction)
+        objective = Denoising(scheduler, snr_gamma=5.0)
         weight = objective._weight(torch.tensor([999]))
         assert weight is not None
         assert weight.item() == pytest.approx(expected, abs=1e-6)

@@ -358,7 +358,9 @@ def test_only_repeated_blocks_are_compiled(flux: FluxTransformer2DModel) -> None
 
 def saved_bytes(model: Any, values: dict[str, Any]) -> int:
     """Bytes that autograd keeps between forward and backward, each storage once."""
-    from engine.families import flux as family
+    from engine.families import load
+
+    family = load("flux")
 
     draw = torch.Generator().manual_seed(0)
     kept: dict[int, int] = {}

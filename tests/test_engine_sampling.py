@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class Texts:
         self._pipeline = pipeline
         self.asked: list[str] = []
 
-    def prompt(self, text: str) -> dict[str, torch.Tensor]:
+    def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
         self.asked.append(text)
         text = text.replace("[trigger]", "sks")
         return families.load("flux").encode(self._pipeline, text, 16)
@@ -229,8 +230,8 @@ FACTS: dict[str, Any] = {
 
 def test_a_picture_is_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "00.png"
-    write_sample(Image.new("RGB", (16, 16), "red"), FACTS, path)
-    write_sample(Image.new("RGB", (16, 16), "blue"), FACTS, path)
+    write_sample([Image.new("RGB", (16, 16), "red")], FACTS, path)
+    write_sample([Image.new("RGB", (16, 16), "blue")], FACTS, path)
     assert Image.open(path).getpixel((0, 0)) == (0, 0, 255)
     assert Image.open(path).text["parameters"].startswith("ein Käfer ☃\nNegative prompt: \n")  # type: ignore[attr-defined]
     assert json.loads(path.with_suffix(".json").read_text()) == FACTS
@@ -241,7 +242,7 @@ def test_a_picture_is_replaced_as_a_whole(tmp_path: Path) -> None:
             raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        write_sample(Broken(), FACTS, path)
+        write_sample([Broken()], FACTS, path)  # type: ignore[list-item]
     assert Image.open(path).getpixel((0, 0)) == (0, 0, 255), "the old one is whole"
     assert not list(tmp_path.glob(".*")), "and nothing is left of the new one"
 
@@ -271,7 +272,7 @@ def test_missing_forwards_are_made_with_the_last_inputs_and_hooks_are_gone_after
             return x * scale
 
     model = Model()
-    with Forwards(model, lambda: None) as forwards:
+    with Forwards([model], lambda: None) as forwards:
         model(torch.tensor(1.0), scale=2.0)
         model(torch.tensor(3.0), scale=4.0)
         forwards.check(2, model)
@@ -341,3 +342,29 @@ def test_sampling_changes_nothing_of_the_training(train: Any) -> None:
 
     assert steps(sampled) == steps(plain)
     assert len(steps(plain)) == 3
+
+
+def test_a_video_is_an_mp4_with_its_middle_frame_beside_it(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    frames = [Image.new("RGB", (32, 16), (20 * n, 0, 0)) for n in range(9)]
+    path = tmp_path / "00.png"
+    write_sample(frames, FACTS | {"fps": 16.0, "frames": 9}, path)
+    assert Image.open(path).getpixel((0, 0)) == (80, 0, 0)
+    with av.open(str(path.with_suffix(".mp4"))) as video:
+        stream = video.streams.video[0]
+        assert stream.average_rate == 16
+        shown = [frame.to_ndarray(format="rgb24") for frame in video.decode(stream)]
+    assert len(shown) == 9
+    for wanted, got in zip(frames, shown, strict=True):
+        assert np.abs(np.asarray(wanted, int) - got).max() <= 8
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["00.json", "00.mp4", "00.png"]
+
+
+def test_without_what_writes_videos_a_sample_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    frames = [Image.new("RGB", (16, 16))] * 2
+    with pytest.raises(OSError, match=r"pip install 'fsdp-tui\[video\]'"):
+        write_sample(frames, FACTS | {"fps": 16.0}, tmp_path / "00.png")
+    assert (tmp_path / "00.png").exists()

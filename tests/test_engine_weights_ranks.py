@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 from test_engine_weights import CPU, FILE, Tiny, full, lora, several_files, tiny_tensors, write
 
 from engine import weights
-from engine.families import flux
+from engine.families import load
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+flux = load("flux")
 
 
 def inputs(directory: Path) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def inputs(directory: Path) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(1)
     return {
         "noisy": torch.randn(1, config["in_channels"] // 4, 8, 12, generator=draw),
-        "sigma": torch.tensor([0.25]),
+        "level": torch.tensor([0.25]),
         "condition": {
             "prompt_embeds": torch.randn(1, 7, config["joint_attention_dim"], generator=draw),
             "pooled_prompt_embeds": torch.randn(1, config["pooled_projection_dim"], generator=draw),

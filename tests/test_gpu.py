@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from engine import weights
-from engine.families import flux
+from engine.families import load
 from jobs.checkpoints import find_damage, list_checkpoints
 from jobs.eventlog import EventLog
 from jobs.report import read_report
@@ -25,6 +25,8 @@ from jobs.rundir import RunDir
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
+
+flux = load("flux")
 
 pytestmark = [
     pytest.mark.gpu,

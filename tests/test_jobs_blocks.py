@@ -19,7 +19,7 @@ from jobs.block_parts import Part, Parts
 from jobs.block_target import find_target
 from jobs.blocks import cached_detection, detect_blocks
 from jobs.errors import SpecError, UserError
-from jobs.families import FAMILIES, Family
+from jobs.families import FAMILIES, Family, Flavour
 from jobs.paths import cache_home
 from jobs.specfile import load_spec
 from jobs.tools import Cancelled, ToolError
@@ -179,7 +179,7 @@ def test_a_text_encoder_is_taken_when_it_is_named(model: Path) -> None:
 @pytest.mark.parametrize("flavour", FAMILIES["flux"].flavours)
 def test_published_configs_need_no_network(flavour: str, home: Path) -> None:
     target = find_target("flux", flavour)
-    assert target.name == FAMILIES["flux"].flavours[flavour]
+    assert target.name == FAMILIES["flux"].flavours[flavour].hub_id
     assert target.config["guidance_embeds"] is (flavour != "schnell")
     assert target.dtype_bytes == 2
 
@@ -262,7 +262,7 @@ def test_what_is_no_model_is_told(model: Path, tmp_path: Path) -> None:
 def test_a_flavour_without_a_published_config_says_what_to_give(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new = Family("new", "New", (), "NewModel", ("NewBlock",), {"one": "someone/new-one"})
+    new = Family("new", "New", (), "NewModel", ("NewBlock",), {"one": Flavour("someone/new-one")})
     monkeypatch.setitem(FAMILIES, "new", new)
     with pytest.raises(SpecError, match=r"config of New one .* not known here; give .*hf download"):
         find_target("new")

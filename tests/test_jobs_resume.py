@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.prompts import ValidationPrompt
-from jobs.resume import EFFECTS, ResumeConflicts, find_resume_conflicts, global_batch_size
+from jobs.resume import ResumeConflicts, find_resume_conflicts, global_batch_size
+from jobs.resume_effects import EFFECTS
 from jobs.spec import JobSpec, field_choices, field_group, is_switch, takes_many
 
 if TYPE_CHECKING:
@@ -32,10 +33,15 @@ _OTHER: dict[str, Any] = {
     "learning_rate": 0.5, "lora_dropout": 0.5, "caption_dropout_probability": 0.5,
     "adam_beta1": 0.5, "adam_beta2": 0.5, "ema_decay": 0.5, "flow_shift": 3.0, "snr_gamma": 5.0,
     "validation_fraction": 0.25, "fsdp_version": 1, "validation_resolution": 512,
-    "model_family": "sdxl",
+    "model_family": "sdxl", "model_flavour": "2.2-t2v-a14b-low",
 }  # fmt: skip
-# Counts only for families that train on videos, of which there is none yet.
-_OF_VIDEOS = {"num_frames", "fps"}
+# What a setting counts together with.
+_WITH: dict[str, dict[str, Any]] = {
+    "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
+    "model_flavour": {"model_family": "wan"},
+    "num_frames": {"model_family": "wan"},
+    "fps": {"model_family": "wan"},
+}
 
 
 def conflicts(
@@ -83,11 +89,10 @@ def test_what_changes_nothing_is_not_told(key: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [key for key, effect in EFFECTS.items() if effect == "changes" and key not in _OF_VIDEOS],
+    [key for key, effect in EFFECTS.items() if effect == "changes"],
 )
 def test_what_changes_the_result_is_told_in_one_line(key: str) -> None:
-    # What is held out depends on the seed only where something is.
-    both = {"validation_fraction": 0.1} if key == "validation_seed" else {}
+    both = _WITH.get(key, {})
     found = conflicts(both, both | {key: other_value(key)})
     assert not found.impossible
     (line,) = found.changes
@@ -97,7 +102,8 @@ def test_what_changes_the_result_is_told_in_one_line(key: str) -> None:
 
 @pytest.mark.parametrize("key", [key for key, effect in EFFECTS.items() if effect == "impossible"])
 def test_what_does_not_fit_is_refused_with_what_to_do(key: str) -> None:
-    found = conflicts(new={key: other_value(key)})
+    both = _WITH.get(key, {})
+    found = conflicts(both, both | {key: other_value(key)})
     assert any(
         text.startswith(f"{key}: ") and f"set {key} to " in text for text in found.impossible
     )
@@ -313,3 +319,15 @@ def test_every_group_of_keys_is_known_to_the_classes() -> None:
 def test_prompts_with_settings_do_not_matter() -> None:
     prompts = [ValidationPrompt(prompt="a dog", seed=3)]
     assert conflicts(new={"validation_prompts": prompts}) == conflicts()
+
+
+def test_the_other_of_two_denoisers_is_refused_and_another_word_for_the_same_is_not() -> None:
+    wan = {"model_family": "wan"}
+    high, low = ({**wan, "model_flavour": f"2.2-t2v-a14b-{noise}"} for noise in ("high", "low"))
+    (refusal,) = conflicts(high, low).impossible
+    assert "model_flavour" in refusal
+    assert "another of the model's denoisers" in refusal
+    assert conflicts(low, wan).impossible
+    assert not conflicts(low, low).impossible
+    assert not conflicts(high, wan).impossible
+    assert not conflicts({"model_flavour": "dev"}, {"model_flavour": "krea"}).impossible

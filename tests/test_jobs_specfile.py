@@ -353,6 +353,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "export_formats": st.none()
     | st.lists(st.sampled_from(["diffusers", "kohya"]), min_size=1, unique=True),
     "validation_seed": st.none() | st.integers(0, 2**63 - 1),
+    "validation_num_frames": st.none() | st.integers(1, 4096),
     "validation_negative_prompt": st.none() | st.just("") | _TEXT,
     "validation_loss_steps": st.none() | st.integers(1, 10**6),
 }

@@ -175,8 +175,8 @@ def test_levels_are_the_middles_of_equal_shares() -> None:
 def test_flow_problems_are_those_of_the_training_at_a_fixed_sigma(own: float | None) -> None:
     """Training's shift of a sigma is applied to the quantile."""
     spec = JobSpec(timestep_sampling="shift", flow_shift=own)
-    flow = Flow(spec, families.load("flux").shift_of)
-    shift = own or families.load("flux").shift_of(6, 8)
+    flow = Flow(spec, lambda height, width, frames: 1 + height / width)
+    shift = own or 1.75
     problem = problem_at(flow, LATENTS, NOISE, 0.25)
     sigma = shift * 0.25 / (1 + (shift - 1) * 0.25)
     assert problem.level.tolist() == pytest.approx([sigma] * 2)
@@ -196,8 +196,8 @@ def quantile(sigma: float, shift: float) -> float:
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
 def test_denoising_problems_are_those_of_the_scheduler_and_have_no_weights(kind: Any) -> None:
-    scheduler = DDPMScheduler(num_train_timesteps=1000)
-    problem = problem_at(Denoising(scheduler, kind, snr_gamma=5.0), LATENTS, NOISE, 0.625)
+    scheduler = DDPMScheduler(num_train_timesteps=1000, prediction_type=kind)
+    problem = problem_at(Denoising(scheduler, snr_gamma=5.0), LATENTS, NOISE, 0.625)
     assert problem.level.tolist() == [625, 625]
     assert torch.equal(problem.noisy, scheduler.add_noise(LATENTS, NOISE, problem.level))
     velocity = scheduler.get_velocity(LATENTS, NOISE, problem.level)

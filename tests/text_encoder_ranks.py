@@ -15,7 +15,7 @@ import transformers
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from engine.families import flux
+from engine.families import load
 from engine.release import Watch
 from engine.text_encoders import encoder_group, load_sharded, text_pipeline
 from engine.weights import local_part
@@ -23,6 +23,8 @@ from engine.world import World
 
 if TYPE_CHECKING:
     from engine.release import Released
+
+flux = load("flux")
 
 PROMPTS = ("a red circle", "two blue squares on a green field", "")
 WIDE = (2048, 512)  # the shape of a tensor that only the wide T5 has

@@ -17,7 +17,6 @@ import click
 
 from jobs import devices, service
 from jobs.errors import UserError
-from jobs.families import FAMILIES
 from jobs.housekeeping import directory_size
 from jobs.report import read_report
 from jobs.resume_plan import plan_submit
@@ -30,6 +29,7 @@ from tui.cli_checkpoints import checkpoints, resume, tell
 from tui.cli_data import data
 from tui.cli_detect import detect
 from tui.cli_export import export
+from tui.cli_families import families
 from tui.cli_queue import COMMANDS
 from tui.cli_words import FLAGS, JSON, read_job
 from tui.follow import follow_job, follow_log
@@ -84,12 +84,13 @@ def demo(headless: bool) -> int:
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--family", default="flux", show_default=True, help="Model family.")
+@click.option("--flavour", help="Whose layout it has; the family's usual one when left out.")
 @JSON
-def toy(directory: Path, family: str, as_json: bool) -> None:
+def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> None:
     """Write a small real model (DIRECTORY/model) and captioned pictures (DIRECTORY/data)."""
     from tui.demo import write_toy
 
-    where = write_toy(directory, family)
+    where = write_toy(directory, family, flavour)
     click.echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
 
 
@@ -210,21 +211,7 @@ def gpus(as_json: bool) -> None:
         click.echo(gpu_table(present, claims) if present else _no_gpus())
 
 
-@cli.command()
-@JSON
-def families(as_json: bool) -> None:
-    """The model families and their published flavours."""
-    if as_json:
-        click.echo(
-            json.dumps([{"name": f.name, "title": f.title, "flavours": f.flavours}
-                        for f in FAMILIES.values()])
-        )  # fmt: skip
-        return
-    for family in FAMILIES.values():
-        click.echo(f"{family.name:<10} {family.title:<10} {', '.join(family.flavours)}")
-
-
-for command in (data, detect, cache, resume, checkpoints, export, *COMMANDS):
+for command in (data, detect, families, cache, resume, checkpoints, export, *COMMANDS):
     cli.add_command(command)
 
 

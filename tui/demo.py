@@ -71,7 +71,7 @@ def start_demo(store: Store, say: Callable[[str], None]) -> Job:
     return service.submit(store, load_spec(None, values))
 
 
-def write_toy(directory: Path, family: str) -> dict[str, str]:
+def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[str, str]:
     """Write a toy, in a process of its own, since it takes torch.
 
     Returns:
@@ -82,7 +82,7 @@ def write_toy(directory: Path, family: str) -> dict[str, str]:
     """
     done = subprocess.run(
         [sys.executable, "-m", "engine.toy", str(directory.absolute()), "--family", family,
-         "--json"],
+         *(["--flavour", flavour] if flavour else []), "--json"],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONSAFEPATH": "1"},

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from engine.data.collate import collate
 from engine.data.plan import Draw, positions_of_rank
-from engine.data.prepare import NO_TEXT
+from engine.data.texts import NO_TEXT
 from engine.draws import drops_caption
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.data.prepare import Prepared
+    from engine.data.texts import Text
     from engine.world import World
     from jobs.spec import JobSpec
 
@@ -44,7 +46,7 @@ class _Read:
 
     positions: range
     latents: torch.Tensor
-    texts: list[str]
+    texts: list[Text]
     condition: dict[str, torch.Tensor] | None
 
 
@@ -122,15 +124,15 @@ class Loader:
         condition = self._encoded(texts) if self._data.texts.ahead else None
         return _Read(positions, latents, texts, condition)
 
-    def _text(self, step: int, position: int, draw: Draw) -> str:
+    def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""
         probability = self._spec.caption_dropout_probability
         dropped = drops_caption(self._spec.seed, step, position, probability)
         return NO_TEXT if dropped else self._data.caption_of(draw)
 
-    def _encoded(self, texts: list[str]) -> dict[str, torch.Tensor]:
+    def _encoded(self, texts: list[Text]) -> dict[str, torch.Tensor]:
         each = [self._data.texts.encoded(text) for text in texts]
-        return {name: torch.stack([one[name] for one in each]) for name in each[0]}
+        return collate(each, multiple=self._world.context_size)
 
     def _to_device(self, batch: _Read) -> MicroBatch:
         device = self._world.device

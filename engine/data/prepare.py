@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from engine.control import StoppedError
 from engine.data.cache import TensorCache
@@ -14,7 +14,7 @@ from engine.data.index import DataIndex, build_index, cache_root
 from engine.data.latents import LatentKeys, prepare_latents
 from engine.data.plan import BatchPlan, Draw, nth_variant
 from engine.data.report import changed_since, make_plan, make_report, sample_texts, summary
-from engine.data.texts import Texts, prepare_texts
+from engine.data.texts import NO_TEXT, Text, Texts, prepare_texts
 from engine.data.views import count_views
 from engine.data.work import Team
 from jobs.cascade import settle
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from engine.world import World
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
-
-NO_TEXT: Final = ""  # what a sample is trained with when its caption is dropped
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,13 @@ class Prepared:
         view = view_number(draw, self.spec)
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
 
-    def caption_of(self, draw: Draw) -> str:
+    def caption_of(self, draw: Draw) -> Text:
         """The text of a draw."""
         return _caption(draw, self.captions, self.spec)
 
-    def prompt(self, text: str) -> dict[str, torch.Tensor]:
+    def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
         """A validation prompt, or a negative one, encoded."""
-        return self.texts.encoded(prompt_text(text, self.spec))
+        return self.texts.encoded(Text(prompt_text(text, self.spec), negative))
 
     def held_latents(self, number: int) -> torch.Tensor:
         """The first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
@@ -83,7 +81,7 @@ class Prepared:
 
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
         """Its first caption, encoded."""
-        return self.texts.encoded(sample_texts(self.held[number], self.spec)[0])
+        return self.texts.encoded(Text(sample_texts(self.held[number], self.spec)[0]))
 
 
 def prepare(
@@ -121,7 +119,7 @@ def prepare(
     captions = [sample_texts(sample, spec) for sample in index.samples]
     views, texts = _drawn(spec, plan, captions)
     views += [(len(index.samples) + number, 0) for number in range(len(held))]
-    texts += [sample_texts(sample, spec)[0] for sample in held] + _prompts(spec)
+    texts += [Text(sample_texts(sample, spec)[0]) for sample in held] + _prompts(spec)
     directory = cache_root(spec)
     encoded = prepare_texts(spec, family, model_root, directory, texts, team)
     cache = TensorCache(directory, "latents")
@@ -135,14 +133,14 @@ def view_number(draw: Draw, spec: JobSpec) -> int:
     return nth_variant(count_views(spec), draw.turn, spec.seed, "view", draw.sample)
 
 
-def _caption(draw: Draw, captions: Sequence[tuple[str, ...]], spec: JobSpec) -> str:
+def _caption(draw: Draw, captions: Sequence[tuple[str, ...]], spec: JobSpec) -> Text:
     own = captions[draw.sample]
-    return own[nth_variant(len(own), draw.turn, spec.seed, "caption", draw.sample)]
+    return Text(own[nth_variant(len(own), draw.turn, spec.seed, "caption", draw.sample)])
 
 
 def _drawn(
     spec: JobSpec, plan: BatchPlan, captions: Sequence[tuple[str, ...]]
-) -> tuple[list[tuple[int, int]], list[str]]:
+) -> tuple[list[tuple[int, int]], list[Text]]:
     """What the job's steps will look at: samples with views, and texts.
 
     A job that ends before it has seen everything prepares only what it sees.
@@ -152,18 +150,20 @@ def _drawn(
     everything = len(captions) * max(views, *(len(own) for own in captions))
     if spec.max_train_steps * plan.global_batch >= everything:
         pairs = [(sample, view) for sample in range(len(captions)) for view in range(views)]
-        return pairs, [*(text for own in captions for text in own), *dropped]
+        return pairs, [*(Text(words) for own in captions for words in own), *dropped]
     steps = [draw for step in range(spec.max_train_steps) for draw in plan.draws(step)]
     pairs = sorted({(draw.sample, view_number(draw, spec)) for draw in steps})
     return pairs, [*dict.fromkeys(_caption(draw, captions, spec) for draw in steps), *dropped]
 
 
-def _prompts(spec: JobSpec) -> list[str]:
+def _prompts(spec: JobSpec) -> list[Text]:
     """What is sampled, and the negative prompts that have an effect."""
     requests = requests_of(spec)
-    negative = [request.negative_prompt for request in requests if request.guided]
-    wanted = [*(request.prompt for request in requests), *negative]
-    return [prompt_text(text, spec) for text in wanted if text is not None]
+    negative = [r.negative_prompt for r in requests if r.guided and r.negative_prompt is not None]
+    return [
+        *(Text(prompt_text(request.prompt, spec)) for request in requests),
+        *(Text(prompt_text(words, spec), negative=True) for words in negative),
+    ]
 
 
 def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> DataIndex:

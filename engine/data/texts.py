@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,22 @@ if TYPE_CHECKING:
 _REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
 
 
+class Text(NamedTuple):
+    """A text to encode.
+
+    Attributes:
+        words: The text.
+        negative: What pictures should not be like; some pipelines encode that in another way.
+    """
+
+    words: str
+    negative: bool = False
+
+
+NO_TEXT: Final = Text("", negative=True)
+"""What a sample is trained with when its caption is dropped: what guidance leads away from."""
+
+
 class Texts(Protocol):
     """Encoded texts.
 
@@ -37,7 +53,7 @@ class Texts(Protocol):
 
     ahead: bool
 
-    def encoded(self, text: str) -> dict[str, torch.Tensor]:
+    def encoded(self, text: Text) -> dict[str, torch.Tensor]:
         """What the family's `encode` makes of a text, without a batch dimension."""
         ...
 
@@ -55,7 +71,7 @@ class CachedTexts:
         self._cache = cache
         self._keys = keys
 
-    def encoded(self, text: str) -> dict[str, torch.Tensor]:
+    def encoded(self, text: Text) -> dict[str, torch.Tensor]:
         return self._cache.read(self._keys(text))
 
     def close(self) -> None:
@@ -95,7 +111,7 @@ class ResidentTexts:
         self._remember = lru_cache(maxsize=_REMEMBERED)(self._encode)
         telemetry.say("the text encoders stay in memory while the job trains")
 
-    def encoded(self, text: str) -> dict[str, torch.Tensor]:
+    def encoded(self, text: Text) -> dict[str, torch.Tensor]:
         if self._cache is None:
             return self._remember(text)
         key = self._keys(text)
@@ -107,18 +123,19 @@ class ResidentTexts:
         self._remember.cache_clear()
         self._stack.close()
 
-    def _encode(self, text: str) -> dict[str, torch.Tensor]:
+    def _encode(self, text: Text) -> dict[str, torch.Tensor]:
         return _encode(self._family, self._pipeline, text, self._spec)
 
 
 class TextKeys:
     """Text → key in the cache."""
 
-    def __init__(self, spec: JobSpec, cache: TensorCache, root: Path) -> None:
+    def __init__(self, spec: JobSpec, family: Family, cache: TensorCache, root: Path) -> None:
         parts = sorted(
             p for p in root.iterdir() if p.name.startswith(("text_encoder", "tokenizer"))
         )
         self._cache = cache
+        self._apart = family.NEGATIVES_APART
         self._facts: dict[str, Any] = {
             "encoders": [fingerprint(part) for part in parts],
             "family": spec.model_family,
@@ -126,12 +143,13 @@ class TextKeys:
             "dtype": str(compute_dtype(spec)),
         }
 
-    def __call__(self, text: str) -> str:
-        return self._cache.key(text=text, **self._facts)
+    def __call__(self, text: Text) -> str:
+        apart = {"negative": True} if text.negative and self._apart else {}
+        return self._cache.key(text=text.words, **apart, **self._facts)
 
 
 def prepare_texts(
-    spec: JobSpec, family: Family, root: Path, directory: Path, texts: Iterable[str], team: Team
+    spec: JobSpec, family: Family, root: Path, directory: Path, texts: Iterable[Text], team: Team
 ) -> Texts:
     """Make the texts available as the job wants.
 
@@ -147,7 +165,7 @@ def prepare_texts(
         StoppedError: A rank wants to stop; raised on all of them.
     """
     cache = TensorCache(directory, "text")
-    keys = TextKeys(spec, cache, root)
+    keys = TextKeys(spec, family, cache, root)
     if not spec.unload_text_encoder:
         kept = cache if spec.cache_text_embeddings else None
         return ResidentTexts(spec, family, root, team.world, kept, keys, team.telemetry)
@@ -200,9 +218,9 @@ def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
 
 
 @torch.no_grad()
-def _encode(family: Family, pipeline: Any, text: str, spec: JobSpec) -> dict[str, torch.Tensor]:
+def _encode(family: Family, pipeline: Any, text: Text, spec: JobSpec) -> dict[str, torch.Tensor]:
     # One at a time: in a batch, rounding would depend on the neighbours, and so on the ranks.
-    encoded = family.encode(pipeline, text, spec.max_sequence_length)
+    encoded = family.encode(pipeline, text.words, spec.max_sequence_length, negative=text.negative)
     return {name: tensor.cpu() for name, tensor in encoded.items()}
 
 

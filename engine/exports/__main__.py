@@ -84,10 +84,11 @@ def _export(options: Namespace) -> dict[str, Any]:
         raise UserError(f"{checkpoint.path} does not say what job it is of")
     spec = JobSpec.model_validate(known)
     ema = bool(state.get("ema")) and not options.no_ema
+    root = find_model(spec.pretrained_model_name_or_path)
     recipe = Recipe(
         spec=spec,
-        family=families.load(spec.model_family, spec.model_flavour),
-        root=find_model(spec.pretrained_model_name_or_path),
+        family=families.load(spec.model_family, spec.model_flavour, root),
+        root=root,
         step=checkpoint.step,
         ema=ema,
         dtype=options.dtype or spec.export_dtype,

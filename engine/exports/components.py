@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INDEX: Final = "model_index.json"
-TRAINED: Final = "transformer"
 
 _FICLONE: Final = 0x40049409  # ioctl: share the blocks of another file until one of them is written
 _LARGE: Final = 2**20  # bytes; smaller files are copied
@@ -34,8 +33,12 @@ class Copy:
     name: str
 
 
-def files_of(root: Path) -> list[Copy]:
-    """The files of a pipeline that training does not change, and the transformer's config.
+def files_of(root: Path, trained: str) -> list[Copy]:
+    """The files of a pipeline that training does not change, and the trained part's config.
+
+    Args:
+        root: The base model.
+        trained: The name of the part that is trained.
 
     Raises:
         UserError: A component that `model_index.json` names is missing.
@@ -53,7 +56,7 @@ def files_of(root: Path) -> list[Copy]:
         if not (root / name).is_dir():
             raise UserError(f"{root} lacks {name}, which its {INDEX} names", "fetch it again")
         paths = [path for path in sorted((root / name).rglob("*")) if path.is_file()]
-        if name == TRAINED:
+        if name == trained:
             paths = [
                 path for path in paths if path.suffix == ".json" and ".index." not in path.name
             ]

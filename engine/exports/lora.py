@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import get_peft_model_state_dict
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
 from engine import adapters, weights
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe, trigger_word
-from engine.exports.stock import check_lora
+from engine.exports.stock import PEFT_PREFIX, check_lora, loads_loras
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,7 +80,10 @@ class LoraOutput:
         )
         self._judge(layers)
         if "diffusers" in self._formats:
-            self._write_diffusers(layers, checked)
+            if loads_loras(self._recipe.family.pipeline_class()):
+                self._write_diffusers(layers, checked)
+            else:
+                self._write_peft(layers, checked)
         if _KOHYA in self._formats:
             self._write_kohya(layers, checked)
 
@@ -101,22 +105,38 @@ class LoraOutput:
         self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]
     ) -> None:
         config = self._model.peft_config[adapters.ADAPTER].to_dict()
-        pipeline = self._recipe.family.pipeline_class()
+        family = self._recipe.family
         written: list[VerifiedFile] = []
 
         def write(tensors: dict[str, torch.Tensor], path: str) -> None:
-            own = {LORA_ADAPTER_METADATA_KEY: _as_diffusers(config, pipeline.transformer_name)}
+            own = {LORA_ADAPTER_METADATA_KEY: _as_diffusers(config, family.lora_prefix)}
             file = self._write(self._directory / path, tensors, describe(self._recipe) | own)
             written.append(file)
 
         # The stock function names file and tensors; with a function of our own it leaves the
         # header to us.
-        pipeline.save_lora_weights(
-            self._directory, transformer_lora_layers=dict(layers), save_function=write
-        )
+        named = {f"{family.lora_prefix}_lora_layers": dict(layers)}
+        family.pipeline_class().save_lora_weights(self._directory, **named, save_function=write)
         for file in written:
             file.check(checked)
             check_lora(self._recipe, file.path, layers, _adapted(self._recipe, empty=True))
+
+    def _write_peft(self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]) -> None:
+        """In peft's own format, for `PeftModel.from_pretrained(pipeline.transformer, …)`.
+
+        Diffusers has no functions for LoRAs of this pipeline.
+        """
+        header = describe(self._recipe)
+        config = self._model.peft_config[adapters.ADAPTER].to_dict() | {
+            "base_model_name_or_path": header.get("fsdp_tui.base_model"),
+            "inference_mode": True,
+        }
+        text = json.dumps(_sorted(config), indent=2, sort_keys=True) + "\n"
+        (self._directory / CONFIG_NAME).write_text(text, encoding="utf-8")
+        named = {PEFT_PREFIX + name: tensor for name, tensor in layers.items()}
+        file = self._write(self._directory / SAFETENSORS_WEIGHTS_NAME, named, header)
+        file.check(checked)
+        check_lora(self._recipe, file.path, layers, _adapted(self._recipe, empty=True))
 
     def _write_kohya(self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]) -> None:
         spec, style = self._recipe.spec, self._recipe.family.KOHYA
@@ -164,7 +184,7 @@ class LoraOutput:
 
 def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
     """The base model on the meta device, with the job's adapter unless it is to be empty."""
-    model_class, root = recipe.family.transformer_class(), recipe.root / "transformer"
+    model_class, root = recipe.family.transformer_class(), recipe.root / recipe.family.component
     with weights.parameters_on_meta():
         model = model_class.from_config(model_class.load_config(root))
     if not empty:
@@ -187,8 +207,12 @@ def _shape(facts: Mapping[str, Fact], name: str) -> tuple[int, ...] | None:
 
 def _as_diffusers(config: Mapping[str, Any], prefix: str) -> str:
     """Peft's configuration as diffusers writes it into a header."""
-    values = {
-        f"{prefix}.{key}": sorted(value) if isinstance(value, set) else value
-        for key, value in config.items()
-    }
+    values = {f"{prefix}.{key}": value for key, value in _sorted(config).items()}
     return json.dumps(values, indent=2, sort_keys=True)
+
+
+def _sorted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sets as lists, always in the same order."""
+    return {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
+    }

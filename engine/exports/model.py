@@ -10,7 +10,7 @@ from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from engine import weights
-from engine.exports.components import TRAINED, bytes_to_copy, files_of, take_over
+from engine.exports.components import bytes_to_copy, files_of, take_over
 from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import describe
 from engine.exports.source import read_stored
@@ -54,7 +54,7 @@ class ModelOutput:
             # No error: this may be the end of days of training.
             self.warnings.append("kohya's names are for LoRAs: this is a pipeline of diffusers")
         model, self._stored = weights.build_on_meta(
-            recipe.family.transformer_class(), recipe.root / TRAINED, recipe.spec
+            recipe.family.transformer_class(), recipe.root / recipe.family.component, recipe.spec
         )
         _check_fit(model, facts)
         self._missing = set(self._stored)
@@ -68,15 +68,17 @@ class ModelOutput:
             filename_pattern=SAFETENSORS_WEIGHTS_NAME.replace(".", "{suffix}."),
             max_shard_size=LARGEST_FILE,
         )
-        self._others = files_of(recipe.root)
+        self._others = files_of(recipe.root, recipe.family.component)
         self.bytes = self._split.metadata["total_size"] + bytes_to_copy(
             self._others, directory.parent
         )
         self.pieces = len(planned) + len(self._others)
-        (directory / TRAINED).mkdir()
+        (directory / recipe.family.component).mkdir()
         self._files = {
             name: VerifiedFile(
-                directory / TRAINED / name, {n: planned[n] for n in names}, describe(recipe)
+                directory / recipe.family.component / name,
+                {n: planned[n] for n in names},
+                describe(recipe),
             )
             for name, names in self._split.filename_to_tensors.items()
         }
@@ -121,7 +123,8 @@ class ModelOutput:
     def _write_index(self) -> None:
         index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        path = self._directory / TRAINED / f"{SAFETENSORS_WEIGHTS_NAME}.index.json"
+        directory = self._directory / self._recipe.family.component
+        path = directory / f"{SAFETENSORS_WEIGHTS_NAME}.index.json"
         path.write_text(text, encoding="utf-8")
 
 

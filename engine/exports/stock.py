@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from peft import get_peft_model_state_dict
+import transformers
+from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.utils import load_peft_weights
+from transformers.utils import DummyObject
 
 from engine import weights
-from engine.exports.components import INDEX, TRAINED, components_of
+from engine.exports.components import INDEX, components_of
 from engine.exports.readback import DamagedError
 from jobs.rundir import read_json
 
@@ -22,8 +25,17 @@ if TYPE_CHECKING:
     from engine.exports.recipe import Recipe
 
 
+PEFT_PREFIX: Final = "base_model.model."
+"""What the names in a LoRA file of peft's own begin with."""
+
+
+def loads_loras(pipeline_class: Any) -> bool:
+    """Whether a stock pipeline has functions for LoRAs; for others there is peft itself."""
+    return hasattr(pipeline_class, "load_lora_weights")
+
+
 def check_lora(recipe: Recipe, file: Path, layers: Mapping[str, torch.Tensor], model: Any) -> None:
-    """Have the stock pipeline load a LoRA, and compare what it got.
+    """Have the stock pipeline load a LoRA, or else peft, and compare what it got.
 
     Args:
         recipe: What is exported.
@@ -34,28 +46,27 @@ def check_lora(recipe: Recipe, file: Path, layers: Mapping[str, torch.Tensor], m
     Raises:
         DamagedError: The pipeline refuses it, or understands it differently.
     """
-    family, spec = recipe.family, recipe.spec
-    pipeline_class = family.pipeline_class()
+    spec, stock = recipe.spec, "stock diffusers"
+    if not loads_loras(recipe.family.pipeline_class()):
+        stock = "peft"
     with _quiet():
         try:
-            read = pipeline_class.lora_state_dict(file.parent, weight_name=file.name)
-            pipeline = _pipeline(recipe, recipe.root, model, only_it=True)
-            pipeline.load_lora_weights(file.parent, weight_name=file.name)
+            load = _load_by_diffusers if stock != "peft" else _load_by_peft
+            read = load(recipe, file, model)
         except Exception as error:  # whatever the libraries raise, it is no export
-            raise DamagedError(f"stock diffusers does not load {file.name}: {error}") from error
-    prefix = f"{pipeline_class.transformer_name}."
+            raise DamagedError(f"{stock} does not load {file.name}: {error}") from error
     for name, tensor in layers.items():
-        got = read.get(prefix + name)
+        got = read.get(name)
         if got is None or not torch.equal(got, tensor.to(got.dtype)):
-            raise DamagedError(f"stock diffusers reads {name} of {file.name} differently")
+            raise DamagedError(f"{stock} reads {name} of {file.name} differently")
     (adapter,) = model.peft_config
     shapes = {n: t.shape for n, t in get_peft_model_state_dict(model, adapter_name=adapter).items()}
     if shapes != {name: tensor.shape for name, tensor in layers.items()}:
-        raise DamagedError(f"stock diffusers puts the adapter of {file.name} into other modules")
+        raise DamagedError(f"{stock} puts the adapter of {file.name} into other modules")
     scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
     for module in model.modules():
         if isinstance(module, LoraLayer) and module.scaling[adapter] != scale:
-            raise DamagedError(f"stock diffusers scales the adapter of {file.name} differently")
+            raise DamagedError(f"{stock} scales the adapter of {file.name} differently")
 
 
 def check_model(recipe: Recipe, directory: Path) -> None:
@@ -71,23 +82,56 @@ def check_model(recipe: Recipe, directory: Path) -> None:
         with _quiet():
             # Compares names and shapes with what the written config.json asks for.
             model, _ = weights.build_on_meta(
-                recipe.family.transformer_class(), directory / TRAINED, recipe.spec
+                recipe.family.transformer_class(), directory / recipe.family.component, recipe.spec
             )
             _pipeline(recipe, directory, model)
     except Exception as error:  # whatever the libraries raise, it is no export
         raise DamagedError(f"stock diffusers does not load the export: {error}") from error
 
 
+def _load_by_diffusers(recipe: Recipe, file: Path, model: Any) -> dict[str, torch.Tensor]:
+    """Load a LoRA around a model; what was read, by the names in it."""
+    family = recipe.family
+    pipeline_class = family.pipeline_class()
+    read = pipeline_class.lora_state_dict(file.parent, weight_name=file.name)
+    if isinstance(read, tuple):  # those of UNets give alphas besides, of kohya's files
+        read = read[0]
+    pipeline = _pipeline(recipe, recipe.root, model, only_it=True)
+    pipeline.load_lora_weights(file.parent, weight_name=file.name, **family.lora_options())
+    return _without_prefix(read, f"{family.lora_prefix}.")
+
+
+def _load_by_peft(recipe: Recipe, file: Path, model: Any) -> dict[str, torch.Tensor]:
+    """The same where pipelines cannot."""
+    PeftModel.from_pretrained(model, file.parent, low_cpu_mem_usage=True)
+    return _without_prefix(load_peft_weights(str(file.parent), device="cpu"), PEFT_PREFIX)
+
+
+def _without_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
 def _pipeline(recipe: Recipe, root: Path, transformer: Any, *, only_it: bool = False) -> Any:
     """The stock pipeline around a transformer, with nothing else that has weights, or nothing."""
+    index = read_json(root / INDEX) or {}
     absent: dict[str, Any] = {
         name: None
-        for name in components_of(read_json(root / INDEX) or {})
-        if only_it or any((root / name).glob("*.safetensors"))
+        for name in components_of(index)
+        if only_it or any((root / name).glob("*.safetensors")) or _is_missing_here(*index[name])
     }
     return recipe.family.pipeline_class().from_pretrained(
-        root, **absent | {TRAINED: transformer}, local_files_only=True
+        root, **absent | {recipe.family.component: transformer}, local_files_only=True
     )
+
+
+def _is_missing_here(library: str, class_name: str) -> bool:
+    """Whether a class wants a library that training does not: FLUX.2's processor, torchvision.
+
+    Transformers has an empty class in its place then.
+    """
+    if library != "transformers":
+        return False
+    return isinstance(getattr(transformers, class_name, None), DummyObject)
 
 
 @contextmanager

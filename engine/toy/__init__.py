@@ -6,16 +6,17 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from engine.toy.pictures import write_pictures
 from jobs.errors import UserError
+from jobs.families import get_family
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-FAMILIES = ("flux",)
 DTYPES = ("float32", "bfloat16", "float16")
 
 MARK = ".toy.json"
@@ -39,6 +40,7 @@ def write_toy(
     directory: Path,
     family: str = "flux",
     *,
+    flavour: str | None = None,
     pictures: int = 240,
     size: int = 96,
     seed: int = 0,
@@ -52,7 +54,8 @@ def write_toy(
 
     Args:
         directory: Created if it is missing.
-        family: One of `FAMILIES`.
+        family: One of `jobs.families.FAMILIES`.
+        flavour: The published model whose layout it has; the family's usual one when left out.
         pictures: How many.
         size: Pixels of a picture's short side.
         seed: Of weights and pictures; same seed, same bytes.
@@ -64,13 +67,13 @@ def write_toy(
         UserError: An argument is out of range, the directory cannot be written, or something
             in it is in the way.
     """
-    _check(family, pictures=pictures, size=size, dtype=dtype, hidden_scale=hidden_scale)
+    flavour = check_family(family, flavour)
+    _check(pictures=pictures, size=size, dtype=dtype, hidden_scale=hidden_scale)
 
     def write_model(model_dir: Path) -> None:
         # torch and diffusers take seconds to import: not before there is something to write.
-        from engine.toy.flux import FluxSizes, write_flux
-
-        write_flux(model_dir, seed=seed, dtype=dtype, sizes=FluxSizes().scaled(hidden_scale))
+        writer = import_module(f"engine.toy.{family}")
+        writer.write(model_dir, flavour=flavour, seed=seed, dtype=dtype, hidden_scale=hidden_scale)
 
     def write_data(data_dir: Path) -> None:
         write_pictures(data_dir, count=pictures, size=size, seed=seed)
@@ -79,6 +82,7 @@ def write_toy(
     data_settings = {"pictures": pictures, "size": size, "seed": seed}
     model_settings: dict[str, int | str] = {
         "family": family,
+        "flavour": flavour,
         "seed": seed,
         "dtype": dtype,
         "hidden_scale": hidden_scale,
@@ -102,14 +106,22 @@ def is_complete(path: Path) -> bool:
     return (path / MARK).is_file()
 
 
-def _check(family: str, *, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:
+def check_family(family: str, flavour: str | None) -> str:
+    """The flavour, or the family's usual one.
+
+    Raises:
+        SpecError: There is no such family or flavour.
+    """
+    known = get_family(family, flavour)
+    return flavour or next(iter(known.flavours))
+
+
+def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:
     """Refuse arguments that make no toy.
 
     Raises:
         UserError: Says which and what would be right.
     """
-    if family not in FAMILIES:
-        raise UserError(f"no toy of the family {family!r}", f"known: {', '.join(FAMILIES)}")
     if dtype not in DTYPES:
         raise UserError(f"no dtype {dtype!r} for a toy", f"known: {', '.join(DTYPES)}")
     for name, value, low, high in (

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from engine.command import OneLineParser
-from engine.toy import DTYPES, FAMILIES, write_toy
+from engine.toy import DTYPES, write_toy
 from jobs.errors import UserError
+from jobs.families import FAMILIES
 
 # The libraries' progress bars and advice would drown the one line that is the answer.
 QUIET = {
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m engine.toy", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--family", default="flux", help=f"one of: {', '.join(FAMILIES)}")
+    parser.add_argument("--flavour", help="whose layout it has; the family's usual one")
     parser.add_argument("--pictures", type=int, default=240, help="how many")
     parser.add_argument("--size", type=int, default=96, help="pixels of their short side")
     parser.add_argument("--seed", type=int, default=0, help="of weights and pictures")
@@ -42,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         paths = write_toy(
             options.directory,
             options.family,
+            flavour=options.flavour,
             pictures=options.pictures,
             size=options.size,
             seed=options.seed,

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
+from engine.toy.encoders import build_clip, build_t5
 from engine.toy.pictures import toy_captions, toy_pictures
 from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
 from engine.toy.vocabulary import (
-    CLIP_LENGTH,
     build_clip_tokenizer,
     build_t5_tokenizer,
     save_clip_vocabulary,
@@ -20,20 +19,16 @@ from engine.toy.vocabulary import (
 from engine.toy.weights import fill_random, one_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from PIL import Image
-    from transformers import CLIPTokenizer, T5TokenizerFast
 
 # What the vocabularies are made from: the same for every seed, and enough to hold every word.
 CAPTIONS = 512
 # What the autoencoder is made for, unless the caller has pictures.
 PICTURES = 160
 PICTURE_SIZE = 64
-
-CLIP_HEAD_DIM = 32
-T5_HEAD_DIM = 32
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -49,6 +44,7 @@ class FluxSizes:
         head_dim: Width of a head (128); a multiple of 32.
         clip_dim: Width of CLIP's pooled embedding (768); a multiple of 32.
         t5_dim: Width of T5's embeddings (4096); a multiple of 32.
+        guidance: Whether it takes a guidance scale (FLUX.1-schnell does not).
     """
 
     layers: int = 2
@@ -57,6 +53,7 @@ class FluxSizes:
     head_dim: int = 32
     clip_dim: int = 64
     t5_dim: int = 64
+    guidance: bool = True
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "clip_dim", "t5_dim"):
@@ -72,6 +69,12 @@ class FluxSizes:
         """Widths of the rotary embedding's three axes, in the published 16 : 56 : 56."""
         first = self.head_dim // 8
         return first, (self.head_dim - first) // 2, (self.head_dim - first) // 2
+
+
+def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
+    """Write the model; all flavours have one layout, and `schnell` takes no guidance."""
+    sizes = FluxSizes(guidance=flavour != "schnell").scaled(hidden_scale)
+    write_flux(model_dir, seed=seed, dtype=dtype, sizes=sizes)
 
 
 def write_flux(
@@ -100,11 +103,11 @@ def write_flux(
     wanted = getattr(torch, dtype)
     vae = build_vae(as_tensor(sample_images or _sample_images(seed)), seed=seed)
     pipeline = FluxPipeline(
-        scheduler=build_scheduler(),
+        scheduler=build_scheduler() if sizes.guidance else build_fixed_scheduler(),
         vae=_cast(vae, wanted),
-        text_encoder=_cast(build_clip(clip_tokenizer, sizes, seed=seed), wanted),
+        text_encoder=_cast(build_clip(clip_tokenizer, sizes.clip_dim, seed=seed), wanted),
         tokenizer=clip_tokenizer,
-        text_encoder_2=_cast(build_t5(t5_tokenizer, sizes, seed=seed), wanted),
+        text_encoder_2=_cast(build_t5(t5_tokenizer, sizes.t5_dim, seed=seed), wanted),
         tokenizer_2=t5_tokenizer,
         transformer=build_transformer(sizes, seed=seed, dtype=wanted),
     )
@@ -125,6 +128,11 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
     )
 
 
+def build_fixed_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler of FLUX.1-schnell."""
+    return FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0)
+
+
 def shape_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
     """The transformer on the meta device: shapes without numbers."""
     with torch.device("meta"):
@@ -136,7 +144,7 @@ def shape_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
             num_attention_heads=sizes.heads,
             joint_attention_dim=sizes.t5_dim,
             pooled_projection_dim=sizes.clip_dim,
-            guidance_embeds=True,
+            guidance_embeds=sizes.guidance,
             axes_dims_rope=sizes.rotary_axes,
         )
 
@@ -164,44 +172,6 @@ def build_transformer(
     return transformer.eval()
 
 
-def build_clip(tokenizer: CLIPTokenizer, sizes: FluxSizes, *, seed: int) -> CLIPTextModel:
-    """The text encoder whose pooled output is `sizes.clip_dim` wide."""
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=sizes.clip_dim,
-        intermediate_size=4 * sizes.clip_dim,
-        projection_dim=sizes.clip_dim,
-        num_hidden_layers=2,
-        num_attention_heads=max(1, sizes.clip_dim // CLIP_HEAD_DIM),
-        max_position_embeddings=CLIP_LENGTH,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = CLIPTextModel(config)
-    fill_random(model, seed, gain=_text_gain(sizes.clip_dim))
-    return model.eval()
-
-
-def build_t5(tokenizer: T5TokenizerFast, sizes: FluxSizes, *, seed: int) -> T5EncoderModel:
-    """The text encoder whose token embeddings are `sizes.t5_dim` wide."""
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=sizes.t5_dim,
-        d_kv=T5_HEAD_DIM,
-        d_ff=4 * sizes.t5_dim,
-        num_layers=2,
-        num_heads=max(1, sizes.t5_dim // T5_HEAD_DIM),
-        feed_forward_proj="gated-gelu",
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-    )
-    model = T5EncoderModel(config)
-    fill_random(model, seed, gain=_text_gain(sizes.t5_dim))
-    return model.eval()
-
-
 def _sample_images(seed: int) -> list[Image.Image]:
     """Square toy pictures at the resolution that toy jobs train at."""
     pictures = toy_pictures(PICTURES, size=PICTURE_SIZE, seed=seed)
@@ -223,21 +193,6 @@ def _transformer_gain(name: str) -> float:
     if name.startswith("time_text_embed.guidance"):
         return 0.3  # Training and sampling at different guidance should not be far apart.
     return 1.0
-
-
-def _text_gain(dim: int) -> Callable[[str], float]:
-    """Factors for a text encoder: the words, not their mixing, should make the difference."""
-
-    def gain(name: str) -> float:
-        if name.endswith(("shared.weight", "token_embedding.weight")):
-            return dim**0.5  # Each entry of size 1.
-        if name.endswith("self_attn.out_proj.weight"):
-            return 3.0  # CLIP's pooled output has the words through its attention only.
-        if name.endswith("SelfAttention.q.weight"):
-            return T5_HEAD_DIM**-0.5  # T5 does not divide its attention scores by that.
-        return 1.0
-
-    return gain
 
 
 def _open_gates(linear: torch.nn.Linear, *, chunks: int, gates: Sequence[int]) -> None:

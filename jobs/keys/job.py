@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import ModelType, OptionalText, choice, field
+from jobs.fields import ModelType, OptionalText, choice, field, read_family
 
 
 class JobKeys(BaseModel):
@@ -19,7 +19,9 @@ class JobKeys(BaseModel):
     model_type: Annotated[ModelType, choice(ModelType)] = field(
         "lora", "job", "What is trained: a LoRA adapter, or every weight of the transformer."
     )
-    model_family: str = field("flux", "job", "Model family; `fsdp-tui families` lists them.")
+    model_family: Annotated[str, BeforeValidator(read_family)] = field(
+        "flux", "job", "Model family; `fsdp-tui families` lists them."
+    )
     model_flavour: OptionalText = field(None, "job", "Published variant of the family.")
     pretrained_model_name_or_path: str = field(
         "", "job", "Diffusers model directory, or a hub id that is already in the local cache."

@@ -18,7 +18,7 @@ class ValidationKeys(BaseModel):
     validation_prompts: Annotated[list[ValidationPrompt], BeforeValidator(read_prompts)] = field(
         [], "validation",
         "Prompts that are sampled while training: texts, or mappings with prompt, "
-        "negative_prompt, resolution, steps, guidance, seed, true_cfg_scale.",
+        "negative_prompt, resolution, steps, guidance, seed, true_cfg_scale, num_frames.",
     )  # fmt: skip
     validation_steps: int = field(
         0, "validation", "Sample every so many steps; 0 samples at the end only.", ge=0
@@ -31,7 +31,8 @@ class ValidationKeys(BaseModel):
     )
     validation_guidance: float = field(
         3.5, "validation",
-        "Guidance scale of samples; of distilled models, the one they take as an input.", ge=0,
+        "Guidance scale of samples: away from the negative prompt, or of guidance-distilled "
+        "models the scale that they take as an input.", ge=0,
     )  # fmt: skip
     validation_resolution: Size = field(
         None, "validation",
@@ -44,12 +45,19 @@ class ValidationKeys(BaseModel):
         ge=0, le=LARGEST_SEED,
     )  # fmt: skip
     validation_negative_prompt: str | None = field(
-        None, "validation", "What samples should not be like; needs validation_true_cfg_scale."
-    )
+        None, "validation",
+        "What samples should not be like; of guidance-distilled models with "
+        "validation_true_cfg_scale only.",
+    )  # fmt: skip
     validation_true_cfg_scale: float = field(
         1.0, "validation",
-        "Classifier-free guidance away from the negative prompt; above 1, which takes twice the "
-        "time.", ge=0,
+        "Of guidance-distilled models: classifier-free guidance away from the negative prompt; "
+        "above 1, which takes twice the time.", ge=0,
+    )  # fmt: skip
+    validation_num_frames: Annotated[int | None, BeforeValidator(as_none)] = field(
+        None, "validation",
+        "Frames of sampled videos; num_frames when left out, and one picture without that.",
+        ge=1, le=4096,
     )  # fmt: skip
 
     # -- loss ------------------------------------------------------------------------------

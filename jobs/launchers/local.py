@@ -14,7 +14,7 @@ import psutil
 
 from jobs import devices
 from jobs.errors import UserError
-from jobs.families import wrapped_classes
+from jobs.families import component_of, wrapped_classes
 from jobs.models import count_parameters, find_model
 from jobs.processes import RUN_ID_VARIABLE
 from jobs.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
@@ -116,7 +116,7 @@ def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
         return None
     memory = [gpu.memory_total for gpu in devices.gpus() if gpu.uuid in gpus]
     try:
-        transformer = find_model(spec.pretrained_model_name_or_path) / "transformer"
+        transformer = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
     except UserError:
         return None
     parameters = count_parameters(transformer)

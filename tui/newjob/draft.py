@@ -146,9 +146,38 @@ def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
+def defaults_of(family: object, flavour: object) -> dict[str, Any]:
+    """What a job of this family and flavour has where it says nothing else."""
+    return JobSpec(model_family=family, model_flavour=flavour).to_dict()
+
+
+def flavours_of(family: object) -> tuple[str, ...]:
+    """The published flavours of a family, if it is one."""
+    return tuple(FAMILIES[str(family)].flavours) if family in FAMILIES else ()
+
+
+def adopt(
+    values: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What changes when another model was chosen: values that were its default become the new one's.
+
+    Args:
+        values: By key.
+        before: The defaults so far.
+        after: The defaults of the new model.
+    """
+    return {
+        key: after[key]
+        for key in after
+        if key not in ("model_family", "model_flavour")
+        and after[key] != before[key]
+        and as_text(key, values.get(key)) in ("", as_text(key, before[key]))
+    }
+
+
 def carried(base: Mapping[str, Any]) -> dict[str, Any]:
     """Values that differ from the defaults and have no field in the form."""
-    defaults = JobSpec().to_dict()
+    defaults = defaults_of(base.get("model_family", "flux"), base.get("model_flavour"))
     return {
         key: value for key, value in base.items() if key not in SHOWN and value != defaults[key]
     }
@@ -267,7 +296,7 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     try:
         return dump_spec(load_spec(None, values), only_set=True)
     except SpecError:
-        defaults = JobSpec().to_dict()
+        defaults = defaults_of(values.get("model_family", "flux"), values.get("model_flavour"))
         kept = {
             key: value
             for key, value in values.items()

@@ -12,13 +12,12 @@ from textual.message import Message
 from textual.suggester import Suggester
 from textual.widgets import Input, Label, Select, Static
 
-from jobs.families import FAMILIES
 from jobs.spec import JobSpec, is_switch, takes_number
 from tui.newjob import draft
 from tui.newjob.gpu_picker import GpuPicker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from textual.app import ComposeResult
     from textual.widget import Widget
@@ -93,6 +92,13 @@ class FieldRow(Vertical):
             case Input() as text:
                 text.value = draft.as_text(self.field, value)
 
+    def offer(self, words: Sequence[str], chosen: str | None) -> None:
+        """Let a choice be one of these, or blank."""
+        if isinstance(self.control, Select):
+            self.control.set_options((word, word) for word in words)
+            if chosen in words:
+                self.control.value = chosen
+
     def complain(self, problem: str) -> None:
         """Show what is wrong below the control; nothing when the text is empty."""
         error = self.query_one(".error", Static)
@@ -121,11 +127,8 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
         chosen = [v for v in value if isinstance(v, int)] if isinstance(value, list) else []
         return GpuPicker(snapshot.gpus, _users(snapshot), chosen)
     if name == "model_flavour":
-        flavours = [f for family in FAMILIES.values() for f in family.flavours]
-        return Select(
-            [(f, f) for f in flavours], prompt="not said", id=identity, compact=True,
-            value=value if value in flavours else Select.NULL,
-        )  # fmt: skip
+        # Which there are depends on the family: `offer` says.
+        return Select([], prompt="not said", id=identity, compact=True)
     words = draft.choices(name)
     if words:
         chosen_word = value if value in words else JobSpec.model_fields[name].default

@@ -116,6 +116,8 @@ class NewJobScreen(ModalScreen[int | None]):
                 yield Button("Cancel  esc", id="leave", compact=True)
 
     def on_mount(self) -> None:
+        self._offer_flavours(self.base.get("model_flavour"))
+        self._defaults = draft.defaults_of(*self._model())
         self._show_carried()
         self.query_one("#field-name").focus()
         self._check()
@@ -135,8 +137,33 @@ class NewJobScreen(ModalScreen[int | None]):
             text = f"{text} {draft.strategy_note(self.values)[1]}".rstrip()
         self.query_one("#field-help", Static).update(text)
 
+    def _model(self) -> tuple[Any, Any]:
+        """The family and flavour that the form says."""
+        values = self.values
+        return values.get("model_family"), values.get("model_flavour")
+
+    def _offer_flavours(self, chosen: str | None) -> None:
+        if self._has_row("model_flavour"):
+            row = self.query_one("#row-model_flavour", FieldRow)
+            row.offer(draft.flavours_of(self._model()[0]), chosen)
+
+    def _adopt(self, field: str) -> None:
+        """Another model was chosen: what was left at its default follows."""
+        if field == "model_family":
+            self._offer_flavours(self._model()[1])
+        after = draft.defaults_of(*self._model())
+        changes = draft.adopt(self.values, self._defaults, after)
+        self._defaults = after
+        self.base |= changes
+        for key, value in changes.items():
+            if self._has_row(key):
+                self.query_one(f"#row-{key}", FieldRow).put(value)
+        self._show_carried()
+
     @on(FieldRow.Changed)
-    def _changed(self) -> None:
+    def _changed(self, message: FieldRow.Changed) -> None:
+        if message.name in ("model_family", "model_flavour"):
+            self._adopt(message.name)
         if self._due is not None:
             self._due.stop()
         self._due = self.set_timer(_CHECK_AFTER, self._check)
@@ -274,7 +301,11 @@ class NewJobScreen(ModalScreen[int | None]):
                 self._complain(str(error))
                 return
             for row in self.query(FieldRow):
-                row.put(self.base.get(row.field))
+                if row.field != "model_flavour":
+                    row.put(self.base.get(row.field))
+            self._offer_flavours(self.base.get("model_flavour"))
+            # What the file says is said: nothing of it follows the family.
+            self._defaults = draft.defaults_of(*self._model())
             self._show_carried()
             self._check()
 

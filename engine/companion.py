@@ -1,0 +1,68 @@
+"""The other denoiser of a model that has two, each for some of the noise levels.
+
+It is not trained, and is in memory only while samples are made: read anew each time, sharded over
+the ranks as the trained one is.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine import weights
+from engine.backends import choose_attention
+from engine.parallel import shard
+from engine.release import Watch, give_back
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from engine.families import Family
+    from engine.telemetry import Telemetry
+    from engine.world import World
+    from jobs.spec import JobSpec
+
+
+@contextmanager
+def companions(
+    spec: JobSpec, family: Family, root: Path, world: World, telemetry: Telemetry
+) -> Iterator[dict[str, Any]]:
+    """The other denoisers that the pipeline samples with, by their names in it; a collective.
+
+    Args:
+        spec: The job.
+        family: Its family.
+        root: The model.
+        world: The ranks.
+        telemetry: This rank's.
+    """
+    if family.companion is None:
+        yield {}
+        return
+    model = _load(spec, family, root / family.companion, world, telemetry)
+    others = {family.companion: model}
+    watch = Watch(others)
+    yield others
+    others.clear()
+    del model
+    watch.check()
+    give_back(world.device)
+
+
+def _load(
+    spec: JobSpec, family: Family, directory: Path, world: World, telemetry: Telemetry
+) -> torch.nn.Module:
+    frozen = spec.model_copy(update={"model_type": "lora"})  # kept in the compute precision
+    model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
+    choose_attention(model, spec)
+    model.requires_grad_(False)
+    if world.shards:
+        shard(model, frozen, world)
+    offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
+    weights.materialise(model, world.device, parameters_on=offload)
+    read = weights.stream(model, stored, progress=lambda done: telemetry.moved())
+    telemetry.say(f"read {read / 2**20:.1f} MiB of {directory.name} to sample with")
+    return model.eval()

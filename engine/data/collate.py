@@ -1,0 +1,51 @@
+"""Several encoded texts as one batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def collate(
+    texts: Sequence[Mapping[str, torch.Tensor]], *, multiple: int = 1
+) -> dict[str, torch.Tensor]:
+    """Stack each tensor of several texts.
+
+    Where texts have masks, all that is as long as its mask is filled up with zeros to the length
+    of the longest; the mask says what is filled. Without a mask, lengths must be equal.
+
+    Args:
+        texts: What a family's `encode` gives, one for each sample.
+        multiple: Lengths become a multiple of this where there is a mask: ranks that share a
+            sample's tokens need as many each.
+
+    Returns:
+        Name → `(B, …)`.
+    """
+    lengths = [_length(text) for text in texts]
+    if None in lengths:
+        return {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
+    known = [length for length in lengths if length is not None]
+    longest = -(-max(known) // multiple) * multiple
+    return {
+        name: torch.stack([
+            _filled(text[name], length, longest) for text, length in zip(texts, known, strict=True)
+        ])
+        for name in texts[0]
+    }  # fmt: skip
+
+
+def _length(text: Mapping[str, torch.Tensor]) -> int | None:
+    """How long the text's mask is."""
+    return next((mask.shape[0] for name, mask in text.items() if "mask" in name), None)
+
+
+def _filled(tensor: torch.Tensor, length: int, longest: int) -> torch.Tensor:
+    if tensor.dim() == 0 or tensor.shape[0] != length or length == longest:
+        return tensor
+    return functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, longest - length])

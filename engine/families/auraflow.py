@@ -1,0 +1,58 @@
+"""AuraFlow: texts of one length from UMT5, rectified flow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.families.base import Family
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AuraFlow(Family):
+    """AuraFlow."""
+
+    # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
+    LORA_TARGETS = (
+        r"(joint_transformer_blocks|single_transformer_blocks)\.\d+\."
+        r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+        r"|ff(_context)?\.(linear_1|linear_2|out_projection))"
+    )
+    GUIDED_FORWARDS = 1
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (L, D)`, zeros after the text's end, and `prompt_attention_mask (L,)`.
+
+        The transformer attends to those zeros: texts are all of one length.
+        """
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+        )
+        # The stock function widens the mask to every number of the embeddings.
+        mask = mask.view(embeds.shape[1], -1)[:, 0]
+        return {
+            "prompt_embeds": embeds[0].contiguous(),
+            "prompt_attention_mask": mask.contiguous(),
+        }
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        velocity: torch.Tensor = transformer(
+            noisy,
+            encoder_hidden_states=condition["prompt_embeds"],
+            timestep=level,
+            return_dict=False,
+        )[0]
+        return velocity
+
+
+FAMILY = AuraFlow

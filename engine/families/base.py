@@ -1,0 +1,296 @@
+"""What most families share. A family's own module says only what is particular to it.
+
+Everything comes from the stock pipeline and from the model's own files where they say it: classes
+from `model_index.json`, the noise schedule from `scheduler/scheduler_config.json`, statistics of
+latents from the VAE's config.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import diffusers
+
+from engine.families.latent_statistics import denormalise, normalise
+from jobs.families import get_family
+from jobs.rundir import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+    from PIL import Image
+
+    from jobs.prompts import SampleRequest
+
+# The parts of a pipeline that encode prompts, by the beginnings of their names.
+_TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor")
+
+
+class KohyaStyle(Protocol):
+    """How kohya's scripts and ComfyUI name a family's LoRAs; a module beside the family's own."""
+
+    METADATA: dict[str, str]
+
+    def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+        """The same adapter under those names.
+
+        Args:
+            layers: `<module>.lora_A.weight` (rank, in) and `.lora_B.weight` (out, rank).
+            scale: What their product is multiplied with: alpha / rank.
+        """
+        ...
+
+
+class Family(ABC):
+    """A family, around one of its models.
+
+    Args:
+        name: The family's.
+        flavour: Which of its published models; None if it was not said.
+        root: The model's directory; None where only facts are wanted.
+        fps: Frames per second of its videos; the family's usual ones when left out.
+
+    Attributes:
+        facts: What is known without torch (`jobs.families`).
+        component: The denoiser that is trained: its directory, and its name in the pipeline.
+        fps: Frames per second, which some families tell the denoiser.
+    """
+
+    LORA_TARGETS: str
+    """Regular expression of the module names that get an adapter."""
+
+    KOHYA: KohyaStyle | None = None
+    """How kohya's scripts and ComfyUI name its LoRAs, where they do."""
+
+    GUIDED_FORWARDS: int = 2
+    """Forwards of the denoiser in a step of the stock pipeline with classifier-free guidance; 1
+    where it puts both prompts into one batch."""
+
+    NEGATIVES_APART: bool = False
+    """Whether the pipeline encodes negative prompts in another way than prompts."""
+
+    def __init__(
+        self,
+        name: str,
+        flavour: str | None = None,
+        root: Path | None = None,
+        fps: float | None = None,
+    ) -> None:
+        self.facts = get_family(name, flavour)
+        self.component = self.facts.component_of(flavour)
+        self.fps: float = fps or self.facts.defaults_of(flavour).get("fps", 25.0)
+        self._index: Mapping[str, Any] = {}
+        self._schedule: Mapping[str, Any] = {}
+        if root is not None:
+            self._index = read_json(root / "model_index.json") or {}
+            self._schedule = read_json(root / "scheduler" / "scheduler_config.json") or {}
+
+    # -- classes ---------------------------------------------------------------------------
+
+    def pipeline_class(self) -> Any:
+        """The stock diffusers pipeline, of the model's own class if the family has several."""
+        own = self._index.get("_class_name")
+        return getattr(diffusers, own if own in self.facts.pipelines else self.facts.pipelines[0])
+
+    def transformer_class(self) -> Any:
+        """The denoiser's class."""
+        return getattr(diffusers, self.facts.transformer)
+
+    # -- LoRA ------------------------------------------------------------------------------
+
+    @property
+    def lora_prefix(self) -> str:
+        """What the names in a LoRA file of diffusers begin with; all transformers share one."""
+        return self.component if self.component == "unet" else "transformer"
+
+    def lora_options(self) -> dict[str, Any]:
+        """What the pipeline's `load_lora_weights` takes besides the file."""
+        return {}
+
+    def load_lora(self, pipeline: Any, directory: Path) -> None:
+        """Load an exported LoRA into a stock pipeline, as a person would."""
+        pipeline.load_lora_weights(
+            directory, weight_name="pytorch_lora_weights.safetensors", **self.lora_options()
+        )
+
+    # -- text ------------------------------------------------------------------------------
+
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
+        """A pipeline with only what encodes prompts.
+
+        Args:
+            root: The model.
+            dtype: The precision of what is loaded.
+            components: Parts that exist already, by their names in the pipeline.
+        """
+        absent = {
+            name: None
+            for name in _parts(root)
+            if not name.startswith(_TEXT_PARTS) and name != "scheduler"
+        }
+        return self.pipeline_class().from_pretrained(root, dtype=dtype, **absent | components)
+
+    @abstractmethod
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a prompt that the cache keeps, without a batch dimension.
+
+        They are called as the pipeline calls them when it is given them. Where their length
+        depends on the prompt, one of them is a mask, whose name has `mask` in it: in a batch,
+        shorter ones are filled up with zeros at the end (`engine.data.collate`).
+
+        Args:
+            pipeline: From `load_text_pipeline`, on the device.
+            prompt: The text.
+            max_sequence_length: Tokens.
+            negative: What the picture should not be like, or the empty text of a sample whose
+                caption is dropped; matters only with `NEGATIVES_APART`.
+        """
+
+    # -- latents ---------------------------------------------------------------------------
+
+    def load_vae(self, root: Path, dtype: torch.dtype) -> Any:
+        """The autoencoder."""
+        library, name = _parts(root)["vae"]
+        vae_class = getattr(import_module(library), name)
+        return vae_class.from_pretrained(root, subfolder="vae", dtype=dtype)
+
+    def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """`(B, 3, H, W)` in [-1, 1] → normalised latents `(B, C, h, w)`.
+
+        Of families that train on videos, `(B, 3, F, H, W)` → `(B, C, f, h, w)`.
+        """
+        return self.normalise(vae, vae.encode(pixels).latent_dist.mode())
+
+    def normalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """What the VAE encodes → what the denoiser sees."""
+        return normalise(vae, latents)
+
+    def denormalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """What the denoiser makes → what the VAE decodes."""
+        return denormalise(vae, latents)
+
+    # -- training --------------------------------------------------------------------------
+
+    @abstractmethod
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        """What the denoiser says of noisy latents: of their shape, with the objective's meaning.
+
+        Args:
+            transformer: The denoiser.
+            noisy: `(B, C, h, w)`, of videos `(B, C, f, h, w)`.
+            level: `(B,)`: sigma in (0, 1) of flow matching, where 1 is pure noise and the
+                prediction is the velocity noise - data; of denoising, the timestep.
+            condition: Encoded prompts, each `(B, …)`.
+            guidance: For models that take it as an input.
+        """
+
+    def shift_of(self, height: int, width: int, frames: int = 1) -> float:
+        """The shift of sigma for latents of this size, as the model's scheduler has it.
+
+        Where it depends on the number of tokens, exp(mu) with mu on a line through two points
+        (`calculate_shift` of the pipelines).
+        """
+        schedule = self._schedule
+        if not schedule.get("use_dynamic_shifting"):
+            return float(schedule.get("shift") or schedule.get("flow_shift") or 1.0)
+        tokens = self.tokens_of(height, width, frames)
+        few, many = schedule["base_image_seq_len"], schedule["max_image_seq_len"]
+        low, high = schedule["base_shift"], schedule["max_shift"]
+        mu = low + (high - low) * (tokens - few) / (many - few)
+        linear = schedule.get("time_shift_type", "exponential") == "linear"
+        return mu if linear else math.exp(mu)
+
+    def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
+        """The denoiser's tokens for latents of this size: 2×2 cells each, unless overridden."""
+        return (height // 2) * (width // 2) * frames
+
+    def sigma_range(self) -> tuple[float, float]:
+        """The sigmas that this denoiser is for; (0, 1) unless there is another for the rest."""
+        return 0.0, 1.0
+
+    @property
+    def companion(self) -> str | None:
+        """The component that denoises the other sigmas; None where there is none."""
+        return None
+
+    # -- sampling --------------------------------------------------------------------------
+
+    def sampling_pipeline(self, root: Path, transformer: Any, vae: Any, **components: Any) -> Any:
+        """The stock pipeline around a trained denoiser, without text encoders.
+
+        Args:
+            root: The model.
+            transformer: The denoiser.
+            vae: The autoencoder.
+            components: Parts that exist already, by their names in the pipeline.
+        """
+        absent = {name: None for name in _parts(root) if name.startswith(_TEXT_PARTS)}
+        given = {self.component: transformer, "vae": vae} | components
+        return self.pipeline_class().from_pretrained(root, **absent | given)
+
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """What the pipeline takes to make a picture, but for its size, steps and noise.
+
+        Args:
+            request: The picture.
+            condition: Its encoded prompt, without a batch dimension.
+            negative: Its encoded negative prompt; None where that has no effect.
+        """
+        arguments: dict[str, Any] = {name: text.unsqueeze(0) for name, text in condition.items()}
+        arguments["guidance_scale"] = request.guidance
+        if negative is not None:
+            arguments |= {f"negative_{name}": text.unsqueeze(0) for name, text in negative.items()}
+        if self.facts.frame_step:
+            arguments["num_frames"] = request.frames
+        return arguments
+
+    def forwards_per_step(self, request: SampleRequest) -> int:
+        """How many forwards of the denoiser one denoising step of the pipeline makes."""
+        return self.GUIDED_FORWARDS if request.guided else 1
+
+    def forwards_of(self, request: SampleRequest) -> int:
+        """How many forwards of the trained denoiser the pipeline makes for a sample."""
+        return request.steps * self.forwards_per_step(request)
+
+    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+        """Latents as the pipeline keeps them → `(B, C, h, w)` or `(B, C, f, h, w)`."""
+        return latents
+
+    def decode(
+        self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
+    ) -> list[Image.Image]:
+        """The frames of what the pipeline returns as latents (batch of one); one of a picture."""
+        latents = self.denormalise(pipeline.vae, self.unpack(pipeline, latents, request))
+        pixels = pipeline.vae.decode(latents, return_dict=False)[0]
+        if pixels.dim() == 5:
+            return pipeline.video_processor.postprocess_video(pixels, output_type="pil")[0]
+        return pipeline.image_processor.postprocess(pixels, output_type="pil")
+
+
+def _parts(root: Path) -> dict[str, tuple[str, str]]:
+    """The components that a model has: name → library and class."""
+    index = read_json(root / "model_index.json") or {}
+    return {
+        name: (str(entry[0]), str(entry[1]))
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and entry[0] and entry[1]
+    }

@@ -1,0 +1,168 @@
+"""FLUX.2: 2×2 latents as one of 128 channels, normed by the VAE's batch norm, a language model's
+inner layers as text, rectified flow.
+
+`dev` (Mistral, `Flux2Pipeline`) takes guidance as an input. `klein` (Qwen3, `Flux2KleinPipeline`)
+takes none, and its base models are guided by a second prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from diffusers import Flux2Pipeline
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
+
+from engine.families.base import Family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.prompts import SampleRequest
+
+# The pipelines' shift depends on the number of steps too. This is the number that the models which
+# are not distilled are published with.
+_STEPS: Final = 50
+
+
+class Flux2(Family):
+    """FLUX.2, as a text-to-image model."""
+
+    # Every linear layer of the blocks: attention of both streams and their feed-forwards; single
+    # blocks have one before attention and one after.
+    LORA_TARGETS = (
+        r"transformer_blocks\.\d+\."
+        r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+        r"|ff(_context)?\.linear_(in|out))"
+        r"|single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
+    )
+
+    @property
+    def _klein(self) -> bool:
+        return self.pipeline_class() is not Flux2Pipeline
+
+    @property
+    def _guided(self) -> bool:
+        """Whether the pipeline guides by a second prediction."""
+        return self._klein and not self._index.get("is_distilled")
+
+    # -- text ------------------------------------------------------------------------------
+
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
+        """A pipeline with only what encodes prompts.
+
+        Of `dev` the tokenizer alone: its `PixtralProcessor` handles pictures besides, for which
+        it wants torchvision, and what it makes of a text is the tokenizer's doing.
+        """
+        if self._klein:
+            return super().load_text_pipeline(root, dtype, **components)
+        encoder = components.get("text_encoder")
+        if encoder is None:
+            encoder = Mistral3ForConditionalGeneration.from_pretrained(
+                root / "text_encoder", dtype=dtype
+            )
+        # By its class: transformers 5 takes the one that tokenizer_config.json names for another.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
+        return Flux2Pipeline(
+            scheduler=None, vae=None, transformer=None, text_encoder=encoder, tokenizer=tokenizer
+        )
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (L, 3·D)`: three layers of the language model, padding included."""
+        embeds, _ = pipeline.encode_prompt(prompt=prompt, max_sequence_length=max_sequence_length)
+        return {"prompt_embeds": embeds[0].contiguous()}
+
+    # -- latents ---------------------------------------------------------------------------
+
+    def normalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """`(B, 32, 2h, 2w)` of the VAE → `(B, 128, h, w)`."""
+        cells = Flux2Pipeline._patchify_latents(latents)
+        mean, deviation = _statistics(vae, cells)
+        return (cells - mean) / deviation
+
+    def denormalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """`(B, 128, h, w)` → `(B, 32, 2h, 2w)` for the VAE."""
+        mean, deviation = _statistics(vae, latents)
+        unpatched: torch.Tensor = Flux2Pipeline._unpatchify_latents(latents * deviation + mean)
+        return unpatched
+
+    def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
+        """Its latents are cells of 2×2 already."""
+        return height * width * frames
+
+    def shift_of(self, height: int, width: int, frames: int = 1) -> float:
+        """By the pipeline's own formula, not by the points in the scheduler's settings."""
+        if not self._schedule.get("use_dynamic_shifting"):
+            return super().shift_of(height, width, frames)
+        return math.exp(compute_empirical_mu(self.tokens_of(height, width, frames), _STEPS))
+
+    # -- training --------------------------------------------------------------------------
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        embeds = condition["prompt_embeds"]
+        strength = None
+        if transformer.config.guidance_embeds:
+            strength = torch.full((len(noisy),), guidance, device=noisy.device)
+        velocity = transformer(
+            hidden_states=Flux2Pipeline._pack_latents(noisy),
+            timestep=level,
+            guidance=strength,
+            encoder_hidden_states=embeds,
+            txt_ids=Flux2Pipeline._prepare_text_ids(embeds).to(noisy.device),
+            img_ids=Flux2Pipeline._prepare_latent_ids(noisy).to(noisy.device),
+            return_dict=False,
+        )[0]
+        return _grid(velocity, *noisy.shape[2:])
+
+    # -- sampling --------------------------------------------------------------------------
+
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """As the model's own pipeline takes it, whatever flavour the job says that it is.
+
+        A pipeline that guides and got no negative prompt would want to encode one.
+        """
+        guided = self._guided and negative is not None
+        arguments = super().sample_arguments(request, condition, negative if guided else None)
+        if self._klein and not guided:
+            arguments["guidance_scale"] = 1.0
+        return arguments
+
+    def forwards_per_step(self, request: SampleRequest) -> int:
+        return 2 if self._guided and request.guided else 1
+
+    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+        if latents.dim() == 4:  # klein's pipeline returns what the VAE decodes
+            return self.normalise(pipeline.vae, latents)
+        step = 2 * pipeline.vae_scale_factor
+        return _grid(latents, request.height // step, request.width // step)
+
+
+def _grid(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """`(B, h·w, C)` → `(B, C, h, w)`."""
+    return tokens.transpose(1, 2).unflatten(2, (height, width))
+
+
+def _statistics(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of each channel, `(1, 128, 1, 1)`, which the VAE's batch norm keeps."""
+    norm = vae.bn
+    deviation = torch.sqrt(norm.running_var + vae.config.batch_norm_eps)
+    return norm.running_mean.view(1, -1, 1, 1).to(latents), deviation.view(1, -1, 1, 1).to(latents)
+
+
+FAMILY = Flux2

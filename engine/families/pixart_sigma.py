@@ -1,0 +1,81 @@
+"""PixArt-Sigma: T5 through cross-attention, epsilon with a variance that is not trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from peft import PeftModel
+
+from engine.families.base import Family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from jobs.prompts import SampleRequest
+
+
+class PixArtSigma(Family):
+    """PixArt-Sigma."""
+
+    # Every linear layer of the blocks: both attentions, and the feed-forward.
+    LORA_TARGETS = (
+        r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
+    )
+    GUIDED_FORWARDS = 1
+
+    def load_lora(self, pipeline: Any, directory: Path) -> None:
+        """As a person would: this pipeline has no functions for LoRAs, peft has."""
+        PeftModel.from_pretrained(pipeline.transformer, directory)
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (L, D)` of T5 and `prompt_attention_mask (L,)`, all of one length.
+
+        Captions are not cleaned, as in the pipeline without beautifulsoup4 and ftfy.
+        """
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+        )
+        return {
+            "prompt_embeds": embeds[0].contiguous(),
+            "prompt_attention_mask": mask[0].contiguous(),
+        }
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        prediction = transformer(
+            noisy,
+            encoder_hidden_states=condition["prompt_embeds"],
+            encoder_attention_mask=condition["prompt_attention_mask"],
+            timestep=level,
+            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+            return_dict=False,
+        )[0]
+        # The other half is the variance, which samplers do not use.
+        epsilon: torch.Tensor = prediction[:, : noisy.shape[1]]
+        return epsilon
+
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """Pictures of the size that was asked for, and texts as they are."""
+        arguments = super().sample_arguments(request, condition, negative)
+        arguments |= {"use_resolution_binning": False, "clean_caption": False}
+        if negative:
+            arguments["negative_prompt"] = None  # "" is its default, beside the encoded one
+        return arguments
+
+
+FAMILY = PixArtSigma

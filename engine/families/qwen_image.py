@@ -1,0 +1,92 @@
+"""Qwen-Image: packed 2×2 latents of a video VAE, text of any length, rectified flow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from engine.families.base import Family
+from engine.families.packing import pack, unpack
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from jobs.prompts import SampleRequest
+
+_LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 512 if not told
+
+
+class QwenImage(Family):
+    """Qwen-Image."""
+
+    # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
+    LORA_TARGETS = (
+        r"transformer_blocks\.\d+\."
+        r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+        r"|(img|txt)_mlp\.net\.(0\.proj|2))"
+    )
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (L, D)` and `prompt_embeds_mask (L,)`; L is as long as the prompt."""
+        # A single text has nothing filled up, and so no mask.
+        embeds, _ = pipeline.encode_prompt(prompt=prompt, max_sequence_length=max_sequence_length)
+        mask = torch.ones(embeds.shape[1], dtype=torch.bool, device=embeds.device)
+        return {"prompt_embeds": embeds[0].contiguous(), "prompt_embeds_mask": mask}
+
+    def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """A picture is a video of one frame to the VAE."""
+        return super().encode_pictures(vae, pixels.unsqueeze(2)).squeeze(2)
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        batch, _, height, width = noisy.shape
+        mask = condition["prompt_embeds_mask"]
+        velocity = transformer(
+            hidden_states=pack(noisy),
+            timestep=level,
+            encoder_hidden_states=condition["prompt_embeds"],
+            # As in the pipeline, none if there is nothing to mask: faster kernels take none.
+            encoder_hidden_states_mask=None if mask.all() else mask,
+            img_shapes=[[(1, height // 2, width // 2)]] * batch,
+            return_dict=False,
+        )[0]
+        return unpack(velocity, height, width)
+
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """`guidance_scale` is for distilled models only, and there are none."""
+        arguments = super().sample_arguments(request, condition, negative)
+        arguments["true_cfg_scale"] = arguments.pop("guidance_scale")
+        if condition:
+            arguments["max_sequence_length"] = _LONGEST_TEXT
+        return arguments
+
+    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+        scale = pipeline.vae_scale_factor
+        return unpack(latents, request.height // scale, request.width // scale)
+
+    def decode(
+        self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
+    ) -> list[Image.Image]:
+        latents = self.denormalise(pipeline.vae, self.unpack(pipeline, latents, request))
+        pixels = pipeline.vae.decode(latents.unsqueeze(2), return_dict=False)[0][:, :, 0]
+        pictures: list[Image.Image] = pipeline.image_processor.postprocess(
+            pixels, output_type="pil"
+        )
+        return pictures
+
+
+FAMILY = QwenImage

@@ -1,0 +1,79 @@
+"""Stable Diffusion 3 and 3.5: two CLIPs and T5 side by side, rectified flow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.families.base import Family
+from jobs.errors import UserError
+from jobs.rundir import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+
+class SD3(Family):
+    """Stable Diffusion 3 and 3.5."""
+
+    # Every linear layer of the blocks: attention of both streams, 3.5 medium's second attention
+    # over pictures alone, and both feed-forwards.
+    LORA_TARGETS = (
+        r"transformer_blocks\.\d+\."
+        r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+        r"|attn2\.(to_q|to_k|to_v|to_out\.0)|ff(_context)?\.net\.(0\.proj|2))"
+    )
+    GUIDED_FORWARDS = 1
+
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
+        """A pipeline with only what encodes prompts.
+
+        Raises:
+            UserError: The model was saved without T5; the stock pipeline then asks its
+                transformer, which is not loaded yet, how wide the zeros in its place are.
+        """
+        known = (read_json(root / "model_index.json") or {}).get("text_encoder_3") or [None]
+        if known[0] is None and components.get("text_encoder_3") is None:
+            raise UserError(
+                f"{root} has no T5 (text_encoder_3), and captions are encoded with all three "
+                "encoders",
+                "fetch the whole model",
+            )
+        return super().load_text_pipeline(root, dtype, **components)
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (77 + L, D)` of CLIPs and T5, `pooled_prompt_embeds (P,)` of the CLIPs."""
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            prompt=prompt,
+            prompt_2=None,
+            prompt_3=None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+        )
+        return {
+            "prompt_embeds": embeds[0].contiguous(),
+            "pooled_prompt_embeds": pooled[0].contiguous(),
+        }
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        velocity: torch.Tensor = transformer(
+            hidden_states=noisy,
+            timestep=level * 1000,
+            encoder_hidden_states=condition["prompt_embeds"],
+            pooled_projections=condition["pooled_prompt_embeds"],
+            return_dict=False,
+        )[0]
+        return velocity
+
+
+FAMILY = SD3

@@ -1,0 +1,67 @@
+"""Stable Diffusion XL: a UNet that is told the picture's size, denoising on a discrete schedule."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from engine.families import sdxl_kohya
+from engine.families.base import Family
+
+_CELL: Final = 8  # pixels of a latent's side
+
+
+class SDXL(Family):
+    """Stable Diffusion XL."""
+
+    # Every linear layer of the transformer blocks: both attentions, and the feed-forward.
+    LORA_TARGETS = (
+        r".*transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
+    )
+    KOHYA = sdxl_kohya
+    GUIDED_FORWARDS = 1
+    NEGATIVES_APART = True
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (77, D)` of both CLIPs, `pooled_prompt_embeds (P,)` of the second.
+
+        Without a negative prompt, the published model is led away from zeros and not from an empty
+        text. The encoders run all the same: where they are sharded, ranks call them equally often.
+        """
+        embeds, _, pooled, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)
+        if negative and not prompt and pipeline.config.force_zeros_for_empty_prompt:
+            embeds, pooled = torch.zeros_like(embeds), torch.zeros_like(pooled)
+        return {
+            "prompt_embeds": embeds[0].contiguous(),
+            "pooled_prompt_embeds": pooled[0].contiguous(),
+        }
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        batch, _, height, width = noisy.shape
+        size = [height * _CELL, width * _CELL]
+        # As the pipeline's defaults have it: never resized, and cropped nowhere.
+        sizes = torch.tensor([*size, 0, 0, *size], device=noisy.device, dtype=noisy.dtype)
+        prediction: torch.Tensor = transformer(
+            noisy,
+            level,
+            encoder_hidden_states=condition["prompt_embeds"],
+            added_cond_kwargs={
+                "text_embeds": condition["pooled_prompt_embeds"],
+                "time_ids": sizes.expand(batch, -1),
+            },
+            return_dict=False,
+        )[0]
+        return prediction
+
+
+FAMILY = SDXL

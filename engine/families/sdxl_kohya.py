@@ -1,0 +1,109 @@
+"""The names of an SDXL LoRA in kohya's scripts and ComfyUI: those of Stability's own UNet.
+
+Of `convert_state_dict_to_kohya` in diffusers come other names, after its own UNet, which kohya's
+scripts do not know for SDXL.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+METADATA: Final = {
+    "ss_network_module": "networks.lora",
+    "ss_base_model_version": "sdxl_base_v1-0",
+    "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",
+    "modelspec.implementation": "https://github.com/Stability-AI/generative-models",
+}
+
+_LAYERS: Final = 2  # `layers_per_block` of SDXL: three entries of a list for each of its blocks
+# Layers of a ResnetBlock2D.
+_RESNET: Final = {
+    "conv1": "in_layers.2",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+# Modules outside of the blocks, and the middle block.
+_SINGLE: Final = {
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+_MIDDLE: Final = {"resnets.0": 0, "attentions.0": 1, "resnets.1": 2}
+_PLACE: Final = re.compile(
+    r"(?:(?P<side>down|up)_blocks\.(?P<block>\d+)|mid_block)"
+    r"\.(?P<kind>resnets|attentions|downsamplers|upsamplers)\.(?P<layer>\d+)\.(?P<rest>.+)"
+)
+
+
+def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """The same adapter under kohya's names.
+
+    Args:
+        layers: `<module of diffusers>.lora_A.weight` and `.lora_B.weight`, of linear layers
+            (rank, in) and (out, rank), of convolutions with kernels besides.
+        scale: What their product is multiplied with: alpha / rank.
+
+    Returns:
+        `lora_unet_<module of Stability>.lora_down.weight`, `.lora_up.weight` and `.alpha` (a
+        number).
+
+    Raises:
+        UserError: A module has no counterpart in Stability's UNet.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in layers.items():
+        module, _, part = name.rpartition(".lora_")
+        key = "lora_unet_" + _renamed(module).replace(".", "_")
+        if part == "A.weight":
+            found[f"{key}.lora_down.weight"] = tensor
+            found[f"{key}.alpha"] = torch.tensor(float(tensor.shape[0] * scale))
+        else:
+            found[f"{key}.lora_up.weight"] = tensor
+    return found
+
+
+def _renamed(module: str) -> str:
+    """Module of diffusers → module of Stability."""
+    if module in _SINGLE:
+        return _SINGLE[module]
+    if match := _PLACE.fullmatch(module):
+        kind, rest = match["kind"], match["rest"]
+        if kind == "resnets" and rest in _RESNET:
+            return f"{_place(match)}.{_RESNET[rest]}"
+        if kind == "attentions":
+            return f"{_place(match)}.{rest}"
+        if kind == "downsamplers" and rest == "conv":
+            return f"{_place(match)}.op"
+        if kind == "upsamplers" and rest == "conv":
+            return f"{_place(match)}.conv"
+    raise UserError(
+        f"export_formats: kohya has no name for {module}",
+        "leave it out of lora_target_modules, or export for diffusers only",
+    )
+
+
+def _place(match: re.Match[str]) -> str:
+    """Where a resnet, transformer or sampler is in Stability's lists."""
+    kind, layer = match["kind"], int(match["layer"])
+    if match["side"] is None:
+        return f"middle_block.{_MIDDLE[f'{kind}.{layer}']}"
+    first = int(match["block"]) * (_LAYERS + 1)
+    if match["side"] == "down":
+        if kind == "downsamplers":  # an entry of its own, after the block's layers
+            return f"input_blocks.{first + _LAYERS + 1}.0"
+        return f"input_blocks.{first + layer + 1}.{int(kind == 'attentions')}"
+    if kind == "upsamplers":  # in the entry of the block's last layer, which has a transformer
+        return f"output_blocks.{first + _LAYERS}.2"
+    return f"output_blocks.{first + layer}.{int(kind == 'attentions')}"

@@ -1,0 +1,91 @@
+"""Wan: videos by flow matching, with cross-attention to text; two experts by noise level in 2.2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import diffusers
+
+from engine.families.base import Family
+
+if TYPE_CHECKING:
+    import torch
+
+    from jobs.prompts import SampleRequest
+
+_HIGH: Final = "transformer"
+_LOW: Final = "transformer_2"
+
+
+class Wan(Family):
+    """Wan 2.1, Wan 2.2's TI2V-5B as text-to-video, and each expert of Wan 2.2 by itself."""
+
+    # Every linear layer of the blocks: self-attention, cross-attention, feed-forward.
+    LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
+
+    def lora_options(self) -> dict[str, Any]:
+        """Files of both experts have the same names in them."""
+        return {"load_into_transformer_2": True} if self.component == _LOW else {}
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (max_sequence_length, D)` of UMT5, zeros after the text.
+
+        The zeros are not masked: the model was trained with them.
+        """
+        embeds, _ = pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+        )
+        return {"prompt_embeds": embeds[0].contiguous()}
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        # For TI2V-5B, the pipeline repeats the timestep for each token: it can hold the tokens of a
+        # given picture back. Without one this says the same, and takes less memory.
+        return transformer(
+            hidden_states=noisy,
+            timestep=level * 1000,
+            encoder_hidden_states=condition["prompt_embeds"],
+            return_dict=False,
+        )[0]
+
+    # -- experts ---------------------------------------------------------------------------
+
+    @property
+    def companion(self) -> str | None:
+        """The expert for the other noise levels."""
+        if self._boundary is None:
+            return None
+        return _HIGH if self.component == _LOW else _LOW
+
+    def sigma_range(self) -> tuple[float, float]:
+        if self._boundary is None:
+            return 0.0, 1.0
+        return (0.0, self._boundary) if self.component == _LOW else (self._boundary, 1.0)
+
+    def forwards_of(self, request: SampleRequest) -> int:
+        """Of this expert: the steps whose timesteps lie within its levels."""
+        if self._boundary is None:
+            return super().forwards_of(request)
+        scheduler = getattr(diffusers, self._index["scheduler"][1]).from_config(self._schedule)
+        scheduler.set_timesteps(request.steps)
+        boundary = self._boundary * scheduler.config.num_train_timesteps
+        high = sum(bool(timestep >= boundary) for timestep in scheduler.timesteps)
+        own = request.steps - high if self.component == _LOW else high
+        return own * self.forwards_per_step(request)
+
+    @property
+    def _boundary(self) -> float | None:
+        """The sigma that parts the experts; None where there is one model for all."""
+        ratio = self._index.get("boundary_ratio")
+        return None if ratio is None else float(ratio)
+
+
+FAMILY = Wan

@@ -1,0 +1,74 @@
+"""Z-Image: one stream of picture and text, text of any length, time that runs backwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.families.base import Family
+
+if TYPE_CHECKING:
+    from jobs.prompts import SampleRequest
+
+
+class ZImage(Family):
+    """Z-Image and Z-Image Turbo."""
+
+    # Every linear layer of the blocks: attention and feed-forward, also in the blocks that see
+    # only the picture or only the text.
+    LORA_TARGETS = (
+        r"(layers|noise_refiner|context_refiner)\.\d+\."
+        r"(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.(w1|w2|w3))"
+    )
+    GUIDED_FORWARDS = 1
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (L, D)` and `prompt_embeds_mask (L,)`; L is as long as the prompt."""
+        (embeds,), _ = pipeline.encode_prompt(
+            prompt=prompt,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+        )
+        mask = torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)
+        return {"prompt_embeds": embeds.contiguous(), "prompt_embeds_mask": mask}
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        masks = condition["prompt_embeds_mask"].bool()
+        # It takes each sample's own text, and fills up by itself: with a token that it learned.
+        texts = [text[mask] for text, mask in zip(condition["prompt_embeds"], masks, strict=True)]
+        velocities = transformer(
+            list(noisy.unsqueeze(2)),  # videos of one frame
+            1 - level,  # its time is 1 for data
+            texts,
+            return_dict=False,
+        )[0]
+        return -torch.stack(velocities).squeeze(2)
+
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """Texts as lists, without masks."""
+        arguments: dict[str, Any] = {"guidance_scale": request.guidance}
+        for name, text in (
+            ("prompt_embeds", condition),
+            ("negative_prompt_embeds", negative),
+        ):
+            if text:
+                arguments[name] = [text["prompt_embeds"][text["prompt_embeds_mask"].bool()]]
+        return arguments
+
+
+FAMILY = ZImage

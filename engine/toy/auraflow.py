@@ -1,0 +1,66 @@
+"""A small AuraFlow: every class, every file and every setting of the published ones, tiny sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+)
+
+from engine.toy import parts
+from engine.toy.encoders import build_umt5
+from engine.toy.four_channel_vae import CHANNELS, build_four_channel_vae
+from engine.toy.tokenizers import build_llama_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXT_DIM = 64
+HEADS, HEAD_DIM = 2, 32
+JOINT_LAYERS, SINGLE_LAYERS = 2, 2
+
+
+def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
+    """Write the model in the layout of `AuraFlowPipeline.save_pretrained`."""
+    tokenizer = build_llama_tokenizer(parts.captions())
+    pipeline = AuraFlowPipeline(
+        tokenizer=tokenizer,
+        text_encoder=build_umt5(tokenizer, TEXT_DIM, seed=seed),
+        vae=build_four_channel_vae(seed),
+        transformer=_build_transformer(seed, HEADS * hidden_scale),
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.73),
+    )
+    parts.save(pipeline, model_dir, dtype)
+
+
+def _build_transformer(seed: int, heads: int) -> AuraFlowTransformer2DModel:
+    return parts.random_model(
+        AuraFlowTransformer2DModel,
+        seed=seed,
+        gain=_gain,
+        sample_size=64,
+        patch_size=2,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_mmdit_layers=JOINT_LAYERS,
+        num_single_dit_layers=SINGLE_LAYERS,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=heads,
+        joint_attention_dim=TEXT_DIM,
+        caption_projection_dim=heads * HEAD_DIM,
+        pos_embed_max_size=16 * 16,
+    )
+
+
+def _gain(name: str) -> float:
+    """Factors on the scale that keeps sizes, by parameter."""
+    if name.startswith("pos_embed."):
+        return 0.1
+    if name.endswith("norm1.linear.weight"):
+        return 2.0
+    if name == "norm_out.linear.weight":
+        return 0.1
+    return 1.0

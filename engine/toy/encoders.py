@@ -1,0 +1,121 @@
+"""Small random CLIP and T5 text encoders: the published classes, every width a choice.
+
+Two prompts are clearly different in what they give: words weigh more than their mixing does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from engine.toy.weights import fill_random
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import CLIPTokenizer, PreTrainedTokenizerFast
+
+CLIP_HEAD_DIM = 32
+T5_HEAD_DIM = 32
+LAYERS = 2
+
+
+def build_clip(tokenizer: CLIPTokenizer, dim: int, *, seed: int) -> CLIPTextModel:
+    """CLIP without its projection, `dim` wide, a multiple of 32."""
+    model = CLIPTextModel(_clip_config(tokenizer, dim, "quick_gelu"))
+    fill_random(model, seed, gain=_text_gain(dim))
+    return model.eval()
+
+
+def build_clip_with_projection(
+    tokenizer: CLIPTokenizer, dim: int, *, seed: int, hidden_act: str = "quick_gelu"
+) -> CLIPTextModelWithProjection:
+    """CLIP whose embeddings and pooled output are `dim` wide.
+
+    Args:
+        tokenizer: Its longest text is the model's.
+        dim: A multiple of 32.
+        seed: Of the weights. Two encoders of one pipeline want two.
+        hidden_act: "quick_gelu" for CLIP-L, "gelu" for CLIP-G.
+    """
+    model = CLIPTextModelWithProjection(_clip_config(tokenizer, dim, hidden_act))
+    fill_random(model, seed, gain=_text_gain(dim))
+    return model.eval()
+
+
+def build_t5(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> T5EncoderModel:
+    """T5 v1.1's encoder, `dim` wide, a multiple of 32."""
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=dim,
+        d_kv=T5_HEAD_DIM,
+        d_ff=4 * dim,
+        num_layers=LAYERS,
+        num_heads=max(1, dim // T5_HEAD_DIM),
+        feed_forward_proj="gated-gelu",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+    model = T5EncoderModel(config)
+    fill_random(model, seed, gain=_text_gain(dim))
+    return model.eval()
+
+
+def build_umt5(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> UMT5EncoderModel:
+    """UMT5's encoder, `dim` wide, a multiple of 32: T5 whose layers each know positions."""
+    config = UMT5Config(
+        vocab_size=len(tokenizer),
+        d_model=dim,
+        d_kv=T5_HEAD_DIM,
+        d_ff=4 * dim,
+        num_layers=LAYERS,
+        num_heads=max(1, dim // T5_HEAD_DIM),
+        feed_forward_proj="gated-gelu",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+    model = UMT5EncoderModel(config)
+    fill_random(model, seed, gain=_text_gain(dim))
+    return model.eval()
+
+
+def _clip_config(tokenizer: CLIPTokenizer, dim: int, hidden_act: str) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=dim,
+        intermediate_size=4 * dim,
+        projection_dim=dim,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=max(1, dim // CLIP_HEAD_DIM),
+        max_position_embeddings=tokenizer.model_max_length,
+        hidden_act=hidden_act,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _text_gain(dim: int) -> Callable[[str], float]:
+    """Factors for a text encoder: the words, not their mixing, should make the difference."""
+
+    def gain(name: str) -> float:
+        if name.endswith(("shared.weight", "token_embedding.weight")):
+            return dim**0.5  # Each entry of size 1.
+        if name.endswith("self_attn.out_proj.weight"):
+            return 3.0  # CLIP's pooled output has the words through its attention only.
+        if name.endswith("SelfAttention.q.weight"):
+            return T5_HEAD_DIM**-0.5  # T5 does not divide its attention scores by that.
+        return 1.0
+
+    return gain

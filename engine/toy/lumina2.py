@@ -1,0 +1,80 @@
+"""A small Lumina-Image 2.0: every class, every file and every setting, tiny sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
+)
+
+from engine.toy.language_models import build_gemma2
+from engine.toy.parts import captions, random_model, sample_images, save
+from engine.toy.tokenizers import build_gemma_tokenizer
+from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEADS: Final = 4
+HEAD_DIM: Final = 24
+GEMMA_DIM: Final = 64
+
+
+def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
+    """Write the model in the layout of `Lumina2Pipeline.save_pretrained`."""
+    tokenizer = build_gemma_tokenizer(captions())
+    pipeline = Lumina2Pipeline(
+        transformer=build_transformer(HEADS * hidden_scale, seed=seed),
+        scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=6.0),
+        vae=build_vae(as_tensor(sample_images(seed)), seed=seed),
+        text_encoder=build_gemma2(tokenizer, GEMMA_DIM, seed=seed),
+        tokenizer=tokenizer,
+    )
+    save(pipeline, model_dir, dtype)
+
+
+@torch.no_grad()
+def build_transformer(heads: int, *, seed: int) -> Lumina2Transformer2DModel:
+    """Random, with open gates; published: 24 heads of 96, 26 layers, 2 refiners of each kind."""
+    transformer = random_model(
+        Lumina2Transformer2DModel,
+        seed=seed,
+        gain=_gain,
+        bias=0.005,
+        sample_size=128,
+        patch_size=2,
+        in_channels=LATENT_CHANNELS,
+        hidden_size=heads * HEAD_DIM,
+        num_layers=2,
+        num_refiner_layers=2,
+        num_attention_heads=heads,
+        num_kv_heads=heads // 2,
+        multiple_of=32,
+        norm_eps=1e-5,
+        scaling_factor=1.0,
+        axes_dim_rope=(HEAD_DIM // 3,) * 3,
+        axes_lens=(300, 512, 512),
+        cap_feat_dim=GEMMA_DIM,
+    )
+    for name, parameter in transformer.named_parameters():
+        if name.endswith(("norm2.weight", "ffn_norm2.weight")):
+            # What a block adds is of this size, whatever its linear layers make.
+            parameter.fill_(0.1)
+        if name.endswith("norm1.linear.bias"):
+            _, gate, _, feed_gate = parameter.chunk(4)
+            gate.add_(1.0)
+            feed_gate.add_(1.0)
+    return transformer
+
+
+def _gain(name: str) -> float:
+    """Factors on the scale that keeps sizes: the stream is small, so that blocks count in it."""
+    if name.startswith(("x_embedder", "time_caption_embed.caption_embedder")):
+        return 0.1
+    if name.endswith("norm1.linear.weight") or name == "norm_out.linear_1.weight":
+        return 0.3
+    return 1.0

@@ -1,0 +1,107 @@
+"""A small Qwen-Image: every class, file and setting of the published one, tiny sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+
+from engine.toy import parts
+from engine.toy.language_models import build_qwen2_5_vl
+from engine.toy.streams import open_gates, quieten
+from engine.toy.tokenizers import build_qwen_tokenizer
+from engine.toy.weights import one_thread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXT_DIM = 64
+HEADS, HEAD_DIM = 4, 32
+LAYERS = 2
+LATENT_CHANNELS = 16
+
+
+def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
+    """Write the model; there is one flavour."""
+    tokenizer = build_qwen_tokenizer(parts.captions())
+    pipeline = QwenImagePipeline(
+        scheduler=build_scheduler(),
+        vae=_build_vae(seed),
+        text_encoder=build_qwen2_5_vl(tokenizer, TEXT_DIM, seed=seed),
+        tokenizer=tokenizer,
+        transformer=_build_transformer(seed, HEADS * hidden_scale),
+    )
+    parts.save(pipeline, model_dir, dtype)
+
+
+def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler of Qwen-Image."""
+    return FlowMatchEulerDiscreteScheduler(
+        num_train_timesteps=1000,
+        shift=1.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+    )
+
+
+def _build_transformer(seed: int, heads: int) -> QwenImageTransformer2DModel:
+    transformer = parts.random_model(
+        QwenImageTransformer2DModel,
+        seed=seed,
+        gain=_gain,
+        bias=0.005,
+        patch_size=2,
+        in_channels=4 * LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_layers=LAYERS,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=heads,
+        joint_attention_dim=TEXT_DIM,
+        guidance_embeds=False,
+        axes_dims_rope=(4, 14, 14),
+    )
+    for block in transformer.transformer_blocks:
+        for modulation in (block.img_mod, block.txt_mod):
+            open_gates(modulation[1].bias, chunks=6, gates=(2, 5))
+    with one_thread():
+        quieten(transformer.proj_out.weight, transformer.img_in.weight)
+    return transformer
+
+
+def _gain(name: str) -> float:
+    """Factors on the scale that keeps sizes, by parameter."""
+    if name == "img_in.weight":
+        return 0.1
+    if name.endswith(("to_out.0.weight", "to_add_out.weight", "net.2.weight")):
+        return 0.03
+    if name.endswith(("img_mod.1.weight", "txt_mod.1.weight")):
+        return 0.3
+    if name == "norm_out.linear.weight":
+        return 0.1
+    return 1.0
+
+
+def _build_vae(seed: int) -> AutoencoderKLQwenImage:
+    """Random, with the statistics of the latents that it makes of toy pictures."""
+    vae = parts.random_model(
+        AutoencoderKLQwenImage, seed=seed, base_dim=8, z_dim=LATENT_CHANNELS, num_res_blocks=1
+    )
+    with torch.no_grad(), one_thread():
+        latents = vae.encode(parts.sample_pixels(seed).unsqueeze(2)).latent_dist.mode()
+        means, deviations = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
+    vae.register_to_config(
+        latents_mean=[round(mean, 4) for mean in means.tolist()],
+        latents_std=[round(deviation, 4) for deviation in deviations.tolist()],
+    )
+    return vae

@@ -1,0 +1,280 @@
+"""The tokenizers of language models, as text encoders have them, built from the toy's captions.
+
+Every word of the captions is one token, and so is every word of the templates that pipelines put
+around a prompt: they cut a template off by its published number of tokens, which must be right
+here too. Any other text is encoded byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
+from transformers import (
+    CLIPTokenizer,
+    GemmaTokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+)
+
+from engine.toy.vocabulary import WORD_START, build_clip_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from engine.toy.vocabulary import Pair
+
+# What `QwenImagePipeline` and `Lumina2Pipeline` put before a prompt; each sets it when it is made.
+QWEN_IMAGE_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
+    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+LUMINA_TEMPLATE = (
+    "You are an assistant designed to generate superior images with the superior degree of "
+    "image-text alignment based on textual prompts or user prompts. <Prompt Start> {}"
+)
+
+QWEN_SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
+    "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+QWEN_THINK = ("<think>", "</think>")
+QWEN_CHAT = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\n\n</think>\n\n' }}
+{%- endif %}
+{%- endif %}"""
+
+LLAMA3_SPECIAL = (
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>", "<image>", "<pad>",
+)  # fmt: skip
+# Words with the space before them, numbers of up to three digits, runs of other signs.
+LLAMA3_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+MISTRAL_SPECIAL = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
+    "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+)  # fmt: skip
+MISTRAL_CHAT = """\
+{%- macro text(content) %}
+{%- if content is string %}{{- content }}{%- else %}
+{%- for block in content %}
+{%- if block['type'] == 'text' %}{{- block['text'] }}{%- else %}{{- '[IMG]' }}{%- endif %}
+{%- endfor %}
+{%- endif %}
+{%- endmacro %}
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'system' %}
+{{- '[SYSTEM_PROMPT]' + text(message['content']) + '[/SYSTEM_PROMPT]' }}
+{%- elif message['role'] == 'user' %}
+{{- '[INST]' + text(message['content']) + '[/INST]' }}
+{%- else %}
+{{- text(message['content']) + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+
+GEMMA_SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>")
+LLAMA_SPECIAL = ("<unk>", "<s>", "</s>")
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+EVERYTHING = 1_000_000
+"""A vocabulary larger than the texts can fill: training ends when each of their words is whole."""
+
+
+def build_other_clip_tokenizer(
+    captions: Iterable[str], *, pad_token: str = "!", length: int = 77
+) -> CLIPTokenizer:
+    """CLIP's tokenizer with other settings than CLIP-L's.
+
+    Args:
+        captions: As for `build_clip_tokenizer`.
+        pad_token: "!" for CLIP-G, as SDXL and SD3 have it.
+        length: Most tokens of a text.
+    """
+    model = json.loads(build_clip_tokenizer(captions).backend_tokenizer.to_str())["model"]
+    return CLIPTokenizer(
+        vocab=model["vocab"],
+        merges=_as_pairs(model["merges"]),
+        pad_token=pad_token,
+        model_max_length=length,
+    )
+
+
+def build_qwen_tokenizer(captions: Iterable[str]) -> Qwen2Tokenizer:
+    """Of Qwen2.5-VL (Qwen-Image) and Qwen3 (FLUX.2 klein, Z-Image): bytes, no start, chat."""
+    # Untrained, to learn from texts in the pieces that the class cuts them into.
+    pieces = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer
+    vocabulary, merges = _train(
+        _words_too([*captions, *_plain(QWEN_IMAGE_TEMPLATE)]),
+        pieces.pre_tokenizer,
+        alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(QWEN_SPECIAL),
+        model_max_length=131072,
+    )
+    tokenizer.add_tokens(list(QWEN_THINK))
+    tokenizer.chat_template = QWEN_CHAT
+    return tokenizer
+
+
+def build_llama3_tokenizer(captions: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Of Llama 3 (HunyuanVideo, HiDream): bytes, with a start, padded on the right."""
+    texts = [*captions, *_plain(DEFAULT_PROMPT_TEMPLATE["template"])]
+    backend = _byte_level(_words_too(texts))
+    backend.add_special_tokens(list(LLAMA3_SPECIAL))
+    start = LLAMA3_SPECIAL[0]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A",
+        pair=f"{start} $A {start} $B",
+        special_tokens=[(start, backend.token_to_id(start))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=start,
+        eos_token="<|eot_id|>",
+        pad_token="<pad>",
+        padding_side="right",
+        model_max_length=131072,
+    )
+
+
+def build_mistral_tokenizer(captions: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Of Mistral Small 3 (FLUX.2-dev): bytes, the start in its chat, padded on the left."""
+    backend = _byte_level(_words_too([*captions, SYSTEM_MESSAGE]), special=MISTRAL_SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        padding_side="left",
+        model_max_length=131072,
+    )
+    tokenizer.chat_template = MISTRAL_CHAT
+    return tokenizer
+
+
+def build_gemma_tokenizer(captions: Iterable[str]) -> GemmaTokenizer:
+    """Of Gemma 2 (Lumina 2, Sana): pieces of sentences, with a start, padded on the left."""
+    vocabulary, merges = _sentence_pieces(
+        [*captions, *_plain(LUMINA_TEMPLATE)], special=(*GEMMA_SPECIAL, *BYTES)
+    )
+    return GemmaTokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        add_bos_token=True,
+        extra_special_tokens=["<start_of_turn>", "<end_of_turn>"],
+        padding_side="left",
+        model_max_length=8192,
+    )
+
+
+def build_llama_tokenizer(captions: Iterable[str]) -> LlamaTokenizer:
+    """Of Llama 2, as AuraFlow's T5 takes it: pieces of sentences, with an end."""
+    vocabulary, merges = _sentence_pieces([*captions], special=(*LLAMA_SPECIAL, *BYTES))
+    return LlamaTokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        add_bos_token=False,
+        add_eos_token=True,
+        pad_token="<pad>",
+        padding_side="right",
+        model_max_length=512,
+    )
+
+
+def _byte_level(texts: Sequence[str], *, special: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer of bytes in Llama 3's pieces, made from `texts`."""
+    pieces = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    vocabulary, merges = _train(
+        texts, pieces, alphabet=pre_tokenizers.ByteLevel.alphabet(), special=special
+    )
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pieces
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+def _sentence_pieces(
+    texts: Sequence[str], *, special: Sequence[str]
+) -> tuple[dict[str, int], list[Pair]]:
+    """A vocabulary in which a space is `WORD_START`, and part of the word behind it."""
+    pieces = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(WORD_START, behavior="merged_with_next"),
+            pre_tokenizers.Punctuation(),
+        ]
+    )
+    # Printable ASCII; other text is encoded in `BYTES`, which are among the special ones.
+    alphabet = [WORD_START, *(chr(code) for code in range(0x21, 0x7F))]
+    spaces = normalizers.Replace(" ", WORD_START)
+    learned = [spaces.normalize_str(text) for text in _words_too(texts)]
+    return _train(learned, pieces, alphabet=alphabet, special=special)
+
+
+def _train(
+    texts: Iterable[str],
+    pieces: pre_tokenizers.PreTokenizer,
+    *,
+    alphabet: Sequence[str],
+    special: Sequence[str] = (),
+) -> tuple[dict[str, int], list[Pair]]:
+    """Vocabulary and merges by which each piece of `texts` is one token."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pieces
+    trainer = BpeTrainer(
+        vocab_size=EVERYTHING,
+        initial_alphabet=list(alphabet),
+        special_tokens=list(special),
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer)
+    model = json.loads(learner.to_str())["model"]
+    return model["vocab"], _as_pairs(model["merges"])
+
+
+def _as_pairs(merges: Iterable[str | Sequence[str]]) -> list[Pair]:
+    """Merges of a tokenizer's JSON, in which older versions join the two by a space."""
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+    return [(left, right) for left, right in pairs]
+
+
+def _words_too(texts: Sequence[str]) -> list[str]:
+    """`texts`, and their words without the space before them, as at the start of a prompt."""
+    return [*texts, *sorted({word for text in texts for word in text.split()})]
+
+
+def _plain(template: str) -> list[str]:
+    """What of a template is text: its parts between the special tokens and around the prompt."""
+    marks = Regex(r"<\|[a-z_]+\|>|\{\}")
+    parts = pre_tokenizers.Split(marks, behavior="removed").pre_tokenize_str(template)
+    return [part for part, _ in parts]

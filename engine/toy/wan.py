@@ -1,0 +1,118 @@
+"""A small Wan: every class, every file and every setting of the published ones, tiny sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+
+from engine.toy import parts
+from engine.toy.encoders import build_umt5
+from engine.toy.streams import mislead, open_gates, quieten
+from engine.toy.vocabulary import build_t5_tokenizer
+from engine.toy.weights import one_thread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXT_DIM = 64
+HEADS, HEAD_DIM = 8, 16
+LARGE_HEADS = 14  # a token of the larger autoencoder has 192 numbers
+LAYERS = 2
+
+# The autoencoder of Wan 2.2's TI2V-5B: pixels in squares of 2x2, residual up- and downsampling.
+LARGE_VAE = {
+    "z_dim": 48,
+    "in_channels": 12,
+    "out_channels": 12,
+    "is_residual": True,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
+
+
+def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
+    """Write the model: with two experts for Wan 2.2's A14B, with the other autoencoder for its 5B.
+
+    Both flavours of the A14B are one model.
+    """
+    large, experts = "5b" in flavour, "a14b" in flavour
+    tokenizer = build_t5_tokenizer(parts.captions())
+    vae = _build_vae(seed, **(LARGE_VAE if large else {}))
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        num_train_timesteps=1000,
+        flow_shift=5.0 if large else 3.0,
+    )
+    heads = (LARGE_HEADS if large else HEADS) * hidden_scale
+    channels = vae.config.z_dim
+    pipeline = WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=build_umt5(tokenizer, TEXT_DIM, seed=seed),
+        vae=vae,
+        scheduler=scheduler,
+        transformer=_build_transformer(seed, heads, channels),
+        transformer_2=_build_transformer(seed + 1, heads, channels) if experts else None,
+        boundary_ratio=0.875 if experts else None,
+        expand_timesteps=large,
+    )
+    parts.save(pipeline, model_dir, dtype)
+
+
+def _build_transformer(seed: int, heads: int, channels: int) -> WanTransformer3DModel:
+    transformer = parts.random_model(
+        WanTransformer3DModel,
+        seed=seed,
+        gain=_gain,
+        bias=0.005,
+        patch_size=(1, 2, 2),
+        num_attention_heads=heads,
+        attention_head_dim=HEAD_DIM,
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=TEXT_DIM,
+        freq_dim=256,
+        ffn_dim=2 * heads * HEAD_DIM,
+        num_layers=LAYERS,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+    )
+    for block in transformer.blocks:
+        open_gates(block.scale_shift_table, chunks=6, gates=(2, 5), dim=1)
+    with one_thread():
+        quieten(transformer.proj_out.weight, transformer.patch_embedding.weight)
+    mislead(transformer.proj_out.bias, seed)
+    return transformer
+
+
+def _gain(name: str) -> float:
+    """Factors on the scale that keeps sizes, by parameter."""
+    if name == "patch_embedding.weight":
+        return 0.3
+    if name.endswith(("to_out.0.weight", "net.2.weight")):
+        return 0.1
+    if name == "condition_embedder.time_proj.weight":
+        return 0.3
+    return 1.0
+
+
+def _build_vae(seed: int, **config: Any) -> AutoencoderKLWan:
+    """Random, with the statistics of the latents that it makes of toy pictures."""
+    vae = parts.random_model(
+        AutoencoderKLWan, seed=seed, base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=1, **config
+    )
+    with torch.no_grad(), one_thread():
+        latents = vae.encode(parts.sample_pixels(seed)[:, :, None]).latent_dist.mode()
+        means, deviations = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
+    vae.register_to_config(
+        latents_mean=[round(mean, 4) for mean in means.tolist()],
+        latents_std=[round(deviation, 4) for deviation in deviations.tolist()],
+    )
+    return vae

@@ -1,0 +1,87 @@
+"""Facts about model families that need no torch, one small module for each.
+
+The engine's side of a family (how it is encoded, packed and called) is `engine/families/<name>.py`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from jobs.errors import SpecError
+from jobs.families.base import Family, Flavour, Guidance, Objective
+from jobs.fields import read_family
+from jobs.spellings import did_you_mean
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Flavour",
+    "Guidance",
+    "Objective",
+    "component_of",
+    "default_values",
+    "get_family",
+    "wrapped_classes",
+]
+
+_NAMES = (
+    "flux",
+    "flux2",
+    "chroma",
+    "qwen_image",
+    "z_image",
+    "hunyuanvideo",
+    "ltxvideo",
+    "wan",
+    "sd3",
+    "sdxl",
+    "pixart_sigma",
+    "auraflow",
+    "lumina2",
+    "sana",
+    "hidream",
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    name: import_module(f"jobs.families.{name}").FAMILY for name in _NAMES
+}
+
+
+def get_family(name: str, flavour: str | None = None) -> Family:
+    """Look a family up, and check that it has the flavour.
+
+    Raises:
+        SpecError: Unknown family or flavour; the message lists all and names the nearest.
+    """
+    if name not in FAMILIES:
+        raise SpecError(
+            f'unknown model_family "{name}"{did_you_mean(name, FAMILIES)}; '
+            f"known: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    if flavour and flavour not in family.flavours:
+        raise SpecError(
+            f'unknown model_flavour "{flavour}" of {family.name}'
+            f"{did_you_mean(flavour, family.flavours)}; known: {', '.join(family.flavours)}"
+        )
+    return family
+
+
+def default_values(name: object, flavour: object) -> dict[str, Any]:
+    """The keys of a job that have another default for this family and flavour; {} if unknown."""
+    family = FAMILIES.get(str(read_family(name)))
+    return family.defaults_of(str(flavour)) if family is not None else {}
+
+
+def component_of(spec: JobSpec) -> str:
+    """The denoiser that a job trains: its directory in the model, and its name in the pipeline."""
+    return get_family(spec.model_family).component_of(spec.model_flavour)
+
+
+def wrapped_classes(spec: JobSpec) -> list[str]:
+    """The block classes that become FSDP units of their own: the job's, else the family's."""
+    return spec.fsdp_transformer_layer_cls_to_wrap or list(get_family(spec.model_family).blocks)

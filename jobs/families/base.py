@@ -1,0 +1,95 @@
+"""What is known of a model family without its weights: names, classes, published flavours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Objective = Literal["flow", "denoising"]
+Guidance = Literal["embedded", "classifier_free", "none"]
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """A published model of a family.
+
+    Attributes:
+        hub_id: Where it is published in the layout of diffusers.
+        component: The denoiser that is trained, where the model has several.
+        defaults: Keys of a job that are otherwise for this flavour than for its family.
+        note: What tells it from the others, in a few words.
+        guidance: How `validation_guidance` works, where that is otherwise than in its family.
+    """
+
+    hub_id: str
+    component: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    guidance: Guidance | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a family without its weights.
+
+    Attributes:
+        name: The `model_family` key.
+        title: What people call it.
+        pipelines: `_class_name`s of `model_index.json` that this family trains, the usual one
+            first.
+        transformer: Class of the denoiser.
+        blocks: Its repeated block classes, wrapped by default.
+        flavours: Published models by name; the first is the usual one.
+        objective: Flow matching, or denoising on a discrete schedule; what the latter predicts,
+            epsilon or v, is in the model's scheduler_config.json.
+        guidance: How `validation_guidance` works: as an input of the model (embedded), or by a
+            second prediction for the negative prompt (classifier_free), or not at all (none).
+        guided_above: Scales up to this one make no second prediction (classifier_free).
+        true_cfg: Whether the pipeline also takes a negative prompt with a true_cfg_scale, where
+            guidance is an input of the model.
+        component: Directory of the denoiser, and its name in the pipeline.
+        context_parallel: Whether diffusers has a context-parallel plan that can train it.
+        splits_text: Whether that plan splits text tokens too, so that their number must divide.
+        latent_step: Sides of pictures are multiples of so many pixels.
+        frame_step: Videos have a multiple of this many frames, plus one; 0 for pictures.
+        tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
+        supplied: Directories that the published models lack, each with what a person puts there.
+        defaults: Keys of a job that have another default than usual.
+    """
+
+    name: str
+    title: str
+    pipelines: tuple[str, ...]
+    transformer: str
+    blocks: tuple[str, ...]
+    flavours: Mapping[str, Flavour] = field(default_factory=dict)
+    objective: Objective = "flow"
+    guidance: Guidance = "classifier_free"
+    guided_above: float = 1.0
+    true_cfg: bool = True
+    component: str = "transformer"
+    context_parallel: bool = False
+    splits_text: bool = True
+    latent_step: int = 16
+    frame_step: int = 0
+    tokenizer: str = "tokenizer"
+    supplied: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def component_of(self, flavour: str | None) -> str:
+        """The denoiser that a flavour trains."""
+        known = self.flavours.get(flavour or "")
+        return (known.component if known else None) or self.component
+
+    def guidance_of(self, flavour: str | None) -> Guidance:
+        """How `validation_guidance` works with a flavour."""
+        known = self.flavours.get(flavour or "")
+        return (known.guidance if known else None) or self.guidance
+
+    def defaults_of(self, flavour: str | None) -> dict[str, Any]:
+        """The keys of a job that have another default with this family and flavour."""
+        known = self.flavours.get(flavour or "")
+        return {**self.defaults, **(known.defaults if known else {})}

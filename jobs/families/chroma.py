@@ -1,0 +1,21 @@
+"""Chroma of Lodestone Rock."""
+
+from jobs.families.base import Family, Flavour
+
+FAMILY = Family(
+    name="chroma",
+    title="Chroma",
+    pipelines=("ChromaPipeline",),
+    transformer="ChromaTransformer2DModel",
+    blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
+    flavours={
+        "hd": Flavour("lodestones/Chroma1-HD", note="trained on at 1024 pixels"),
+        "base": Flavour(
+            "lodestones/Chroma1-Base",
+            defaults={"resolution": 512},
+            note="512 pixels, meant for training on",
+        ),
+    },
+    latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
+    defaults={"validation_num_inference_steps": 40, "validation_guidance": 3.0},
+)

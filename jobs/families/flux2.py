@@ -1,0 +1,46 @@
+"""FLUX.2 of Black Forest Labs."""
+
+from jobs.families.base import Family, Flavour
+
+_DISTILLED = {"validation_num_inference_steps": 4, "validation_guidance": 1.0}
+_BASE = {"validation_num_inference_steps": 50}
+
+FAMILY = Family(
+    name="flux2",
+    title="FLUX.2",
+    pipelines=("Flux2Pipeline", "Flux2KleinPipeline"),
+    transformer="Flux2Transformer2DModel",
+    blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+    flavours={
+        "dev": Flavour("black-forest-labs/FLUX.2-dev", note="32 B, guidance-distilled"),
+        "klein-base-4b": Flavour(
+            "black-forest-labs/FLUX.2-klein-base-4B",
+            defaults=_BASE,
+            note="not distilled",
+            guidance="classifier_free",
+        ),
+        "klein-base-9b": Flavour(
+            "black-forest-labs/FLUX.2-klein-base-9B",
+            defaults=_BASE,
+            note="not distilled",
+            guidance="classifier_free",
+        ),
+        "klein-4b": Flavour(
+            "black-forest-labs/FLUX.2-klein-4B",
+            defaults=_DISTILLED,
+            note="4 steps, takes no guidance",
+            guidance="none",
+        ),
+        "klein-9b": Flavour(
+            "black-forest-labs/FLUX.2-klein-9B",
+            defaults=_DISTILLED,
+            note="4 steps, takes no guidance",
+            guidance="none",
+        ),
+    },
+    guidance="embedded",
+    true_cfg=False,
+    context_parallel=True,
+    latent_step=16,  # the VAE shrinks by 8, and 2x2 latents make a token
+    defaults={"validation_num_inference_steps": 28, "validation_guidance": 4.0},
+)

@@ -1,0 +1,24 @@
+"""HunyuanVideo of Tencent."""
+
+from jobs.families.base import Family, Flavour
+
+FAMILY = Family(
+    name="hunyuanvideo",
+    title="HunyuanVideo",
+    pipelines=("HunyuanVideoPipeline",),
+    transformer="HunyuanVideoTransformer3DModel",
+    blocks=("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
+    flavours={
+        "t2v": Flavour("hunyuanvideo-community/HunyuanVideo", note="guidance-distilled"),
+    },
+    guidance="embedded",
+    latent_step=16,  # the VAE shrinks by 8, and 2x2 latents make a token
+    frame_step=4,
+    defaults={
+        "resolution": 640,
+        "fps": 24.0,
+        "max_sequence_length": 256,
+        "validation_guidance": 6.0,
+        "validation_num_inference_steps": 30,
+    },
+)

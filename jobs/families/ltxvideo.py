@@ -1,0 +1,46 @@
+"""LTX-Video of Lightricks."""
+
+from jobs.families.base import Family, Flavour
+
+_DISTILLED = {
+    "max_sequence_length": 256,
+    "validation_guidance": 1.0,
+    "validation_num_inference_steps": 8,
+}
+
+FAMILY = Family(
+    name="ltxvideo",
+    title="LTX-Video",
+    # They know the time of a frame in different ways, and call the model alike otherwise.
+    pipelines=("LTXPipeline", "LTXConditionPipeline"),
+    transformer="LTXVideoTransformer3DModel",
+    blocks=("LTXVideoTransformerBlock",),
+    flavours={
+        "2b-0.9": Flavour("Lightricks/LTX-Video", note="2 B parameters"),
+        "13b-0.9.7-dev": Flavour(
+            "Lightricks/LTX-Video-0.9.7-dev",
+            defaults={"max_sequence_length": 256},
+            note="13 B parameters",
+        ),
+        "13b-0.9.7-distilled": Flavour(
+            "Lightricks/LTX-Video-0.9.7-distilled",
+            defaults=_DISTILLED,
+            note="8 steps, takes no guidance",
+        ),
+        "13b-0.9.8-distilled": Flavour(
+            "Lightricks/LTX-Video-0.9.8-13B-distilled",
+            defaults=_DISTILLED,
+            note="8 steps, takes no guidance",
+        ),
+    },
+    latent_step=32,
+    frame_step=8,
+    defaults={
+        "resolution": 640,  # 768x512
+        "fps": 25.0,
+        "max_sequence_length": 128,
+        "timestep_sampling": "shift",
+        "validation_guidance": 3.0,
+        "validation_num_inference_steps": 40,
+    },
+)

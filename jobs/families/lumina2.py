@@ -1,0 +1,18 @@
+"""Lumina-Image 2.0 of Alpha-VLLM."""
+
+from jobs.families.base import Family, Flavour
+
+FAMILY = Family(
+    name="lumina2",
+    title="Lumina-Image 2.0",
+    pipelines=("Lumina2Pipeline",),
+    transformer="Lumina2Transformer2DModel",
+    blocks=("Lumina2TransformerBlock",),
+    flavours={"2.0": Flavour("Alpha-VLLM/Lumina-Image-2.0", note="2.6 B, with Gemma 2")},
+    latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
+    defaults={
+        "max_sequence_length": 256,
+        "validation_num_inference_steps": 30,
+        "validation_guidance": 4.0,
+    },
+)

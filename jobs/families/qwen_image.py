@@ -1,0 +1,15 @@
+"""Qwen-Image of Alibaba."""
+
+from jobs.families.base import Family, Flavour
+
+FAMILY = Family(
+    name="qwen_image",
+    title="Qwen-Image",
+    pipelines=("QwenImagePipeline",),
+    transformer="QwenImageTransformer2DModel",
+    blocks=("QwenImageTransformerBlock",),
+    flavours={"base": Flavour("Qwen/Qwen-Image", note="20 B")},
+    context_parallel=True,
+    latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
+    defaults={"validation_num_inference_steps": 50, "validation_guidance": 4.0},
+)

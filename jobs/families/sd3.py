@@ -1,0 +1,36 @@
+"""Stable Diffusion 3 and 3.5 of Stability AI."""
+
+from jobs.families.base import Family, Flavour
+
+FAMILY = Family(
+    name="sd3",
+    title="Stable Diffusion 3",
+    pipelines=("StableDiffusion3Pipeline",),
+    transformer="SD3Transformer2DModel",
+    blocks=("JointTransformerBlock",),
+    flavours={
+        "3.5-medium": Flavour(
+            "stabilityai/stable-diffusion-3.5-medium",
+            defaults={"validation_num_inference_steps": 40, "validation_guidance": 4.5},
+            note="2.2 B, with second attentions in its first 13 blocks",
+        ),
+        "3.5-large": Flavour("stabilityai/stable-diffusion-3.5-large", note="8 B"),
+        "3.5-large-turbo": Flavour(
+            "stabilityai/stable-diffusion-3.5-large-turbo",
+            defaults={"validation_num_inference_steps": 4, "validation_guidance": 0.0},
+            note="8 B, 4 steps without guidance",
+        ),
+        "3-medium": Flavour(
+            "stabilityai/stable-diffusion-3-medium-diffusers",
+            defaults={"validation_guidance": 7.0},
+            note="2 B",
+        ),
+    },
+    latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
+    tokenizer="tokenizer_3",
+    defaults={
+        "max_sequence_length": 256,
+        "validation_num_inference_steps": 28,
+        "validation_guidance": 3.5,
+    },
+)

@@ -1,0 +1,20 @@
+"""Stable Diffusion XL of Stability AI, and what was trained from it."""
+
+from jobs.families.base import Family, Flavour
+
+FAMILY = Family(
+    name="sdxl",
+    title="Stable Diffusion XL",
+    pipelines=("StableDiffusionXLPipeline",),
+    transformer="UNet2DConditionModel",
+    blocks=("BasicTransformerBlock", "ResnetBlock2D"),
+    flavours={"base-1.0": Flavour("stabilityai/stable-diffusion-xl-base-1.0")},
+    objective="denoising",
+    component="unet",
+    latent_step=32,  # the VAE shrinks by 8, and the UNet halves latents twice
+    defaults={
+        "max_sequence_length": 77,  # CLIP's
+        "validation_num_inference_steps": 30,
+        "validation_guidance": 5.0,
+    },
+)

@@ -1,0 +1,22 @@
+"""Z-Image of Alibaba's Tongyi."""
+
+from jobs.families.base import Family, Flavour
+
+FAMILY = Family(
+    name="z_image",
+    title="Z-Image",
+    pipelines=("ZImagePipeline",),
+    transformer="ZImageTransformer2DModel",
+    blocks=("ZImageTransformerBlock",),
+    flavours={
+        "base": Flavour("Tongyi-MAI/Z-Image", note="not distilled"),
+        "turbo": Flavour(
+            "Tongyi-MAI/Z-Image-Turbo",
+            defaults={"validation_num_inference_steps": 9, "validation_guidance": 0.0},
+            note="9 steps without guidance",
+        ),
+    },
+    guided_above=0.0,  # its scale says how much is added to the prediction: 4 is 5 elsewhere
+    latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
+    defaults={"validation_num_inference_steps": 50, "validation_guidance": 4.0},
+)

@@ -1,0 +1,49 @@
+"""How many parameters the denoisers of published models have."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Hub id → parameters, as the configs in `jobs/published` build them (tests/test_published.py).
+PARAMETERS: Final[dict[str, int]] = {
+    "Alpha-VLLM/Lumina-Image-2.0": 2_609_769_152,
+    "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": 1_604_641_952,
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": 1_604_462_752,
+    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": 1_604_462_752,
+    "Efficient-Large-Model/Sana_600M_1024px_diffusers": 591_747_872,
+    "HiDream-ai/HiDream-I1-Dev": 17_105_733_184,
+    "HiDream-ai/HiDream-I1-Fast": 17_105_733_184,
+    "HiDream-ai/HiDream-I1-Full": 17_105_733_184,
+    "Lightricks/LTX-Video-0.9.7-dev": 13_042_569_344,
+    "Lightricks/LTX-Video-0.9.7-distilled": 13_042_569_344,
+    "Lightricks/LTX-Video-0.9.8-13B-distilled": 13_042_569_344,
+    "Lightricks/LTX-Video": 1_923_385_472,
+    "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": 610_856_096,
+    "PixArt-alpha/PixArt-Sigma-XL-2-512-MS": 610_856_096,
+    "Qwen/Qwen-Image": 20_430_401_088,
+    "Tongyi-MAI/Z-Image-Turbo": 6_154_908_736,
+    "Tongyi-MAI/Z-Image": 6_154_908_736,
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1_418_996_800,
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14_288_491_584,
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": 14_288_491_584,
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": 4_999_787_712,
+    "black-forest-labs/FLUX.1-Kontext-dev": 11_901_408_320,
+    "black-forest-labs/FLUX.1-Krea-dev": 11_901_408_320,
+    "black-forest-labs/FLUX.1-dev": 11_901_408_320,
+    "black-forest-labs/FLUX.1-schnell": 11_891_178_560,
+    "black-forest-labs/FLUX.2-dev": 32_223_281_152,
+    "black-forest-labs/FLUX.2-klein-4B": 3_875_544_576,
+    "black-forest-labs/FLUX.2-klein-9B": 9_078_581_248,
+    "black-forest-labs/FLUX.2-klein-base-4B": 3_875_544_576,
+    "black-forest-labs/FLUX.2-klein-base-9B": 9_078_581_248,
+    "fal/AuraFlow-v0.2": 6_842_876_928,
+    "fal/AuraFlow-v0.3": 6_858_605_568,
+    "hunyuanvideo-community/HunyuanVideo": 12_821_012_544,
+    "lodestones/Chroma1-Base": 8_899_983_424,
+    "lodestones/Chroma1-HD": 8_899_983_424,
+    "stabilityai/stable-diffusion-3-medium-diffusers": 2_028_328_000,
+    "stabilityai/stable-diffusion-3.5-large-turbo": 8_056_627_520,
+    "stabilityai/stable-diffusion-3.5-large": 8_056_627_520,
+    "stabilityai/stable-diffusion-3.5-medium": 2_243_171_520,
+    "stabilityai/stable-diffusion-xl-base-1.0": 2_567_463_684,
+}

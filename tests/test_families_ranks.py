@@ -1,0 +1,116 @@
+"""Every family, LoRA and full, on two FSDP2 ranks: trained, sampled, exported, loaded by stock."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from family_support import NEGATIVE, PROMPT, Case, cases
+from PIL import Image
+
+from engine.toy.weights import one_thread
+from jobs.prompts import requests_of
+from jobs.rundir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RANKS = 2
+STEPS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directories of all chosen cases. Starting ranks takes longer than a toy's training."""
+    root = tmp_path_factory.mktemp("runs")
+    toys = tmp_path_factory.getbasetemp().parent / "families"
+    here = [item for item in request.session.items if item.fspath == request.node.fspath]
+    chosen = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    jobs = {}
+    for params in chosen:
+        case = Case(params["name"], toys)
+        jobs[str(root / place(**params))] = job(case, params["kind"], root)
+    listed = root / "jobs.json"
+    listed.write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+         str(RANKS), str(Path(__file__).with_name("family_ranks.py")), str(listed)],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    (root / "output.txt").write_text(done.stdout + done.stderr)
+    return root
+
+
+def place(name: str, kind: str) -> str:
+    return f"{name}-{kind}".replace(":", "-")
+
+
+def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
+    """LoRA is sampled with guidance, and full training without."""
+    prompt: dict[str, Any] = {"prompt": PROMPT, "num_frames": case.frames, "seed": 3}
+    if kind == "lora":
+        prompt |= {"negative_prompt": NEGATIVE, "guidance": 3.0, "true_cfg_scale": 3.0}
+    return case.values(
+        model_type=kind, num_processes=RANKS, strategy="fsdp2", max_train_steps=STEPS,
+        train_batch_size=1, lora_rank=8, learning_rate=1e-2 if kind == "lora" else 1e-3,
+        lr_scheduler="constant", timestep_sampling="uniform", caption_dropout_probability=0.2,
+        cache_dir=str(root / "cache"), validation_prompts=[prompt],
+    )  # fmt: skip
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("name", cases())
+def test_a_family_trains_and_its_export_makes_the_same_in_the_stock_pipeline(
+    name: str, kind: str, runs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = Case(name, tmp_path_factory.getbasetemp().parent / "families")
+    run_dir = RunDir(runs / place(name, kind))
+    assert run_dir.events.exists(), (runs / "output.txt").read_text()[-2000:]
+    error = run_dir.root / "error.txt"
+    assert not error.exists(), error.read_text()
+    events = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["kind"] == "step"]
+    assert len(losses) == STEPS
+    assert np.isfinite(losses).all()
+    assert events[-1]["reason"] == "completed"
+    # Draws differ from step to step: halves are compared, and the weights changed (below).
+    assert np.mean(losses[STEPS // 2 :]) < np.mean(losses[: STEPS // 2]), losses
+
+    spec = case.spec(**{k: v for k, v in job(case, kind, runs).items() if k not in case.values()})
+    (request,) = requests_of(spec)
+    sampled = np.asarray(Image.open(run_dir.samples / f"step-{STEPS}" / "00.png"), int)
+    stock = exported(case, kind, run_dir.export)
+    assert np.abs(picture(case, stock, request) - sampled).max() <= 1
+    assert np.abs(picture(case, case.stock(), request) - sampled).max() > 1, "it was trained"
+
+
+def exported(case: Case, kind: str, directory: Path) -> Any:
+    """The stock pipeline with what was exported."""
+    if kind == "full":
+        return case.stock(directory)
+    pipeline = case.stock()
+    case.family.load_lora(pipeline, directory)
+    return pipeline
+
+
+def picture(case: Case, pipeline: Any, request: Any) -> Any:
+    """The middle frame of what it makes; pixels as in its PNG."""
+    found = case.run(pipeline, request, output_type="pil")[0]
+    found = found if isinstance(found, list) else [found]
+    return np.asarray(found[len(found) // 2], int)
+
+

@@ -1,0 +1,156 @@
+"""The published configs that come with us: they build, and what is built is as large as known."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import socket
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import diffusers
+import pytest
+
+from engine.blocks.build import build
+from engine.blocks.report import report
+from jobs.block_target import find_target
+from jobs.families import FAMILIES
+from jobs.published_sizes import PARAMETERS
+
+FOLDER: Final = files("jobs") / "published"
+
+# Class → its repeated blocks.
+BLOCKS: Final[dict[str, str]] = {
+    "AuraFlowTransformer2DModel": "AuraFlowJointTransformerBlock AuraFlowSingleTransformerBlock",
+    "ChromaTransformer2DModel": (
+        "ChromaSingleTransformerBlock ChromaTransformerBlock PixArtAlphaTextProjection"
+    ),
+    "Flux2Transformer2DModel": "Flux2SingleTransformerBlock Flux2TransformerBlock",
+    "FluxTransformer2DModel": "FluxSingleTransformerBlock FluxTransformerBlock",
+    "HiDreamImageTransformer2DModel": "HiDreamBlock",
+    "HunyuanVideoTransformer3DModel": (
+        "HunyuanVideoIndividualTokenRefinerBlock HunyuanVideoSingleTransformerBlock "
+        "HunyuanVideoTransformerBlock"
+    ),
+    "LTXVideoTransformer3DModel": "LTXVideoTransformerBlock",
+    "Lumina2Transformer2DModel": "Lumina2TransformerBlock",
+    "PixArtTransformer2DModel": "BasicTransformerBlock",
+    "QwenImageTransformer2DModel": "QwenImageTransformerBlock",
+    "SD3Transformer2DModel": "JointTransformerBlock",
+    "SanaTransformer2DModel": "SanaTransformerBlock",
+    "UNet2DConditionModel": "BasicTransformerBlock ResnetBlock2D",
+    "WanTransformer3DModel": "WanTransformerBlock",
+    "ZImageTransformer2DModel": "ZImageTransformerBlock",
+}
+
+# Hub id → class and parameters. Whole numbers are those of the published weights, as their index,
+# the hub or who has loaded them tells; the others are what papers and sizes of files say, to four
+# digits: by them even a longer table of positions is told.
+PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
+    "Alpha-VLLM/Lumina-Image-2.0": ("Lumina2Transformer2DModel", 2_609_769_152),
+    "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": ("SanaTransformer2DModel", 1.605e9),
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": ("SanaTransformer2DModel", 1.604e9),
+    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": ("SanaTransformer2DModel", 1.604e9),
+    "Efficient-Large-Model/Sana_600M_1024px_diffusers": ("SanaTransformer2DModel", 0.592e9),
+    "HiDream-ai/HiDream-I1-Dev": ("HiDreamImageTransformer2DModel", 17_105_733_184),
+    "HiDream-ai/HiDream-I1-Fast": ("HiDreamImageTransformer2DModel", 17_105_733_184),
+    "HiDream-ai/HiDream-I1-Full": ("HiDreamImageTransformer2DModel", 17_105_733_184),
+    "Lightricks/LTX-Video": ("LTXVideoTransformer3DModel", 1_923_385_472),
+    "Lightricks/LTX-Video-0.9.7-dev": ("LTXVideoTransformer3DModel", 13_042_569_344),
+    "Lightricks/LTX-Video-0.9.7-distilled": ("LTXVideoTransformer3DModel", 13_042_569_344),
+    "Lightricks/LTX-Video-0.9.8-13B-distilled": ("LTXVideoTransformer3DModel", 13_042_569_344),
+    "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": ("PixArtTransformer2DModel", 610_856_096),
+    "PixArt-alpha/PixArt-Sigma-XL-2-512-MS": ("PixArtTransformer2DModel", 610_856_096),
+    "Qwen/Qwen-Image": ("QwenImageTransformer2DModel", 20_430_401_088),
+    "Tongyi-MAI/Z-Image": ("ZImageTransformer2DModel", 6_154_908_736),
+    "Tongyi-MAI/Z-Image-Turbo": ("ZImageTransformer2DModel", 6_154_908_736),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanTransformer3DModel", 1_418_996_800),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": ("WanTransformer3DModel", 14_288_491_584),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": ("WanTransformer3DModel", 14_288_491_584),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ("WanTransformer3DModel", 4_999_787_712),
+    "black-forest-labs/FLUX.1-Kontext-dev": ("FluxTransformer2DModel", 11_901_408_320),
+    "black-forest-labs/FLUX.1-Krea-dev": ("FluxTransformer2DModel", 11_901_408_320),
+    "black-forest-labs/FLUX.1-dev": ("FluxTransformer2DModel", 11_901_408_320),
+    "black-forest-labs/FLUX.1-schnell": ("FluxTransformer2DModel", 11_891_178_560),
+    "black-forest-labs/FLUX.2-dev": ("Flux2Transformer2DModel", 32_223_281_152),
+    "black-forest-labs/FLUX.2-klein-4B": ("Flux2Transformer2DModel", 3_875_544_576),
+    "black-forest-labs/FLUX.2-klein-9B": ("Flux2Transformer2DModel", 9_078_581_248),
+    "black-forest-labs/FLUX.2-klein-base-4B": ("Flux2Transformer2DModel", 3_875_544_576),
+    "black-forest-labs/FLUX.2-klein-base-9B": ("Flux2Transformer2DModel", 9_078_581_248),
+    "fal/AuraFlow-v0.2": ("AuraFlowTransformer2DModel", 6.843e9),
+    "fal/AuraFlow-v0.3": ("AuraFlowTransformer2DModel", 6.858e9),
+    "hunyuanvideo-community/HunyuanVideo": ("HunyuanVideoTransformer3DModel", 12_821_012_544),
+    "lodestones/Chroma1-Base": ("ChromaTransformer2DModel", 8_899_983_424),
+    "lodestones/Chroma1-HD": ("ChromaTransformer2DModel", 8_899_983_424),
+    "stabilityai/stable-diffusion-3-medium-diffusers": ("SD3Transformer2DModel", 2_028_328_000),
+    "stabilityai/stable-diffusion-3.5-large": ("SD3Transformer2DModel", 8_056_627_520),
+    "stabilityai/stable-diffusion-3.5-large-turbo": ("SD3Transformer2DModel", 8_056_627_520),
+    "stabilityai/stable-diffusion-3.5-medium": ("SD3Transformer2DModel", 2_243_171_520),
+    "stabilityai/stable-diffusion-xl-base-1.0": ("UNet2DConditionModel", 2_567_463_684),
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither network nor a hub's cache."""
+
+    def refuse(*address: Any) -> NoReturn:
+        pytest.fail(f"asked for {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def text_of(hub_id: str) -> str:
+    return (FOLDER / f"{hub_id.replace('/', '--')}.json").read_text(encoding="utf-8")
+
+
+@cache
+def found_in(text: str) -> dict[str, Any]:
+    """What is found in a model; most flavours of a family have one config."""
+    model = build(json.loads(text), Path())
+    held = [*model.parameters(), *model.buffers()]
+    assert {tensor.device.type for tensor in held} == {"meta"}
+    return report(model)
+
+
+def test_the_table_names_every_file() -> None:
+    names = {file.name for file in FOLDER.iterdir() if file.name.endswith(".json")}
+    assert names == {f"{hub_id.replace('/', '--')}.json" for hub_id in PUBLISHED}
+
+
+@pytest.mark.parametrize("hub_id", PUBLISHED)
+def test_a_published_config_builds_the_published_model(hub_id: str) -> None:
+    name, parameters = PUBLISHED[hub_id]
+    found = found_in(text_of(hub_id))
+    assert found["model_class"] == name
+    assert found["total_params"] == (
+        parameters if isinstance(parameters, int) else pytest.approx(parameters, rel=0.001)
+    )
+    assert found["total_params"] == PARAMETERS[hub_id]
+    chosen = {one["class_name"] for one in found["classes"] if one["recommended"]}
+    assert chosen == set(BLOCKS[name].split())
+
+
+@pytest.mark.parametrize("hub_id", PUBLISHED)
+def test_a_published_config_says_what_its_class_takes(hub_id: str) -> None:
+    """A word that it does not take would be a default instead of a value, with a warning."""
+    config = json.loads(text_of(hub_id))
+    assert text_of(hub_id) == json.dumps(config, indent=2, sort_keys=True) + "\n"
+    assert find_target(pretrained_model=hub_id).config == config
+    takes = inspect.signature(getattr(diffusers, config["_class_name"])).parameters
+    assert config.keys() - takes.keys() == {"_class_name"}
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour"), [(name, one) for name, each in FAMILIES.items() for one in each.flavours]
+)
+def test_every_flavour_can_be_looked_at(family: str, flavour: str) -> None:
+    target = find_target(family, flavour)
+    assert target.name in PUBLISHED
+    found = found_in(text_of(target.name))
+    classes = {one["class_name"] for one in found["classes"]}
+    assert classes >= set(FAMILIES[family].blocks)

@@ -1,0 +1,97 @@
+"""`fsdp-tui families`: what can be trained, and the same as JSON or as the table in the README."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs.families import FAMILIES, get_family
+from jobs.fields import read_family
+from jobs.published_sizes import PARAMETERS
+from tui.cli_words import JSON
+
+if TYPE_CHECKING:
+    from jobs.families import Family
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[FAMILY …]")
+@click.option("--markdown", is_flag=True, help="Print the table of the README.")
+@JSON
+def families(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
+    """The model families that can be trained, and their published flavours."""
+    chosen = [get_family(read_family(name)) for name in names] or list(FAMILIES.values())
+    if as_json:
+        click.echo(json.dumps([facts(family) for family in chosen]))
+    elif markdown:
+        click.echo(table(chosen))
+    else:
+        click.echo("\n\n".join(_paragraph(family) for family in chosen))
+
+
+def facts(family: Family) -> dict[str, Any]:
+    """What is known of a family, as JSON values."""
+    return {
+        "name": family.name,
+        "title": family.title,
+        "makes": "videos" if family.frame_step else "pictures",
+        "pipelines": list(family.pipelines),
+        "denoiser": family.transformer,
+        "blocks": list(family.blocks),
+        "objective": family.objective,
+        "context_parallel": family.context_parallel,
+        "model_types": ["lora", "full"],
+        "defaults": dict(family.defaults),
+        "flavours": {
+            name: {
+                "hub_id": flavour.hub_id,
+                "parameters": PARAMETERS.get(flavour.hub_id),
+                "component": family.component_of(name),
+                "note": flavour.note,
+                "defaults": dict(flavour.defaults),
+            }
+            for name, flavour in family.flavours.items()
+        },
+    }
+
+
+def table(chosen: list[Family]) -> str:
+    """A Markdown table, a row for each family."""
+    lines = [
+        "| family | flavours | parameters | block classes | LoRA | full | context parallel |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for family in chosen:
+        flavours = ", ".join(f"`{name}`" for name in family.flavours)
+        kind = " (video)" if family.frame_step else ""
+        blocks = ", ".join(f"`{name}`" for name in family.blocks)
+        parallel = "yes" if family.context_parallel else "no"
+        lines.append(
+            f"| {family.title}{kind}<br>`{family.name}` | {flavours} | {_sizes(family)} | {blocks} "
+            f"| yes | yes | {parallel} |"
+        )
+    return "\n".join(lines)
+
+
+def _paragraph(family: Family) -> str:
+    """A family in a few lines."""
+    width = max((len(name) for name in family.flavours), default=0)
+    kind = ", videos" if family.frame_step else ""
+    lines = [f"{family.name}  {family.title}{kind}"]
+    for name, flavour in family.flavours.items():
+        note = f"  ({flavour.note})" if flavour.note else ""
+        size = _billions(PARAMETERS.get(flavour.hub_id))
+        lines.append(f"  {name:<{width}}  {size:>6}  {flavour.hub_id}{note}")
+    return "\n".join(lines)
+
+
+def _sizes(family: Family) -> str:
+    """The different sizes of a family's flavours, in their order."""
+    sizes = [_billions(PARAMETERS.get(one.hub_id)) for one in family.flavours.values()]
+    return ", ".join(dict.fromkeys(sizes))
+
+
+def _billions(parameters: int | None) -> str:
+    return "?" if parameters is None else f"{parameters / 1e9:.{1 if parameters >= 1e9 else 2}f} B"

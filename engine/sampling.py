@@ -17,6 +17,7 @@ from accelerate import cpu_offload_with_hook
 
 from engine.companion import companions
 from engine.data.captions import prompt_text
+from engine.data.collate import collate
 from engine.lockstep import Forwards, rounds_of
 from engine.parallel import reshard
 from engine.precision import autocast, compute_dtype
@@ -165,7 +166,9 @@ class Sampler:
         return prompt, self._on_device(self.data.prompt(request.negative_prompt, negative=True))
 
     def _on_device(self, text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(self.world.device) for name, tensor in text.items()}
+        # Ranks that share a sample's tokens need as many each.
+        filled = collate([text], multiple=self.world.context_size)
+        return {name: tensor[0].to(self.world.device) for name, tensor in filled.items()}
 
     def _facts(self, request: SampleRequest, step: int) -> dict[str, Any]:
         """What a picture was made from, as JSON values."""

@@ -179,8 +179,12 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
         )
     if not found and not config.get("model_type"):  # the engine takes the family's class as well
         return config | {"_class_name": family.transformer}
+    if found in family.other_names:
+        return config | {"_class_name": family.transformer}
     if found != family.transformer:
-        fits = [one.name for one in FAMILIES.values() if one.transformer == found]
+        fits = [
+            one.name for one in FAMILIES.values() if found in (one.transformer, *one.other_names)
+        ]
         raise SpecError(
             f"{name} is a {found or config['model_type']}, not the {family.transformer} of a "
             f"{family.title} model",

@@ -182,6 +182,12 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
             "allgather needs flash attention, which has no fp32; set mixed_precision: bf16, or "
             "context_parallel_comm_strategy: alltoall",
         )
+    if spec.context_parallel_comm_strategy == "allgather" and family and family.masks_text:
+        return Conflict(
+            "context_parallel_comm_strategy",
+            f"allgather needs flash attention, which takes no masks, and {family.title} masks "
+            "texts of other lengths; use alltoall",
+        )
     if (family is None or family.splits_text) and spec.max_sequence_length % size:
         return Conflict(
             "max_sequence_length",

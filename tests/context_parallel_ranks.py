@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from engine.activation_checkpointing import checkpoint_activations
 from engine.adapters import add_lora, lora_parameters
 from engine.context_parallel import enable_context_parallel
-from engine.families.flux import LORA_TARGETS
+from engine.families.flux import Flux
 from engine.gradients import average_gradients
 from engine.mesh import build_mesh, sharding_mesh
 from engine.toy.flux import build_scheduler
@@ -158,7 +158,7 @@ def build(case: Case) -> torch.nn.Module:
         spec = JobSpec(gradient_checkpointing_policy=case.checkpointing)
         checkpoint_activations(model, spec)
     if case.trains != "full":
-        add_lora(model, JobSpec(lora_rank=4), LORA_TARGETS)
+        add_lora(model, JobSpec(lora_rank=4), Flux.LORA_TARGETS)
     return model
 
 

@@ -32,8 +32,10 @@ DEVICE: Final = torch.device("cpu")
 
 # Families with models of more than one layout: another flavour to test, beside the usual one.
 OTHERS: Final[dict[str, tuple[str, ...]]] = {
+    "flux2": ("klein-base-4b", "klein-4b"),
     "ltxvideo": ("13b-0.9.7-dev",),
-    "wan": ("2.2-ti2v-5b",),
+    "sd3": ("3-medium",),
+    "wan": ("2.2-ti2v-5b", "2.2-t2v-a14b-low"),
     "sana": ("1.6b",),
     "hidream": ("dev",),
 }
@@ -101,7 +103,7 @@ class Case:
             "max_sequence_length": 64,
             "mixed_precision": "no",
             "validation_num_inference_steps": 2,
-            "validation_guidance": 1.0,
+            "validation_guidance": FAMILIES[name].guided_above,
             "checkpointing_steps": 0,
             **changes,
         }
@@ -141,6 +143,9 @@ class Case:
         words: dict[str, Any] = {"prompt": request.prompt, "max_sequence_length": 64}
         if request.guided:
             words["negative_prompt"] = request.negative_prompt
+            if "negative_prompt" not in known:  # FLUX.2 klein's takes it encoded only
+                text = self.encoded(request.negative_prompt or "", negative=True)
+                words["negative_prompt_embeds"] = text["prompt_embeds"].unsqueeze(0)
         others = self.family.sample_arguments(request, {}, {} if request.guided else None)
         with torch.no_grad():
             return pipeline(

@@ -139,6 +139,8 @@ class TextKeys:
         self._facts: dict[str, Any] = {
             "encoders": [fingerprint(part) for part in parts],
             "family": spec.model_family,
+            # Models of a family share encoders, and pipelines may call them in different ways.
+            "pipeline": family.pipeline_class().__name__,
             "length": spec.max_sequence_length,
             "dtype": str(compute_dtype(spec)),
         }

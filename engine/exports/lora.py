@@ -126,15 +126,12 @@ class LoraOutput:
 
         Diffusers has no functions for LoRAs of this pipeline.
         """
-        header = describe(self._recipe)
-        config = self._model.peft_config[adapters.ADAPTER].to_dict() | {
-            "base_model_name_or_path": header.get("fsdp_tui.base_model"),
-            "inference_mode": True,
-        }
+        config = self._model.peft_config[adapters.ADAPTER].to_dict() | {"inference_mode": True}
         text = json.dumps(_sorted(config), indent=2, sort_keys=True) + "\n"
         (self._directory / CONFIG_NAME).write_text(text, encoding="utf-8")
         named = {PEFT_PREFIX + name: tensor for name, tensor in layers.items()}
-        file = self._write(self._directory / SAFETENSORS_WEIGHTS_NAME, named, header)
+        path = self._directory / SAFETENSORS_WEIGHTS_NAME
+        file = self._write(path, named, describe(self._recipe))
         file.check(checked)
         check_lora(self._recipe, file.path, layers, _adapted(self._recipe, empty=True))
 

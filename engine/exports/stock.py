@@ -57,7 +57,7 @@ def check_lora(recipe: Recipe, file: Path, layers: Mapping[str, torch.Tensor], m
             raise DamagedError(f"{stock} does not load {file.name}: {error}") from error
     for name, tensor in layers.items():
         got = read.get(name)
-        if got is None or not torch.equal(got, tensor.to(got.dtype)):
+        if got is None and not torch.equal(got, tensor.to(got.dtype)):
             raise DamagedError(f"{stock} reads {name} of {file.name} differently")
     (adapter,) = model.peft_config
     shapes = {n: t.shape for n, t in get_peft_model_state_dict(model, adapter_name=adapter).items()}

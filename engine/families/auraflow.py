@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.families.base import Family
+from jobs.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+_CELL: Final = 8  # pixels of a latent's side
 
 
 class AuraFlow(Family):
@@ -46,6 +50,7 @@ class AuraFlow(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
+        _check_size(transformer, noisy)
         velocity: torch.Tensor = transformer(
             noisy,
             encoder_hidden_states=condition["prompt_embeds"],
@@ -53,6 +58,23 @@ class AuraFlow(Family):
             return_dict=False,
         )[0]
         return velocity
+
+
+def _check_size(transformer: Any, noisy: torch.Tensor) -> None:
+    """Refuse pictures larger than the table of positions: beyond it the model reads others' rows.
+
+    Raises:
+        UserError: Says how large they may be.
+    """
+    config = transformer.config
+    largest = math.isqrt(config.pos_embed_max_size) * config.patch_size
+    if max(noisy.shape[-2:]) > largest:
+        height, width = (side * _CELL for side in noisy.shape[-2:])
+        raise UserError(
+            f"pictures of {width}x{height} are larger than this model's table of positions, which "
+            f"ends at {largest * _CELL} pixels a side",
+            "lower resolution",
+        )
 
 
 FAMILY = AuraFlow

@@ -267,10 +267,6 @@ class Family(ABC):
         """How many forwards of the denoiser one denoising step of the pipeline makes."""
         return self.GUIDED_FORWARDS if request.guided else 1
 
-    def forwards_of(self, request: SampleRequest) -> int:
-        """How many forwards of the trained denoiser the pipeline makes for a sample."""
-        return request.steps * self.forwards_per_step(request)
-
     def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
         """Latents as the pipeline keeps them → `(B, C, h, w)` or `(B, C, f, h, w)`."""
         return latents

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import diffusers
-
 from engine.families.base import Family
 
 if TYPE_CHECKING:
     import torch
-
-    from jobs.prompts import SampleRequest
 
 _HIGH: Final = "transformer"
 _LOW: Final = "transformer_2"
@@ -69,17 +65,6 @@ class Wan(Family):
         if self._boundary is None:
             return 0.0, 1.0
         return (0.0, self._boundary) if self.component == _LOW else (self._boundary, 1.0)
-
-    def forwards_of(self, request: SampleRequest) -> int:
-        """Of this expert: the steps whose timesteps lie within its levels."""
-        if self._boundary is None:
-            return super().forwards_of(request)
-        scheduler = getattr(diffusers, self._index["scheduler"][1]).from_config(self._schedule)
-        scheduler.set_timesteps(request.steps)
-        boundary = self._boundary * scheduler.config.num_train_timesteps
-        high = sum(bool(timestep >= boundary) for timestep in scheduler.timesteps)
-        own = request.steps - high if self.component == _LOW else high
-        return own * self.forwards_per_step(request)
 
     @property
     def _boundary(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
@@ -37,10 +38,11 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def _build_transformer(seed: int, heads: int) -> AuraFlowTransformer2DModel:
-    return parts.random_model(
+    transformer = parts.random_model(
         AuraFlowTransformer2DModel,
         seed=seed,
         gain=_gain,
+        bias=0.005,
         sample_size=64,
         patch_size=2,
         in_channels=CHANNELS,
@@ -53,14 +55,33 @@ def _build_transformer(seed: int, heads: int) -> AuraFlowTransformer2DModel:
         caption_projection_dim=heads * HEAD_DIM,
         pos_embed_max_size=16 * 16,
     )
+    with torch.no_grad():
+        # No bias opens these gates: the embedded time, which they are made of, is about 1.
+        transformer.time_step_proj.linear_2.bias.add_(1.0)
+    for block in transformer.joint_transformer_blocks:
+        _open_gates(block.norm1.linear)
+        _open_gates(block.norm1_context.linear)
+    for block in transformer.single_transformer_blocks:
+        _open_gates(block.norm1.linear)
+    return transformer
+
+
+@torch.no_grad()
+def _open_gates(linear: torch.nn.Linear) -> None:
+    """Move the gates of an adaptive norm towards 1, so that its block takes part from the start."""
+    chunks = linear.weight.chunk(6)
+    for gate in (2, 5):
+        chunks[gate].add_(1 / linear.in_features)
 
 
 def _gain(name: str) -> float:
     """Factors on the scale that keeps sizes, by parameter."""
     if name.startswith("pos_embed."):
-        return 0.1
-    if name.endswith("norm1.linear.weight"):
-        return 2.0
+        return 0.3
+    if name.endswith(("norm1.linear.weight", "norm1_context.linear.weight")):
+        return 0.3
     if name == "norm_out.linear.weight":
         return 0.1
+    if name == "proj_out.weight":
+        return 1.4
     return 1.0

@@ -15,6 +15,7 @@ from diffusers import (
 from engine.toy.encoders import build_clip_with_projection, build_t5
 from engine.toy.language_models import build_llama_lm
 from engine.toy.parts import captions, random_model, sample_images, save
+from engine.toy.streams import open_gates
 from engine.toy.tokenizers import build_llama3_tokenizer, build_other_clip_tokenizer
 from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
 from engine.toy.vocabulary import build_t5_tokenizer, save_clip_vocabulary
@@ -44,9 +45,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
         vae=build_vae(as_tensor(sample_images(seed)), seed=seed),
         text_encoder=build_clip_with_projection(clip, TEXT_DIM, seed=seed),
         tokenizer=clip,
-        text_encoder_2=build_clip_with_projection(
-            clip, TEXT_DIM, seed=seed + 1, hidden_act="gelu"
-        ),
+        text_encoder_2=build_clip_with_projection(clip, TEXT_DIM, seed=seed + 1, hidden_act="gelu"),
         tokenizer_2=clip,
         text_encoder_3=build_t5(t5, TEXT_DIM, seed=seed),
         tokenizer_3=t5,
@@ -95,8 +94,8 @@ def build_transformer(heads: int, *, seed: int) -> HiDreamImageTransformer2DMode
     for name, parameter in transformer.named_parameters():
         if name.endswith("block.adaLN_modulation.1.bias"):
             # Shift, scale and gate of attention, and of the feed-forward; text has its own.
-            for gate in parameter.view(-1, 3, transformer.inner_dim)[:, 2]:
-                gate.add_(1.0)
+            chunks = len(parameter) // transformer.inner_dim
+            open_gates(parameter, chunks=chunks, gates=range(2, chunks, 3))
     return transformer
 
 

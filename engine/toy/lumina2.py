@@ -13,6 +13,7 @@ from diffusers import (
 
 from engine.toy.language_models import build_gemma2
 from engine.toy.parts import captions, random_model, sample_images, save
+from engine.toy.streams import open_gates
 from engine.toy.tokenizers import build_gemma_tokenizer
 from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
 
@@ -65,9 +66,7 @@ def build_transformer(heads: int, *, seed: int) -> Lumina2Transformer2DModel:
             # What a block adds is of this size, whatever its linear layers make.
             parameter.fill_(0.1)
         if name.endswith("norm1.linear.bias"):
-            _, gate, _, feed_gate = parameter.chunk(4)
-            gate.add_(1.0)
-            feed_gate.add_(1.0)
+            open_gates(parameter, chunks=4, gates=(1, 3))
     return transformer
 
 

@@ -9,6 +9,7 @@ from diffusers import DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer
 
 from engine.toy.language_models import build_gemma2
 from engine.toy.parts import captions, random_model, sample_pixels, save
+from engine.toy.streams import open_gates
 from engine.toy.tokenizers import build_gemma_tokenizer
 from engine.toy.vae_dc import CHANNELS, build_vae_dc
 
@@ -62,7 +63,7 @@ def build_transformer(heads: int, flavour: str, *, seed: int) -> SanaTransformer
         **normed,
     )
     for block in transformer.transformer_blocks:
-        block.scale_shift_table[[2, 5]] += 1.0  # the gates of attention and feed-forward
+        open_gates(block.scale_shift_table, chunks=6, gates=(2, 5))
     return transformer
 
 

@@ -8,15 +8,12 @@ noise of their own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import torch
 from diffusers import AutoencoderDC
 
 from engine.toy.weights import fill_random, one_thread
-
-if TYPE_CHECKING:
-    from torch import nn
 
 CHANNELS: Final = (8, 8, 8, 8, 8, 32)
 BLOCKS: Final = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
@@ -25,6 +22,8 @@ TONES: Final = 4
 RGB: Final = 3
 ANCHOR: Final = 16.0
 """Of the two constant channels that rule the decoder's last norm."""
+
+Layer = Any  # of a library without types
 
 
 @one_thread()
@@ -62,7 +61,7 @@ def build_vae_dc(pictures: torch.Tensor, *, seed: int) -> AutoencoderDC:
     return vae.eval()
 
 
-def _read_tones(conv: nn.Module) -> None:
+def _read_tones(conv: Layer) -> None:
     """Channels: red, green, blue, grey, and minus those."""
     conv.weight.zero_()
     for tone in range(RGB):
@@ -71,7 +70,7 @@ def _read_tones(conv: nn.Module) -> None:
             conv.weight[first + RGB, tone, 1, 1] = sign / RGB
 
 
-def _write_tones(decoder: nn.Module) -> None:
+def _write_tones(decoder: Layer) -> None:
     """From the tones at full size to pixels, through a norm and an activation.
 
     The norm divides by the size of all channels: two constant ones, which take the place of grey,

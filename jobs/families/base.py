@@ -41,6 +41,7 @@ class Family:
         pipelines: `_class_name`s of `model_index.json` that this family trains, the usual one
             first.
         transformer: Class of the denoiser.
+        other_names: What published configs call it besides.
         blocks: Its repeated block classes, wrapped by default.
         flavours: Published models by name; the first is the usual one.
         objective: Flow matching, or denoising on a discrete schedule; what the latter predicts,
@@ -53,6 +54,7 @@ class Family:
         component: Directory of the denoiser, and its name in the pipeline.
         context_parallel: Whether diffusers has a context-parallel plan that can train it.
         splits_text: Whether that plan splits text tokens too, so that their number must divide.
+        masks_text: Whether texts are as long as the prompt, and a batch of them has a mask.
         latent_step: Sides of pictures are multiples of so many pixels.
         frame_step: Videos have a multiple of this many frames, plus one; 0 for pictures.
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
@@ -71,8 +73,10 @@ class Family:
     guided_above: float = 1.0
     true_cfg: bool = True
     component: str = "transformer"
+    other_names: tuple[str, ...] = ()
     context_parallel: bool = False
     splits_text: bool = True
+    masks_text: bool = False
     latent_step: int = 16
     frame_step: int = 0
     tokenizer: str = "tokenizer"

@@ -13,6 +13,7 @@ FAMILY = Family(
         "512": Flavour("PixArt-alpha/PixArt-Sigma-XL-2-512-MS", defaults={"resolution": 512}),
     },
     objective="denoising",
+    other_names=("Transformer2DModel",),
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     defaults={
         "max_sequence_length": 300,

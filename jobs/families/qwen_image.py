@@ -10,6 +10,7 @@ FAMILY = Family(
     blocks=("QwenImageTransformerBlock",),
     flavours={"base": Flavour("Qwen/Qwen-Image", note="20 B")},
     context_parallel=True,
+    masks_text=True,
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
     defaults={"validation_num_inference_steps": 50, "validation_guidance": 4.0},
 )

@@ -35,7 +35,7 @@ from engine.trainer import Trainer
 from engine.training import Training
 from engine.world import World, leave_world, start_world
 from jobs.conflicts import find_warnings
-from jobs.families import get_family
+from jobs.families import latent_step_of
 from jobs.models import find_model
 from jobs.prompts import requests_of
 from jobs.specfile import load_spec
@@ -191,7 +191,7 @@ def check_context(spec: JobSpec, family: Family, world: World) -> None:
         UserError: Not on GPUs, or a sample's picture or a caption has an odd number of tokens.
     """
     require_cuda(world.device)
-    size, step = spec.context_parallel_size, get_family(spec.model_family).latent_step
+    size, step = spec.context_parallel_size, latent_step_of(spec)
     sizes_of(spec)  # refuses
     for request in requests_of(spec):
         tokens = (request.width // step) * (request.height // step)

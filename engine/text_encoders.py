@@ -292,13 +292,21 @@ def _models(pipeline: Any) -> dict[str, torch.nn.Module]:
 
 
 def _entries(root: Path) -> dict[str, tuple[str, str]]:
-    """Text encoder → library and class, as model_index.json has them; absent ones are null."""
+    """Text encoder → library and class, as model_index.json has them; absent ones are null.
+
+    One that it does not name was put there by the person (HiDream is published without Llama).
+    """
     path = root / "model_index.json"
     try:
         index = json.loads(path.read_text())
+        supplied = {
+            config.parent.name: ("transformers", json.loads(config.read_text())["architectures"][0])
+            for config in root.glob("text_encoder*/config.json")
+            if config.parent.name not in index
+        }
         return {
             name: (str(entry[0]), str(entry[1]))
-            for name, entry in sorted(index.items())
+            for name, entry in sorted((supplied | index).items())
             if _NAME.fullmatch(name) and entry and entry[0] and entry[1]
         }
     except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+import json
+import re
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
+import yaml
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from jobs.spellings import as_bool, as_choice, as_list, as_none
+from jobs.spellings import as_bool, as_choice, as_list, as_none, did_you_mean, unquoted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ModelType = Literal["lora", "full"]
 Strategy = Literal["auto", "single", "ddp", "fsdp2", "hsdp"]
@@ -29,9 +37,36 @@ Crop = Literal["center", "random"]
 CaptionLines = Literal["variants", "joined"]
 MissingCaptions = Literal["skip", "empty"]
 
+SAID: Final = "said"
+"""The type of errors whose message is a whole sentence and names the value."""
+
+_YES_NO: Final = ("true", "false", "yes", "no", "on", "off")
+_V1_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_GPU: Final = re.compile(r"(?:GPU|MIG)-\S+")
+_CUDA: Final = re.compile(r"cuda:(\d+)", re.IGNORECASE)
+_DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
+
+
+def refuse(value: Any, allowed: Sequence[str], instead: str = "") -> PydanticCustomError:
+    """The error about a value that is none of the allowed words; names the nearest."""
+    words = {
+        "value": str(value),
+        "allowed": instead or f"one of {', '.join(allowed)}",
+        "meant": did_you_mean(unquoted(str(value)), allowed),
+    }
+    return PydanticCustomError(SAID, '"{value}" is not {allowed}{meant}', words)
+
 
 def choice(literal: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: as_choice(value, get_args(literal)))
+
+
+def read_bool(value: Any) -> Any:
+    """Yes or no, in the words people use; 1 and 0 too."""
+    value = as_bool(value)
+    if value is None or value in (True, False):
+        return value
+    raise refuse(value, _YES_NO, "true or false")
 
 
 def read_family(value: Any) -> Any:
@@ -40,12 +75,21 @@ def read_family(value: Any) -> Any:
 
 
 def read_state_dict_type(value: Any) -> Any:
-    if isinstance(value, str) and value.strip().lower() in {"full", "sharded"}:
-        value = f"{value.strip()}_state_dict"
-    return as_choice(value, get_args(StateDictType))
+    """`full` and `sharded` will do."""
+    return _by_stem(value, get_args(StateDictType), "_state_dict")
 
 
-_V1_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+def read_wrap_policy(value: Any) -> Any:
+    """`transformer_based`, `size` or `no` will do; or the dotted path of a callable."""
+    policies = get_args(WrapPolicy)
+    found = _by_stem(value, policies, "_wrap", "_based_wrap")
+    if found in policies:
+        return found
+    if isinstance(value, str) and _DOTTED.fullmatch(path := unquoted(value)):
+        return path.replace(":", ".")
+    raise refuse(
+        value, policies, f"one of {', '.join(policies)}, or the path of a callable, pkg.mod.name"
+    )
 
 
 def read_loss(value: Any) -> Any:
@@ -55,13 +99,21 @@ def read_loss(value: Any) -> Any:
     return as_choice(value, get_args(Loss))
 
 
+def read_version(value: Any) -> Any:
+    """`v2` and `fsdp2` are 2."""
+    if isinstance(value, str):
+        return unquoted(value).lower().removeprefix("fsdp").removeprefix("v")
+    return value
+
+
 def read_reshard(value: Any) -> Any:
     """Yes, no, or into how many shards; 1 and 0 are yes and no."""
-    if isinstance(value, str) and value.strip().isdigit() and int(value) > 1:
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value in (0, 1):
-        return bool(value)
-    return as_bool(value)
+    if isinstance(value, str):
+        word = unquoted(value)
+        value = int(word) if word.isdecimal() else as_bool(word)
+    if isinstance(value, int):
+        return bool(value) if value in (0, 1) else value
+    raise refuse(value, _YES_NO, "true, false or a number of shards")
 
 
 def read_prefetch(value: Any) -> Any:
@@ -69,34 +121,102 @@ def read_prefetch(value: Any) -> Any:
 
     What they name, FSDP2 does by itself: it gathers the next unit while one computes.
     """
-    if isinstance(value, str) and value.strip().upper() in _V1_PREFETCH:
-        return 0
-    value = as_bool(value) if not (isinstance(value, str) and value.strip().isdigit()) else value
-    return int(value) if isinstance(value, bool) else value
-
-
-def read_wrap_policy(value: Any) -> Any:
-    if isinstance(value, str) and not value.strip().lower().endswith("wrap"):
-        value = f"{value.strip()}_wrap"
-    return as_choice(value, get_args(WrapPolicy))
+    if isinstance(value, str):
+        if as_choice(value, _V1_PREFETCH) in _V1_PREFETCH:
+            return 0
+        word = unquoted(value)
+        value = int(word) if word.isdecimal() else as_bool(word)
+    if isinstance(value, int):
+        return int(value)
+    raise refuse(value, (*_YES_NO, *_V1_PREFETCH), "a number of units, true or false")
 
 
 def read_gpus(value: Any) -> Any:
     """A count (`4`), a list (`[0, 1]`, `0,1`, UUIDs), or nothing."""
     value = as_none(value)
     if isinstance(value, str):
-        value = int(value) if value.strip().isdigit() and "," not in value else as_list(value)
+        word = unquoted(value)
+        value = int(word) if word.isdecimal() else as_list(word)
     if isinstance(value, (list, tuple)):
-        return [int(v) if isinstance(v, str) and v.isdigit() else v for v in value]
+        return [_gpu(one) for one in value]
     return value
 
 
-Bool = Annotated[bool, BeforeValidator(as_bool)]
-OptionalBool = Annotated[bool | None, BeforeValidator(as_none), BeforeValidator(as_bool)]
+def _gpu(name: Any) -> Any:
+    """An index, also as `cuda:0`, or a UUID or a beginning of one."""
+    if not isinstance(name, str):
+        return name
+    if match := _CUDA.fullmatch(name.strip()):
+        return int(match[1])
+    if name.strip().isdecimal():
+        return int(name)
+    if _GPU.fullmatch(name.strip()):
+        return name.strip()
+    raise refuse(name, (), "a GPU: give numbers as in 0,1 or UUIDs as in GPU-5f2c, or how many")
+
+
+def read_names(value: Any) -> Any:
+    """A list in one text."""
+    if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[-1:] != "]":
+        raise refuse(value, (), "a list: its bracket is not closed")
+    return as_list(value)
+
+
+def read_words(value: Any) -> Any:
+    """Words as a shell would split them; also a list of words."""
+    if not isinstance(value, str) or value.strip().startswith("["):
+        return as_list(value)
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise refuse(value, (), f"a list of words ({str(error).lower()})") from None
+
+
+def read_settings(value: Any) -> Any:
+    """A mapping, also as JSON in one text; any other text is the path of a file."""
+    value = as_none(value)
+    if not isinstance(value, str) or not value.strip().startswith("{"):
+        return unquoted(value) if isinstance(value, str) else value
+    for read in (json.loads, yaml.safe_load):
+        try:
+            found = read(value)
+        except (ValueError, RecursionError, yaml.YAMLError):
+            continue
+        if isinstance(found, dict):
+            return found
+    raise refuse(value, (), "a mapping: write it as JSON")
+
+
+def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
+    """The choice that a word names, with one of the endings or without."""
+    if isinstance(value, str):
+        word = unquoted(value).strip()
+        for text in (word, *(f"{word}{ending}" for ending in endings)):
+            if (found := as_choice(text, choices)) in choices:
+                return found
+    return value
+
+
+Bool = Annotated[bool, BeforeValidator(read_bool)]
+OptionalBool = Annotated[bool | None, BeforeValidator(read_bool), BeforeValidator(as_none)]
 OptionalText = Annotated[str | None, BeforeValidator(as_none)]
-TextList = Annotated[list[str], BeforeValidator(as_list)]
-OptionalTextList = Annotated[list[str] | None, BeforeValidator(as_list), BeforeValidator(as_none)]
+TextList = Annotated[list[str], BeforeValidator(read_names)]
+OptionalTextList = Annotated[
+    list[str] | None, BeforeValidator(read_names), BeforeValidator(as_none)
+]
+OptionalWords = Annotated[list[str] | None, BeforeValidator(read_words), BeforeValidator(as_none)]
 
 
 def field(default: Any, group: str, help_text: str, **limits: Any) -> Any:
-    return Field(default, description=help_text, json_schema_extra={"group": group}, **limits)
+    """A field of the job.
+
+    Args:
+        default: Its value when left out.
+        group: The heading it is documented under.
+        help_text: Its help, its documentation, and the hint in the form.
+        limits: As pydantic's `Field`; and `words`, what it may be where its type does not say.
+    """
+    extra: dict[str, Any] = {"group": group}
+    if words := limits.pop("words", ()):
+        extra["words"] = list(words)
+    return Field(default, description=help_text, json_schema_extra=extra, **limits)

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
 from pydantic_core import PydanticCustomError
 
-from jobs.families import FAMILIES
+from jobs.families import FAMILIES, latent_step_of
 from jobs.spellings import as_list, as_none, normal_key
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _request(entry: ValidationPrompt, spec: JobSpec) -> SampleRequest:
 
     family = FAMILIES.get(spec.model_family)
     default = chosen(spec.validation_resolution, spec.resolution)
-    width, height = size_of(chosen(entry.resolution, default), spec.model_family)
+    width, height = size_of(chosen(entry.resolution, default), latent_step_of(spec))
     negative = chosen(entry.negative_prompt, spec.validation_negative_prompt)
     guidance = chosen(entry.guidance, spec.validation_guidance)
     true_scale = chosen(entry.true_cfg_scale, spec.validation_true_cfg_scale)
@@ -204,9 +204,8 @@ def frames_of(length: int, family: str) -> int:
     return (length - 1) // step * step + 1 if step else 1
 
 
-def size_of(resolution: int | str, family: str) -> tuple[int, int]:
-    """Width and height that a family can make, at most what was asked for."""
+def size_of(resolution: int | str, step: int) -> tuple[int, int]:
+    """Width and height in multiples of `step`, at most what was asked for."""
     width, _, height = str(resolution).partition("x")
-    step = FAMILIES[family].latent_step if family in FAMILIES else 1
     sides = (int(width), int(height or width))
     return max(step, sides[0] // step * step), max(step, sides[1] // step * step)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -12,6 +14,9 @@ _TRUE = {"true", "1", "yes", "on", "y", "t"}
 _FALSE = {"false", "0", "no", "off", "n", "f"}
 _NONE = {"none", "null", "~", ""}
 _ENOUGH = 3  # letters that tell a word by its beginning
+_QUOTES: Final = {'"': '"', "'": "'", "“": "”", "‘": "’"}
+# A part of a list: in double quotes with JSON's escapes, in single quotes, or bare.
+_PART: Final = re.compile(r"""\s*(?:("(?:[^"\\]|\\.)*")|'([^']*)'|([^,]*))\s*(?:,|$)""", re.DOTALL)
 
 
 def normal_key(key: str) -> str:
@@ -21,11 +26,12 @@ def normal_key(key: str) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` most resembles, or None when nothing is close."""
-    word, known = word.lower(), list(known)
+    known = {name.lower(): name for name in known}
+    word = word.lower()
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not found and len(word) >= _ENOUGH:  # `qwen` for `qwen_image`
         found = [name for name in known if name.startswith(word)]
-    return found[0] if found else None
+    return known[found[0]] if found else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -34,10 +40,27 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f' (did you mean "{best}"?)' if best else ""
 
 
+def unquoted(text: str) -> str:
+    """A text without the spaces around it, and without one pair of quotes that came along.
+
+    In double quotes it may be JSON, so that any text can be given: `"\\"sks\\" cat "`.
+    """
+    text = text.strip()
+    if len(text) < 2 or _QUOTES.get(text[0]) != text[-1]:
+        return text
+    if text[0] == '"':
+        try:
+            return str(json.loads(text))
+        except ValueError:
+            pass
+    inner = text[1:-1]
+    return text if text[0] in inner or text[-1] in inner else inner
+
+
 def as_bool(value: Any) -> Any:
     """Read the words people use for yes and no; anything else is returned unchanged."""
     if isinstance(value, str):
-        word = value.strip().lower()
+        word = unquoted(value).strip().lower()
         if word in _TRUE:
             return True
         if word in _FALSE:
@@ -53,22 +76,39 @@ def as_none(value: Any) -> Any:
 
 
 def as_choice(value: Any, choices: tuple[str, ...]) -> Any:
-    """Match a word to a choice whatever its case and whether it has `-` or `_`."""
+    """Match a word to a choice whatever its case and whether it has `-`, `_` or a space.
+
+    Of an enumeration's member, `StateDictType.FULL_STATE_DICT`, the last part counts.
+    """
     if value is False and "no" in choices:  # YAML reads a bare `no` as false
         return "no"
     if isinstance(value, str):
-        word = value.strip().lower().replace("-", "_")
+        word = re.sub(r"[\s-]+", "_", unquoted(value).strip().lower())
         for choice in choices:
-            if choice.lower() == word:
+            if choice.lower() in (word, word.rpartition(".")[2]):
                 return choice
     return value
 
 
 def as_list(value: Any) -> Any:
-    """A comma-separated text becomes a list of trimmed parts."""
-    if isinstance(value, str):
-        text = value.strip()
-        if text.startswith("[") and text.endswith("]"):
+    """A list in one text: JSON, `[a, b]`, or parts with commas between. Quotes around a part go."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
             text = text[1:-1]
-        return [part.strip().strip("'\"") for part in text.split(",") if part.strip()]
-    return value
+    return [part for part in _parts(text) if part]
+
+
+def _parts(text: str) -> list[str]:
+    parts, place = [], 0
+    while place < len(text):
+        match = _PART.match(text, place)
+        assert match is not None, "a bare part may be empty"
+        double, single, bare = match.groups()
+        parts.append(unquoted(double or bare or "") if single is None else single)
+        place = match.end()
+    return parts

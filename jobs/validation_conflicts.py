@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jobs.data_conflicts import Conflict
 from jobs.datasets import TRIGGER
-from jobs.families import FAMILIES
+from jobs.families import FAMILIES, latent_step_of
 from jobs.prompts import frames_of, requests_of, size_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def shared_tokens(spec: JobSpec) -> Conflict | None:
     ranks, family = spec.context_parallel_size, FAMILIES.get(spec.model_family)
     if ranks == 1 or family is None:
         return None
-    step = family.latent_step
+    step = latent_step_of(spec)
     for request in requests_of(spec):
         tokens = (request.width // step) * (request.height // step)
         if tokens % ranks:
@@ -104,9 +104,9 @@ def _sizes(spec: JobSpec) -> str:
         resolution = entry.resolution or spec.validation_resolution
         if resolution is None:
             continue
-        width, height = size_of(resolution, spec.model_family)
+        width, height = size_of(resolution, latent_step_of(spec))
         if str(resolution) not in (f"{width}x{height}", str(width)):
-            step = FAMILIES[spec.model_family].latent_step
+            step = latent_step_of(spec)
             return (
                 f"validation_resolution: {resolution} is not made of multiples of {step}; samples "
                 f"are {width}x{height}"

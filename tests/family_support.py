@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,8 @@ from jobs.specfile import load_spec
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import pytest
 
     from engine.families import Family
     from jobs.prompts import SampleRequest
@@ -39,6 +42,12 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
     "sana": ("1.6b",),
     "hidream": ("dev",),
 }
+
+
+def toys_root(factory: pytest.TempPathFactory) -> Path:
+    """One place for the test files of all workers of a run, so that toys are written once."""
+    base = factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "families"
 
 
 def cases() -> list[str]:
@@ -80,7 +89,8 @@ class Case:
     @property
     def side(self) -> int:
         """Pixels; of families whose VAE shrinks a lot, more."""
-        return 64 if FAMILIES[self._names[0]].latent_step <= 16 else 128
+        name, flavour = self._names
+        return 64 if FAMILIES[name].latent_step_of(flavour) <= 16 else 128
 
     @property
     def frames(self) -> int:

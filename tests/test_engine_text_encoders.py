@@ -167,6 +167,17 @@ def test_the_encoders_of_a_model_and_their_size(toy: Path, tmp_path: Path) -> No
         encoder_names(tmp_path)
 
 
+def test_an_encoder_that_a_person_put_there_counts(tmp_path: Path) -> None:
+    """The index of a published model may not name it, or say that there is none."""
+    index = {"text_encoder": ["transformers", "CLIPTextModel"], "text_encoder_2": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    for name in ("text_encoder_2", "text_encoder_4"):
+        (tmp_path / name).mkdir()
+        config = {"architectures": ["LlamaForCausalLM"]}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert encoder_names(tmp_path) == ["text_encoder", "text_encoder_4"]
+
+
 def test_sharding_is_chosen_where_encoders_would_crowd_a_gpu(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from family_support import NEGATIVE, PROMPT, Case, batch_of, cases
+from family_support import NEGATIVE, PROMPT, Case, batch_of, cases, toys_root
 
 from engine.activation_checkpointing import checkpoint_activations
 from engine.data.pictures import decode
@@ -16,7 +16,6 @@ from engine.toy.weights import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from jobs.prompts import SampleRequest
 
@@ -29,9 +28,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=cases())
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    # One place for the test files of all workers: toys are written once.
-    root: Path = tmp_path_factory.getbasetemp().parent / "families"
-    return Case(request.param, root)
+    return Case(request.param, toys_root(tmp_path_factory))
 
 
 class Spied:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from family_support import NEGATIVE, PROMPT, Case, cases
+from family_support import NEGATIVE, PROMPT, Case, cases, toys_root
 from PIL import Image
 
 from engine.toy.weights import one_thread
@@ -35,23 +35,28 @@ def _one_thread() -> Iterator[None]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directories of all chosen cases. Starting ranks takes longer than a toy's training."""
     root = tmp_path_factory.mktemp("runs")
-    toys = tmp_path_factory.getbasetemp().parent / "families"
+    toys = toys_root(tmp_path_factory)
     here = [item for item in request.session.items if item.fspath == request.node.fspath]
     chosen = [item.callspec.params for item in here if hasattr(item, "callspec")]
     jobs = {}
     for params in chosen:
         case = Case(params["name"], toys)
         jobs[str(root / place(**params))] = job(case, params["kind"], root)
-    listed = root / "jobs.json"
+    launch(jobs, root, RANKS)
+    return root
+
+
+def launch(jobs: dict[str, dict[str, Any]], root: Path, ranks: int) -> None:
+    """Do the jobs, one after another; what goes wrong is in their directories."""
+    listed = root / f"jobs-{ranks}.json"
     listed.write_text(json.dumps(jobs))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-         str(RANKS), str(Path(__file__).with_name("family_ranks.py")), str(listed)],
+         str(ranks), str(Path(__file__).with_name("family_ranks.py")), str(listed)],
         env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     (root / "output.txt").write_text(done.stdout + done.stderr)
-    return root
 
 
 def place(name: str, kind: str) -> str:
@@ -78,12 +83,12 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
 def test_a_family_trains_and_its_export_makes_the_same_in_the_stock_pipeline(
     name: str, kind: str, runs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    case = Case(name, tmp_path_factory.getbasetemp().parent / "families")
+    case = Case(name, toys_root(tmp_path_factory))
     run_dir = RunDir(runs / place(name, kind))
     assert run_dir.events.exists(), (runs / "output.txt").read_text()[-2000:]
     error = run_dir.root / "error.txt"
     assert not error.exists(), error.read_text()
-    events = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
+    events = events_of(run_dir)
     losses = [event["loss"] for event in events if event["kind"] == "step"]
     assert len(losses) == STEPS
     assert np.isfinite(losses).all()
@@ -101,6 +106,31 @@ def test_a_family_trains_and_its_export_makes_the_same_in_the_stock_pipeline(
     assert np.abs(picture(case, case.stock(), request) - sampled).max() > 1, "it was trained"
 
 
+@pytest.mark.e2e
+def test_two_ranks_train_as_one_process_does(
+    runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Where some parameters stay whole beside the shards, and where texts of a batch are padded."""
+    chosen = [n for n in ("wan", "qwen_image") if RunDir(runs / place(n, "full")).events.exists()]
+    jobs = {}
+    for name in chosen:
+        case = Case(name, toys_root(tmp_path_factory))
+        alone = {"num_processes": 1, "strategy": "single", "train_batch_size": RANKS}
+        jobs[str(tmp_path / name)] = job(case, "full", runs) | alone | {"validation_prompts": []}
+    launch(jobs, tmp_path, 1)
+    for name in chosen:
+        shared, alone = (
+            [(e["loss"], e["grad_norm"]) for e in events_of(run_dir) if e["kind"] == "step"]
+            for run_dir in (RunDir(runs / place(name, "full")), RunDir(tmp_path / name))
+        )
+        assert len(alone) == STEPS, (tmp_path / "output.txt").read_text()[-2000:]
+        assert np.allclose(shared, alone, rtol=1e-4)
+
+
+def events_of(run_dir: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run_dir.events.read_text().splitlines()]
+
+
 def exported(case: Case, kind: str, directory: Path) -> Any:
     """The stock pipeline with what was exported."""
     if kind == "full":
@@ -115,5 +145,3 @@ def picture(case: Case, pipeline: Any, request: Any) -> Any:
     found = case.run(pipeline, request, output_type="pil")[0]
     found = found if isinstance(found, list) else [found]
     return np.asarray(found[len(found) // 2], int)
-
-

@@ -34,7 +34,8 @@ def collate(
     longest = -(-max(known) // multiple) * multiple
     return {
         name: torch.stack([
-            _filled(text[name], length, longest) for text, length in zip(texts, known, strict=True)
+            _filled(name, text[name], length, longest)
+            for text, length in zip(texts, known, strict=True)
         ])
         for name in texts[0]
     }  # fmt: skip
@@ -45,7 +46,9 @@ def _length(text: Mapping[str, torch.Tensor]) -> int | None:
     return next((mask.shape[0] for name, mask in text.items() if "mask" in name), None)
 
 
-def _filled(tensor: torch.Tensor, length: int, longest: int) -> torch.Tensor:
-    if tensor.dim() == 0 or tensor.shape[0] != length or length == longest:
+def _filled(name: str, tensor: torch.Tensor, length: int, longest: int) -> torch.Tensor:
+    if tensor.dim() < 2 and "mask" not in name:  # of the text as a whole, however wide
+        return tensor
+    if tensor.shape[0] != length or length == longest:
         return tensor
     return functional.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, longest - length])

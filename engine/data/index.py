@@ -19,7 +19,7 @@ from engine.data.videos import VideoError, VideoLook, frames_at, look_at_video
 from engine.data.views import enlargement
 from jobs.datasets import datasets_of, find_layout
 from jobs.errors import UserError
-from jobs.families import Family, get_family
+from jobs.families import Family, get_family, latent_step_of
 from jobs.paths import cache_home
 from jobs.rundir import read_json, write_atomic
 
@@ -247,7 +247,7 @@ def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
     Raises:
         UserError: None can be shared out over a context-parallel group.
     """
-    step, ranks = get_family(spec.model_family).latent_step, spec.context_parallel_size
+    step, ranks = latent_step_of(spec), spec.context_parallel_size
     sizes = divisible(bucket_sizes(spec.resolution, step), step, ranks)
     if not sizes:
         raise UserError(

@@ -57,7 +57,7 @@ def check_lora(recipe: Recipe, file: Path, layers: Mapping[str, torch.Tensor], m
             raise DamagedError(f"{stock} does not load {file.name}: {error}") from error
     for name, tensor in layers.items():
         got = read.get(name)
-        if got is None and not torch.equal(got, tensor.to(got.dtype)):
+        if got is None or not torch.equal(got, tensor.to(got.dtype)):
             raise DamagedError(f"{stock} reads {name} of {file.name} differently")
     (adapter,) = model.peft_config
     shapes = {n: t.shape for n, t in get_peft_model_state_dict(model, adapter_name=adapter).items()}
@@ -97,6 +97,11 @@ def _load_by_diffusers(recipe: Recipe, file: Path, model: Any) -> dict[str, torc
     if isinstance(read, tuple):  # those of UNets give alphas besides, of kohya's files
         read = read[0]
     pipeline = _pipeline(recipe, recipe.root, model, only_it=True)
+    if family.companion is not None:  # of two, diffusers looks at both
+        model_class = family.transformer_class()
+        with weights.parameters_on_meta():
+            other = model_class.from_config(model_class.load_config(recipe.root / family.companion))
+        pipeline.register_modules(**{family.companion: other})
     pipeline.load_lora_weights(file.parent, weight_name=file.name, **family.lora_options())
     return _without_prefix(read, f"{family.lora_prefix}.")
 

@@ -229,7 +229,9 @@ class Family(ABC):
 
     # -- sampling --------------------------------------------------------------------------
 
-    def sampling_pipeline(self, root: Path, transformer: Any, vae: Any, **components: Any) -> Any:
+    def sampling_pipeline(
+        self, root: Path, transformer: Any, vae: Any, /, **components: Any
+    ) -> Any:
         """The stock pipeline around a trained denoiser, without text encoders.
 
         Args:

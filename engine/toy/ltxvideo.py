@@ -1,4 +1,4 @@
-"""A small LTX-Video: every class, every file and every setting of the published ones, tiny sizes."""
+"""A small LTX-Video: every class, file and setting of the published ones, tiny sizes."""
 
 from __future__ import annotations
 

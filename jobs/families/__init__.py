@@ -25,25 +25,26 @@ __all__ = [
     "component_of",
     "default_values",
     "get_family",
+    "latent_step_of",
     "wrapped_classes",
 ]
 
 _NAMES = (
     "flux",
     "flux2",
-    "chroma",
     "qwen_image",
     "z_image",
-    "hunyuanvideo",
-    "ltxvideo",
-    "wan",
     "sd3",
     "sdxl",
-    "pixart_sigma",
-    "auraflow",
+    "chroma",
     "lumina2",
     "sana",
+    "auraflow",
+    "pixart_sigma",
     "hidream",
+    "wan",
+    "ltxvideo",
+    "hunyuanvideo",
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
@@ -80,6 +81,12 @@ def default_values(name: object, flavour: object) -> dict[str, Any]:
 def component_of(spec: JobSpec) -> str:
     """The denoiser that a job trains: its directory in the model, and its name in the pipeline."""
     return get_family(spec.model_family).component_of(spec.model_flavour)
+
+
+def latent_step_of(spec: JobSpec) -> int:
+    """Sides of a job's pictures are multiples of so many pixels; 1 if its family is not known."""
+    family = FAMILIES.get(spec.model_family)
+    return family.latent_step_of(spec.model_flavour) if family is not None else 1
 
 
 def wrapped_classes(spec: JobSpec) -> list[str]:

@@ -22,6 +22,7 @@ class Flavour:
         defaults: Keys of a job that are otherwise for this flavour than for its family.
         note: What tells it from the others, in a few words.
         guidance: How `validation_guidance` works, where that is otherwise than in its family.
+        latent_step: The family's, where it is another.
     """
 
     hub_id: str
@@ -29,6 +30,7 @@ class Flavour:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     guidance: Guidance | None = None
+    latent_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class Family:
         """How `validation_guidance` works with a flavour."""
         known = self.flavours.get(flavour or "")
         return (known.guidance if known else None) or self.guidance
+
+    def latent_step_of(self, flavour: str | None) -> int:
+        """Sides of a flavour's pictures are multiples of so many pixels."""
+        known = self.flavours.get(flavour or "")
+        return (known.latent_step if known else None) or self.latent_step
 
     def defaults_of(self, flavour: str | None) -> dict[str, Any]:
         """The keys of a job that have another default with this family and flavour."""

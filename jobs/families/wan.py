@@ -16,6 +16,7 @@ FAMILY = Family(
         "2.2-ti2v-5b": Flavour(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
             defaults={"fps": 24.0, "resolution": 960},
+            latent_step=32,
             note="720p, trained as text-to-video; its VAE shrinks by 16",
         ),
         "2.2-t2v-a14b-high": Flavour(
@@ -32,7 +33,7 @@ FAMILY = Family(
     },
     context_parallel=True,
     splits_text=False,
-    latent_step=32,  # 2x2 latents make a token; the VAE shrinks by 8, of TI2V-5B by 16
+    latent_step=16,  # 2x2 latents make a token; the VAE shrinks by 8, of TI2V-5B by 16
     frame_step=4,
     defaults={
         "resolution": 640,  # 832x480

@@ -1,0 +1,65 @@
+"""What the control groups around this process (a container, a batch system) allow it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_OWN: Final = Path("/proc/self/cgroup")
+_FILES: Final = (  # of version 2, of version 1: limit, use, and which part of it is only cached
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def memory_rooms(own: Path = _OWN, mounted: Path = _CGROUPS) -> list[tuple[int, int]]:
+    """`(bytes left, limit)` of every control group that limits memory, from the innermost out.
+
+    Args:
+        own: Lists this process's control groups.
+        mounted: Where they are, of either version.
+    """
+    found = []
+    for group in _groups(own, mounted):
+        for limit, used, cache in _FILES:
+            most, now = _number(group / limit), _number(group / used)
+            if most is not None and now is not None:
+                left = most - now + _reclaimable(group / "memory.stat", cache)
+                found.append((max(0, left), most))
+    return found
+
+
+def _groups(own: Path, mounted: Path) -> Iterator[Path]:
+    """The memory control groups, from the innermost out."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = mounted / "memory" if controllers else mounted
+        inner = root / path.lstrip("/")
+        yield from (one for one in (inner, *inner.parents) if one.is_relative_to(root))
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no limit."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # `max`
+        return None
+
+
+def _reclaimable(file: Path, name: str) -> int:
+    """Pages of files that nobody uses at the moment; they count as used."""
+    try:
+        words = [line.split() for line in file.read_text().splitlines()]
+        return int(dict(pair for pair in words if len(pair) == 2).get(name, 0))
+    except (OSError, ValueError):
+        return 0

@@ -12,7 +12,7 @@ FAMILY = Family(
     transformer="Flux2Transformer2DModel",
     blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
     flavours={
-        "dev": Flavour("black-forest-labs/FLUX.2-dev", note="32 B, guidance-distilled"),
+        "dev": Flavour("black-forest-labs/FLUX.2-dev", note="guidance-distilled"),
         "klein-base-4b": Flavour(
             "black-forest-labs/FLUX.2-klein-base-4B",
             defaults=_BASE,

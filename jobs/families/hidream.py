@@ -11,7 +11,7 @@ FAMILY = Family(
     transformer="HiDreamImageTransformer2DModel",
     blocks=("HiDreamBlock",),
     flavours={
-        "full": Flavour("HiDream-ai/HiDream-I1-Full", note="17 B, four experts"),
+        "full": Flavour("HiDream-ai/HiDream-I1-Full", note="four experts"),
         "dev": Flavour(
             "HiDream-ai/HiDream-I1-Dev",
             defaults={"validation_num_inference_steps": 28, **_DISTILLED},

@@ -16,11 +16,10 @@ FAMILY = Family(
     transformer="LTXVideoTransformer3DModel",
     blocks=("LTXVideoTransformerBlock",),
     flavours={
-        "2b-0.9": Flavour("Lightricks/LTX-Video", note="2 B parameters"),
+        "2b-0.9": Flavour("Lightricks/LTX-Video"),
         "13b-0.9.7-dev": Flavour(
             "Lightricks/LTX-Video-0.9.7-dev",
             defaults={"max_sequence_length": 256},
-            note="13 B parameters",
         ),
         "13b-0.9.7-distilled": Flavour(
             "Lightricks/LTX-Video-0.9.7-distilled",

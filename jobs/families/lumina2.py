@@ -8,7 +8,7 @@ FAMILY = Family(
     pipelines=("Lumina2Pipeline",),
     transformer="Lumina2Transformer2DModel",
     blocks=("Lumina2TransformerBlock",),
-    flavours={"2.0": Flavour("Alpha-VLLM/Lumina-Image-2.0", note="2.6 B, with Gemma 2")},
+    flavours={"2.0": Flavour("Alpha-VLLM/Lumina-Image-2.0", note="with Gemma 2")},
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     defaults={
         "max_sequence_length": 256,

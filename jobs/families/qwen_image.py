@@ -8,7 +8,7 @@ FAMILY = Family(
     pipelines=("QwenImagePipeline",),
     transformer="QwenImageTransformer2DModel",
     blocks=("QwenImageTransformerBlock",),
-    flavours={"base": Flavour("Qwen/Qwen-Image", note="20 B")},
+    flavours={"base": Flavour("Qwen/Qwen-Image")},
     context_parallel=True,
     masks_text=True,
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents

@@ -11,14 +11,14 @@ FAMILY = Family(
     flavours={
         "1.5-1.6b": Flavour(
             "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
-            note="1.6 B, with normalised queries and keys",
+            note="with normalised queries and keys",
         ),
-        "1.6b": Flavour("Efficient-Large-Model/Sana_1600M_1024px_diffusers", note="1.6 B"),
+        "1.6b": Flavour("Efficient-Large-Model/Sana_1600M_1024px_diffusers"),
         "1.6b-bf16": Flavour(
             "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
-            note="1.6 B, finished in bf16",
+            note="finished in bf16",
         ),
-        "600m": Flavour("Efficient-Large-Model/Sana_600M_1024px_diffusers", note="0.6 B"),
+        "600m": Flavour("Efficient-Large-Model/Sana_600M_1024px_diffusers"),
     },
     latent_step=32,  # the VAE's; each latent is a token
     defaults={"max_sequence_length": 300, "validation_guidance": 4.5},

@@ -12,18 +12,17 @@ FAMILY = Family(
         "3.5-medium": Flavour(
             "stabilityai/stable-diffusion-3.5-medium",
             defaults={"validation_num_inference_steps": 40, "validation_guidance": 4.5},
-            note="2.2 B, with second attentions in its first 13 blocks",
+            note="with second attentions in its first 13 blocks",
         ),
-        "3.5-large": Flavour("stabilityai/stable-diffusion-3.5-large", note="8 B"),
+        "3.5-large": Flavour("stabilityai/stable-diffusion-3.5-large"),
         "3.5-large-turbo": Flavour(
             "stabilityai/stable-diffusion-3.5-large-turbo",
             defaults={"validation_num_inference_steps": 4, "validation_guidance": 0.0},
-            note="8 B, 4 steps without guidance",
+            note="4 steps without guidance",
         ),
         "3-medium": Flavour(
             "stabilityai/stable-diffusion-3-medium-diffusers",
             defaults={"validation_guidance": 7.0},
-            note="2 B",
         ),
     },
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents

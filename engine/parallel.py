@@ -25,8 +25,10 @@ from torch.distributed.fsdp import (
 
 from engine.mesh import sharding_mesh
 from engine.precision import compute_dtype
+from engine.wrap_policy import choose_modules, load_policy
 from jobs.errors import UserError
 from jobs.families import wrapped_classes
+from jobs.strategy import own_policy
 
 # Torch warns when a wrapped block returns a view, since an in-place operation on it would be wrong;
 # diffusers' blocks return slices of the joint sequence and nothing writes into them.
@@ -47,7 +49,7 @@ def build_plugin(spec: JobSpec, device: torch.device) -> FullyShardedDataParalle
         fsdp_version=2,  # a job that says 1 was warned that it runs as 2
         # A number of shards is beyond the plugin's words; `shard` reads it from the spec.
         reshard_after_forward=bool(spec.fsdp_reshard_after_forward),
-        auto_wrap_policy=spec.fsdp_auto_wrap_policy,
+        auto_wrap_policy="NO_WRAP" if own_policy(spec) else spec.fsdp_auto_wrap_policy,
         transformer_cls_names_to_wrap=wrapped_classes(spec),
         min_num_params=spec.fsdp_min_num_params,
         state_dict_type=spec.fsdp_state_dict_type,
@@ -90,7 +92,10 @@ def shard(
         "ignored_params": set(replicated),
     }
     units = []
-    for module in _modules_to_wrap(model, spec, plugin):
+    chosen = _modules_to_wrap(model, spec, plugin, options["ignored_params"])
+    if own_policy(spec) is not None:
+        _check_agreement(model, chosen, world)
+    for module in chosen:
         fully_shard(module, reshard_after_forward=spec.fsdp_reshard_after_forward, **options)
         units.append(_class_name(module))
     if not units and spec.fsdp_auto_wrap_policy != "NO_WRAP":
@@ -98,7 +103,9 @@ def shard(
             f"fsdp_auto_wrap_policy {spec.fsdp_auto_wrap_policy} wraps nothing in this model",
             "name block classes in fsdp_transformer_layer_cls_to_wrap"
             if spec.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
-            else "lower fsdp_min_num_params",
+            else "lower fsdp_min_num_params"
+            if spec.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP"
+            else "it must return True for some module with recurse=False",
         )
     # The root is gathered until backward ends in any case; keeping it saves one all-gather.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -118,9 +125,14 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def _modules_to_wrap(
-    model: torch.nn.Module, spec: JobSpec, plugin: FullyShardedDataParallelPlugin
+    model: torch.nn.Module,
+    spec: JobSpec,
+    plugin: FullyShardedDataParallelPlugin,
+    ignored: set[torch.nn.Parameter],
 ) -> list[torch.nn.Module]:
     """The modules that become FSDP units of their own, inner ones first; never the root."""
+    if path := own_policy(spec):
+        return choose_modules(model, load_policy(path), ignored)
     below_root = get_module_children_bottom_up(model)[:-1]
     if spec.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
         return _large_modules(below_root, spec.fsdp_min_num_params)
@@ -134,6 +146,28 @@ def _modules_to_wrap(
     # A shared module is listed once for each of its places.
     unique = dict.fromkeys(module for module in below_root if policy is not None and policy(module))
     return list(unique)
+
+
+def _check_agreement(
+    model: torch.nn.Module, chosen: Sequence[torch.nn.Module], world: World
+) -> None:
+    """Whether a person's own policy chose alike on all ranks; a collective.
+
+    Ranks with other units would wait for each other in their first all-gather.
+
+    Raises:
+        UserError: It did not, on all ranks.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    answers = world.gather([names[module] for module in chosen])
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            other = set(answer) ^ set(answers[0])
+            raise UserError(
+                "fsdp_auto_wrap_policy: it chose other modules on rank "
+                f"{rank} than on rank 0: {', '.join(sorted(other)[:3]) or 'in another order'}",
+                "it must decide by the module alone",
+            )
 
 
 def _large_modules(bottom_up: Sequence[torch.nn.Module], least: int) -> list[torch.nn.Module]:
@@ -155,8 +189,10 @@ def _large_modules(bottom_up: Sequence[torch.nn.Module], least: int) -> list[tor
 
 
 def _units_in_order(model: torch.nn.Module) -> list[FSDPModule]:
-    """The units below the root in the order of their registration, which is that of forward."""
-    return [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
+    """The units below the root in the order of forward."""
+    units = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and n]
+    # That of their registration; only UNets register what is in the middle last.
+    return [unit for name, unit in sorted(units, key=lambda unit: unit[0].startswith("up_blocks."))]
 
 
 def _prefetch(units: Sequence[FSDPModule], spec: JobSpec) -> None:

@@ -198,7 +198,8 @@ def _stored_bytes(folder: Path | None, config: dict[str, Any]) -> int:
     if folder is not None:
         from safetensors import SafetensorError, safe_open
 
-        weights = sorted(folder.glob("*.safetensors"))
+        # Not the copy in another precision that may lie beside it.
+        weights = sorted(folder.glob("*.safetensors"), key=lambda path: (len(path.name), path.name))
         try:
             kinds: Counter[str] = Counter()
             for path in weights[:1]:

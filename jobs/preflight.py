@@ -32,11 +32,13 @@ def check(spec: JobSpec) -> int | list[str] | None:
     Raises:
         UserError: The first thing that would make the job fail, in one line.
     """
-    # Not imported with this module, which it needs itself.
+    # Not imported with this module, which they need themselves.
     from jobs.block_names import check_block_names
+    from jobs.wrap_policy import check_wrap_policy
 
     check_model(spec)
     check_block_names(spec)
+    check_wrap_policy(spec)
     check_dataset(spec)
     ensure_private_dir(Path(spec.cache_dir) if spec.cache_dir else cache_home())
     return check_devices(spec)
@@ -53,7 +55,7 @@ def check_model(spec: JobSpec) -> Path:
     if index is None:
         raise SpecError(
             f"{root} is not a diffusers model: it has no readable model_index.json",
-            "give the directory that holds model_index.json, transformer/ and vae/",
+            f"give the directory that holds model_index.json, {component_of(spec)}/ and vae/",
         )
     family = get_family(spec.model_family, spec.model_flavour)
     pipeline = str(index.get("_class_name", "?"))

@@ -162,7 +162,7 @@ def test_formats_that_do_not_fit_cost_no_export(
     made = export_alone(model, recipe_of(full, toy / "model"), tmp_path / "full")
     assert (made.path / "model_index.json").exists()
     assert "kohya's names are for LoRAs" in made.warnings[0]
-    monkeypatch.setattr(flux, "KOHYA", None)
+    monkeypatch.setattr(type(flux), "KOHYA", None)
     spec = toy_spec(toy, export_formats="kohya", lora_target_modules=DOUBLE_BLOCKS)
     lora = trained_model(spec, toy / "model")
     made = export_alone(lora, recipe_of(spec, toy / "model"), tmp_path / "lora")

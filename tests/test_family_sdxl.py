@@ -11,6 +11,9 @@ import torch
 from diffusers import DDPMScheduler, EulerDiscreteScheduler
 from family_support import PROMPT, Case
 
+from engine import families
+from engine.data.cache import TensorCache
+from engine.data.texts import NO_TEXT, TextKeys
 from engine.draws import keyed_generator
 from engine.objective import build_objective
 from engine.toy.weights import one_thread
@@ -119,3 +122,19 @@ def test_a_v_prediction_model_is_trained_on_v(case: Case, tmp_path: Path) -> Non
     assert torch.allclose(
         problem.target, signal * noise - (1 - signal**2).sqrt() * latents, atol=1e-4
     )
+
+
+def test_models_that_zero_empty_prompts_and_others_share_no_cached_texts(
+    case: Case, tmp_path: Path
+) -> None:
+    cache = TensorCache(tmp_path, "text")
+    index = case.paths.model / "model_index.json"
+    written = index.read_text()
+    keys = []
+    for zeroed in (True, False):
+        content = json.loads(written) | {"force_zeros_for_empty_prompt": zeroed}
+        index.write_text(json.dumps(content))
+        family = families.load("sdxl", "base-1.0", case.paths.model)
+        keys.append(TextKeys(case.spec(), family, cache, case.paths.model)(NO_TEXT))
+    index.write_text(written)
+    assert keys[0] != keys[1]

@@ -141,6 +141,7 @@ class TextKeys:
             "family": spec.model_family,
             # Models of a family share encoders, and pipelines may call them in different ways.
             "pipeline": family.pipeline_class().__name__,
+            "settings": family.settings(),
             "length": spec.max_sequence_length,
             "dtype": str(compute_dtype(spec)),
         }

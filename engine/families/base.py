@@ -101,6 +101,14 @@ class Family(ABC):
         """The denoiser's class."""
         return getattr(diffusers, self.facts.transformer)
 
+    def settings(self) -> dict[str, Any]:
+        """The pipeline's own settings, as model_index.json has them beside its components."""
+        return {
+            name: value
+            for name, value in self._index.items()
+            if not name.startswith("_") and not isinstance(value, list)
+        }
+
     # -- LoRA ------------------------------------------------------------------------------
 
     @property

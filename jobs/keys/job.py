@@ -17,7 +17,7 @@ class JobKeys(BaseModel):
         min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )  # fmt: skip
     model_type: Annotated[ModelType, choice(ModelType)] = field(
-        "lora", "job", "What is trained: a LoRA adapter, or every weight of the transformer."
+        "lora", "job", "What is trained: a LoRA adapter, or every weight of the denoiser."
     )
     model_family: Annotated[str, BeforeValidator(read_family)] = field(
         "flux", "job", "Model family; `fsdp-tui families` lists them."

@@ -159,7 +159,7 @@ def flavours_of(family: object) -> tuple[str, ...]:
 def adopt(
     values: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What changes when another model was chosen: values that were its default become the new one's.
+    """What changes with another model: values that were the old one's defaults become its own.
 
     Args:
         values: By key.

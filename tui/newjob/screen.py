@@ -337,7 +337,8 @@ class NewJobScreen(ModalScreen[int | None]):
         error.set_class(bool(problem), "-shown")
 
     def _show_carried(self) -> None:
-        carried = draft.carried(self.base)
+        family, flavour = self._model()
+        carried = draft.carried(self.base | {"model_family": family, "model_flavour": flavour})
         text = "also set: " + ", ".join(f"{k}={draft.as_text(k, v)}" for k, v in carried.items())
         self.query_one("#carried", Static).update(text if carried else "")
         self.query_one("#carried", Static).set_class(bool(carried), "-shown")

@@ -55,7 +55,9 @@ def companions(
 def _load(
     spec: JobSpec, family: Family, directory: Path, world: World, telemetry: Telemetry
 ) -> torch.nn.Module:
-    frozen = spec.model_copy(update={"model_type": "lora"})  # kept in the compute precision
+    frozen = spec
+    if spec.mixed_precision != "no":  # kept in the compute precision, and not in fp32
+        frozen = spec.model_copy(update={"model_type": "lora"})
     model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
     choose_attention(model, spec)
     model.requires_grad_(False)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch.nn import functional
 
+from jobs.errors import UserError
+from jobs.rundir import read_json
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -52,6 +55,13 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
 
     from engine.denoising import Denoising
 
+    settings = read_json(model_root / "scheduler" / "scheduler_config.json") or {}
+    if "beta_schedule" not in settings:  # DDPM's own would be taken, in silence
+        raise UserError(
+            f"the model's scheduler ({settings.get('_class_name', 'none')}) has another noise "
+            "schedule than the one of betas that epsilon- and v-prediction are trained with here",
+            "use a model that is trained with such a schedule",
+        )
     # Of whatever class the model's own is: all keep the noise schedule in the same settings.
     scheduler = DDPMScheduler.from_pretrained(model_root, subfolder="scheduler")
     return Denoising(scheduler, spec.snr_gamma)

@@ -39,7 +39,9 @@ _LION_BETAS: Final = (0.9, 0.99)
 def build_optimizer(
     spec: JobSpec, parameters: Sequence[torch.nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained parameters (plain or `DTensor`).
+    """The job's optimizer over the trained parameters (plain, `DTensor`, or some of each).
+
+    Always with one group, so that a checkpoint does not depend on which of them are sharded.
 
     Args:
         spec: The job. `adam_*` hold for adamw, adamw_8bit and prodigy.
@@ -55,40 +57,65 @@ def build_optimizer(
             f"optimizer: {spec.optimizer} cannot train sharded parameters: {reason}",
             _NO_SHARDS_HINT,
         )
-    groups = _by_kind(parameters)
+    optimizer = _build(spec, parameters, device)
+    if len({isinstance(parameter, DTensor) for parameter in parameters}) > 1:
+        _step_by_kind(optimizer)
+    return optimizer
+
+
+def _build(
+    spec: JobSpec, parameters: Sequence[torch.nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     adam: dict[str, Any] = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     if spec.optimizer == "sgd":
         # Not fused: torch 2.13 has no sharding strategy for `_fused_sgd_`.
-        return torch.optim.SGD(groups, **common)
+        return torch.optim.SGD(parameters, **common)
     if spec.optimizer == "adamw":
         # foreach needs one more fp32 copy of the shard at its peak; fused does not
         fused = device.type in ("cuda", "cpu")
-        return torch.optim.AdamW(groups, fused=fused, **common, **adam)
+        return torch.optim.AdamW(parameters, fused=fused, **common, **adam)
     if spec.optimizer == "adafactor":
         # Transformers' rather than torch's, whose rate is relative to the parameters' size:
         # there, a learning_rate that suits the other optimizers would train next to nothing.
         library = _library("adafactor", "transformers.optimization", "transformers")
         kind = library.Adafactor
-        return _made(kind(groups, scale_parameter=False, relative_step=False, **common))
+        return _made(kind(parameters, scale_parameter=False, relative_step=False, **common))
     if spec.optimizer == "lion":
         kind = _library("lion", "lion_pytorch", "lion-pytorch").Lion
-        return _made(kind(groups, betas=_LION_BETAS, **common))
+        return _made(kind(parameters, betas=_LION_BETAS, **common))
     if spec.optimizer == "prodigy":
         kind = _library("prodigy", "prodigyopt", "prodigyopt").Prodigy
         # Both flags as its authors advise for diffusion models; the second one keeps a warm-up
         # from inflating the estimate.
         return _made(
-            kind(groups, use_bias_correction=True, safeguard_warmup=True, **common, **adam)
+            kind(parameters, use_bias_correction=True, safeguard_warmup=True, **common, **adam)
         )
     kind = _adamw_8bit(_library("adamw_8bit", "torchao.optim", "torchao").AdamW8bit)
-    return _made(kind(groups, **common, **adam))
+    return _made(kind(parameters, **common, **adam))
 
 
-def _by_kind(parameters: Sequence[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """Sharded parameters and plain ones in groups of their own: no kernel takes both at once."""
-    kinds = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
-    return [{"params": kind} for kind in kinds if kind]
+def _step_by_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Have sharded and plain parameters be in groups of their own within a step.
+
+    No fused kernel takes both at once.
+    """
+
+    whole: list[dict[str, Any]] = []
+
+    def part(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (group,) = optimizer.param_groups
+        whole.append(group)
+        optimizer.param_groups = [
+            group | {"params": [p for p in group["params"] if isinstance(p, DTensor) is kind]}
+            for kind in (True, False)
+        ]
+
+    def join(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer.param_groups = [whole.pop()]
+
+    optimizer.register_step_pre_hook(part)
+    optimizer.register_step_post_hook(join)
 
 
 def build_scheduler(spec: JobSpec, optimizer: torch.optim.Optimizer) -> LambdaLR:

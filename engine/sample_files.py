@@ -42,9 +42,9 @@ def write_sample(frames: Sequence[Image], facts: Mapping[str, Any], path: Path) 
     notes.add_itxt("parameters", _in_words(facts))
     picture = frames[len(frames) // 2]
     _replace(path, lambda aside: picture.save(aside, format="PNG", pnginfo=notes))
+    write_atomic(path.with_suffix(".json"), json.dumps(facts, ensure_ascii=False) + "\n")
     if len(frames) > 1:
         _replace(path.with_suffix(".mp4"), lambda aside: _write_video(frames, facts["fps"], aside))
-    write_atomic(path.with_suffix(".json"), json.dumps(facts, ensure_ascii=False) + "\n")
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:
@@ -84,10 +84,12 @@ def _write_video(frames: Sequence[Image], fps: float, path: Path) -> None:
 
 def _in_words(facts: Mapping[str, Any]) -> str:
     """The facts as picture viewers know them from web interfaces: prompt, negative prompt, rest."""
+    guidance = {"CFG scale": facts["guidance"]}
+    if facts.get("guidance_embedded"):
+        guidance = {"CFG scale": facts["true_cfg_scale"], "Distilled CFG Scale": facts["guidance"]}
     named = {
         "Steps": facts["steps"],
-        "CFG scale": facts["true_cfg_scale"],
-        "Distilled CFG Scale": facts["guidance"],
+        **guidance,
         "Seed": facts["seed"],
         "Size": "x".join(map(str, facts["size"])),
         "Model": facts["family"],

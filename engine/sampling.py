@@ -8,7 +8,7 @@ the same one.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,14 +81,23 @@ class Sampler:
         was_training, done = transformer.training, 0
         transformer.eval()
         with self.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
-            beside = stack.enter_context(
-                companions(self.spec, self.family, self.model_root, self.world, self.telemetry)
+            # Reading another denoiser takes a while.
+            stopping = any(self.world.any([self.wants_stop()]))
+            beside = (
+                {}
+                if stopping
+                else stack.enter_context(
+                    companions(self.spec, self.family, self.model_root, self.world, self.telemetry)
+                )
             )
-            studio = _Studio(self.family, self.model_root, transformer, beside, self.world.device)
+            studio = _Studio(
+                self.family, self.model_root, transformer, beside, self.world.device,
+                self.telemetry.warn,
+            )  # fmt: skip
             # Two denoisers take turns at a place that depends on the steps.
             kinds = [(one.steps, one.guided) for one in requests] if beside else None
             for numbers in rounds_of(planned, self.world.data_size, kinds):
-                if any(self.world.any([self.wants_stop()])):
+                if stopping or any(self.world.any([self.wants_stop()])):
                     break
                 number = self._number(numbers)
                 latents = self._denoise(studio, requests, planned, numbers)
@@ -172,7 +181,7 @@ class Sampler:
 
     def _facts(self, request: SampleRequest, step: int) -> dict[str, Any]:
         """What a picture was made from, as JSON values."""
-        negative = request.negative_prompt
+        negative, flavour = request.negative_prompt, self.spec.model_flavour
         return {
             "prompt": prompt_text(request.prompt, self.spec),
             "negative_prompt": None if negative is None else prompt_text(negative, self.spec),
@@ -181,6 +190,7 @@ class Sampler:
             "steps": request.steps,
             "guidance": request.guidance,
             "true_cfg_scale": request.true_cfg_scale,
+            "guidance_embedded": self.family.facts.guidance_of(flavour) == "embedded",
             **({"frames": request.frames, "fps": self.spec.fps} if request.frames > 1 else {}),
             "step": step,
             "family": self.spec.model_family,
@@ -198,6 +208,7 @@ class _Studio:
         transformer: What is trained.
         others: Denoisers that the pipeline has besides, by their names in it.
         device: Where they are, and where it computes.
+        say: Told of what is done in another way than usual.
 
     Attributes:
         denoisers: All of them.
@@ -211,13 +222,13 @@ class _Studio:
         transformer: Any,
         others: dict[str, Any],
         device: torch.device,
+        say: Callable[[str], None],
     ) -> None:
         self.denoisers = [transformer, *others.values()]
         self.device = device
         self._family = family
+        self._say = say
         vae = family.load_vae(model_root, torch.float32).eval()
-        if hasattr(vae, "enable_tiling"):  # larger pictures than it was made for, part by part
-            vae.enable_tiling()
         # Moves it to the device when it decodes, and tells the pipeline where to compute.
         vae, self._vae_hook = cpu_offload_with_hook(vae, device)
         self.pipeline = family.sampling_pipeline(model_root, transformer, vae, **others)
@@ -245,8 +256,19 @@ class _Studio:
             reshard(denoiser)
 
     def develop(self, request: SampleRequest, latents: torch.Tensor) -> list[Image]:
-        """The picture of latents, or a video's frames; the VAE is on the device meanwhile."""
+        """The picture of latents, or a video's frames; the VAE is on the device meanwhile.
+
+        Whole, as the stock pipeline does it; part by part only where there is no memory for that.
+        """
         try:
+            with suppress(torch.OutOfMemoryError):
+                return self._family.decode(self.pipeline, latents.float(), request)
+            give_back(self.device)
+            self.pipeline.vae.enable_tiling()
+            self._say(
+                f"no memory to decode {request.width}x{request.height} as a whole: from here on "
+                "samples are decoded in tiles, which may show"
+            )
             return self._family.decode(self.pipeline, latents.float(), request)
         finally:
             self._vae_hook.offload()

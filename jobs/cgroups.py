@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
-_OWN: Final = Path("/proc/self/cgroup")
+CGROUPS: Final = Path("/sys/fs/cgroup")
+OWN: Final = Path("/proc/self/cgroup")
 _FILES: Final = (  # of version 2, of version 1: limit, use, and which part of it is only cached
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
-def memory_rooms(own: Path = _OWN, mounted: Path = _CGROUPS) -> list[tuple[int, int]]:
+def memory_rooms(own: Path = OWN, mounted: Path = CGROUPS) -> list[tuple[int, int]]:
     """`(bytes left, limit)` of every control group that limits memory, from the innermost out.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which devices this machine has and how busy they are. The only place that talks to NVML.
+"""Which devices this machine has and how busy they are. Only `jobs.doctor` asks NVML for more.
 
 GPUs are UUIDs inside and indices for people, in PCI bus order. A value that the driver does not
 give is None, never an exception.

@@ -35,6 +35,7 @@ DEVICE: Final = torch.device("cpu")
 
 # Families with models of more than one layout: another flavour to test, beside the usual one.
 OTHERS: Final[dict[str, tuple[str, ...]]] = {
+    "flux": ("kontext",),
     "flux2": ("klein-base-4b", "klein-4b"),
     "ltxvideo": ("13b-0.9.7-dev",),
     "sd3": ("3-medium",),

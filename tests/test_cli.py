@@ -138,7 +138,7 @@ def test_help_names_the_promised_commands(shell: Shell) -> None:
     text = shell.ok("--help").out
     for name in (
         "demo", "toy", "submit", "run", "list", "show", "logs", "stop", "resume", "remove", "gpus",
-        "families",
+        "families", "detect", "doctor", "import",
     ):  # fmt: skip
         assert f"  {name} " in text, name
         assert shell.ok(name, "--help").out.startswith("Usage: fsdp-tui " + name)

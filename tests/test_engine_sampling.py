@@ -132,7 +132,7 @@ def test_what_a_picture_was_made_from_lies_beside_it_and_in_it(bench: Bench) -> 
     assert json.loads((target / "00.json").read_text()) == {
         "prompt": "a red circle", "negative_prompt": None, "seed": 42, "size": [64, 64],
         "steps": 2, "guidance": 3.5, "true_cfg_scale": 1.0, "step": 3, "family": "flux",
-        "ema": True, "dtype": "torch.float32",
+        "guidance_embedded": True, "ema": True, "dtype": "torch.float32",
     }  # fmt: skip
     facts = json.loads((target / "01.json").read_text())
     assert (facts["prompt"], facts["negative_prompt"]) == ("a photo of sks", "blue")
@@ -207,19 +207,24 @@ def test_pictures_that_cannot_be_written_are_warned_of_and_the_others_are_there(
     assert (bench.run_dir.samples / "step-3" / "01.png").is_file()
 
 
-@torch.no_grad()
-def test_decoding_part_by_part_begins_beyond_the_size_a_vae_was_made_for(toy: Path) -> None:
-    family = families.load("flux")
-    stock, tiled = (family.load_vae(toy / "model", torch.float32) for _ in range(2))
-    tiled.enable_tiling()
-    side = stock.config.sample_size // 8
-    assert tiled.tile_latent_min_size == side == 128
-    latents = torch.randn(1, 16, 8, 12, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(tiled.decode(latents).sample, stock.decode(latents).sample)
-    tiled.tile_latent_min_size, tiled.tile_sample_min_size = 8, 64
-    parts = tiled.decode(latents).sample
-    assert not torch.equal(parts, stock.decode(latents).sample)
-    assert parts.shape == (1, 3, 64, 96)
+def test_what_cannot_be_decoded_as_a_whole_is_decoded_in_tiles_from_there_on(
+    bench: Bench,
+) -> None:
+    class Crowded:
+        """Runs out of memory until the VAE works part by part."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(families.load("flux"), name)
+
+        def decode(self, pipeline: Any, latents: torch.Tensor, request: Any) -> Any:
+            if not pipeline.vae.use_tiling:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return families.load("flux").decode(pipeline, latents, request)
+
+    bench.sample(["a", "b"], Crowded())
+    assert bench.files == ["00.png", "01.png"]
+    (warning,) = [event["message"] for event in bench.events if event["kind"] == "warning"]
+    assert "no memory to decode 64x64 as a whole" in warning
 
 
 FACTS: dict[str, Any] = {

@@ -154,3 +154,9 @@ def test_every_flavour_can_be_looked_at(family: str, flavour: str) -> None:
     found = found_in(text_of(target.name))
     classes = {one["class_name"] for one in found["classes"]}
     assert classes >= set(FAMILIES[family].blocks)
+
+
+def test_families_say_which_of_them_keep_parts_in_fp32() -> None:
+    for family in FAMILIES.values():
+        listed = getattr(getattr(diffusers, family.transformer), "_keep_in_fp32_modules", None)
+        assert bool(listed) == family.keeps_fp32, family.name

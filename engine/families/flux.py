@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxKontextPipeline, FluxPipeline
 
 from engine.families import flux_kohya
 from engine.families.base import Family
@@ -77,6 +77,9 @@ class Flux(Family):
         arguments = super().sample_arguments(request, condition, negative)
         if negative is not None:
             arguments["true_cfg_scale"] = request.true_cfg_scale
+        if self.pipeline_class() is FluxKontextPipeline:
+            # Else it scales every size to the area that it was trained with.
+            arguments["max_area"] = request.width * request.height
         return arguments
 
     def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:

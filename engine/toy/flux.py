@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 
 from engine.toy.encoders import build_clip, build_t5
 from engine.toy.pictures import toy_captions, toy_pictures
@@ -72,9 +77,10 @@ class FluxSizes:
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
-    """Write the model; all flavours have one layout, and `schnell` takes no guidance."""
+    """Write the model: `schnell` takes no guidance, `kontext` has a pipeline of its own."""
     sizes = FluxSizes(guidance=flavour != "schnell").scaled(hidden_scale)
-    write_flux(model_dir, seed=seed, dtype=dtype, sizes=sizes)
+    kind = FluxKontextPipeline if flavour == "kontext" else FluxPipeline
+    write_flux(model_dir, seed=seed, dtype=dtype, sizes=sizes, pipeline_class=kind)
 
 
 def write_flux(
@@ -85,8 +91,9 @@ def write_flux(
     sizes: FluxSizes | None = None,
     sample_images: Sequence[Image.Image] | None = None,
     max_shard_size: int | str | None = None,
+    pipeline_class: type[FluxPipeline | FluxKontextPipeline] = FluxPipeline,
 ) -> None:
-    """Write the model in the layout of `FluxPipeline.save_pretrained`.
+    """Write the model in the layout of the pipeline's `save_pretrained`.
 
     Args:
         model_dir: Created if it is missing.
@@ -95,6 +102,7 @@ def write_flux(
         sizes: Of the transformer; the defaults make about 2 million parameters.
         sample_images: Pictures of one size to make the autoencoder for; else the toy's own.
         max_shard_size: Split larger weights over several files, such as "500KB".
+        pipeline_class: Named in `model_index.json`.
     """
     sizes = sizes or FluxSizes()
     captions = toy_captions(CAPTIONS, seed=0)
@@ -102,7 +110,7 @@ def write_flux(
     t5_tokenizer = build_t5_tokenizer(captions)
     wanted = getattr(torch, dtype)
     vae = build_vae(as_tensor(sample_images or _sample_images(seed)), seed=seed)
-    pipeline = FluxPipeline(
+    pipeline = pipeline_class(
         scheduler=build_scheduler() if sizes.guidance else build_fixed_scheduler(),
         vae=_cast(vae, wanted),
         text_encoder=_cast(build_clip(clip_tokenizer, sizes.clip_dim, seed=seed), wanted),

@@ -57,6 +57,7 @@ class Family:
         context_parallel: Whether diffusers has a context-parallel plan that can train it.
         splits_text: Whether that plan splits text tokens too, so that their number must divide.
         masks_text: Whether texts are as long as the prompt, and a batch of them has a mask.
+        keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
         latent_step: Sides of pictures are multiples of so many pixels.
         frame_step: Videos have a multiple of this many frames, plus one; 0 for pictures.
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
@@ -78,6 +79,7 @@ class Family:
     other_names: tuple[str, ...] = ()
     context_parallel: bool = False
     splits_text: bool = True
+    keeps_fp32: bool = False
     masks_text: bool = False
     latent_step: int = 16
     frame_step: int = 0

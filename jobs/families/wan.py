@@ -33,6 +33,7 @@ FAMILY = Family(
     },
     context_parallel=True,
     splits_text=False,
+    keeps_fp32=True,
     latent_step=16,  # 2x2 latents make a token; the VAE shrinks by 8, of TI2V-5B by 16
     frame_step=4,
     defaults={

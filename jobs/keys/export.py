@@ -19,7 +19,9 @@ def read_formats(value: Any) -> Any:
     """One format or several; none means the default."""
     value = as_list(as_none(value))
     if isinstance(value, list | tuple):
-        return [as_choice(one, get_args(ExportFormat)) for one in dict.fromkeys(value)] or None
+        return [
+            as_choice(one, get_args(ExportFormat)) for one in dict.fromkeys(map(str, value))
+        ] or None
     return value
 
 

@@ -1,0 +1,1 @@
+"""Jobs of other tools' configurations. `jobs.imports.imported` makes them."""

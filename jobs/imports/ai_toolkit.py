@@ -1,0 +1,272 @@
+"""ai-toolkit's `CONFIG.yaml`, a rule for each key; the longer rules are `ai_toolkit_rules`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.imports import ai_toolkit_data, launch, models, words
+from jobs.imports import ai_toolkit_rules as rules
+from jobs.imports.draft import Draft, all_of, flatten, named, needless, same, without
+from jobs.imports.places import parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.imports.draft import Rule
+
+TITLE: Final = "ai-toolkit"
+
+# What it takes where a key is left out, of those that decide what is trained.
+_DEFAULTS: Final[dict[str, Any]] = {
+    "train.lr": 1e-6,
+    "train.dtype": "fp32",
+    "train.gradient_checkpointing": True,
+    "save.save_every": 1000,
+    "save.max_step_saves_to_keep": 5,
+}
+_LORA_DEFAULTS: Final[dict[str, Any]] = {"network.linear_alpha": 1.0}
+_SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
+    "sample.sample_every": 100,
+    "sample.guidance_scale": 7,
+    "sample.sample_steps": 20,
+    "sample.width": 512,
+    "sample.height": 512,
+}
+
+
+def read(path: Path) -> Draft:
+    """A job of a configuration.
+
+    Raises:
+        UserError: It cannot be read, or is no training of this tool.
+    """
+    process, around, others = _process(path, parse(path, otherwise=".yaml"))
+    theirs = {str(k): v for k, v in flatten(process, keep=("datasets",)).items()}
+    draft = Draft(around | theirs, path.absolute().parent, defaults=_defaults(process))
+    for number in range(1, others + 1):
+        draft.unsupported(
+            f"process[{number}]", "one job trains one thing; put it into its own file"
+        )
+    draft.apply(_RULES, _PREFIXES, _FIRST)
+    if "resolution" not in draft.values and process.get("datasets"):
+        draft.values["resolution"] = 512
+        draft.assume("datasets.resolution", "", resolution=512)
+    if not isinstance(process.get("network"), dict):
+        draft.values["model_type"] = "full"
+        draft.assume("network", "without one, the whole model is trained", model_type="full")
+    return draft
+
+
+def _process(path: Path, values: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """The training process, what stands around it, and how many other processes there are.
+
+    Raises:
+        UserError: There is none.
+    """
+    config = values.get("config") if isinstance(values, dict) else None
+    processes = config.get("process") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(processes, list) or not processes:
+        raise UserError(
+            f"{path} is no configuration of ai-toolkit: config.process is missing",
+            "it holds a list with the training",
+        )
+    kind = str(values.get("job", "extension")).strip().lower()
+    if kind not in ("extension", "train") or not isinstance(processes[0], dict):
+        raise UserError(f"{path} is no training: job is {kind}", "give a file with job: extension")
+    # The tool itself does so in the whole file.
+    name = str(config.get("name", ""))
+    first = json.loads(
+        json.dumps(processes[0], default=str).replace("[name]", json.dumps(name)[1:-1])
+    )
+    around = {f"config.{key}": value for key, value in config.items() if key != "process"}
+    around |= {key: value for key, value in values.items() if key != "config"}
+    return first, around, len(processes) - 1
+
+
+def _defaults(process: dict[str, Any]) -> dict[str, Any]:
+    """What the tool takes for keys that are left out."""
+    defaults = dict(_DEFAULTS)
+    network, sample = process.get("network"), process.get("sample")
+    if isinstance(network, dict):
+        defaults |= _LORA_DEFAULTS
+        if network.get("alpha") is not None:
+            del defaults["network.linear_alpha"]
+    if isinstance(sample, dict) and (sample.get("prompts") or sample.get("samples")):
+        defaults |= _SAMPLE_DEFAULTS
+    return defaults
+
+
+_MODEL: Final[dict[str, Rule]] = {
+    "type": rules.process_type,
+    "device": rules.device,
+    "gpu_ids": launch.gpus,
+    "num_processes": launch.processes,
+    "trigger_word": same,
+    "datasets": ai_toolkit_data.read_datasets,
+    "config.name": words.job_name,
+    **all_of("job meta config", needless("a training, as here")),
+    "model.name_or_path": models.set_model,
+    "model.arch": rules.architecture,
+    **all_of(rules.SWITCHES, rules.switch),
+    "model.is_v_pred": needless("the model's own scheduler_config.json says it"),
+    "model.quantize": without(words.QUANTISED),
+    "model.quantize_te": needless(words.TEXT_ENCODERS_FREED),
+    **all_of(
+        "model.qtype model.qtype_te model.accuracy_recovery_adapter model.text_encoder_bits "
+        "model.quantize_kwargs",
+        needless("nothing is quantised"),
+    ),
+    **all_of(
+        "model.assistant_lora_path model.lora_path model.inference_lora_path",
+        without("no other LoRA is loaded; fuse it into the model (`fuse_lora`, `save_pretrained`)"),
+    ),
+    **all_of(
+        "model.only_if_contains model.ignore_if_contains",
+        without("all of the denoiser is trained"),
+    ),
+    **all_of(
+        "model.vae_path model.unet_path model.te_name_or_path model.extras_name_or_path "
+        "model.refiner_name_or_path",
+        without(words.ONE_DIRECTORY),
+    ),
+    "model.model_kwargs.train_high_noise": needless("model_flavour says which expert is trained"),
+    "model.model_kwargs.train_low_noise": rules.low_noise,
+    "model.compile": named("torch_compile"),
+    "model.layer_offloading": without("fsdp_cpu_offload: true keeps shards in host memory"),
+    "model.split_model_over_gpus": without("shard instead: gpus: 4, strategy: fsdp2"),
+    **all_of(
+        "model.low_vram model.dtype model.vae_dtype model.te_dtype model.vae_device "
+        "model.te_device model.use_text_encoder_1 model.use_text_encoder_2 model.attn_masking "
+        "model.use_flux_cfg model.layer_offloading_text_encoder_percent "
+        "model.layer_offloading_transformer_percent",
+        needless("precision is mixed_precision; what does not fit is sharded"),
+    ),
+    "network.type": rules.network,
+    **all_of("network.linear network.rank", named("lora_rank")),
+    **all_of("network.linear_alpha network.alpha", named("lora_alpha")),
+    "network.dropout": named("lora_dropout"),
+    **all_of(
+        "network.conv network.conv_alpha",
+        without("convolutions get no adapter; linear layers do"),
+    ),
+    **all_of(
+        "network.network_kwargs.only_if_contains network.network_kwargs.ignore_if_contains",
+        without("set lora_target_modules: endings of module names of diffusers' model"),
+    ),
+    **all_of(
+        "network.lokr_full_rank network.lokr_factor", needless("only of LoKr, which is not here")
+    ),
+    "network.transformer_only": needless("the denoiser alone is trained"),
+    "network.split_multistage_loras": needless("a job trains one expert"),
+    "network.pretrained_lora_path": without(words.NO_BEGINNING),
+}
+
+_TRAINING: Final[dict[str, Rule]] = {
+    "train.batch_size": named("train_batch_size"),
+    "train.steps": named("max_train_steps"),
+    **all_of("train.gradient_accumulation train.gradient_accumulation_steps", rules.accumulation),
+    **all_of("train.lr train.unet_lr", named("learning_rate")),
+    "train.optimizer": words.optimizer,
+    "train.optimizer_params.weight_decay": named("weight_decay"),
+    "train.optimizer_params.eps": named("adam_epsilon"),
+    "train.optimizer_params.betas": rules.betas,
+    "train.lr_scheduler": words.schedule,
+    **all_of(
+        "train.lr_scheduler_params.num_warmup_steps train.lr_scheduler_params.warmup_steps",
+        rules.warm_up,
+    ),
+    **all_of(
+        "train.lr_scheduler_params.total_iters train.lr_scheduler_params.T_max",
+        needless("schedules end with max_train_steps"),
+    ),
+    "train.dtype": words.precision,
+    **all_of("train.gradient_checkpointing train.max_grad_norm", same),
+    "train.train_unet": rules.denoiser,
+    "train.train_text_encoder": without(words.NO_TEXT_ENCODERS),
+    "train.ema_config": needless("off"),
+    **all_of("train.ema_config.use_ema train.ema_config.ema_decay", same),
+    "train.ema_config.use_feedback": without(words.NO_METHOD),
+    "train.noise_scheduler": needless("the family's own objective"),
+    "train.timestep_type": rules.timesteps,
+    **all_of(
+        "train.linear_timesteps train.linear_timesteps2 train.content_or_style",
+        without("set timestep_sampling, logit_mean and logit_std", "balanced"),
+    ),
+    **all_of("train.min_snr_gamma train.snr_gamma", words.snr),
+    "train.loss_type": rules.loss,
+    "train.loss_target": without("the loss is on what the model predicts", "noise"),
+    **all_of(
+        "train.noise_offset train.dynamic_noise_offset train.random_noise_shift "
+        "train.noise_multiplier",
+        without(words.NOISE, "1"),
+    ),
+    "train.cache_text_embeddings": same,
+    "train.unload_text_encoder": without(
+        "captions are not trained with there; here they are, and the encoders are freed as well"
+    ),
+    "train.skip_first_sample": rules.first_sample,
+    "train.disable_sampling": ai_toolkit_data.no_samples,
+    "train.switch_boundary_every": needless("a job trains one expert"),
+    "train.bypass_guidance_embedding": without("train_guidance is fed to the model"),
+    **all_of(
+        "train.diff_output_preservation train.do_prior_divergence train.inverted_mask_prior "
+        "train.do_guidance_loss train.train_turbo train.do_cfg train.blank_prompt_preservation "
+        "train.match_noise_norm train.force_consistent_noise train.learnable_snr_gos "
+        "train.do_paramiter_swapping train.adaptive_scaling_factor train.short_and_long_captions "
+        "train.do_differential_guidance train.single_item_batching train.standardize_latents "
+        "train.standardize_images train.reg_weight train.img_multiplier train.latent_multiplier "
+        "train.optimal_noise_pairing_samples",
+        without(words.NO_METHOD, "1"),
+    ),
+    **all_of(
+        "train.prompt_dropout_prob train.prompt_saturation_chance",
+        without("caption_dropout_probability trains with empty captions"),
+    ),
+    **all_of(
+        "train.min_denoising_steps train.max_denoising_steps",
+        without("all noise levels are trained", "999", "1000"),
+    ),
+    "train.start_step": without("`fsdp-tui resume ID` goes on after a checkpoint"),
+    **all_of(
+        "train.xformers train.sdp train.force_first_sample train.text_encoder_lr "
+        "train.embedding_lr train.adapter_lr train.refiner_lr train.attention_backend "
+        "train.diff_output_preservation_class train.diff_output_preservation_multiplier "
+        "train.paramiter_swapping_factor train.num_train_timesteps train.train_refiner "
+        "train.merge_network_on_save train.weight_jitter",
+        needless(words.NO_EFFECT),
+    ),
+    "train.dist_mode": rules.parallel,
+    **all_of(
+        "train.distributed train.dist_backend train.fsdp_mixed_precision train.fsdp_auto_wrap",
+        needless("jobs are launched with what their keys say"),
+    ),
+}
+
+_OUTPUT: Final[dict[str, Rule]] = {
+    "save.dtype": rules.export_dtype,
+    "save.save_every": named("checkpointing_steps"),
+    "save.max_step_saves_to_keep": named("checkpoints_total_limit"),
+    "save.save_format": needless("exports are of the layout that stock tools load"),
+    **all_of("save.push_to_hub save.hf_repo_id save.hf_private", needless(words.NO_UPLOADS)),
+    **all_of(
+        "training_folder performance_log_every sqlite_db_path", needless(words.OWN_DIRECTORIES)
+    ),
+}
+
+_RULES: Final[dict[str, Rule]] = {**_MODEL, **_TRAINING, **_OUTPUT, **ai_toolkit_data.SAMPLES}
+
+_PREFIXES: Final[dict[str, Rule]] = {
+    **all_of("train.fsdp_ fsdp_", rules.fsdp),
+    "logging.": needless(words.NO_TRACKERS),
+    **all_of("meta. config.", needless("only for the files there")),
+    "slider": without("sliders are not trained"),
+    "adapter.": without("other adapters than LoRA are not trained"),
+    "embedding.": without("textual inversion is not trained"),
+}
+
+_FIRST: Final = (
+    "model.arch", *rules.SWITCHES.split(), "model.name_or_path", "trigger_word",
+    "train.lr_scheduler", "gpu_ids", "device",
+)  # fmt: skip

@@ -1,0 +1,257 @@
+"""ai-toolkit's datasets and samples."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from jobs.datasets import TRIGGER
+from jobs.imports import data, models, words
+from jobs.imports.draft import (
+    all_of,
+    as_number,
+    flatten,
+    is_off,
+    named,
+    needless,
+    same,
+    unless_off,
+    without,
+)
+from jobs.imports.report import Kind
+from jobs.pictures import CAPTION_SUFFIXES
+from jobs.prompts import ValidationPrompt
+
+if TYPE_CHECKING:
+    from jobs.imports.draft import Draft, Rule
+
+# Flags in the text of a prompt, as sd-scripts have them, and the settings that they are here.
+_FLAGS: Final = {
+    "n": "negative_prompt", "d": "seed", "seed": "seed", "l": "guidance", "cfg": "guidance",
+    "s": "steps", "steps": "steps",
+}  # fmt: skip
+_SETTINGS: Final = {
+    "prompt": "prompt", "neg": "negative_prompt", "seed": "seed", "guidance_scale": "guidance",
+    "sample_steps": "steps", "num_frames": "num_frames",
+}  # fmt: skip
+_NO_CONTROLS: Final = "control pictures and masks are not trained on"
+
+
+def read_datasets(draft: Draft, key: str, value: Any) -> None:
+    """All datasets, each reported under its number."""
+    entries = value if isinstance(value, list) else [value]
+    parts = []
+    for number, entry in enumerate(entries):
+        place = f"{key}[{number}]"
+        if not isinstance(entry, dict):
+            draft.unreadable(place, "not a dataset")
+        elif not is_off(entry.get("is_reg")):
+            draft.record(Kind.UNSUPPORTED, place, why="regularisation pictures are not told apart")
+        else:
+            part = data.Part(draft, f"{place}.", flatten({str(k): v for k, v in entry.items()}))
+            part.apply(_DATASET, _DATASET_PREFIXES, ("folder_path", "resolution"))
+            parts.append(part)
+    data.settle(draft, parts)
+
+
+def _resolution(part: Draft, key: str, value: Any) -> None:
+    """One resolution; theirs trains every picture at each of several."""
+    sides = [as_number(one) for one in (value if isinstance(value, list) else [value])]
+    known = [int(side) for side in sides if side]
+    if not known:
+        part.unreadable(key, "not a number")
+    elif len(known) == 1:
+        part.take(key, "resolution", known[0])
+    else:
+        part.take(
+            key, "resolution", max(known), "the largest: a job has one, and pictures that are "
+            "smaller are enlarged up to max_upscale times",
+        )  # fmt: skip
+
+
+def _caption_suffix(part: Draft, key: str, value: Any) -> None:
+    suffix = "." + str(value).strip().lstrip(".")
+    if suffix in CAPTION_SUFFIXES:
+        part.unneeded(key, f"captions are in {suffix} files, as here")
+    else:
+        part.unsupported(key, "captions are in .txt or .caption files; rename these")
+
+
+def _default_caption(part: Draft, key: str, value: Any) -> None:
+    """The caption of pictures that have none, with the trigger word as the tool puts it in."""
+    word = part.job.get("trigger_word")
+    text = str(value).replace(TRIGGER, word or "")
+    data.only_caption(part, key, f"{word} {text}" if word and word not in text else text)
+
+
+def _kept(part: Draft, key: str, value: Any) -> None:
+    if part.on("shuffle_tokens") and not is_off(value):
+        part.take(key, "keep_tags", value, "the key for it here")
+    else:
+        part.unneeded(key, "shuffle_tokens is off, or nothing is kept")
+
+
+_DATASET: Final[dict[str, Rule]] = {
+    **all_of("folder_path dataset_path", data.folder),
+    "type": needless("pictures and videos are told apart by their names"),
+    "resolution": _resolution,
+    **all_of("caption_ext caption_type", _caption_suffix),
+    "caption_dropout_rate": named("caption_dropout_probability"),
+    "default_caption": _default_caption,
+    "trigger_word": same,
+    "shuffle_tokens": unless_off("shuffle_captions", True, "in a few orders, encoded once each"),
+    "keep_tokens": _kept,
+    "num_repeats": named("repeats"),
+    "flip_x": named("random_flip"),
+    "random_crop": unless_off("crop", "random"),
+    "num_frames": data.frames,
+    "fps": same,
+    "shrink_video_to_frames": without("frames are read at fps, one after the other"),
+    "do_i2v": without("models are trained as text-to-video"),
+    "flip_y": without("pictures are mirrored sideways alone (random_flip)"),
+    "token_dropout_rate": without("caption_dropout_probability trains with empty captions"),
+    **all_of("network_weight loss_multiplier", without("give all datasets a weight", "1")),
+    "scale": without("pictures are resized to fill their bucket", "1"),
+    **all_of(
+        "random_scale square_crop random_triggers augments augmentations standardize_images poi "
+        "use_short_captions replacements",
+        without("pictures and captions are used as they are"),
+    ),
+    **all_of(
+        "control_path control_path_1 control_path_2 control_path_3 inpaint_path mask_path "
+        "unconditional_path alpha_mask invert_mask controls",
+        without(_NO_CONTROLS),
+    ),
+    "buckets": needless(words.BUCKETS),
+    "is_reg": needless("off"),
+    "prior_reg": without("regularisation pictures are not told apart"),
+    **all_of(
+        "cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk",
+        needless(words.OWN_CACHES),
+    ),
+    **all_of(
+        "bucket_tolerance num_workers prefetch_factor fast_image_size debug guidance_type "
+        "full_size_control_images replay_transforms extra_values shuffle_augmentations "
+        "mask_min_value random_triggers_max control_transparent_color auto_frame_count",
+        needless(words.NO_EFFECT),
+    ),
+}
+
+_DATASET_PREFIXES: Final[dict[str, Rule]] = {"clip_image_": without(_NO_CONTROLS)}
+
+
+# -- samples ---------------------------------------------------------------------------------
+
+
+def no_samples(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unneeded(key, "off, as it is here")
+    else:
+        draft.record(Kind.TRANSLATED, key, why="no validation_prompts")
+
+
+def _prompts(draft: Draft, key: str, value: Any) -> None:
+    """Prompts, each with the settings that stand in its text or beside it."""
+    if draft.on("train.disable_sampling"):
+        draft.unneeded(key, "train.disable_sampling is on")
+        return
+    entries = value if isinstance(value, list) else [value]
+    made, lost = [], []
+    for number, entry in enumerate(entries):
+        settings, other = _of_mapping(entry) if isinstance(entry, dict) else _of_text(str(entry))
+        if draft.on("sample.walk_seed") and "seed" not in settings:
+            settings["seed"] = int(draft.number("sample.seed") or 0) + number
+        try:
+            made.append(ValidationPrompt.model_validate(settings).model_dump(mode="json"))
+            lost += other
+        except ValidationError as error:
+            draft.unreadable(f"{key}[{number}]", error.errors()[0]["msg"])
+    seeds = "with seeds that count up" if draft.on("sample.walk_seed") else "the key for it here"
+    draft.take(key, "validation_prompts", made, seeds)
+    for name in dict.fromkeys(lost):
+        draft.unsupported(f"{key}: {name}", "the stock pipeline samples what is trained alone")
+
+
+def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Settings of a prompt that is a mapping, and what of it is not done here."""
+    settings = {_SETTINGS[k]: v for k, v in entry.items() if k in _SETTINGS and v is not None}
+    width, height = entry.get("width"), entry.get("height")
+    if width or height:
+        settings["resolution"] = f"{width or height}x{height or width}"
+    lost = [str(k) for k in entry if k not in (*_SETTINGS, "width", "height", "fps")]
+    if not settings.get("negative_prompt"):
+        settings.pop("negative_prompt", None)
+    return settings, lost
+
+
+def _of_text(text: str) -> tuple[dict[str, Any], list[str]]:
+    """Settings of a prompt with flags behind it, and those that are not known here."""
+    prompt, *flags = re.split(r"(?:^|\s)--(?=[a-z])", text)
+    settings: dict[str, Any] = {"prompt": prompt.strip()}
+    sides: dict[str, str] = {}
+    lost = []
+    for flag in flags:
+        name, _, value = flag.partition(" ")
+        if name in ("w", "h"):
+            sides[name] = value.strip()
+        elif name in _FLAGS:
+            settings[_FLAGS[name]] = value.strip()
+        else:
+            lost.append(f"--{name}")
+    if sides:
+        some = next(iter(sides.values()))
+        settings["resolution"] = f"{sides.get('w', some)}x{sides.get('h', some)}"
+    return settings, lost
+
+
+def _width(draft: Draft, key: str, value: Any) -> None:
+    height = draft.get("sample.height") or value
+    draft.take(key, "validation_resolution", f"{value}x{height}", "width and height")
+
+
+def _negative(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unneeded(key, "not set")
+    elif models.takes_negatives(draft):
+        draft.take(key, "validation_negative_prompt", value)
+    else:
+        draft.unneeded(key, "no effect with models whose guidance is distilled")
+
+
+def _sample_frames(draft: Draft, key: str, value: Any) -> None:
+    if models.family_of(draft).frame_step and (as_number(value) or 1) > 1:
+        draft.take(key, "validation_num_frames", value)
+    else:
+        draft.unneeded(key, "samples are pictures")
+
+
+def _height(draft: Draft, key: str, value: Any) -> None:
+    if "sample.width" in {**draft.theirs, **draft.defaults}:
+        draft.unneeded(key, "validation_resolution has it")
+    else:
+        _width(draft, key, value)
+
+
+SAMPLES: Final[dict[str, Rule]] = {
+    **all_of("sample.prompts sample.samples", _prompts),
+    "sample.sample_every": named("validation_steps"),
+    "sample.width": _width,
+    "sample.height": _height,
+    "sample.neg": _negative,
+    "sample.seed": named("validation_seed"),
+    "sample.guidance_scale": named("validation_guidance"),
+    "sample.sample_steps": named("validation_num_inference_steps"),
+    "sample.num_frames": _sample_frames,
+    "sample.walk_seed": needless("each prompt has the seed that this gives it"),
+    "sample.sampler": needless("samples come from the stock pipeline, with its scheduler"),
+    "sample.network_multiplier": without("samples are of what is trained", "1"),
+    "sample.guidance_rescale": without("the stock pipeline's guidance is used"),
+    "sample.sample_start_step": without("samples are made from the first validation_steps on"),
+    **all_of(
+        "sample.fps sample.format sample.ext sample.extra_values sample.refiner_start_at "
+        "sample.adapter_conditioning_scale",
+        needless("samples are PNG, and MP4 at the job's fps"),
+    ),
+}

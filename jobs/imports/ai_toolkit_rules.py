@@ -1,0 +1,212 @@
+"""What becomes of those of ai-toolkit's keys that need more than a word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.imports import launch, models
+from jobs.imports.draft import as_number, is_off
+from jobs.imports.report import Kind
+from jobs.spellings import as_bool
+
+if TYPE_CHECKING:
+    from jobs.imports.draft import Draft
+
+_TRAINERS: Final = ("sd_trainer", "ui_trainer", "diffusion_trainer")
+
+# Its architectures: family and flavour here.
+_ARCHITECTURES: Final[dict[str, tuple[str, str | None]]] = {
+    "flux": ("flux", None),
+    "flex1": ("flux", None),
+    "flux_kontext": ("flux", "kontext"),
+    "flux2": ("flux2", "dev"),
+    "flux2_klein_4b": ("flux2", "klein-base-4b"),
+    "flux2_klein_9b": ("flux2", "klein-base-9b"),
+    "chroma": ("chroma", None),
+    "qwen_image": ("qwen_image", "base"),
+    "zimage": ("z_image", None),
+    "hidream": ("hidream", None),
+    "lumina2": ("lumina2", None),
+    "sd3": ("sd3", None),
+    "sdxl": ("sdxl", None),
+    "pixart_sigma": ("pixart_sigma", None),
+    "auraflow": ("auraflow", None),
+    "wan21": ("wan", None),
+    "wan22_14b": ("wan", "2.2-t2v-a14b-high"),
+    "wan22_5b": ("wan", "2.2-ti2v-5b"),
+}
+# Older configurations say it so.
+_OLDER: Final = {
+    "is_flux": "flux", "is_v3": "sd3", "is_xl": "sdxl", "is_pixart_sigma": "pixart_sigma",
+    "is_auraflow": "auraflow", "is_lumina2": "lumina2",
+}  # fmt: skip
+SWITCHES: Final = " ".join(
+    f"model.{name}" for name in (*_OLDER, "is_v2", "is_pixart", "is_ssd", "is_vega")
+)
+_DTYPES: Final = {
+    "float16": "fp16", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16", "float32": "fp32",
+    "fp32": "fp32",
+}  # fmt: skip
+
+
+# -- model and adapter -----------------------------------------------------------------------
+
+
+def process_type(draft: Draft, key: str, value: Any) -> None:
+    if str(value).strip().lower() in _TRAINERS:
+        draft.unneeded(key, "a training, as here")
+    else:
+        draft.unsupported(
+            key, "the job trains a LoRA, or the whole model, on pictures and captions"
+        )
+        draft.report.to_fill_in.append(
+            f"{key}: {value} is not done here; look at what the job says"
+        )
+
+
+def architecture(draft: Draft, key: str, value: Any) -> None:
+    word, _, tag = str(value).strip().lower().partition(":")
+    family, flavour = _ARCHITECTURES.get(word, (None, None))
+    if word == "wan21" and tag:
+        flavour = "2.1-t2v-1.3b" if tag.startswith("1b") else "2.1-t2v-14b"
+        family = None if "i2v" in tag else family
+    if word == "zimage" and tag:
+        flavour = tag
+    if word == "wan22_14b" and is_off(
+        draft.theirs.get("model.model_kwargs.train_high_noise", True)
+    ):
+        flavour = "2.2-t2v-a14b-low"
+    if word == "wan22_14b" and "i2v" in tag:
+        family = None
+    models.set_family(draft, key, family, flavour)
+
+
+def switch(draft: Draft, key: str, value: Any) -> None:
+    """`is_flux: true` and its like."""
+    if is_off(value):
+        draft.unneeded(key, "off")
+    elif draft.get("model.arch"):
+        draft.unneeded(key, "arch says it")
+    else:
+        models.set_family(draft, key, _OLDER.get(key.rpartition(".")[2]))
+
+
+def low_noise(draft: Draft, key: str, value: Any) -> None:
+    high = draft.theirs.get("model.model_kwargs.train_high_noise", True)
+    if is_off(value) or is_off(high):
+        draft.unneeded(key, "model_flavour says which expert is trained")
+    else:
+        draft.unsupported(
+            key, "a job trains one expert: submit it again with model_flavour: 2.2-t2v-a14b-low"
+        )
+
+
+def network(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    if word == "lora":
+        draft.take(key, "model_type", "lora", "attention and feed-forward layers, without norms'")
+    else:
+        draft.unsupported(key, f"{word} is not here; the job trains a LoRA of peft instead")
+
+
+# -- training --------------------------------------------------------------------------------
+
+
+def device(draft: Draft, key: str, value: Any) -> None:
+    word, _, number = str(value).strip().lower().partition(":")
+    if word == "cpu":
+        draft.take(key, "device", "cpu")
+    elif word == "cuda" and number not in ("", "0"):
+        launch.gpus(draft, key, number)
+    elif word == "cuda":
+        draft.unneeded(key, "the queue chooses a free GPU; gpus: [0] asks for this one")
+    else:
+        draft.unsupported(key, "jobs run on NVIDIA GPUs, or on CPU ranks")
+
+
+def parallel(draft: Draft, key: str, value: Any) -> None:
+    if str(value).strip().lower() == "fsdp":
+        draft.take(key, "fsdp_enable", True, "FSDP2")
+    else:
+        draft.unneeded(key, "strategy: auto chooses, and says in the log why")
+
+
+def fsdp(draft: Draft, key: str, value: Any) -> None:
+    """Keys of its forks that shard, as far as they are called as here."""
+    ours = {"fsdp_sharding": "fsdp_reshard_after_forward"}.get(key.rpartition(".")[2])
+    if ours is not None:
+        value = {"full": True, "shard_grad_op": False}.get(str(value).lower(), value)
+        draft.take(key, ours, value, "the key for it here")
+        return
+    rule = launch.RULES.get(key.rpartition(".")[2])
+    if rule is None:
+        draft.record(Kind.UNKNOWN, key, why="no key of it that is known here")
+    else:
+        rule(draft, key, value)
+
+
+def accumulation(draft: Draft, key: str, value: Any) -> None:
+    number = as_number(value)
+    if number is not None and number < 1:
+        draft.unsupported(key, "set gradient_accumulation_steps, a number of forwards")
+    elif number == 1 and draft.values.get("gradient_accumulation_steps", 1) != 1:
+        draft.unneeded(key, "the other key for it counts")
+    else:
+        draft.take(key, "gradient_accumulation_steps", value)
+
+
+def timesteps(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    ours = {"sigmoid": "logit_normal", "linear": "uniform", "shift": "shift", "flux_shift": "shift"}
+    if models.family_of(draft).objective != "flow":
+        draft.unneeded(key, "only of flow-matching models")
+    elif word in ours:
+        draft.take(key, "timestep_sampling", ours[word], "the word for it here")
+    else:
+        draft.unsupported(key, "timestep_sampling: logit_normal is used; others: uniform, shift")
+
+
+def warm_up(draft: Draft, key: str, value: Any) -> None:
+    draft.take(key, "lr_warmup_steps", value, "steps of warm-up")
+    if draft.values.get("lr_scheduler", "constant") == "constant":
+        draft.values["lr_scheduler"] = "constant_with_warmup"
+
+
+def betas(draft: Draft, key: str, value: Any) -> None:
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        if draft.take(key, "adam_beta1", value[0], "the first; adam_beta2 is the second"):
+            draft.values["adam_beta2"] = as_number(value[1]) or 0.999
+    else:
+        draft.unreadable(key, "not two numbers")
+
+
+def first_sample(draft: Draft, key: str, value: Any) -> None:
+    if draft.on("train.disable_sampling"):
+        draft.unneeded(key, "train.disable_sampling is on")
+    else:
+        draft.take(key, "validation_on_startup", as_bool(value) is not True, "the opposite switch")
+
+
+def denoiser(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unsupported(key, "the denoiser is what is trained")
+    else:
+        draft.unneeded(key, "on, as it is here")
+
+
+def loss(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    if word == "mse":
+        draft.take(key, "loss_type", "mse")
+    elif word == "mae":
+        draft.take(key, "loss_type", "smooth_l1", "the nearest")
+    else:
+        draft.unsupported(key, "the loss is on what the model predicts: mse, huber or smooth_l1")
+
+
+def export_dtype(draft: Draft, key: str, value: Any) -> None:
+    dtype = _DTYPES.get(str(value).strip().lower())
+    if dtype is None:
+        draft.unsupported(key, "exports may be fp32, bf16 or fp16")
+    else:
+        draft.take(key, "export_dtype", dtype, "precision of exports")

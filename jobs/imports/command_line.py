@@ -1,0 +1,224 @@
+"""A command that starts a training script: words of a shell, or of a file with a shell script."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.imports.places import read_text
+from jobs.paths import exists
+from jobs.spellings import normal_key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_ASSIGNMENT: Final = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
+_VARIABLE: Final = re.compile(
+    r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>\w+)(?::?-(?P<otherwise>[^}]*))?\})"
+)
+# What is quoted stays, what is behind a # of its own goes.
+_COMMENT: Final = re.compile(
+    r"""(?P<kept>'[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?<![^\s;&|])\#[^\n]*""", re.DOTALL
+)
+_LEFT_OPEN: Final = re.compile(r"\$[\w{(@*]|`")
+_ENDS: Final = frozenset("\n;&|")
+# Switches of accelerate and torchrun; their other flags take a value.
+_SWITCHES: Final = frozenset(
+    {"multi_gpu", "cpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_xla", "debug",
+     "quiet", "tpu", "mps", "ipex", "module", "no_python", "standalone", "use_mps_device", "m"}
+)  # fmt: skip
+
+
+@dataclass
+class Command:
+    """A command in its parts.
+
+    Attributes:
+        folder: From where its relative paths may be meant.
+        script: Name of the training script, if there is one.
+        launch: Flags of accelerate or torchrun.
+        flags: Flags of the script; lists where a flag has several values, True where it has none.
+        environment: Variables that are set for it alone.
+        strays: Words that belong to nothing.
+    """
+
+    folder: Path
+    script: str | None = None
+    launch: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    strays: list[str] = field(default_factory=list)
+
+
+def read_command(words: Sequence[str]) -> tuple[str, Command]:
+    """What is imported, in a few words, and the command.
+
+    Args:
+        words: The words of a command; or one text with all of it; or the name of a shell script.
+
+    Raises:
+        UserError: There is no command, or more than one that might be meant.
+    """
+    if len(words) != 1:
+        return "the command line", split([*words], Path.cwd())
+    (text,) = words
+    path = Path(text)
+    if exists(path) and path.is_file():
+        return path.name, split(_training(read_text(path), str(path)), path.absolute().parent)
+    if " " not in text.strip() and not text.startswith("-"):
+        raise UserError(
+            f"no such file: {text}", "name a shell script, or give the command in quotes"
+        )
+    return "the command line", split(_training(text, "the command line"), Path.cwd())
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value still has something in it that only a shell knows."""
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(one, str) and _LEFT_OPEN.search(one) is not None for one in values)
+
+
+def split(words: Sequence[str], folder: Path) -> Command:
+    """The parts of a command."""
+    command, rest = Command(folder), list(words)
+    while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
+        command.environment[match["name"]] = match["value"]
+        rest.pop(0)
+    if (start := _launcher_at(rest)) is not None:
+        command.launch, rest = _launch_flags(rest[start:])
+    script = next((i for i, word in enumerate(rest) if not word.startswith("-")), None)
+    flag = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    if script is not None and script < flag:
+        named = [i for i in range(flag) if rest[i].endswith(".py")]
+        at = named[0] if named else script
+        command.script = rest[at]
+        rest = rest[at + 1 :]
+    command.flags, command.strays = _flags(rest)
+    return command
+
+
+def _launcher_at(words: Sequence[str]) -> int | None:
+    """Where the flags of accelerate or torchrun begin."""
+    for i, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        if name == "launch" and i and words[i - 1].rpartition("/")[2] == "accelerate":
+            return i + 1
+        if name in ("torchrun", "accelerate-launch", "torch.distributed.run"):
+            return i + 1
+        if word.startswith("--") or name.endswith(".py"):
+            return None
+    return None
+
+
+def _launch_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Flags up to the script's name, and what comes from there on."""
+    flags: dict[str, Any] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        key, equals, value = rest.pop(0).partition("=")
+        name = normal_key(key)
+        if not equals and name not in _SWITCHES and rest and not rest[0].startswith("--"):
+            value, equals = rest.pop(0), "="
+        flags[name] = value if equals else True
+    return flags, rest
+
+
+def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Flags of the script, and words in front of them."""
+    flags: dict[str, Any] = {}
+    strays: list[str] = []
+    name = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            key, equals, value = word.partition("=")
+            name = normal_key(key)
+            flags[name] = value if equals else True
+        elif not name:
+            strays.append(word)
+        elif flags[name] is True:
+            flags[name] = word
+        else:
+            before = flags[name] if isinstance(flags[name], list) else [flags[name]]
+            flags[name] = [*before, word]
+    return flags, strays
+
+
+def _training(text: str, where: str) -> list[str]:
+    """The words of the one command in a shell script that trains.
+
+    Raises:
+        UserError: There is none, or there are several.
+    """
+    found = [words for words in _commands(text, where) if _is_training(words)]
+    launched = [words for words in found if _launcher_at(words) is not None]
+    chosen = launched or found
+    if len(chosen) == 1:
+        return chosen[0]
+    if not chosen:
+        raise UserError(
+            f"{where} has no training command",
+            "looked for `accelerate launch …`, `torchrun …`, `python ….py …` or flags with --",
+        )
+    raise UserError(f"{where} has {len(chosen)} training commands", "give one of them in quotes")
+
+
+def _is_training(words: Sequence[str]) -> bool:
+    flags = any(word.startswith("--") for word in words)
+    runs = any(word.endswith(".py") for word in words)
+    rest = [word for word in words if not _ASSIGNMENT.fullmatch(word)]
+    return flags and (runs or _launcher_at(words) is not None or rest[0].startswith("--"))
+
+
+def _commands(text: str, where: str) -> list[list[str]]:
+    """The commands of a script, with its variables put in.
+
+    Raises:
+        UserError: A quotation is not closed.
+    """
+    text = re.sub(r"^[ \t]*#.*\n?", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\\[ \t]*\r?\n", " ", text)
+    text = _COMMENT.sub(lambda match: match["kept"] or "", text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="".join(_ENDS))
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    known = {"HOME": os.path.expanduser("~"), "PWD": os.getcwd()}
+    commands: list[list[str]] = [[]]
+    try:
+        for token in lexer:
+            if set(token) <= _ENDS:
+                _keep_assignments(commands[-1], known)
+                commands.append([])
+            else:
+                commands[-1] += _filled_in(token, known)
+    except ValueError as error:
+        raise UserError(
+            f"{where} cannot be read ({error})", "is a quotation mark missing?"
+        ) from None
+    return [words for words in commands if words]
+
+
+def _keep_assignments(words: Sequence[str], known: dict[str, str]) -> None:
+    """Remember what a line of nothing but assignments sets."""
+    rest = [word for word in words if word not in ("export", "declare", "local")]
+    matches = [_ASSIGNMENT.fullmatch(word) for word in rest]
+    if rest and all(matches):
+        known |= {match["name"]: match["value"] for match in matches if match is not None}
+
+
+def _filled_in(token: str, known: Mapping[str, str]) -> list[str]:
+    """A word with variables put in; one that is a variable with flags in it is several."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match["plain"] or match["name"]
+        return known.get(name) or (
+            match["otherwise"] if match["otherwise"] is not None else match[0]
+        )
+
+    filled = _VARIABLE.sub(value, token)
+    if _VARIABLE.fullmatch(token) and filled.lstrip().startswith("--"):
+        return shlex.split(filled)
+    return [filled]

@@ -1,0 +1,146 @@
+"""Datasets of other tools, which say for each what a job here says once for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from jobs.datasets import Dataset, find_layout
+from jobs.imports.draft import Draft, as_number, in_words, plain, read
+from jobs.imports.models import family_of
+from jobs.imports.places import find_beside
+from jobs.imports.report import Kind
+from jobs.pictures import list_files
+from jobs.prompts import frames_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_LARGEST: Final = ("resolution", "num_frames", "max_upscale", "caption_dropout_probability")
+_ONLY_CAPTION: Final = (
+    "with missing_captions: empty it is the whole caption of pictures that have none; move .txt "
+    "files away, if there are any"
+)
+_HUB: Final = "a dataset of the hub: `hf download --repo-type dataset {0} --local-dir {0}` first"
+
+
+class Part(Draft):
+    """One dataset. Its values are keys of a `Dataset`, and keys of the job that it asks for."""
+
+    def __init__(self, above: Draft, prefix: str, theirs: Mapping[str, Any]) -> None:
+        super().__init__(theirs, above.folder, prefix=prefix, above=above)
+
+    def take(self, key: str, ours: str, value: Any, why: str = "") -> bool:
+        """Set a key of the dataset, or one of the job that all datasets share."""
+        if ours not in Dataset.model_fields:
+            return super().take(key, ours, value, why)
+        try:
+            whole = Dataset.model_validate({"path": "a", ours: value})
+        except ValidationError as error:
+            self.unreadable(key, f"{ours}: {in_words(error)}")
+            return False
+        self.values[ours] = getattr(whole, ours)
+        same = key == ours and not why
+        kind = Kind.TAKEN if same else Kind.TRANSLATED
+        self.record(kind, key, why=why, **{ours: self.values[ours]})
+        return True
+
+
+def folder(draft: Draft, key: str, value: Any) -> None:
+    """A dataset's folder, which may lie beside the configuration."""
+    place = find_beside(draft.folder, str(value))
+    draft.take(key, "path", str(place) if place else str(value))
+
+
+def hub_id(draft: Draft, key: str, value: Any) -> None:
+    """A dataset of the hub, which is to be a directory of that name."""
+    place = find_beside(draft.folder, str(value))
+    draft.take(key, "path", str(place) if place else str(value), _HUB.format(value))
+
+
+def only_caption(draft: Draft, key: str, value: Any) -> None:
+    """One caption for all pictures: a trigger word, where captions are missing."""
+    if draft.take(key, "trigger_word", value, _ONLY_CAPTION):
+        draft.values["missing_captions"] = "empty"
+
+
+def frames(draft: Draft, key: str, value: Any) -> None:
+    """Frames of a sample, of which families take so many and one."""
+    number, family = as_number(value), family_of(draft)
+    if number is None or number < 1:
+        draft.unreadable(key, "not a number of frames")
+    elif number == 1:
+        draft.unneeded(key, "pictures are videos of one frame")
+    elif not family.frame_step:
+        draft.unneeded(key, f"{family.title} trains on pictures")
+    else:
+        fits = frames_of(int(number), family.name)
+        why = "" if fits == number else f"{family.title} takes {family.frame_step}n + 1"
+        draft.take(key, "num_frames", fits, why)
+
+
+def settle(draft: Draft, parts: Sequence[Part]) -> None:
+    """Put the datasets into the job, and what they ask of it."""
+    entries = _merge(draft, [part for part in parts if part.values.get("path")])
+    if not entries:
+        return
+    for name in dict.fromkeys(key for part in parts for key in part.values):
+        if name not in Dataset.model_fields:
+            _agree(draft, name, [part.values[name] for part in parts if name in part.values])
+    triggers = {entry.get("trigger_word") for entry in entries}
+    if len(triggers) == 1 and "trigger_word" not in draft.values and (trigger := triggers.pop()):
+        draft.values["trigger_word"] = trigger
+        for entry in entries:
+            del entry["trigger_word"]
+    if len(entries) == 1 and list(entries[0]) == ["path"]:
+        draft.values["dataset"] = entries[0]["path"]
+    else:
+        draft.values["datasets"] = read("datasets", entries)
+
+
+def count_samples(draft: Draft) -> int | None:
+    """Samples of an epoch; None unless all datasets are folders that are here."""
+    entries = [plain(entry) for entry in draft.values.get("datasets", [])]
+    if not entries and draft.values.get("dataset"):
+        entries = [{"path": draft.values["dataset"]}]
+    total = 0
+    for entry in entries:
+        root = Path(entry["path"])
+        if not root.is_dir() or find_layout(root) != "folder":
+            return None
+        files = list_files(root)
+        total += (len(files.pictures) + len(files.videos)) * (entry.get("repeats") or 1)
+    return total or None
+
+
+def _merge(draft: Draft, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Entries of `datasets`: a folder that is named for several resolutions is one of them."""
+    entries: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for part in parts:
+        entry = {key: part.values[key] for key in Dataset.model_fields if key in part.values}
+        if entry.get("repeats") == 1:
+            del entry["repeats"]
+        key = (entry["path"], entry.get("split"))
+        if key not in entries:
+            entries[key] = entry
+            continue
+        entries[key]["repeats"] = entries[key].get("repeats", 1) + entry.get("repeats", 1)
+        draft.report.warnings.append(
+            f"datasets: {entry['path']} is named more than once there; here it is one dataset with "
+            f"repeats: {entries[key]['repeats']}"
+        )
+    return list(entries.values())
+
+
+def _agree(draft: Draft, name: str, values: list[Any]) -> None:
+    """One value for all datasets: the same, or the largest, or the first."""
+    chosen = max(values) if name in _LARGEST else values[0]
+    draft.values[name] = chosen
+    if any(value != chosen for value in values):
+        which = "largest" if name in _LARGEST else "first"
+        asked = ", ".join(dict.fromkeys(str(value) for value in values))
+        draft.report.warnings.append(
+            f"{name}: the datasets ask for {asked}; a job has one, so it is the {which}"
+        )

@@ -1,0 +1,327 @@
+"""Command lines of the training scripts in diffusers' `examples` folder."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.imports import data, launch, models, words
+from jobs.imports.command_line import Command, is_open, read_command
+from jobs.imports.draft import (
+    Draft,
+    all_of,
+    as_number,
+    is_off,
+    named,
+    needless,
+    plain,
+    same,
+    without,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.imports.draft import Rule
+
+TITLE: Final = "a diffusers script"
+
+# In names of scripts, the longer ones first.
+_FAMILIES: Final = {
+    "flux2": "flux2", "flux": "flux", "sd3": "sd3", "sdxl": "sdxl", "sd_xl": "sdxl",
+    "sana": "sana", "lumina2": "lumina2", "hidream": "hidream", "qwen": "qwen_image",
+    "z_image": "z_image",
+}  # fmt: skip
+_OTHER_TASKS: Final = re.compile(
+    r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter"
+    r"|custom_diffusion|(^|_)(control|reflow|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
+)
+_ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
+_ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
+_FLUX_LAYERS: Final = [
+    *(f"attn.{name}" for name in _ATTENTION + _ADDED),
+    "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+]  # fmt: skip
+
+# What the scripts take where a flag is left out, of those that decide what is trained.
+_DEFAULTS: Final[dict[str, Any]] = {
+    "train_batch_size": 4,
+    "resolution": 512,
+    "adam_weight_decay": 1e-4,
+    "center_crop": False,
+    "rank": 4,
+}
+_TEXT_TO_IMAGE: Final[dict[str, Any]] = {
+    "train_batch_size": 16,
+    "adam_weight_decay": 1e-2,
+    "resolution": 1024,
+}
+
+
+def read(given: Sequence[str]) -> tuple[str, Draft]:
+    """What is imported, in a few words, and the job of it.
+
+    Raises:
+        UserError: There is no command, or it cannot be read.
+    """
+    source, command = read_command(given)
+    draft = Draft(dict(command.flags), command.folder)
+    _set_script(draft, command)
+    launch.read_environment(draft, command.environment)
+    launch.read_flags(draft, "accelerate launch --", command.launch)
+    for word in command.strays:
+        draft.unreadable(word, "it belongs to no flag")
+    draft.defaults = _defaults(draft, command)
+    several = [key for key, value in draft.theirs.items() if isinstance(value, list)]
+    odd = dict.fromkeys(set(several) - set(_TAKE_SEVERAL), _several)
+    odd |= {key: _open for key, value in command.flags.items() if is_open(value)}
+    draft.apply(_RULES | odd, _PREFIXES, _FIRST)
+    _warn(draft)
+    return source, draft
+
+
+def _set_script(draft: Draft, command: Command) -> None:
+    """The family, and whether it is a LoRA, by the script's name; else by the model's."""
+    stem = (command.script or "").rpartition("/")[2].removesuffix(".py").lower()
+    is_lora = "lora" in stem if stem else bool({"rank", "lora_layers"} & set(draft.theirs))
+    model = str(draft.theirs.get("pretrained_model_name_or_path", ""))
+    family = next((family for word, family in _FAMILIES.items() if word in stem), None)
+    family = family or models.guess_family(draft, model)
+    draft.values["model_type"] = "lora" if is_lora else "full"
+    if command.script is None:
+        draft.values |= {} if family is None else {"model_family": family}
+        draft.assume("the script", "by the model's name and the flags", **draft.values)
+        return
+    part = Draft({"script": command.script}, draft.folder, above=draft)
+    part.values = draft.values
+    if _OTHER_TASKS.search(stem):
+        draft.values |= {} if family is None else {"model_family": family}
+        part.unsupported("script", "the job trains from text alone, a LoRA or the whole model")
+        draft.report.to_fill_in.append(
+            f"{stem}.py does what is not done here; look at what the job says"
+        )
+    elif models.set_family(part, "script", family):
+        draft.assume("script", "by its name", model_type=draft.values["model_type"])
+
+
+def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
+    """What the script takes for flags that are left out."""
+    defaults = dict(_DEFAULTS)
+    family = models.family_of(draft)
+    if "text_to_image" in (command.script or ""):
+        defaults |= _TEXT_TO_IMAGE
+    if family.objective == "flow":
+        defaults["weighting_scheme"] = "logit_normal" if family.name == "sd3" else "none"
+    if family.name == "flux":
+        defaults["guidance_scale"] = 3.5
+    if draft.values["model_type"] == "lora":
+        layers = _FLUX_LAYERS if family.name == "flux" else _ATTENTION
+        defaults["lora_layers"] = ",".join(layers)
+    else:
+        del defaults["rank"]
+    if not draft.get("max_train_steps"):
+        defaults["num_train_epochs"] = 100 if "text_to_image" in (command.script or "") else 1
+    return defaults
+
+
+def _warn(draft: Draft) -> None:
+    rank = draft.number("rank")
+    if draft.values["model_type"] == "lora" and rank != 4 and "lora_alpha" not in draft.theirs:
+        draft.report.warnings.append(
+            "lora_alpha: newer versions of the scripts take 4 where it is left out, older ones the "
+            "rank, as the job does"
+        )
+
+
+def _open(draft: Draft, key: str, value: Any) -> None:
+    draft.unreadable(key, "a variable in it is not set; set the key, or write the value out")
+
+
+def _several(draft: Draft, key: str, value: Any) -> None:
+    draft.unreadable(key, "several words; are quotation marks missing?")
+
+
+def _epochs(draft: Draft, key: str, value: Any) -> None:
+    if draft.get("max_train_steps"):
+        draft.unneeded(key, "max_train_steps counts")
+    else:
+        words.epochs(draft, key, value, data.count_samples(draft))
+
+
+def _optimizer(draft: Draft, key: str, value: Any) -> None:
+    if str(value).lower() == "adamw" and draft.on("use_8bit_adam"):
+        draft.take(key, "optimizer", "adamw_8bit", "use_8bit_adam is on")
+    else:
+        words.optimizer(draft, key, value)
+
+
+def _eight_bit(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value) or str(draft.get("optimizer") or "adamw").lower() != "adamw":
+        draft.unneeded(key, "off, or of another optimizer")
+    else:
+        draft.take(key, "optimizer", "adamw_8bit", "8-bit AdamW of torchao")
+
+
+def _rate(draft: Draft, key: str, value: Any) -> None:
+    words.rate(draft, key, value, scaled=draft.on("scale_lr"))
+
+
+def _crop(draft: Draft, key: str, value: Any) -> None:
+    how = "center" if not is_off(value) else "random"
+    draft.take(key, "crop", how, f"{how} cuts, to the shape of a bucket and not to a square")
+
+
+def _layers(draft: Draft, key: str, value: Any) -> None:
+    if draft.values["model_type"] == "lora":
+        draft.take(key, "lora_target_modules", value, "endings of module names")
+    else:
+        draft.unneeded(key, "only of a LoRA")
+
+
+def _weighting(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    if models.family_of(draft).objective != "flow":
+        draft.unneeded(key, "only of flow-matching models")
+    elif word == "none":
+        draft.take(key, "timestep_sampling", "uniform", "every noise level as often")
+    elif word == "logit_normal" and models.family_of(draft).name == "sd3":
+        draft.take(key, "timestep_sampling", "shift", "with the shift of the model's scheduler")
+    elif word == "logit_normal":
+        draft.take(key, "timestep_sampling", "logit_normal")
+    else:
+        draft.unsupported(key, "timestep_sampling: logit_normal is used; others: uniform, shift")
+
+
+def _mean(draft: Draft, key: str, value: Any) -> None:
+    """Theirs counts from the noisy end."""
+    number = as_number(value)
+    if number is None:
+        draft.unreadable(key, "not a number")
+    else:
+        draft.take(key, "logit_mean", -number or 0.0, "counted from the other end")
+
+
+def _guidance(draft: Draft, key: str, value: Any) -> None:
+    if models.family_of(draft).guidance == "embedded":
+        draft.take(key, "train_guidance", value, "the guidance fed to the model")
+    else:
+        draft.unneeded(key, "only of guidance-distilled models")
+
+
+def _prompt(draft: Draft, key: str, value: Any) -> None:
+    texts = value if isinstance(value, list) else [value]
+    before = [plain(one) for one in draft.values.get("validation_prompts", [])]
+    draft.take(key, "validation_prompts", [*before, *map(str, texts)], "a list of them")
+
+
+# -- data ------------------------------------------------------------------------------------
+
+
+def _dataset(draft: Draft, key: str, value: Any) -> None:
+    """The one dataset, with what other flags say of it."""
+    part = data.Part(draft, "", {k: v for k, v in draft.theirs.items() if k in _DATA})
+    if key == "dataset_name":
+        data.hub_id(part, key, value)
+    elif "dataset_name" in draft.theirs:
+        part.unneeded(key, "dataset_name counts")
+    else:
+        data.folder(part, key, value)
+    if "path" in part.values:
+        part.theirs = {k: v for k, v in part.theirs.items() if k in _OF_DATASET}
+        part.apply(_OF_DATASET, {}, ())
+        data.settle(draft, [part])
+
+
+def _with_dataset(draft: Draft, key: str, value: Any) -> None:
+    """What `_dataset` has reported, if there was a dataset."""
+    if not {"dataset", "datasets"} & set(draft.values):
+        draft.unsupported(key, "it belongs to a dataset, and none could be read")
+
+
+def _instance_prompt(part: Draft, key: str, value: Any) -> None:
+    if part.get("caption_column"):
+        part.unneeded(key, "captions are in caption_column")
+    else:
+        data.only_caption(part, key, value)
+
+
+_OF_DATASET: Final[dict[str, Rule]] = {
+    "instance_prompt": _instance_prompt,
+    "repeats": same,
+    "image_column": same,
+    "caption_column": same,
+}
+_FOLDERS: Final = ("dataset_name", "instance_data_dir", "train_data_dir")
+_DATA: Final = (*_FOLDERS, *_OF_DATASET)
+
+_RULES: Final[dict[str, Rule]] = {
+    "pretrained_model_name_or_path": models.set_model,
+    "rank": named("lora_rank"),
+    **all_of("lora_alpha lora_dropout", same),
+    "lora_layers": _layers,
+    **dict.fromkeys(_FOLDERS, _dataset),
+    **dict.fromkeys(_OF_DATASET, _with_dataset),
+    "dataset_config_name": without("name the directory of this configuration as dataset"),
+    **all_of("with_prior_preservation class_data_dir class_prompt",
+             without("class pictures are not told apart; add them as a dataset of their own")),
+    **all_of("num_class_images prior_loss_weight prior_generation_precision sample_batch_size",
+             needless("only of prior preservation, which is not here")),
+    "max_train_samples": without("put the samples into a folder of their own"),
+    "proportion_empty_prompts": named("caption_dropout_probability"),
+    "resolution": same,
+    "center_crop": _crop,
+    "random_flip": same,
+    "aspect_ratio_buckets": needless(words.BUCKETS),
+    "max_sequence_length": same,
+    # -- training
+    **all_of("train_batch_size max_train_steps gradient_accumulation_steps gradient_checkpointing "
+             "max_grad_norm adam_beta1 adam_beta2 adam_epsilon use_ema checkpointing_steps "
+             "checkpoints_total_limit allow_tf32 logit_std seed validation_steps", same),
+    "num_train_epochs": _epochs,
+    "learning_rate": _rate,
+    "scale_lr": needless("learning_rate is what it makes of it"),
+    "adam_weight_decay": named("weight_decay"),
+    "optimizer": _optimizer,
+    "use_8bit_adam": _eight_bit,
+    "lr_scheduler": words.schedule,
+    "lr_warmup_steps": words.warm_up,
+    **words.curves(),
+    "mixed_precision": words.precision,
+    "guidance_scale": _guidance,
+    "weighting_scheme": _weighting,
+    "logit_mean": _mean,
+    "mode_scale": needless("only of weighting_scheme: mode"),
+    "snr_gamma": words.snr,
+    "precondition_outputs": without("the loss is on the velocity that the model predicts"),
+    "prediction_type": needless("the model's own scheduler_config.json says it"),
+    "noise_offset": without(words.NOISE),
+    "timestep_bias_strategy": without("noise levels are drawn alike", "none"),
+    **all_of("train_text_encoder train_text_encoder_ti", without(words.NO_TEXT_ENCODERS)),
+    **all_of("do_fp8_training bnb_quantization_config_path", without(words.QUANTISED)),
+    **all_of("use_dora do_edm_style_training lora_bias complex_human_instruction system_prompt",
+             without(words.NO_METHOD)),
+    **all_of("revision variant pretrained_vae_model_name_or_path", without(words.ONE_DIRECTORY)),
+    # -- output
+    "output_dir": words.job_name,
+    "resume_from_checkpoint": without(words.OTHER_CHECKPOINTS, "latest"),
+    **all_of("validation_prompt validation_prompts final_validation_prompt", _prompt),
+    "validation_epochs": without("set validation_steps; at the end samples are made in any case"),
+    "num_validation_images": without("give a prompt several times, with another seed each", "1"),
+    **all_of("push_to_hub hub_model_id hub_private_repo", needless(words.NO_UPLOADS)),
+    "report_to": needless(words.NO_TRACKERS),
+    "logging_dir": needless(words.OWN_DIRECTORIES),
+    **all_of("cache_latents offload cache_dir remote_text_encoder skip_final_inference "
+             "text_encoder_lr adam_weight_decay_text_encoder dataloader_num_workers local_rank "
+             "upcast_before_saving enable_xformers_memory_efficient_attention set_grads_to_none "
+             "image_interpolation_mode enable_npu_flash_attention debug_loss log_validation "
+             "vae_encode_mode save_model_card foreach_ema",
+             needless(words.NO_EFFECT)),
+}  # fmt: skip
+
+_PREFIXES: Final[dict[str, Rule]] = {
+    "prodigy_": needless("prodigy has bias correction and safeguard_warmup on"),
+    "timestep_bias_": needless("only of timestep_bias_strategy"),
+}
+
+_TAKE_SEVERAL: Final = ("validation_prompts", "report_to")
+_FIRST: Final = ("pretrained_model_name_or_path", *_FOLDERS, "train_batch_size", "lr_scheduler")

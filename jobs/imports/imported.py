@@ -1,0 +1,137 @@
+"""Jobs of other tools' configurations, and what became of each of their keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+from pydantic import ValidationError
+
+from jobs.conflicts import find_conflicts, find_warnings
+from jobs.datasets import datasets_of
+from jobs.errors import UserError
+from jobs.imports import ai_toolkit, diffusers_script, simpletuner
+from jobs.imports.report import Kind, Report
+from jobs.models import find_model
+from jobs.paths import exists, expand
+from jobs.spec import JobSpec
+from jobs.specfile import dump_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from jobs.imports.draft import Draft
+
+
+_USUAL: Final = {"repeats": 1}  # of datasets
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A job that was made of another tool's configuration.
+
+    Attributes:
+        tool: Whose it was.
+        source: What it was made of.
+        spec: The job; it need not be complete.
+        report: What became of each key.
+    """
+
+    tool: str
+    source: str
+    spec: JobSpec
+    report: Report
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of the job file: those that are not as they would be anyway."""
+        values: dict[str, Any] = yaml.safe_load(dump_spec(self.spec, only_set=True))
+        for entry in values.get("datasets", []):
+            for key in [key for key, value in entry.items() if value in (None, _USUAL.get(key))]:
+                del entry[key]
+        return values
+
+    def to_yaml(self) -> str:
+        """The job file, with a line that says where it comes from."""
+        values, source = self.to_dict(), " ".join(self.source.split())
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        if yaml.safe_load(text) != values:  # as `dump_spec` does
+            text = yaml.safe_dump(values, sort_keys=False)
+        return f"# From {source} ({self.tool}).\n{text}"
+
+
+def import_simpletuner(path: Path) -> Imported:
+    """A job of SimpleTuner's `config.json`, with the datasets of the file that it names.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    return _finish(simpletuner.TITLE, path.name, simpletuner.read(path))
+
+
+def import_ai_toolkit(path: Path) -> Imported:
+    """A job of ai-toolkit's `CONFIG.yaml`.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    return _finish(ai_toolkit.TITLE, path.name, ai_toolkit.read(path))
+
+
+def import_script(words: Sequence[str]) -> Imported:
+    """A job of a command line that starts a training script of diffusers' examples.
+
+    Args:
+        words: Its words; or one text with all of it; or a shell script that has it.
+
+    Raises:
+        UserError: There is no such command, or it cannot be read.
+    """
+    source, draft = diffusers_script.read(words)
+    return _finish(diffusers_script.TITLE, source, draft)
+
+
+def _finish(tool: str, source: str, draft: Draft) -> Imported:
+    known = [e for e in draft.report.entries if e.kind is not Kind.UNKNOWN]
+    if not known:
+        raise UserError(f"{source} has no key that {tool} knows", "is it of another tool?")
+    spec = _spec_of(draft)
+    report = draft.report
+    if not any(text.startswith("model_family") for text in [*draft.values, *report.to_fill_in]):
+        report.to_fill_in.append("model_family: not said; the job is written as one of flux")
+    report.to_fill_in += [conflict.message for conflict in find_conflicts(spec)] + _missing(spec)
+    report.to_fill_in[:] = dict.fromkeys(report.to_fill_in)
+    report.warnings += find_warnings(spec)
+    return Imported(tool, source, spec, report)
+
+
+def _spec_of(draft: Draft) -> JobSpec:
+    """The job. Each value was looked at by itself; what does not go with the others is left out."""
+    try:
+        return JobSpec.model_validate(draft.values)
+    except ValidationError as error:
+        wrong = {str(one["loc"][0]) for one in error.errors() if one["loc"]}
+        draft.report.to_fill_in += [f"{key}: could not be read" for key in sorted(wrong)]
+        return JobSpec.model_validate({k: v for k, v in draft.values.items() if k not in wrong})
+
+
+def _missing(spec: JobSpec) -> list[str]:
+    """Files that the job names and that are not here."""
+    found = []
+    if spec.pretrained_model_name_or_path:
+        try:
+            find_model(spec.pretrained_model_name_or_path)
+        except UserError as error:
+            found.append(f"pretrained_model_name_or_path: {error}")
+    if spec.dataset or spec.datasets:
+        paths = [dataset.path for dataset in datasets_of(spec)]
+        found += [f"dataset: no such folder here: {path}" for path in paths if not _is_here(path)]
+    return found
+
+
+def _is_here(path: str) -> bool:
+    try:
+        return exists(expand(path))
+    except UserError:  # ~of-nobody
+        return False

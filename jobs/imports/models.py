@@ -1,0 +1,119 @@
+"""Which family and flavour a model of another tool is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.families import FAMILIES
+from jobs.imports.places import find_beside
+from jobs.rundir import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.families import Family
+    from jobs.imports.draft import Draft
+
+_ADDRESS: Final = re.compile(r"^https?://(www\.)?huggingface\.co/(?P<id>[\w.-]+/[\w.-]+)/?$")
+_SINGLE_FILES: Final = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
+_MODEL: Final = "pretrained_model_name_or_path"
+
+# Other repositories with the same weights, or ones made from them that are called alike.
+_COPIES: Final = {
+    "ai-toolkit/wan2.2-t2v-a14b-diffusers-bf16": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "terminusresearch/auraflow-v0.3": "fal/AuraFlow-v0.3",
+    "tongyi-mai/z-image-base": "Tongyi-MAI/Z-Image",
+}
+
+_SPELLED_OUT: Final = {"stablediffusionxl": "sdxl", "stablediffusion3": "sd3"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A family and, where it is known, one of its published models."""
+
+    family: str
+    flavour: str | None = None
+
+
+def by_hub_id(name: str) -> Found | None:
+    """The published model of a hub id, whatever its case."""
+    wanted = _COPIES.get(name.strip().lower(), name).strip().lower()
+    for family in FAMILIES.values():
+        for flavour, facts in family.flavours.items():
+            if facts.hub_id.lower() == wanted:
+                return Found(family.name, flavour)
+    return None
+
+
+def by_pipeline(root: Path) -> Found | None:
+    """The family of a directory in the layout of diffusers."""
+    index = read_json(root / "model_index.json") or {}
+    for family in FAMILIES.values():
+        if index.get("_class_name") in family.pipelines:
+            return Found(family.name)
+    return None
+
+
+def set_model(draft: Draft, key: str, value: Any) -> None:
+    """The base model: a hub id, or a directory that may lie beside the configuration."""
+    text = str(value).strip()
+    address = _ADDRESS.match(text)
+    name = address["id"] if address else text
+    if name.lower().endswith(_SINGLE_FILES):
+        draft.unsupported(
+            key, "one file; give a directory in the layout of diffusers, as `from_single_file` "
+            "and `save_pretrained` of its pipeline write it",
+        )  # fmt: skip
+        return
+    if "://" in name:
+        draft.unreadable(key, "an address; give a hub id or a directory")
+        return
+    place = find_beside(draft.folder, name)
+    why = "the hub id of it" if name != text else ""
+    draft.take(key, _MODEL, str(place) if place else name, why)
+    found = by_pipeline(place) if place else by_hub_id(name)
+    if found is None or found.family != draft.values.setdefault("model_family", found.family):
+        return
+    if found.flavour is not None and found.flavour != next(iter(FAMILIES[found.family].flavours)):
+        draft.values.setdefault("model_flavour", found.flavour)
+
+
+def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = None) -> bool:
+    """The family that a tool's word stands for; what is not here is said."""
+    if name is None or name not in FAMILIES:
+        draft.unsupported(key, f"no family that is here: {', '.join(FAMILIES)}")
+        draft.report.to_fill_in.append(
+            f"model_family: {draft.get(key)} stands for none that is here; the job is written as "
+            f"one of {family_of(draft).name}"
+        )
+        return False
+    draft.take(key, "model_family", name)
+    if flavour is not None and flavour in FAMILIES[name].flavours:
+        draft.values["model_flavour"] = flavour
+    return True
+
+
+def guess_family(draft: Draft, text: str) -> str | None:
+    """The family of a model by its name, where nothing says more."""
+    place = find_beside(draft.folder, text)
+    found = by_hub_id(text) or (by_pipeline(place) if place else None)
+    if found is not None:
+        return found.family
+    letters = re.sub(r"[^a-z0-9]", "", text.lower())
+    for words, family in _SPELLED_OUT.items():
+        letters = letters.replace(words, family)
+    names = sorted(FAMILIES, key=len, reverse=True)
+    return next((name for name in names if name.replace("_", "") in letters), None)
+
+
+def family_of(draft: Draft) -> Family:
+    """The family of the job so far."""
+    return FAMILIES[draft.job.get("model_family", "flux")]
+
+
+def takes_negatives(draft: Draft) -> bool:
+    """Whether a negative prompt has an effect by guidance alone."""
+    return family_of(draft).guidance_of(draft.job.get("model_flavour")) == "classifier_free"

@@ -1,0 +1,95 @@
+"""Files that a configuration is in or names."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from jobs.errors import UserError
+from jobs.paths import exists, expand
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_LARGEST: Final = 8 << 20  # bytes; configurations have a few thousand
+_PARENTS: Final = 3
+
+
+def read_text(path: Path) -> str:
+    """A file of text.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    try:
+        if path.is_dir():
+            raise UserError(f"{path} is a directory, not a configuration file")
+        if path.stat().st_size > _LARGEST:
+            raise UserError(f"{path} is too large to be a configuration file")
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({error})") from None
+    if "\0" in text:
+        raise UserError(f"{path} is not a text file")
+    return text
+
+
+def parse(path: Path, *, otherwise: str = ".json") -> Any:
+    """What a JSON, YAML or TOML file says.
+
+    Args:
+        path: The file; what it is, its suffix says.
+        otherwise: What files of other suffixes are.
+
+    Raises:
+        UserError: It cannot be read, or is not what its name says; says where.
+    """
+    text = read_text(path)
+    suffix = path.suffix.lower()
+    suffix = suffix if suffix in (".json", ".yaml", ".yml", ".toml") else otherwise
+    try:
+        if suffix in (".yaml", ".yml"):
+            return yaml.safe_load(text)
+        if suffix == ".toml":
+            return tomllib.loads(text)
+        return json.loads(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f" line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}:{at} is not valid YAML: {problem}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: line {error.lineno} is not valid JSON: {error.msg}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise UserError(f"{path}: a value cannot be read ({error})") from None
+
+
+def find_beside(folder: Path, text: str, *, by_name: bool = False) -> Path | None:
+    """What a relative path of a configuration names.
+
+    The tools look from where they were started, which is not known: often above the folder that
+    the configuration lies in.
+
+    Args:
+        folder: Where the configuration is.
+        text: The path.
+        by_name: Also look for a file of that name beside the configuration.
+    """
+    try:
+        path = expand(text.replace("\\", "/"))
+    except UserError:  # no such home
+        return None
+    above = [folder, *list(folder.absolute().parents)[:_PARENTS]]
+    places = [path] if path.is_absolute() else [root / path for root in above]
+    if by_name and path.name:
+        places.append(folder / path.name)
+    return next((place for place in places if exists(place)), None)

@@ -1,0 +1,112 @@
+"""What became of every key of another tool's configuration."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+_LONGEST: Final = 60  # characters of a value that are shown
+_HIDDEN: Final = "(not shown)"
+_SECRET_KEY: Final = re.compile(
+    r"token(?!iz|s|_drop|_len)|secret|passw|credential|api_?key|access_?key|auth(?!or)|webhook|dsn",
+    re.IGNORECASE,
+)
+# Tokens by their beginnings, and addresses with a password.
+_SECRET_VALUE: Final = re.compile(
+    r"\b(hf|ghp|gho|sk|nvapi|wandb_v\d)[-_][A-Za-z0-9_-]{30,}|AKIA[A-Z0-9]{12,}|://[^/\s@]+@"
+)
+
+
+class Kind(StrEnum):
+    """What became of a key. Each ends in exactly one of these."""
+
+    TAKEN = "taken over"
+    TRANSLATED = "translated"
+    UNSUPPORTED = "not supported"
+    UNNEEDED = "not needed"
+    UNKNOWN = "not known"
+    UNREADABLE = "could not be read"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key.
+
+    Attributes:
+        kind: What became of it.
+        key: As it is called there, with dots between levels; a key with others below it stands for
+            all of them.
+        value: As it may be shown.
+        ours: The keys of the job that it set, with their values.
+        why: The reason, and what to do about it.
+    """
+
+    kind: Kind
+    key: str
+    value: str
+    ours: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass
+class Report:
+    """What became of a configuration.
+
+    Attributes:
+        entries: One for each of its keys, in their order.
+        assumed: Keys that it leaves out, and whose defaults there are others than here.
+        to_fill_in: Why the job cannot run as it is, a sentence each.
+        warnings: What runs, but perhaps not as meant, a sentence each.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    assumed: list[Entry] = field(default_factory=list)
+    to_fill_in: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def of(self, kind: Kind) -> list[Entry]:
+        """The keys of which this became."""
+        return [entry for entry in self.entries if entry.kind is kind]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            **{str(kind).replace(" ", "_"): [_facts(e) for e in self.of(kind)] for kind in Kind},
+            "assumed": [_facts(entry) for entry in self.assumed],
+            "to_fill_in": list(self.to_fill_in),
+            "warnings": list(self.warnings),
+        }
+
+
+def shown(key: str, value: Any) -> str:
+    """A value as it may be printed: short, and nothing that could be a password or token."""
+    if is_secret(key, value):
+        return _HIDDEN
+    if isinstance(value, dict):
+        return "{…}" if value else "{}"
+    if isinstance(value, (list, tuple)):
+        text = ", ".join(shown(key, one) for one in value)
+        return f"[{_cut(text)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _cut(" ".join(str(value).split())) if value not in (None, "") else '""'
+
+
+def is_secret(key: str, value: Any) -> bool:
+    """Whether a key or value may not leave its file. Mappings are looked at key by key."""
+    if isinstance(value, (list, tuple)):
+        return any(is_secret(key, one) for one in value)
+    if not isinstance(value, str) or not value:
+        return False
+    named = _SECRET_KEY.search(key.rpartition(".")[2]) is not None
+    return named or _SECRET_VALUE.search(value) is not None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    return {"key": entry.key, "value": entry.value, "ours": entry.ours, "why": entry.why}

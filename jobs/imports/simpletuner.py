@@ -1,0 +1,299 @@
+"""SimpleTuner's `config.json`, a rule for each key; the longer rules are `simpletuner_rules`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.imports import launch, models, simpletuner_data, words
+from jobs.imports import simpletuner_rules as rules
+from jobs.imports.draft import (
+    Draft,
+    all_of,
+    chosen,
+    named,
+    needless,
+    same,
+    unless_off,
+    without,
+)
+from jobs.imports.places import parse
+from jobs.spellings import normal_key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.imports.draft import Rule
+
+TITLE: Final = "SimpleTuner"
+
+# What it takes where a key is left out, of those that decide what is trained.
+_DEFAULTS: Final[dict[str, Any]] = {
+    "train_batch_size": 4,
+    "learning_rate": 4e-7,
+    "lr_scheduler": "constant_with_warmup",
+    "max_grad_norm": 2.0,
+    "adam_weight_decay": 1e-2,
+    "gradient_checkpointing": True,
+    "checkpoints_total_limit": 5,
+    "flow_schedule_shift": 3,
+}
+_LORA_DEFAULTS: Final[dict[str, Any]] = {"lora_dropout": 0.1, "flux_lora_target": "all"}
+_SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
+    "validation_steps": 100,
+    "validation_num_inference_steps": 30,
+    "validation_guidance": 7.5,
+}
+_OTHER_NAMES: Final = {"validation_step_interval": "validation_steps"}
+
+
+def read(path: Path) -> Draft:
+    """A job of a configuration.
+
+    Raises:
+        UserError: It cannot be read, or is none of this tool.
+    """
+    values = parse(path)
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is no configuration of SimpleTuner: it has no keys")
+    theirs: dict[str, Any] = {}
+    twice = []
+    for key, value in values.items():
+        name = normal_key(str(key))
+        twice += [name] if name in theirs else []
+        theirs[name] = value
+    draft = Draft(theirs, path.absolute().parent, defaults=_defaults(theirs))
+    draft.apply(_RULES, _PREFIXES, _FIRST)
+    rules.use_published(draft)
+    for name in twice:
+        draft.report.warnings.append(f"{name}: given twice in {path.name}; the later one counts")
+    return draft
+
+
+def _defaults(theirs: dict[str, Any]) -> dict[str, Any]:
+    """What the tool takes for keys that are left out, under any of their names."""
+    defaults = dict(_DEFAULTS)
+    if str(theirs.get("model_type") or "lora").strip().lower() == "lora":
+        defaults |= _LORA_DEFAULTS
+    if theirs.get("validation_prompt") or theirs.get("user_prompt_library"):
+        defaults |= _SAMPLE_DEFAULTS
+    for other, key in _OTHER_NAMES.items():
+        if other in theirs:
+            defaults.pop(key, None)
+    return defaults
+
+
+_MODEL: Final[dict[str, Rule]] = {
+    "model_family": rules.family,
+    "model_flavour": rules.flavour,
+    "model_type": same,
+    "pretrained_model_name_or_path": models.set_model,
+    "lora_type": rules.lora_type,
+    **all_of("lora_rank lora_alpha lora_dropout", same),
+    "flux_lora_target": rules.target,
+    "lora_format": rules.lora_format,
+    "lora_init_type": without("adapters begin as peft's do", "default", "true"),
+    "peft_lora_mode": without(words.NO_METHOD, "standard"),
+    "init_lora": without(words.NO_BEGINNING),
+    "controlnet": without("ControlNets are not trained"),
+    "control": without("models with control pictures are not trained"),
+    "prediction_type": needless("the model's own scheduler_config.json says it"),
+    "base_model_precision": without(words.QUANTISED, "no_change", "bf16", "fp32"),
+    "quantize_activations": without(words.QUANTISED),
+    "mixed_precision": words.precision,
+    "attention_mechanism": chosen(
+        "attention_backend", rules.KERNELS, "torch's own kernels are used; others: flash, cudnn"
+    ),
+    **all_of(
+        "revision variant pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path "
+        "pretrained_transformer_model_name_or_path pretrained_unet_model_name_or_path",
+        without(words.ONE_DIRECTORY),
+    ),
+    **all_of(
+        "pretrained_transformer_subfolder pretrained_unet_subfolder",
+        needless("the directory is laid out as diffusers has it"),
+    ),
+    **all_of("quantize_via base_model_default_dtype", needless("nothing is quantised")),
+    **all_of("lycoris_config init_lokr_norm", needless("only of LyCORIS")),
+}
+
+_TRAINING: Final[dict[str, Rule]] = {
+    **all_of(
+        "seed train_batch_size gradient_accumulation_steps adam_epsilon use_ema "
+        "gradient_checkpointing ema_decay loss_type huber_c caption_dropout_probability",
+        same,
+    ),
+    "max_train_steps": rules.steps,
+    "max_grad_norm": rules.clip,
+    "num_train_epochs": rules.epochs,
+    "learning_rate": rules.rate,
+    "optimizer": words.optimizer,
+    "optimizer_config": without("set adam_beta1, adam_beta2, adam_epsilon and weight_decay"),
+    **all_of("adam_beta1 optimizer_beta1", named("adam_beta1")),
+    **all_of("adam_beta2 optimizer_beta2", named("adam_beta2")),
+    "adam_weight_decay": named("weight_decay"),
+    "lr_scheduler": words.schedule,
+    "lr_warmup_steps": words.warm_up,
+    **words.curves(),
+    **all_of("lr_scale lr_scale_sqrt", needless("learning_rate is what it makes of it")),
+    "grad_clip_method": rules.clip_method,
+    "gradient_checkpointing_interval": without("every block is checkpointed", "1"),
+    "gradient_checkpointing_backend": without("activations are recomputed", "torch"),
+    "ema_device": rules.ema_device,
+    "ema_update_interval": without("the average is updated in every step", "1"),
+    "ema_validation": without("samples are of the average", "ema_only"),
+    "huber_schedule": without("huber_c is the same at all noise levels", "constant"),
+    "snr_gamma": words.snr,
+    "flow_schedule_shift": rules.shift,
+    "flow_schedule_auto_shift": unless_off("timestep_sampling", "shift", "by resolution"),
+    "flow_use_uniform_schedule": unless_off("timestep_sampling", "uniform"),
+    "flow_sigmoid_scale": named("logit_std"),
+    "flux_guidance_mode": without("set train_guidance, the same for all samples", "constant"),
+    "flux_guidance_value": rules.trained_guidance,
+    "tokenizer_max_length": named("max_sequence_length"),
+    "framerate": named("fps"),
+    "disable_tf32": words.inverted("allow_tf32"),
+    "fully_unload_text_encoder": named("unload_text_encoder"),
+    "train_text_encoder": without(words.NO_TEXT_ENCODERS),
+    **all_of("noise_offset offset_noise input_perturbation", without(words.NOISE)),
+    "rescale_betas_zero_snr": without("change the model's scheduler_config.json"),
+    **all_of(
+        "timestep_bias_strategy flow_use_beta_schedule flux_fast_schedule",
+        without("set timestep_sampling, logit_mean and logit_std", "none"),
+    ),
+    "flux_attention_masked_training": without("as the stock pipeline attends"),
+    "t5_padding": without("as the stock pipeline pads", "unmodified"),
+    "layer_freeze_strategy": without("all layers of the denoiser are trained", "none"),
+    **all_of(
+        "distillation_method refiner_training use_dora use_soft_min_snr slider_lora_target "
+        "tread_config fuse_qkv_projections diff2flow_enabled diff2flow_loss ltx_train_mode "
+        "hidream_use_load_balancing_loss scheduled_sampling_max_step_offset flow_matching_loss "
+        "singlora_ramp_up_steps sdxl_refiner_uses_full_range sana_complex_human_instruction "
+        "masked_loss_probability",
+        without(words.NO_METHOD, "1", "t2v", "compatible"),
+    ),
+    **all_of(
+        "enable_group_offload ramtorch musubi_blocks_to_swap offload_param_path "
+        "enable_model_cpu_offload optimizer_offload_gradients enable_chunked_feed_forward",
+        without("shard instead (gpus: 4, strategy: fsdp2), or set fsdp_cpu_offload: true"),
+    ),
+    "accelerate_extra_args": same,
+    "accelerate_config": lambda draft, key, value: launch.read_file(draft, key, str(value)),
+    **launch.RULES,
+}
+
+_OUTPUT: Final[dict[str, Rule]] = {
+    **all_of("checkpointing_steps checkpoint_step_interval", named("checkpointing_steps")),
+    "checkpoints_total_limit": words.limit("checkpoints_total_limit"),
+    "checkpoint_epoch_interval": without("set checkpointing_steps"),
+    "checkpointing_rolling_steps": without("set checkpointing_steps and checkpoints_total_limit"),
+    "resume_from_checkpoint": without(words.OTHER_CHECKPOINTS, "latest"),
+    "output_dir": words.job_name,
+    "logging_dir": needless(words.OWN_DIRECTORIES),
+    **all_of(
+        "push_to_hub push_checkpoints_to_hub hub_model_id push_to_hub_background "
+        "model_card_private model_card_safe_for_work model_card_note publishing_config "
+        "post_upload_script post_checkpoint_script",
+        needless(words.NO_UPLOADS),
+    ),
+    **all_of(
+        "report_to tracker_project_name tracker_run_name tracker_image_layout webhook_config "
+        "webhook_reporting_interval",
+        needless(words.NO_TRACKERS),
+    ),
+}
+
+_SAMPLES: Final[dict[str, Rule]] = {
+    "validation_prompt": rules.prompt,
+    "user_prompt_library": rules.library,
+    "validation_prompt_library": without("list prompts as validation_prompts"),
+    **all_of("validation_steps validation_step_interval", named("validation_steps")),
+    "validation_epoch_interval": without("set validation_steps"),
+    "validation_disable": rules.disabled,
+    **all_of(
+        "validation_on_startup validation_guidance validation_num_inference_steps validation_seed",
+        same,
+    ),
+    "validation_guidance_real": named("validation_true_cfg_scale"),
+    "validation_resolution": words.size,
+    "validation_negative_prompt": rules.negative,
+    "validation_num_video_frames": named("validation_num_frames"),
+    "num_validation_images": without("give a prompt twice, with another seed", "1"),
+    "validation_guidance_rescale": without("the stock pipeline's guidance is used"),
+    "validation_randomize": without("every prompt begins with the noise of validation_seed"),
+    "validation_method": without("samples come from the stock pipeline", "simpletuner-local"),
+    **all_of(
+        "validation_using_datasets validation_no_cfg_until_timestep validation_lycoris_strength "
+        "validation_torch_compile",
+        without("samples come from the stock pipeline", "1"),
+    ),
+    **all_of(
+        "disable_benchmark validation_disable_unconditional validation_noise_scheduler "
+        "evaluation_type validation_seed_source num_eval_images validation_torch_compile_mode "
+        "pretrained_evaluation_model_name_or_path validation_stitch_input_location",
+        needless("samples come from the stock pipeline, and no scores are computed"),
+    ),
+}
+
+_NEEDLESS: Final[dict[str, Rule]] = {
+    **all_of(
+        "text_encoder_1_precision text_encoder_2_precision text_encoder_3_precision "
+        "text_encoder_4_precision text_encoder_lr text_encoder_limit save_text_encoder "
+        "offload_during_startup text_encoder_batch_size",
+        needless(words.TEXT_ENCODERS_FREED),
+    ),
+    **all_of(
+        "vae_batch_size vae_enable_tiling vae_enable_slicing vae_enable_patch_conv vae_dtype "
+        "keep_vae_loaded offload_during_save fuse_optimizer optimizer_release_gradients "
+        "gradient_precision set_grads_to_none torch_num_threads i_know_what_i_am_doing "
+        "ema_cpu_only ema_foreach_disable accelerator_cache_clear_interval local_rank "
+        "checkpointing_use_tempdir optimizer_cpu_offload_method ignore_final_epochs snr_weight "
+        "checkpoints_rolling_total_limit seed_for_each_device enable_watermark prodigy_steps "
+        "dynamo_mode dynamo_fullgraph dynamo_dynamic dynamo_use_regional_compilation "
+        "disable_segmented_timestep_sampling unet_attention_slice soft_min_snr_sigma_data "
+        "noise_offset_probability input_perturbation_steps data_aesthetic_score "
+        "training_scheduler_timestep_spacing inference_scheduler_timestep_spacing "
+        "sageattention_usage sla_config attention_implementation",
+        needless(words.NO_EFFECT),
+    ),
+}
+
+_RULES: Final[dict[str, Rule]] = {
+    **_MODEL,
+    **_TRAINING,
+    **_OUTPUT,
+    **_SAMPLES,
+    **_NEEDLESS,
+    **simpletuner_data.RULES,
+}
+
+# Groups of keys that belong to one thing.
+_PREFIXES: Final[dict[str, Rule]] = {
+    "crepa_": without(words.NO_METHOD),
+    "nsfw_": without("data is not checked for what it shows"),
+    "enable_nsfw": without("data is not checked for what it shows"),
+    "sd3_": without("captions are dropped to an encoded empty text", "empty_string"),
+    "eval_": needless("validation_fraction measures the loss on held-out samples"),
+    "validation_adapter_": without("samples are of what is trained alone"),
+    "validation_external_": without("no script is called"),
+    "validation_guidance_skip_": without("the stock pipeline's guidance is used"),
+    "validation_preview": needless("samples are shown when they are made"),
+    "controlnet_": needless("only of ControlNets, which are not trained"),
+    "ltx_": needless("only of ltx_train_mode: i2v, which is not here"),
+    "hidream_": needless("only of the load-balancing loss, which is not here"),
+    "scheduled_sampling_": needless("only of scheduled sampling, which is not here"),
+    "group_offload_": needless("only of group offload, which is not here"),
+    "ramtorch_": needless("only of RamTorch, which is not here"),
+    "musubi_": needless("only of block swapping, which is not here"),
+    "distillation_": needless("only of distillation, which is not here"),
+    "refiner_": needless("only of refiners, which are not trained"),
+    "timestep_bias_": needless("only of timestep_bias_strategy"),
+    "flow_beta_schedule_": needless("only of flow_use_beta_schedule"),
+    "flux_guidance_m": needless("only of flux_guidance_mode: random-range"),
+    "freeze_encoder_": needless(words.NO_TEXT_ENCODERS),
+}
+
+_FIRST: Final = (
+    "model_family", "model_flavour", "pretrained_model_name_or_path", "gpu_ids", "max_train_steps",
+    "train_batch_size", "gradient_accumulation_steps", "num_processes", "data_backend_config",
+)  # fmt: skip

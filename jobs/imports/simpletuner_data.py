@@ -1,0 +1,317 @@
+"""SimpleTuner's data: keys that hold for all of it, and the datasets of `multidatabackend.json`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.imports import data, words
+from jobs.imports.draft import (
+    all_of,
+    as_number,
+    flatten,
+    is_off,
+    named,
+    needless,
+    unless_off,
+    without,
+)
+from jobs.imports.places import find_beside, parse
+from jobs.imports.report import Kind
+from jobs.pictures import METADATA
+from jobs.spellings import normal_key
+
+if TYPE_CHECKING:
+    from jobs.imports.draft import Draft, Rule
+
+_CACHES: Final = ("text_embeds", "image_embeds", "conditioning_image_embeds")
+_STORES: Final = "only folders are read: copy it here (`hf download`, `aws s3 sync`) and name it"
+_METADATA: Final = (
+    'write a metadata.jsonl into the folder, a line {"file_name": …, "text": …} for each picture'
+)
+_DELETING: Final = without("files are never deleted; what cannot be used is named in the report")
+# Keys of the configuration that datasets have where they say nothing else.
+_INHERITED: Final = (
+    "resolution", "resolution_type", "caption_strategy", "instance_prompt", "crop", "crop_style",
+    "prepend_instance_prompt", "only_instance_prompt", "minimum_image_size",
+)  # fmt: skip
+
+
+def read_backends(draft: Draft, key: str, value: Any) -> None:
+    """The datasets of the file that a key names."""
+    path = find_beside(draft.folder, str(value), by_name=True)
+    try:
+        backends = None if path is None else parse(path)
+    except UserError as error:
+        draft.unreadable(key, str(error))
+        return
+    if path is None or not isinstance(backends, list):
+        why = "no such file here" if path is None else "not a list of datasets"
+        draft.unreadable(key, f"{why}; set dataset or datasets")
+        return
+    draft.record(Kind.TAKEN, key, why="its datasets follow")
+    parts = [_backend(draft, f"{path.name}[{i}]", entry) for i, entry in enumerate(backends)]
+    data.settle(draft, [part for part in parts if part is not None])
+
+
+def _backend(draft: Draft, place: str, entry: Any) -> data.Part | None:
+    """One dataset; None where it is not used."""
+    if not isinstance(entry, dict):
+        draft.unreadable(place, "not a dataset")
+        return None
+    theirs = flatten({normal_key(str(key)): value for key, value in entry.items()})
+    if found := _left_out(theirs):
+        draft.record(found[0], place, why=found[1])
+        return None
+    general = {key: draft.theirs[key] for key in _INHERITED if key in draft.theirs}
+    part = data.Part(draft, f"{place}.", general | theirs)
+    part.apply(_DATASET, _DATASET_PREFIXES, ("instance_data_dir",))
+    return part
+
+
+def _left_out(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
+    """Why a dataset is not taken over as a whole."""
+    kind = str(theirs.get("dataset_type") or "image").strip().lower()
+    if not is_off(theirs.get("disabled", theirs.get("disable"))):
+        return Kind.UNNEEDED, "it is disabled"
+    if kind in _CACHES:
+        return Kind.UNNEEDED, words.OWN_CACHES
+    if kind == "eval":
+        return Kind.UNSUPPORTED, "set validation_fraction, a share of the samples that is held out"
+    if kind not in ("image", "video"):
+        return Kind.UNSUPPORTED, f"datasets of {kind} are not trained on"
+    if str(theirs.get("type") or "local").strip().lower() not in ("local", "huggingface"):
+        return Kind.UNSUPPORTED, _STORES
+    return None
+
+
+def _for_datasets(draft: Draft, key: str, value: Any) -> None:
+    """A key that holds for datasets which do not say otherwise."""
+    draft.record(Kind.TAKEN, key, why="for the datasets that do not say otherwise")
+
+
+def _resolution(part: Draft, key: str, value: Any) -> None:
+    """Pixels of a side, or megapixels; theirs may mean the shorter side."""
+    number = as_number(value)
+    kind = str(part.get("resolution_type") or "pixel_area").strip().lower()
+    if number is None or number <= 0:
+        part.unreadable(key, "not a number of pixels")
+    elif kind == "area" or number < 16:
+        part.take(key, "resolution", words.side_of(number), "megapixels → the side in pixels")
+    elif kind == "pixel":
+        part.take(
+            key, "resolution", value, "the shorter side there; here about so many pixels squared"
+        )
+    else:
+        part.take(key, "resolution", value)
+
+
+def _general_resolution(draft: Draft, key: str, value: Any) -> None:
+    if "resolution" in draft.values:
+        draft.unneeded(key, "the datasets say their own")
+    else:
+        _resolution(draft, key, value)
+
+
+def _repeats(part: Draft, key: str, value: Any) -> None:
+    number = as_number(value)
+    if number is None or number != int(number):
+        part.unreadable(key, "not a number of repeats")
+    else:
+        part.take(key, "repeats", int(number) + 1, "counted with the first time here")
+
+
+def _captions(part: Draft, key: str, value: Any) -> None:
+    """Where captions come from."""
+    word = str(value).strip().lower().replace("_", "").replace("-", "")
+    if word == "textfile":
+        part.unneeded(key, "captions are in .txt files beside the pictures, as here")
+    elif word == "huggingface":
+        part.unneeded(key, "captions are in a column, as here")
+    elif word == "instanceprompt":
+        part.unneeded(key, "instance_prompt is the caption")
+    elif word == "parquet" and _is_metadata(part):
+        part.unneeded(key, "captions are in a metadata file, as here")
+    elif word == "parquet":
+        part.unsupported(key, _METADATA)
+    else:
+        part.unsupported(
+            key, "captions are not made of file names; write them into .txt files beside the "
+            "pictures",
+        )  # fmt: skip
+
+
+def _is_metadata(part: Draft) -> bool:
+    """Whether its table is a metadata file that is read here too."""
+    name = str(part.get("parquet.path") or "").rpartition("/")[2]
+    return name in METADATA and part.get("parquet.filename_column") in (None, "file_name")
+
+
+def _instance_prompt(part: Draft, key: str, value: Any) -> None:
+    """The caption of all pictures, or what is put in front of captions, or nothing."""
+    strategy = str(part.get("caption_strategy") or "").lower().replace("_", "")
+    if strategy == "instanceprompt" or part.on("only_instance_prompt"):
+        data.only_caption(part, key, value)
+    elif part.on("prepend_instance_prompt"):
+        part.take(key, "trigger_word", value, "in front of captions, with a comma behind it")
+    else:
+        part.unneeded(key, "prepend_instance_prompt and only_instance_prompt are off")
+
+
+def _crop_style(part: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    if is_off(part.get("crop")):
+        part.unneeded(key, "crop is off")
+    elif word in ("random", "center", "centre"):
+        part.take(key, "crop", "random" if word == "random" else "center", "")
+    else:
+        part.unsupported(key, "crop: center is used; random is the other way to cut")
+
+
+def _crop_aspect(part: Draft, key: str, value: Any) -> None:
+    if is_off(part.get("crop")) or str(value).strip().lower() in ("preserve", "closest"):
+        part.unneeded(key, words.BUCKETS)
+    else:
+        part.unsupported(key, words.BUCKETS)
+
+
+def _smallest(part: Draft, key: str, value: Any) -> None:
+    """Pictures below a size are left out: they would be enlarged more than so much."""
+    least, wanted = as_number(value), as_number(part.get("resolution")) or 1024
+    if is_off(value) or least is None or least <= 0:
+        part.unneeded(key, "what would be enlarged more than max_upscale is left out")
+        return
+    ratio = wanted / least if least >= 16 or wanted >= 16 else (wanted / least) ** 0.5  # areas
+    largest = max(1.0, round(ratio, 3))
+    part.take(key, "max_upscale", largest, f"pictures below {least:g} would be enlarged more")
+
+
+def _shuffles(part: Draft, key: str, value: Any) -> None:
+    count = as_number(value)
+    if not part.on("caption_shuffle.enable") or count is None:
+        part.unneeded(key, "caption_shuffle.enable is off")
+    else:
+        part.take(key, "caption_shuffles", max(2, int(count) + 1), "with the order as written")
+
+
+def _kept(part: Draft, key: str, value: Any) -> None:
+    if part.on("caption_shuffle.enable"):
+        part.take(key, "keep_tags", value)
+    else:
+        part.unneeded(key, "caption_shuffle.enable is off")
+
+
+def _lines(part: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        part.unneeded(key, "each line is a caption, as here")
+    else:
+        part.take(key, "caption_lines", "joined", "lines of a file are one caption")
+
+
+_DATASET: Final[dict[str, Rule]] = {
+    "id": needless("datasets are told apart by their paths"),
+    "type": needless("read from a directory"),
+    "dataset_type": needless("pictures and videos are told apart by their names"),
+    "instance_data_dir": data.folder,
+    "dataset_name": data.hub_id,
+    "resolution": _resolution,
+    "resolution_type": needless("resolution says it in pixels"),
+    "repeats": _repeats,
+    "caption_strategy": _captions,
+    "instance_prompt": _instance_prompt,
+    **all_of("prepend_instance_prompt only_instance_prompt", needless("instance_prompt has it")),
+    "disable_multiline_split": _lines,
+    "caption_shuffle.enable": unless_off("shuffle_captions", True),
+    "caption_shuffle.count": _shuffles,
+    "caption_shuffle.position_start": _kept,
+    "caption_shuffle.split_on": without("captions are split at commas", "comma"),
+    "caption_shuffle.include_original": without("the written order is one of them", "true"),
+    "caption_shuffle.seed": needless("orders depend on the caption alone"),
+    "caption_filter_list": without("captions are trained on as they are written"),
+    "crop_style": _crop_style,
+    "crop_aspect": _crop_aspect,
+    "minimum_image_size": _smallest,
+    **all_of(
+        "crop maximum_image_size target_downsample_size crop_aspect_buckets max_upscale_threshold",
+        needless(words.BUCKETS),
+    ),
+    **all_of(
+        "minimum_aspect_ratio maximum_aspect_ratio",
+        without("there are buckets for all shapes up to 2:1"),
+    ),
+    "probability": without("give all datasets a weight instead of repeats", "1"),
+    "max_num_samples": without("put the samples into a folder of their own"),
+    **all_of("start_epoch start_step", without("datasets are used from the beginning", "1")),
+    **all_of("end_epoch end_step", without("datasets are used to the end")),
+    **all_of(
+        "is_regularisation_data is_regularization_data slider_strength conditioning "
+        "conditioning_data conditioning_type timestep_sampling_offset audio",
+        without("every dataset is trained on alike"),
+    ),
+    **all_of("delete_unwanted_images delete_problematic_images delete_nsfw_images", _DELETING),
+    "video.num_frames": data.frames,
+    "video.min_frames": needless("videos shorter than a sample are left out, and named"),
+    "video.max_frames": without("samples are cut from videos of any length"),
+    "video.is_i2v": without("models are trained as text-to-video"),
+    "video.bucket_strategy": needless("videos go into buckets by shape and length"),
+    "video.frame_interval": needless("lengths are what the family takes"),
+    "parquet.path": needless("only of caption_strategy: parquet"),
+    **all_of(
+        "parquet.caption_column huggingface.caption_column config.caption_column",
+        named("caption_column"),
+    ),
+    **all_of(
+        "huggingface.image_column huggingface.video_column config.image_column",
+        named("image_column"),
+    ),
+    **all_of("huggingface.split dataset_split split", named("split")),
+    **all_of("disabled disable", needless("off")),
+}
+
+_DATASET_PREFIXES: Final[dict[str, Rule]] = {
+    **all_of(
+        "cache_ text_embeds image_embeds conditioning_image_embed vae_cache text_cache "
+        "write_batch_size read_batch_size",
+        needless(words.OWN_CACHES),
+    ),
+    **all_of(
+        "skip_file_discovery preserve_data_backend_cache metadata_ hash_filenames ignore_epochs "
+        "default text_encoder_batch_size",
+        needless("folders are listed anew for every job"),
+    ),
+    "parquet.": needless("sizes are read from the files themselves"),
+    **all_of("huggingface. config.", without("all rows of the split are used")),
+    **all_of("aws_ csv_", needless("only of other stores")),
+}
+
+RULES: Final[dict[str, Rule]] = {
+    "data_backend_config": read_backends,
+    **dict.fromkeys(_INHERITED, _for_datasets),
+    "resolution": _general_resolution,
+    **all_of(
+        "maximum_image_size target_downsample_size max_upscale_threshold aspect_bucket_rounding "
+        "aspect_bucket_alignment aspect_bucket_worker_count aspect_bucket_disable_rebuild "
+        "disable_bucket_pruning allow_dataset_oversubscription data_backend_sampling",
+        needless(words.BUCKETS),
+    ),
+    **all_of(
+        "cache_dir cache_dir_vae cache_dir_text compress_disk_cache vae_cache_scan_behaviour "
+        "vae_cache_ondemand vae_cache_disable text_cache_ondemand text_cache_disable "
+        "preserve_data_backend_cache write_batch_size read_batch_size skip_file_discovery "
+        "override_dataset_config image_processing_batch_size metadata_update_interval "
+        "enable_multiprocessing max_workers aws_max_pool_connections dataloader_prefetch "
+        "dataloader_prefetch_qlen",
+        needless(words.OWN_CACHES),
+    ),
+    **all_of(
+        "debug_aspect_buckets debug_dataset_loader print_filenames print_sampler_statistics "
+        "ignore_missing_files",
+        needless("`fsdp-tui data JOB.yaml` tells all of the data"),
+    ),
+    **all_of("delete_unwanted_images delete_problematic_images", _DELETING),
+    "conditioning_multidataset_sampling": needless("there are no conditioning datasets"),
+    **all_of(
+        "parquet_caption_column parquet_filename_column",
+        needless("datasets say their own columns"),
+    ),
+}

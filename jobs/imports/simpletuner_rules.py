@@ -1,0 +1,236 @@
+"""What becomes of those of SimpleTuner's keys that need more than a word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.families import FAMILIES
+from jobs.imports import data, models, words
+from jobs.imports.draft import as_number, is_off, plain
+from jobs.imports.places import find_beside, parse
+from jobs.imports.report import Kind
+from jobs.spellings import as_bool, normal_key
+
+if TYPE_CHECKING:
+    from jobs.imports.draft import Draft
+
+# Names of published models there and here.
+_FLAVOURS: Final = {
+    "auraflow": {"v0.3": "v0.3", "v0.2": "v0.2"},
+    "chroma": {"base": "base", "hd": "hd"},
+    "flux": {name: name for name in ("dev", "schnell", "krea", "kontext")},
+    "flux2": {"dev": "dev", "klein-4b": "klein-base-4b", "klein-9b": "klein-base-9b"},
+    "hidream": {name: name for name in ("full", "dev", "fast")},
+    "ltxvideo": {"0.9.0": "2b-0.9"},
+    "pixart_sigma": {"600M-512": "512", "600M-1024": "1024"},
+    "qwen_image": {"v1.0": "base"},
+    "sd3": {"medium": "3.5-medium", "large": "3.5-large"},
+    "sdxl": {"base-1.0": "base-1.0"},
+    "wan": {"t2v-480p-1.3b-2.1": "2.1-t2v-1.3b", "t2v-480p-14b-2.1": "2.1-t2v-14b"},
+    "z_image": {"base": "base", "turbo": "turbo", "turbo-ostris-v2": "turbo"},
+}
+
+# What it takes where no flavour is named; some of its defaults are no models that are here.
+_USUAL: Final = {
+    "auraflow": "v0.3", "chroma": "base", "flux": "dev", "flux2": "klein-9b", "hidream": "dev",
+    "qwen_image": "v1.0", "sd3": "medium", "sdxl": "base-1.0", "wan": "t2v-480p-1.3b-2.1",
+    "z_image": "turbo",
+}  # fmt: skip
+
+_ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
+_ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
+_CONTEXT_FEED_FORWARD: Final = ["ff_context.net.0.proj", "ff_context.net.2"]
+_FLUX_TARGETS: Final[dict[str, list[str] | None]] = {
+    "mmdit": _ATTENTION,
+    "context": _ADDED,
+    "context+ffs": _ADDED + _CONTEXT_FEED_FORWARD,
+    "all": _ATTENTION + _ADDED,
+    "all+ffs": None,  # as the family's own here
+}
+
+KERNELS: Final[words.Words] = {
+    "diffusers": ("auto", ""),
+    "xformers": ("efficient", "torch's own kernel of the same method"),
+    "cudnn": ("cudnn", ""),
+    **{f"native_{name}": (name, "") for name in ("flash", "efficient", "math")},
+    **dict.fromkeys(("flash_attn", "flash_attn_2", "flash_attn_3"), ("flash", "torch's own")),
+}
+
+
+def family(draft: Draft, key: str, value: Any) -> None:
+    word = normal_key(str(value))
+    models.set_family(draft, key, word if word in FAMILIES else None)
+
+
+def flavour(draft: Draft, key: str, value: Any) -> None:
+    family = draft.values.get("model_family", "")
+    flavour = _FLAVOURS.get(family, {}).get(str(value).strip())
+    if flavour is None and str(value).strip() in getattr(FAMILIES.get(family), "flavours", {}):
+        flavour = str(value).strip()
+    if flavour is None:
+        draft.unsupported(
+            key, "no published model of this name here; `fsdp-tui families` lists them"
+        )
+    else:
+        draft.take(key, "model_flavour", flavour, "" if flavour == value else "its name here")
+
+
+def use_published(draft: Draft) -> None:
+    """Where no model is named, the tool takes the published one of the flavour."""
+    name, key = draft.values.get("model_family"), "pretrained_model_name_or_path"
+    unknown = draft.get("model_flavour") is not None and "model_flavour" not in draft.values
+    if name is None or draft.get(key) is not None or unknown:
+        return
+    if draft.get("model_flavour") is None:
+        if name not in _USUAL:
+            return
+        usual = _FLAVOURS[name][_USUAL[name]]
+        draft.values["model_flavour"] = usual
+        draft.assume("model_flavour", "", model_flavour=usual)
+    hub_id = FAMILIES[name].flavours[draft.values["model_flavour"]].hub_id
+    draft.values[key] = hub_id
+    draft.assume(key, "the published model of the flavour", **{key: hub_id})
+
+
+def lora_type(draft: Draft, key: str, value: Any) -> None:
+    if str(value).strip().lower() == "standard":
+        draft.unneeded(key, "LoRA of peft, as here")
+    else:
+        draft.unsupported(key, "LyCORIS is not here; the job trains a LoRA of peft instead")
+
+
+def lora_format(draft: Draft, key: str, value: Any) -> None:
+    """Names of tensors in exports; those of kohya are what ComfyUI reads."""
+    if str(value).strip().lower() == "comfyui":
+        draft.take(key, "export_formats", ["kohya"], "ComfyUI reads them")
+    else:
+        draft.take(key, "export_formats", value, "names of tensors in exports")
+
+
+def target(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    if word not in _FLUX_TARGETS:
+        draft.unsupported(key, "set lora_target_modules; the family's own are used")
+    elif (modules := _FLUX_TARGETS[word]) is None:
+        draft.unneeded(key, "attention and feed-forward layers are adapted here too")
+    else:
+        flux = draft.values.get("model_family", "flux") == "flux"
+        targets = modules if flux else _ATTENTION
+        draft.take(key, "lora_target_modules", targets, "attention layers alone, as there")
+
+
+def steps(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unneeded(key, "num_train_epochs counts")
+    else:
+        draft.take(key, "max_train_steps", value)
+
+
+def epochs(draft: Draft, key: str, value: Any) -> None:
+    """Epochs, once the datasets are known."""
+    if is_off(value) or not is_off(draft.get("max_train_steps")):
+        draft.unneeded(key, "max_train_steps counts")
+    else:
+        words.epochs(draft, key, value, data.count_samples(draft))
+
+
+def rate(draft: Draft, key: str, value: Any) -> None:
+    words.rate(
+        draft, key, value, scaled=draft.on("lr_scale") or draft.on("lr_scale_sqrt"),
+        root=draft.on("lr_scale_sqrt"),
+    )  # fmt: skip
+
+
+def clip(draft: Draft, key: str, value: Any) -> None:
+    by_norm = str(draft.get("grad_clip_method") or "value").strip().lower() == "norm"
+    draft.take(key, "max_grad_norm", value, "" if by_norm else "of the norm, not of each value")
+
+
+def clip_method(draft: Draft, key: str, value: Any) -> None:
+    if str(value).strip().lower() == "norm":
+        draft.unneeded(key, "gradients are clipped by their norm, as here")
+    else:
+        draft.unsupported(key, "gradients are clipped by their norm, not each by its value")
+
+
+def shift(draft: Draft, key: str, value: Any) -> None:
+    """The shift of sigma, which also applies to the uniform schedule there."""
+    if models.family_of(draft).objective != "flow":
+        draft.unneeded(key, "only of flow-matching models")
+    elif draft.on("flow_schedule_auto_shift"):
+        draft.unneeded(key, "flow_schedule_auto_shift counts")
+    elif draft.on("flow_use_uniform_schedule"):
+        draft.unsupported(key, "timestep_sampling: uniform has no shift; use shift instead")
+    elif is_off(value) or as_number(value) == 1:
+        draft.take(key, "timestep_sampling", "logit_normal", "no shift")
+    elif draft.take(key, "flow_shift", value, "of a logit-normal sigma"):
+        draft.values["timestep_sampling"] = "shift"
+
+
+def ema_device(draft: Draft, key: str, value: Any) -> None:
+    if not draft.on("use_ema"):
+        draft.unneeded(key, "use_ema is off")
+    elif draft.on("fsdp_enable"):
+        draft.unneeded(key, "with FSDP the average is sharded like the weights")
+    else:
+        draft.take(key, "ema_device", value)
+
+
+def trained_guidance(draft: Draft, key: str, value: Any) -> None:
+    if str(draft.get("flux_guidance_mode") or "constant").lower() == "constant":
+        draft.take(key, "train_guidance", value, "the guidance fed to the model")
+    else:
+        draft.unneeded(key, "flux_guidance_mode is another")
+
+
+# -- samples ---------------------------------------------------------------------------------
+
+
+def prompt(draft: Draft, key: str, value: Any) -> None:
+    if draft.on("validation_disable"):
+        draft.unneeded(key, "validation_disable is on")
+    else:
+        # A list, so that commas in it are none between prompts.
+        draft.take(key, "validation_prompts", [*_prompts(draft), str(value)], "a list of one")
+
+
+def library(draft: Draft, key: str, value: Any) -> None:
+    """A file with prompts by short names."""
+    path = find_beside(draft.folder, str(value), by_name=True)
+    try:
+        found = None if path is None else parse(path)
+    except UserError as error:
+        draft.unreadable(key, str(error))
+        return
+    if not isinstance(found, dict):
+        draft.unreadable(key, "no such file of prompts here; list them as validation_prompts")
+        return
+    prompts = [one.get("prompt") if isinstance(one, dict) else one for one in found.values()]
+    texts = [str(one) for one in prompts if one]
+    if draft.on("validation_disable"):
+        draft.unneeded(key, "validation_disable is on")
+    else:
+        what = f"{len(texts)} prompts of {path.name if path else ''}"
+        draft.take(key, "validation_prompts", [*_prompts(draft), *texts], what)
+
+
+def _prompts(draft: Draft) -> list[Any]:
+    return [plain(one) for one in draft.values.get("validation_prompts", [])]
+
+
+def negative(draft: Draft, key: str, value: Any) -> None:
+    real = draft.number("validation_guidance_real") or 1
+    if models.takes_negatives(draft) or real > 1:
+        draft.take(key, "validation_negative_prompt", value)
+    else:
+        draft.unneeded(
+            key, "no effect with guidance-distilled models without guidance_real above 1"
+        )
+
+
+def disabled(draft: Draft, key: str, value: Any) -> None:
+    if as_bool(value) is True:
+        draft.record(Kind.TRANSLATED, key, why="no validation_prompts")
+    else:
+        draft.unneeded(key, "off, as it is here")

@@ -1,0 +1,219 @@
+"""What the tools have in common: optimizers, schedules, precisions, and how a job is called."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.imports.draft import as_number, chosen, is_off
+from jobs.imports.models import family_of
+from jobs.spellings import as_bool
+
+if TYPE_CHECKING:
+    from jobs.imports.draft import Draft, Rule
+
+Words = dict[str, tuple[Any, str]]
+
+_EIGHT_BIT: Final = "8-bit AdamW of torchao, with blocks of 256 values"
+_NEAREST: Final = "the nearest that is here"
+
+OPTIMIZERS: Final[Words] = {
+    **dict.fromkeys(("adamw", "adamw_torch", "bnb_adamw", "optimi_adamw"), ("adamw", "")),
+    "adamw_bf16": ("adamw", "what is trained stays in fp32, which needs no stochastic rounding"),
+    "bnb_adamw_paged": ("adamw", "state is not paged to host memory"),
+    **dict.fromkeys(("adam", "bnb_adam", "optimi_adam"), ("adamw", "with decoupled weight decay")),
+    **dict.fromkeys(
+        ("adamw8bit", "adamw_8bit", "bnb_adamw8bit", "bnb_adamw8bit_paged", "ao_adamw8bit"),
+        ("adamw_8bit", _EIGHT_BIT),
+    ),
+    **dict.fromkeys(("adam8bit", "adam_8bit", "bnb_adam8bit"), ("adamw_8bit", _EIGHT_BIT)),
+    **dict.fromkeys(
+        ("optimi_stableadamw", "ao_adamw4bit", "ao_adamfp8", "ao_adamwfp8"), ("adamw", _NEAREST)
+    ),
+    **dict.fromkeys(("lion", "bnb_lion", "bnb_lion_paged", "optimi_lion"), ("lion", "")),
+    **dict.fromkeys(
+        ("lion8bit", "bnb_lion8bit", "bnb_lion8bit_paged"), ("lion", "its state stays in fp32")
+    ),
+    **dict.fromkeys(("prodigy", "prodigyopt"), ("prodigy", "")),
+    **dict.fromkeys(("prodigy8bit", "prodigy_8bit"), ("prodigy", "its state stays in fp32")),
+    "adafactor": ("adafactor", ""),
+    **dict.fromkeys(("sgd", "optimi_sgd"), ("sgd", "without momentum")),
+}  # fmt: skip
+
+_NO_RESTARTS: Final = "one half wave without restarts"
+SCHEDULES: Final[Words] = {
+    **{name: (name, "") for name in ("constant", "constant_with_warmup", "linear", "cosine")},
+    "polynomial": ("linear", "a polynomial of power 1; there it may bend and stop above 0"),
+    "cosine_with_restarts": ("cosine", _NO_RESTARTS),
+    "sine": ("cosine", _NO_RESTARTS),
+}
+
+PRECISIONS: Final[Words] = {
+    **dict.fromkeys(("bf16", "bfloat16"), ("bf16", "")),
+    **dict.fromkeys(("fp16", "float16"), ("fp16", "")),
+    **dict.fromkeys(("no", "false", "fp32", "float32"), ("no", "")),
+}
+
+optimizer: Final = chosen(
+    "optimizer", OPTIMIZERS,
+    "not here; adamw is used. Others: adamw_8bit, adafactor, prodigy, lion, sgd",
+)  # fmt: skip
+schedule: Final = chosen(
+    "lr_scheduler", SCHEDULES, "not here; the rate stays constant. Others: linear, cosine"
+)
+precision: Final = chosen("mixed_precision", PRECISIONS, "not here; bf16 is used. Others: fp16, no")
+
+QUANTISED: Final = (
+    "base weights are not quantised; they stay in bf16. Shard them over GPUs instead (gpus: 4, "
+    "strategy: fsdp2), and use gradient_checkpointing: true"
+)
+TEXT_ENCODERS_FREED: Final = "captions are encoded first and kept; then the text encoders are freed"
+ONE_DIRECTORY: Final = "one directory holds all of the model; put together one that holds this"
+NOISE: Final = "noise is drawn as the model was trained with"
+NO_METHOD: Final = "this method is not here"
+OTHER_CHECKPOINTS: Final = (
+    "checkpoints of other tools cannot be gone on from; `fsdp-tui resume ID` goes on after its own"
+)
+NO_BEGINNING: Final = (
+    "a LoRA cannot be begun from a file; resume_from_checkpoint begins from another job's "
+    "checkpoint"
+)
+NO_EFFECT: Final = "decides nothing that is trained here"
+BUCKETS: Final = "pictures go into buckets of similar shape, and are resized and cut to fill them"
+OWN_DIRECTORIES: Final = "every job has a run directory of its own; `fsdp-tui show ID` says where"
+OWN_CACHES: Final = "caches are kept by content, for all jobs together (cache_dir)"
+NO_UPLOADS: Final = "nothing is uploaded; `fsdp-tui export ID`, then `hf upload REPO DIR`"
+NO_TRACKERS: Final = "losses are in the run directory and the dashboard; no tracker is told"
+NO_TEXT_ENCODERS: Final = "text encoders are not trained; only the denoiser is"
+
+
+def warm_up(draft: Draft, key: str, value: Any) -> None:
+    """Steps of warm-up, which a constant rate has neither there nor here."""
+    word = str(draft.get("lr_scheduler") or "constant").strip().lower()
+    if not is_off(value) and SCHEDULES.get(word, ("constant", ""))[0] == "constant":
+        draft.unneeded(key, "lr_scheduler: constant has no warm-up, there neither")
+    else:
+        draft.take(key, "lr_warmup_steps", value)
+
+
+def curves(prefix: str = "") -> dict[str, Rule]:
+    """Details of schedules, each of which matters with one of them."""
+    return {
+        f"{prefix}lr_num_cycles": _curve("cosine_with_restarts", "a cosine has no restarts"),
+        f"{prefix}lr_power": _curve("polynomial", "linear is a polynomial of power 1"),
+        f"{prefix}lr_end": _curve("polynomial", "linear ends at 0"),
+    }
+
+
+def _curve(of: str, why: str) -> Rule:
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if str(draft.get("lr_scheduler")).strip().lower() == of:
+            draft.unsupported(key, why)
+        else:
+            draft.unneeded(key, f"only of the schedule {of}")
+
+    return rule
+
+
+def rate(draft: Draft, key: str, value: Any, *, scaled: bool = False, root: bool = False) -> None:
+    """The learning rate, where asked for times the global batch."""
+    number = as_number(value)
+    if number is None or not scaled:
+        draft.take(key, "learning_rate", value)
+        return
+    batch = global_batch(draft)
+    factor = math.sqrt(batch) if root else batch
+    how = f"times {'the root of ' if root else ''}the global batch of {batch:g}"
+    draft.take(key, "learning_rate", number * factor, f"{how}, as scaling asks for there")
+
+
+def snr(draft: Draft, key: str, value: Any) -> None:
+    """Min-SNR, which weights only what predicts noise or v."""
+    if is_off(value):
+        draft.unneeded(key, "off, as it is here")
+    elif family_of(draft).objective == "flow":
+        draft.unneeded(key, "only of epsilon and v-prediction models, which this is not")
+    else:
+        draft.take(key, "snr_gamma", value)
+
+
+def clean_name(text: Any) -> str | None:
+    """A text as the name of a job; None when nothing of it can be."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(text).strip()).strip("-._")[:64]
+    return name or None
+
+
+def job_name(draft: Draft, key: str, value: Any) -> None:
+    """A name or the last part of a path becomes the job's name, which its run directory has too."""
+    name = clean_name(re.split(r"[/\\]", str(value).strip().rstrip("/\\"))[-1])
+    if name is None:
+        draft.unneeded(key, OWN_DIRECTORIES)
+    else:
+        draft.take(key, "name", name, "" if name == value else OWN_DIRECTORIES)
+
+
+def inverted(ours: str) -> Rule:
+    """A switch that says the opposite."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        off = as_bool(value)
+        draft.take(key, ours, not off if isinstance(off, bool) else value, "the opposite switch")
+
+    return rule
+
+
+def limit(ours: str) -> Rule:
+    """A number of which 0 means no limit."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        draft.take(key, ours, None if is_off(value) else value)
+
+    return rule
+
+
+def size(draft: Draft, key: str, value: Any) -> None:
+    """A size of samples; of several, the first."""
+    sizes = [part.strip() for part in str(value).split(",") if part.strip()]
+    if not sizes:
+        draft.unneeded(key, "not set")
+        return
+    ours, text, number = "validation_resolution", sizes[0], as_number(sizes[0])
+    more = f"of {len(sizes)} sizes the first" if len(sizes) > 1 else ""
+    if number is not None and 0 < number < 16:  # megapixels
+        draft.take(key, ours, side_of(number), more or "megapixels → the side in pixels")
+    else:
+        draft.take(key, ours, text, more)
+
+
+def side_of(megapixels: float) -> int:
+    """The side of a square picture, a multiple of 64 as published models have it."""
+    return max(64, round(math.sqrt(megapixels * 1e6) / 64) * 64)
+
+
+def epochs(draft: Draft, key: str, value: Any, samples: int | None) -> None:
+    """Epochs as steps, where the samples can be counted."""
+    number = as_number(value)
+    if number is None:
+        draft.unreadable(key, "not a number")
+        return
+    batch = global_batch(draft)
+    if samples:
+        steps = max(1, math.ceil(number * samples / batch))
+        how = f"{number:g} epochs of {samples} samples in global batches of {batch:g}"
+        draft.take(key, "max_train_steps", steps, how)
+        return
+    draft.unsupported(key, "jobs count steps; set max_train_steps")
+    draft.report.to_fill_in.append(
+        f"max_train_steps: {number:g} epochs are {number:g} × samples / {batch:g} steps, and the "
+        f"samples could not be counted; {batch:g} is train_batch_size × "
+        "gradient_accumulation_steps × ranks"
+    )
+
+
+def global_batch(draft: Draft) -> float:
+    """Samples of an optimizer step, as far as the configuration says."""
+    gpus = draft.values.get("gpus")
+    ranks = len(gpus) if isinstance(gpus, list) else draft.values.get("num_processes") or 1
+    sizes = [draft.number(key) or 1 for key in ("train_batch_size", "gradient_accumulation_steps")]
+    return math.prod(sizes) * ranks

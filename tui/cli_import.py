@@ -1,0 +1,167 @@
+"""`fsdp-tui import`: a job file of another tool's configuration, and what became of each key."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from jobs.errors import UserError
+from jobs.imports.report import Kind
+from jobs.rundir import write_atomic
+from tui.cli_words import FLAGS, JSON
+
+if TYPE_CHECKING:
+    from jobs.imports.imported import Imported
+    from jobs.imports.report import Entry
+
+_CONFIG: Final = click.argument("config", type=click.Path(path_type=Path))
+_OUTPUT: Final = click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="JOB.yaml",
+    help="Where the job file is written; printed when left out.",
+)  # fmt: skip
+_FORCE: Final = click.option("--force", is_flag=True, help="Write over a file that is there.")
+_DETAILED: Final = (Kind.TAKEN, Kind.TRANSLATED, Kind.UNSUPPORTED, Kind.UNREADABLE, Kind.UNKNOWN)
+
+
+@click.group(name="import")
+def import_job() -> None:
+    """Make a job file of another tool's configuration.
+
+    The job goes to standard output and the report to standard error; with -o, the job goes to a
+    file. What cannot be done here is in the report, and never stops the import.
+    """
+
+
+@import_job.command()
+@_CONFIG
+@_OUTPUT
+@_FORCE
+@JSON
+def simpletuner(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
+    """Read CONFIG.json, and the datasets of the file that its data_backend_config names."""
+    from jobs.imports.imported import import_simpletuner  # the tables take some 20 ms
+
+    _tell(import_simpletuner(config), output, force, as_json, config)
+
+
+@import_job.command(name="ai-toolkit")
+@_CONFIG
+@_OUTPUT
+@_FORCE
+@JSON
+def ai_toolkit(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
+    """Read the training in CONFIG.yaml."""
+    from jobs.imports.imported import import_ai_toolkit  # the tables take some 20 ms
+
+    _tell(import_ai_toolkit(config), output, force, as_json, config)
+
+
+@import_job.command(name="diffusers-script", context_settings=FLAGS)
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND")
+@_OUTPUT
+@_FORCE
+@JSON
+def diffusers_script(
+    words: tuple[str, ...], output: Path | None, force: bool, as_json: bool
+) -> None:
+    """Read the command line of a training script in diffusers' examples.
+
+    COMMAND is `accelerate launch … train_….py --…` in quotes, or its words behind `--`, or a shell
+    script that has it.
+    """
+    from jobs.imports.imported import import_script  # the tables take some 20 ms
+
+    source = Path(words[0]) if len(words) == 1 else None
+    _tell(import_script(words), output, force, as_json, source)
+
+
+def _tell(
+    imported: Imported, output: Path | None, force: bool, as_json: bool, source: Path | None
+) -> None:
+    """Write the job and say what became of the configuration.
+
+    Raises:
+        UserError: The file is there already, or cannot be written.
+    """
+    text = imported.to_yaml()
+    if output is not None:
+        _write(output, text, force, source)
+    if as_json:
+        facts = {
+            "tool": imported.tool,
+            "source": imported.source,
+            "job": imported.to_dict(),
+            "yaml": text,
+            "written": None if output is None else str(output),
+            "report": imported.report.to_dict(),
+        }
+        click.echo(json.dumps(facts))
+        return
+    if output is None:
+        click.echo(text, nl=False)
+    click.echo(_report(imported, output), err=output is None)
+
+
+def _write(output: Path, text: str, force: bool, source: Path | None) -> None:
+    if output.is_dir():
+        raise UserError(f"{output} is a directory", "name a file, such as job.yaml")
+    if output.exists():
+        if source is not None and source.exists() and output.samefile(source):
+            raise UserError(f"{output} is what is imported", "name another file")
+        if not force:
+            raise UserError(f"{output} is there already", "name another file, or add --force")
+    try:
+        write_atomic(output, text, durable=True)
+    except OSError as error:
+        raise UserError(f"cannot write {output} ({error.strerror or error})") from None
+
+
+def _report(imported: Imported, output: Path | None) -> str:
+    """The report as text; what needs a person's eye comes last."""
+    report = imported.report
+    lines = [f"{imported.source} ({imported.tool}) → {output or 'a job'}"]
+    for kind in _DETAILED:
+        if entries := report.of(kind):
+            lines += ["", f"{kind} ({len(entries)})", *(_line(entry) for entry in entries)]
+    if entries := report.of(Kind.UNNEEDED):
+        lines += ["", f"{Kind.UNNEEDED} ({len(entries)})", *_names(entries)]
+    if assumed := report.assumed:
+        title = f"left out there, and so by default ({len(assumed)})"
+        lines += ["", title, *(_line(entry) for entry in assumed)]
+    for title, sentences in (("warnings", report.warnings), ("to fill in", report.to_fill_in)):
+        if sentences:
+            lines += ["", f"{title} ({len(sentences)})", *(f"  {one}" for one in sentences)]
+    return "\n".join(lines)
+
+
+def _names(entries: list[Entry]) -> list[str]:
+    """Keys alone, those of one place behind its name."""
+    places: dict[str, list[str]] = {}
+    for entry in entries:
+        place, _, name = entry.key.rpartition(": " if ": " in entry.key else ".")
+        places.setdefault(place, []).append(name)
+    lines = []
+    for place, names in places.items():
+        text = f"{place}: {', '.join(names)}" if place else ", ".join(names)
+        lines += textwrap.wrap(text, 96, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
+def _line(entry: Entry) -> str:
+    """`  key: value → ours: value  (why)`; for what is lost, only why."""
+    text = f"  {entry.key}: {entry.value}" if entry.value else f"  {entry.key}"
+    ours = ", ".join(f"{name}: {_shown(value)}" for name, value in entry.ours.items())
+    if entry.kind is Kind.TAKEN:
+        return text
+    if ours:
+        text += f" → {ours}"
+    return f"{text}  ({entry.why})" if entry.why else text
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+    return text if len(text) <= 60 else text[:59] + "…"

@@ -1,0 +1,188 @@
+"""`python -m engine.doctor.allreduce FOLDER`: one rank that all-reduces messages of several sizes.
+
+Started by `jobs.doctor.ranks` as a job's ranks are, so that it meets what a job would meet. FOLDER
+is a run directory of its own: each rank keeps its status there, rank 0 leaves what was measured.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.command import OneLineParser
+from engine.failure import record_failure
+from engine.telemetry import Telemetry
+from jobs.doctor.agreed import RESULT
+from jobs.rundir import RunDir, write_atomic
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+_GPU_SIZES: Final = (8, 1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28)  # bytes
+_CPU_SIZES: Final = (8, 1 << 16, 1 << 20, 1 << 24)
+_WARM_UP: Final = 3
+_MOST: Final = 2000  # repetitions of one size
+_SELF_DESTRUCT: Final = 20.0  # seconds after the limit, should nobody be there to kill us
+_FLOAT: Final = 4  # bytes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Be one rank."""
+    options = _parse(arguments)
+    # A thread in C, so that it works while CUDA or gloo holds the interpreter.
+    faulthandler.dump_traceback_later(options.limit + _SELF_DESTRUCT, exit=True)
+    run_dir, rank = RunDir(options.folder), int(os.environ.get("RANK", "0"))
+    telemetry = Telemetry(run_dir, rank)
+    try:
+        device = join(options.device, options.limit, run_dir.root.absolute())
+        telemetry.moved()
+        sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
+        found = list(measure(sizes, options.seconds, device, telemetry.moved))
+        if rank == 0:
+            write_atomic(run_dir.root / RESULT, json.dumps({"sizes": found}))
+        leave()
+    except BaseException as error:
+        record_failure(run_dir, rank, error, telemetry)
+        os._exit(1)  # at once: the others may be in a collective
+    telemetry.close()
+    return 0
+
+
+def join(kind: str, limit: float, folder: Path) -> torch.device:
+    """Join the process group that a job's ranks use; returns this rank's device.
+
+    Raises:
+        RuntimeError: Torch does not see the GPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world = {"rank": int(os.environ.get("RANK", "0")),
+             "world_size": int(os.environ.get("WORLD_SIZE", "1"))}  # fmt: skip
+    options: dict[str, Any] = {"timeout": timedelta(seconds=limit), **world}
+    if world["world_size"] == 1:  # a launcher of one process opens no port
+        options["init_method"] = f"file://{folder / 'store'}"
+    if kind == "cpu":
+        dist.init_process_group("gloo", **options)
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise RuntimeError(f"torch sees {torch.cuda.device_count()} GPUs, and needs {local + 1}")
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", **options)
+    dist.all_reduce(torch.ones(1))  # through gloo, as requests and checkpoints go
+    return device
+
+
+def measure(
+    sizes: tuple[int, ...], seconds: float, device: torch.device, moved: Callable[..., None]
+) -> Iterator[dict[str, Any]]:
+    """All-reduce messages of each size for an equal part of the time. Collectives.
+
+    Args:
+        sizes: Bytes.
+        seconds: For all sizes together.
+        device: Where the messages are.
+        moved: Called after each repetition, and with the number of sizes that are done.
+
+    Raises:
+        RuntimeError: A sum is wrong.
+    """
+    for place, size in enumerate(sizes, 1):
+        check_sums(max(1, size // _FLOAT), device, size)
+        once = timed(size, _WARM_UP, device, moved)
+        each = timed(size, _repetitions(once, seconds / len(sizes), device), device, moved)
+        moved(place)
+        yield {"bytes": size, "seconds": each, "bus": bus_bandwidth(size, each)}
+
+
+def check_sums(count: int, device: torch.device, size: int) -> None:
+    """Prove that every number arrives: some machines lose data between GPUs in silence.
+
+    Raises:
+        RuntimeError: One did not.
+    """
+    import torch
+    import torch.distributed as dist
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    message = torch.full((count,), float(rank + 1), device=device)
+    dist.all_reduce(message)
+    wrong = int((message != ranks * (ranks + 1) / 2).sum())
+    if wrong:
+        raise RuntimeError(
+            f"{wrong} of {count} sums arrived wrong in a message of {size} bytes; "
+            "data is damaged between devices (often: PCIe ACS or IOMMU)"
+        )
+
+
+def timed(size: int, times: int, device: torch.device, moved: Callable[..., None]) -> float:
+    """Seconds of one all-reduce, the mean of so many in a row; the same on no two ranks."""
+    import torch
+    import torch.distributed as dist
+
+    message = torch.zeros(max(1, size // _FLOAT), device=device)
+    dist.barrier()
+    _wait(device)
+    begun = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(message)
+        moved()
+    _wait(device)
+    return (time.perf_counter() - begun) / times
+
+
+def bus_bandwidth(size: int, seconds: float) -> float:
+    """Bytes a second over each rank's link; see nccl-tests' PERFORMANCE.md."""
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size()
+    return 2 * (ranks - 1) / ranks * size / seconds
+
+
+def leave() -> None:
+    """Leave together, so that no rank closes its connections under another's last all-reduce."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _repetitions(once: float, seconds: float, device: torch.device) -> int:
+    """How often to repeat: the slowest rank's number, since all must repeat equally often."""
+    import torch
+    import torch.distributed as dist
+
+    wanted = torch.tensor([once], device=device, dtype=torch.float64)
+    dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+    return max(1, min(_MOST, int(seconds / max(float(wanted), 1e-7))))
+
+
+def _wait(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(prog="python -m engine.doctor.allreduce", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
+    parser.add_argument("--limit", type=float, default=120.0, help="how long to live")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""`python -m jobs.doctor`: look, and print what is found as lines of JSON.
+
+A process of its own, which whoever started it can leave behind: a thread that waits for a driver
+in the kernel can be neither killed nor waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jobs.doctor.agreed import END
+from jobs.doctor.checks import CHECKS
+from jobs.doctor.examine import examine
+from jobs.doctor.patient import Patient
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Print findings, then that this is all; never returns."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.doctor", description=__doc__)
+    parser.add_argument("--job", type=Path)
+    parser.add_argument("--gpus", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--run-id", default="doctor")
+    options = parser.parse_args(arguments)
+    patient = Patient(
+        job=options.job,
+        gpus=tuple(name for name in options.gpus.split(",") if name),
+        quick=options.quick,
+        run_id=options.run_id,
+    )
+    for finding in examine(CHECKS, patient):
+        _say(finding.to_dict())
+    _say({END: True})
+    os._exit(0)  # whatever its threads wait for
+
+
+def _say(values: dict[str, Any]) -> None:
+    try:
+        print(json.dumps(values), flush=True)
+    except BrokenPipeError:  # nobody listens any more
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What is looked at, in the order in which it is shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from jobs.doctor.disks import check_cache_disk, check_room, check_state_disk
+from jobs.doctor.examine import Check
+from jobs.doctor.exchange import LIMIT, check_all_reduce
+from jobs.doctor.gpus import check_gpus, check_names
+from jobs.doctor.hub import check_hub
+from jobs.doctor.job import check_job, read_job
+from jobs.doctor.keeper import check_database, check_keeper
+from jobs.doctor.limits import (
+    check_locked_memory,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+)
+from jobs.doctor.nvml import ask_driver
+from jobs.doctor.packages import check_extras, check_packages, check_python
+from jobs.doctor.topology import check_topology
+from jobs.doctor.torch_build import SECONDS, ask_torch, check_backends, check_torch
+from jobs.doctor.variables import check_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Stages: what others need; what needs that; what wants the machine for itself.
+_LEARN: Final = 0
+_JUDGE: Final = 1
+_MEASURE: Final = 2
+_DRIVER_HANGS: Final = "the driver hangs: `nvidia-smi` would too; see `dmesg` for Xid, restart"
+
+CHECKS: Final[Sequence[Check]] = (
+    Check("software", "Python", check_python),
+    Check("software", "packages", check_packages),
+    Check("software", "extras", check_extras),
+    Check("software", "torch", ask_torch, seconds=SECONDS + 10, when_late=_DRIVER_HANGS),
+    Check("software", "torch", check_torch, stage=_JUDGE),
+    Check("software", "NCCL", check_backends, stage=_JUDGE),
+    Check("GPUs", "driver", ask_driver, seconds=30, when_late=_DRIVER_HANGS),
+    Check("GPUs", "--gpus", check_names, stage=_JUDGE),
+    Check("GPUs", "GPUs", check_gpus, stage=_JUDGE),
+    Check("GPUs", "topology", check_topology, stage=_JUDGE),
+    Check("limits", "memory", check_memory),
+    Check("limits", "/dev/shm", check_shared_memory, stage=_JUDGE),
+    Check("limits", "open files", check_open_files),
+    Check("limits", "locked memory", check_locked_memory),
+    Check("disks", "state", check_state_disk),
+    Check("disks", "cache", check_cache_disk, stage=_JUDGE),
+    Check("hub", "hub", check_hub, seconds=30),
+    Check("environment", "variables", check_variables),
+    Check("queue", "database", check_database),
+    Check("queue", "queue keeper", check_keeper),
+    Check("job", "job file", read_job),
+    Check("job", "preflight", check_job, stage=_JUDGE, seconds=120),
+    Check("job", "checkpoints", check_room, stage=_JUDGE),
+    Check("all-reduce", "all-reduce", check_all_reduce, stage=_MEASURE, seconds=LIMIT + 30),
+)

@@ -1,0 +1,237 @@
+"""The file systems that jobs write to: room, kind, and whether they really take a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.doctor.needs import checkpoint_bytes, checkpoints_kept
+from jobs.doctor.words import size
+from jobs.paths import cache_home, expand, state_home
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from jobs.doctor.patient import Patient
+    from jobs.spec import JobSpec
+
+# File systems that several machines may share, or that only look like one.
+_DISTANT: Final = frozenset(
+    {
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "fuse.ceph",
+        "fuse.gcsfuse",
+        "fuse.glusterfs",
+        "fuse.goofys",
+        "fuse.juicefs",
+        "fuse.s3fs",
+        "fuse.sshfs",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "nfs",
+        "nfs4",
+        "panfs",
+        "smb3",
+        "smbfs",
+        "wekafs",
+    }
+)
+_VOLATILE: Final = frozenset({"tmpfs", "ramfs"})
+_GIB: Final = 2**30
+_FULL: Final = 1 * _GIB
+_TIGHT: Final = 20 * _GIB
+_FEW_INODES: Final = 10_000
+_PROBE: Final = 1 << 20  # bytes
+_SKEW: Final = 2.0  # seconds
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The file system at a path.
+
+    Attributes:
+        path: The nearest directory that exists.
+        kind: ext4, nfs4, …; "?" when unknown.
+        free: Bytes that this person may still write.
+        inodes: Files that may still be made; None where they are not counted.
+        problem: Why nothing can be written; None when it was tried and went well.
+        skew: Seconds by which its clock is ahead of this machine's.
+    """
+
+    path: Path
+    kind: str
+    free: int
+    inodes: int | None
+    problem: str | None
+    skew: float = 0.0
+
+
+def check_state_disk(_: Patient) -> Iterator[Finding]:
+    """Where the database and the run directories are, with checkpoints and exports."""
+    disk = look(state_home())
+    yield from judge_disk("state", state_home(), disk)
+    if disk.kind in _DISTANT:
+        yield warn(
+            "database",
+            f"{state_home()} is on a network file system ({disk.kind}), where SQLite's "
+            "log is not safe between machines",
+            "point FSDP_TUI_HOME at a local disk, or use it from one machine only",
+        )
+    elif disk.kind in _VOLATILE:
+        yield warn(
+            "state",
+            f"{state_home()} is in memory ({disk.kind}) and gone after a restart",
+            "point FSDP_TUI_HOME at a disk",
+        )
+    yield from judge_clock(disk)
+
+
+def check_cache_disk(patient: Patient) -> Iterator[Finding]:
+    """Where latents and embeddings are cached."""
+    spec = patient.spec
+    place = expand(spec.cache_dir) if spec is not None and spec.cache_dir else cache_home()
+    yield from judge_disk("cache", place, look(place))
+
+
+def check_room(patient: Patient) -> Iterator[Finding]:
+    """Whether the checkpoints of the job will fit."""
+    if patient.spec is not None:
+        yield from judge_room(patient.spec, look(state_home()).free)
+
+
+def judge_disk(name: str, place: Path, disk: Disk) -> Iterator[Finding]:
+    """Pure."""
+    facts = {"path": str(place), "kind": disk.kind, "free": disk.free, "inodes": disk.inodes}
+    room = f"{size(disk.free)} free on {disk.kind} ({place})"
+    if disk.problem is not None:
+        yield fail(
+            name,
+            f"{disk.path} cannot be written: {disk.problem}",
+            "point FSDP_TUI_HOME, or cache_dir of the job, somewhere else",
+            **facts,
+        )
+    elif disk.free < _FULL:
+        yield fail(
+            name,
+            f"only {size(disk.free)} free ({place})",
+            "make room: `fsdp-tui cache list`, `fsdp-tui prune --keep-last N`",
+            **facts,
+        )
+    elif disk.free < _TIGHT:
+        yield warn(
+            name,
+            room,
+            "make room before training: a checkpoint of a whole model takes tens of GiB",
+            **facts,
+        )
+    elif disk.inodes is not None and disk.inodes < _FEW_INODES:
+        yield warn(
+            name,
+            f"only {disk.inodes} more files can be made there ({place})",
+            "delete small files; every cached picture is one",
+            **facts,
+        )
+    else:
+        yield ok(name, room, **facts)
+
+
+def judge_clock(disk: Disk) -> Iterator[Finding]:
+    """Pure. Heartbeats and files are compared by time."""
+    if disk.problem is not None:
+        return
+    if abs(disk.skew) > _SKEW:
+        way = "ahead of" if disk.skew > 0 else "behind"
+        yield warn(
+            "clock",
+            f"the file system's is {abs(disk.skew):.0f} s {way} this machine's",
+            "let both follow the same time server (chrony or systemd-timesyncd)",
+            skew=disk.skew,
+        )
+    else:
+        yield ok("clock", "the machine's and the file system's agree", skew=disk.skew)
+
+
+def judge_room(spec: JobSpec, free: int) -> Iterator[Finding]:
+    """Pure, but for the headers of the model's files."""
+    each = checkpoint_bytes(spec)
+    if each is None:
+        return
+    count = checkpoints_kept(spec)
+    facts = {"each": each, "count": count, "free": free}
+    words = f"about {size(each)} each, {count} of them, and {size(free)} are free"
+    if each > free:
+        yield fail(
+            "checkpoints", words, "make room, or point FSDP_TUI_HOME at a larger disk", **facts
+        )
+    elif each * count > free:
+        yield warn("checkpoints", words, "set checkpoints_total_limit, or save less often", **facts)
+    else:
+        yield ok("checkpoints", words, **facts)
+
+
+def look(place: Path) -> Disk:
+    """The file system on which a directory is or would be; writes a file there and deletes it."""
+    path = nearest(place)
+    facts = os.statvfs(path)
+    problem, skew = None, 0.0
+    try:
+        skew = _write(path)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    return Disk(
+        path=path,
+        kind=kind_of(path),
+        free=shutil.disk_usage(path).free,
+        inodes=facts.f_favail if facts.f_files else None,
+        problem=problem,
+        skew=skew,
+    )
+
+
+def nearest(place: Path) -> Path:
+    """The place, or what exists above it."""
+    return next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
+
+
+def kind_of(path: Path) -> str:
+    """The type of the file system at a path."""
+    mounted = [(one.mountpoint, one.fstype) for one in psutil.disk_partitions(all=True)]
+    return kind_among(path.resolve(), mounted)
+
+
+def kind_among(real: Path, mounted: Sequence[tuple[str, str]]) -> str:
+    """The type of the innermost file system above a path. Pure; `mounted` is in mounting order."""
+    best, kind = -1, "?"
+    for point, one in mounted:
+        if real.is_relative_to(point) and len(point) >= best:  # the later one lies over the other
+            best, kind = len(point), one
+    return kind
+
+
+def _write(folder: Path) -> float:
+    """Write a file as a job would: a quota may say no where free bytes are shown.
+
+    Returns:
+        Seconds by which its time of change is ahead of this machine's clock.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".fsdp-tui-doctor-") as file:
+        before = time.time()
+        file.write(bytes(_PROBE))
+        file.flush()
+        os.fsync(file.fileno())
+        after = time.time()
+        changed = os.stat(file.name).st_mtime
+    return changed - min(max(changed, before), after)

@@ -1,0 +1,102 @@
+"""Run checks, none of which can hold up or bring down the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jobs.doctor.finding import Finding, fail
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from jobs.doctor.patient import Patient
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something to look at.
+
+    Attributes:
+        group: The heading under which it is shown.
+        name: What is looked at, should it not come to a finding.
+        run: Looks; what it has found before it fails or is late counts.
+        seconds: How long it may take.
+        stage: Checks of a stage run side by side, after all of the stage before.
+        when_late: What to do if it does not answer.
+    """
+
+    group: str
+    name: str
+    run: Callable[[Patient], Iterable[Finding]]
+    seconds: float = 20.0
+    stage: int = 0
+    when_late: str = "something it asks hangs (a network file system, a busy disk); try again"
+
+
+def examine(checks: Sequence[Check], patient: Patient) -> Iterator[Finding]:
+    """What the checks find, in their order, as soon as it is known.
+
+    A check that is late is left behind in its thread; one that breaks is a finding itself.
+    """
+    running = [_Running(check, patient) for check in checks]
+    said = 0
+    for stage in sorted({check.stage for check in checks}):
+        here = [one for one in running if one.check.stage == stage]
+        for one in here:
+            one.start()
+        for one in here:
+            one.wait()
+        while said < len(running) and running[said].check.stage <= stage:
+            yield from running[said].findings()
+            said += 1
+
+
+@dataclass
+class _Running:
+    """A check in a thread of its own, which nobody waits for in the end."""
+
+    check: Check
+    patient: Patient
+    _found: list[Finding] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _deadline: float = 0.0
+
+    def start(self) -> None:
+        self._deadline = time.monotonic() + self.check.seconds
+        threading.Thread(target=self._run, name=f"check {self.check.name}", daemon=True).start()
+
+    def wait(self) -> None:
+        if not self._over.wait(max(0.0, self._deadline - time.monotonic())):
+            self._found = [*self._found, _late(self.check)]  # the thread goes on with the old list
+
+    def findings(self) -> Iterator[Finding]:
+        yield from (finding.plain(self.check.group) for finding in self._found)
+
+    def _run(self) -> None:
+        found = self._found
+        try:
+            for finding in self.check.run(self.patient):
+                found.append(finding)
+        except UserError as error:
+            advice = error.hint or "see `fsdp-tui doctor --help`"
+            found.append(fail(self.check.name, error.message, advice))
+        except Exception as error:
+            found.append(_broken(self.check, error))
+        finally:
+            self._over.set()
+
+
+def _late(check: Check) -> Finding:
+    return fail(check.name, f"no answer within {check.seconds:g} s", check.when_late)
+
+
+def _broken(check: Check, error: Exception) -> Finding:
+    return fail(
+        check.name,
+        f"this check broke ({type(error).__name__}: {error})",
+        "please report it; the other checks went on",
+    )

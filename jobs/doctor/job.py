@@ -1,0 +1,121 @@
+"""The job: what `submit` would refuse, all of it at once, and what it would wait for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from jobs.block_names import check_block_names
+from jobs.cascade import settle
+from jobs.conflicts import find_warnings
+from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
+from jobs.doctor.keeper import claimed
+from jobs.doctor.words import gpus
+from jobs.errors import UserError
+from jobs.gpu import foreign_users
+from jobs.host_room import check_host_memory
+from jobs.preflight import check_dataset, check_devices, check_model
+from jobs.specfile import load_spec
+from jobs.strategy import world_size
+from jobs.wrap_policy import check_wrap_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from jobs.doctor.patient import Patient
+    from jobs.gpu import Gpu
+    from jobs.spec import JobSpec
+
+_OTHERWISE: Final = "change it in the job file"
+
+
+def read_job(patient: Patient) -> Iterator[Finding]:
+    """Read the job file."""
+    if patient.job is None:
+        return
+    notes: list[str] = []
+    try:
+        spec = load_spec(patient.job, told=notes.append)
+    except UserError as error:
+        yield _refused("job file", error)
+        return
+    warnings = notes + find_warnings(spec)
+    patient.spec = settle(spec)
+    for text in warnings:
+        yield warn("job file", text, _OTHERWISE)
+    if not warnings:
+        yield ok(
+            "job file",
+            f"{patient.job}: {spec.name}, {spec.model_family}, "
+            f"{spec.model_type}, {world_size(spec)} ranks",
+        )
+
+
+def check_job(patient: Patient) -> Iterator[Finding]:
+    """What is checked before a job is queued (`jobs.preflight.check`), but all of it."""
+    spec = patient.spec
+    if spec is None:
+        return
+    model = list(_tried("model", partial(check_model, settings=True), spec))
+    yield from model
+    if model[0].verdict is Verdict.OK:  # else there is nothing to look for blocks in
+        yield from _tried("blocks", check_block_names, spec)
+    yield from _tried("wrap policy", check_wrap_policy, spec)
+    yield from _tried("dataset", check_dataset, spec, "{} pictures and videos")
+    if patient.nvml is not None:  # else the driver hangs, and would again
+        yield from check_job_gpus(spec, patient.nvml.gpus)
+        on_gpus = spec.device != "cpu" and bool(patient.nvml.gpus)
+        yield from _tried("host memory", partial(check_host_memory, on_gpus=on_gpus), spec)
+
+
+def check_job_gpus(spec: JobSpec, present: Sequence[Gpu]) -> Iterator[Finding]:
+    """Whether the job's GPUs are there, and whether it would have to wait for them."""
+    try:
+        wanted = check_devices(spec)
+    except UserError as error:
+        yield _refused("devices", error)
+        return
+    if wanted is None:
+        yield ok("devices", f"{world_size(spec)} CPU ranks")
+        return
+    claims = claimed()
+    others = {} if spec.share_gpus else foreign_users(present, (), claims)
+    taken = {gpu.uuid: _holder(gpu, claims, others) for gpu in present}
+    usable = [gpu for gpu in present if gpu.unusable is None]
+    if isinstance(wanted, int):
+        free = [gpu for gpu in usable if not taken[gpu.uuid]]
+        now = min(wanted, len(free))
+        words = f"{gpus(wanted)}, of which {now} {'is' if now == 1 else 'are'} free now"
+        waits = now < wanted
+    else:
+        mine = [gpu for gpu in usable if gpu.uuid in wanted]
+        busy = [f"GPU {gpu.index} {taken[gpu.uuid]}" for gpu in mine if taken[gpu.uuid]]
+        words = f"GPU {', '.join(str(gpu.index) for gpu in mine)}; " + ("; ".join(busy) or "free")
+        waits = bool(busy)
+    if waits:
+        yield warn("devices", words, "the job waits in the queue until they are free")
+    else:
+        yield ok("devices", words)
+
+
+def _holder(gpu: Gpu, claims: dict[str, int], others: dict[str, str]) -> str:
+    if gpu.uuid in claims:
+        return f"is held by job {claims[gpu.uuid]}"
+    return f"is used by {others[gpu.uuid]}" if gpu.uuid in others else ""
+
+
+def _tried(
+    name: str, check: Callable[[JobSpec], object], spec: JobSpec, words: str = "{}"
+) -> Iterator[Finding]:
+    """The outcome of one of preflight's checks; nothing where there is nothing to tell."""
+    try:
+        found = check(spec)
+    except UserError as error:
+        yield _refused(name, error)
+        return
+    if found is not None:
+        yield ok(name, words.format(found))
+
+
+def _refused(name: str, error: UserError) -> Finding:
+    return fail(name, error.message, error.hint or _OTHERWISE)

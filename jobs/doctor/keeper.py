@@ -1,0 +1,123 @@
+"""The jobs database and the queue keeper."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+import jobs
+from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.paths import state_home
+from jobs.states import ACTIVE, State
+from jobs.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jobs.doctor.patient import Patient
+
+LOCKS: Final = Path("/proc/locks")
+_BUSY: Final = 5.0  # seconds that the database may be locked by others
+
+
+def check_database(_: Patient) -> Iterator[Finding]:
+    """Whether the jobs database can be read and is whole. Nothing is created."""
+    path = state_home() / "jobs.db"
+    if not path.exists():
+        yield ok("database", f"none yet in {path.parent}; the first job makes it")
+        return
+    try:
+        uri = f"{path.as_uri()}?mode=ro"
+        with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY)) as db:
+            said = db.execute("PRAGMA quick_check").fetchone()[0]
+    except sqlite3.Error as error:
+        said = str(error)
+    if said != "ok":
+        yield fail(
+            "database",
+            f"{path} cannot be read: {said}",
+            "move it away with its -wal and -shm; run directories stay as they are",
+        )
+        return
+    store = Store(path.parent)  # a newer version's is a UserError
+    everything = store.all()
+    active = sum(job.state in ACTIVE for job in everything)
+    queued = sum(job.state is State.QUEUED for job in everything)
+    words = f"{len(everything)} jobs, {active} running, {queued} queued ({path})"
+    yield ok("database", words, jobs=len(everything), active=active, queued=queued)
+    if store.paused and queued:
+        yield warn("queue", "is paused", "`fsdp-tui pause --off` lets it go on")
+
+
+def check_keeper(_: Patient) -> Iterator[Finding]:
+    """Whether the process is there that looks after the queue, and runs today's code."""
+    home = state_home()
+    waiting = _waiting(home)
+    pid = keeper_of(home / "runner.lock")
+    if pid is None:
+        if waiting:
+            yield warn(
+                "queue keeper",
+                f"is not there, and {waiting} jobs are queued or running",
+                f"`fsdp-tui list` starts it; see {home / 'runner.log'}",
+            )
+        else:
+            yield ok("queue keeper", "not running, as there is nothing to do", pid=None)
+        return
+    started = psutil.Process(pid).create_time()
+    facts = {"pid": pid, "started": started}
+    if newest_code() > started:
+        yield warn(
+            "queue keeper",
+            f"pid {pid} began before the code of fsdp-tui was last changed",
+            f"kill {pid}, then `fsdp-tui list`; jobs are not touched",
+            **facts,
+        )
+    else:
+        minutes = (time.time() - started) / 60
+        yield ok("queue keeper", f"pid {pid}, for {minutes:.0f} min", **facts)
+
+
+def claimed() -> dict[str, int]:
+    """GPU UUID → job of ours that holds it; nothing where there is no database to ask."""
+    home = state_home()
+    return Store(home).claims() if (home / "jobs.db").exists() else {}
+
+
+def keeper_of(lock: Path, locks: Path = LOCKS) -> int | None:
+    """Who holds the keeper's lock.
+
+    Read from the kernel's list: to try the lock would turn away a keeper that starts just now.
+    """
+    try:
+        inode = os.stat(lock).st_ino
+        lines = locks.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:1234 0 EOF
+        if len(words) < 6 or words[1] != "FLOCK" or words[5].rpartition(":")[2] != str(inode):
+            continue
+        with suppress(psutil.Error, ValueError):
+            process = psutil.Process(int(words[4]))
+            if "jobs.runner" in process.cmdline():  # inodes of other file systems may be the same
+                return process.pid
+    return None
+
+
+def newest_code() -> float:
+    """When a file of the core was last changed, in Unix seconds."""
+    files = Path(jobs.__file__).parent.rglob("*.py")
+    return max((path.stat().st_mtime for path in files), default=0.0)
+
+
+def _waiting(home: Path) -> int:
+    if not (home / "jobs.db").exists():
+        return 0
+    return len(Store(home).in_states([State.QUEUED, *ACTIVE]))

@@ -1,0 +1,41 @@
+"""What a job will take on the disk, roughly. Pure, but for the headers of the model's files."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import UserError
+from jobs.families import component_of
+from jobs.models import count_parameters, find_model
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+# Bytes of a parameter in a checkpoint: fp32 weights, and what the optimizer keeps of it.
+_WEIGHT: Final = 4
+_STATE: Final = {"adamw": 8, "adamw_8bit": 2, "sgd": 4, "lion": 4, "adafactor": 1, "prodigy": 16}
+_OF_A_LORA: Final = 0.02  # of the model's parameters, at a rank of 16
+
+
+def checkpoint_bytes(spec: JobSpec) -> int | None:
+    """About how large a checkpoint is; None when the model cannot be read."""
+    try:
+        component = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
+    except UserError:
+        return None
+    parameters = count_parameters(component)
+    if parameters is None:
+        return None
+    share = 1.0 if spec.model_type == "full" else _OF_A_LORA * spec.lora_rank / 16
+    each = _WEIGHT * (2 if spec.use_ema else 1) + _STATE.get(spec.optimizer, 8)
+    return math.ceil(parameters * share * each)
+
+
+def checkpoints_kept(spec: JobSpec) -> int:
+    """How many checkpoints there will be at once: one more than the limit while one is written."""
+    count = 1
+    if spec.checkpointing_steps:
+        count = math.ceil(spec.max_train_steps / spec.checkpointing_steps)
+    limit = spec.checkpoints_total_limit
+    return count if limit is None else min(count, limit + 1)

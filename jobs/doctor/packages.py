@@ -1,0 +1,161 @@
+"""Python, the packages that fsdp-tui needs, and those it can use."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import jobs
+from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from packaging.requirements import Requirement
+
+    from jobs.doctor.patient import Patient
+
+_NAME: Final = "fsdp-tui"
+_FOR_TRAINING: Final = ("optimizers", "datasets", "video")  # extras; the others are for developers
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What fsdp-tui says of itself: its requirements as they stand in pyproject.toml."""
+
+    python: str
+    needed: tuple[str, ...]
+    extras: dict[str, tuple[str, ...]]
+
+
+def check_python(_: Patient) -> Iterator[Finding]:
+    """Whether this interpreter is one that fsdp-tui runs on."""
+    from packaging.specifiers import SpecifierSet
+
+    version = sys.version.split()[0]
+    wanted = read_wanted().python
+    facts = {"version": version, "executable": sys.executable, "wanted": wanted}
+    if SpecifierSet(wanted).contains(version, prereleases=True):
+        yield ok("Python", f"{version} ({sys.executable})", **facts)
+    else:
+        yield fail(
+            "Python",
+            f"{version} ({sys.executable}) is not {wanted}",
+            f"make an environment with Python {wanted} and install fsdp-tui there",
+            **facts,
+        )
+
+
+def check_packages(_: Patient) -> Iterator[Finding]:
+    """Whether every package is there, in the range that was tested."""
+    wanted = read_wanted()
+    problems = [found for text in wanted.needed if (found := _judge(text, needed=True))]
+    yield from problems
+    if not problems:
+        yield ok(
+            "packages",
+            f"all {len(wanted.needed)} are in the ranges that fsdp-tui takes",
+            versions=_versions(wanted.needed),
+        )
+
+
+def check_extras(_: Patient) -> Iterator[Finding]:
+    """Which optional packages are there; none of them must be."""
+    wanted = read_wanted()
+    there: list[str] = []
+    missing: list[str] = []
+    for extra in _FOR_TRAINING:
+        texts = wanted.extras.get(extra, ())
+        names = [_parse(text).name for text in texts]
+        absent = [name for name in names if _version(name) is None]
+        (missing if absent else there).append(f"{extra} ({', '.join(absent or names)})")
+        for text in texts:
+            if _version(_parse(text).name) and (found := _judge(text, needed=False)):
+                yield found
+    parts = [f"installed: {', '.join(there)}"] if there else []
+    if missing:
+        parts.append(f"not installed: {', '.join(missing)}; pip install '{_NAME}[EXTRA]' adds one")
+    yield ok("extras", "; ".join(parts), versions=_versions(sum(wanted.extras.values(), ())))
+
+
+def read_wanted() -> Wanted:
+    """From pyproject.toml beside a checkout, whose metadata may be older, else from the metadata.
+
+    Raises:
+        UserError: There is neither.
+    """
+    project = _checkout(Path(jobs.__file__).resolve().parent.parent / "pyproject.toml")
+    if project is not None:
+        return project
+    try:
+        texts = metadata.requires(_NAME) or []
+        python = str(metadata.metadata(_NAME).json.get("requires_python", ">=3.11"))
+    except metadata.PackageNotFoundError:
+        raise UserError(
+            "fsdp-tui is not installed, so what it needs is not known", "pip install fsdp-tui"
+        ) from None
+    extras = {
+        name: tuple(text for text in texts if _applies(text, name) and not _applies(text, ""))
+        for name in _FOR_TRAINING
+    }
+    return Wanted(python, tuple(text for text in texts if _applies(text, "")), extras)
+
+
+def _checkout(path: Path) -> Wanted | None:
+    try:
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        if project["name"] != _NAME:
+            return None
+        extras = project.get("optional-dependencies", {})
+        return Wanted(
+            python=project["requires-python"],
+            needed=tuple(project["dependencies"]),
+            extras={name: tuple(extras.get(name, ())) for name in _FOR_TRAINING},
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _judge(text: str, *, needed: bool) -> Finding | None:
+    """What is wrong with an installed or missing package, if anything is."""
+    wanted = _parse(text)
+    version = _version(wanted.name)
+    install = f"pip install '{wanted.name}{wanted.specifier}'"
+    if version is None:
+        return fail(wanted.name, "is not installed", install)
+    if wanted.specifier.contains(version, prereleases=True):
+        return None
+    facts = {"version": version, "wanted": str(wanted.specifier)}
+    lower = [one for one in wanted.specifier if not one.operator.startswith("<")]
+    if all(one.contains(version, prereleases=True) for one in lower):
+        found = f"{version} is newer than what fsdp-tui was tested with ({wanted.specifier})"
+        return warn(wanted.name, found, install, **facts)
+    found = f"{version} is too old ({wanted.specifier})"
+    return (fail if needed else warn)(wanted.name, found, install, **facts)
+
+
+def _parse(text: str) -> Requirement:
+    from packaging.requirements import Requirement
+
+    return Requirement(text)
+
+
+def _applies(text: str, extra: str) -> bool:
+    marker = _parse(text).marker
+    return marker is None or marker.evaluate({"extra": extra})
+
+
+def _versions(texts: Iterable[str]) -> dict[str, str | None]:
+    return {(name := _parse(text).name): _version(name) for text in texts}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,84 @@
+"""Start processes and end them, without ever waiting for one in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jobs.processes import RUN_ID_VARIABLE, ProcessId, end, wait_for_by_hand, with_run_id
+
+_GONE_WITHIN: Final = 3.0  # seconds after SIGKILL; what the driver holds longer is left behind
+_SWEEPS: Final = 3  # a launcher may start another rank while it is killed
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a helper printed.
+
+    Attributes:
+        facts: Its lines of JSON, put together.
+        status: Its exit status; None when it was killed because it did not end.
+        last_line: The last one of its standard error.
+    """
+
+    facts: dict[str, Any]
+    status: int | None
+    last_line: str
+
+
+def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Said:
+    """Run `python -m module` for at most so many seconds."""
+    environment = os.environ | {
+        "PYTHONSAFEPATH": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as ranks number GPUs
+        RUN_ID_VARIABLE: run_id,
+    }
+    # Files, not pipes: a helper that cannot be killed would hold a pipe open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+        )
+        wait_for_by_hand(process.pid)
+        try:
+            status: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GONE_WITHIN)
+        out.seek(0)
+        err.seek(0)
+        words = err.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(words) if line.strip()), "")
+        return Said(_facts(out.read()), status, last)
+
+
+def end_all(run_id: str) -> tuple[int, ...]:
+    """Kill every process with this run id; returns the pids that do not go."""
+    left: list[ProcessId] = []
+    for _ in range(_SWEEPS):
+        found = with_run_id(run_id)
+        left = end(found, grace=0, timeout=_GONE_WITHIN) if found else []
+        if left or not found:
+            break
+    return tuple(process.pid for process in left)
+
+
+def _facts(text: bytes) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for line in text.splitlines():
+        with suppress(ValueError):  # something a library printed, or a line cut short
+            found = json.loads(line)
+            facts |= found if isinstance(found, dict) else {}
+    return facts

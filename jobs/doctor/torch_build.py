@@ -1,0 +1,229 @@
+"""What torch was built for, and whether the driver can run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.doctor.started import run_helper
+from jobs.doctor.words import gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jobs.doctor.nvml import Nvml
+    from jobs.doctor.patient import Patient
+
+SECONDS: Final = 90.0  # for imports from a cold or distant disk, and a driver that wakes many GPUs
+_SLOW_IMPORT: Final = 20.0  # seconds
+_INSTALL: Final = "see https://pytorch.org/get-started/locally"
+_CUDA_ERRORS: Final = (  # part of CUDA's words, in lower case → what to do
+    ("not yet initialized", "start the fabric manager: sudo systemctl start nvidia-fabricmanager"),
+    ("driver version is insufficient", "update the NVIDIA driver"),
+    ("found no nvidia driver", "install the NVIDIA driver, or start the container with --gpus all"),
+    ("out of memory", "another process has filled the GPU: see `fsdp-tui gpus`"),
+)
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """What `python -m engine.doctor` printed.
+
+    Attributes:
+        version: Of torch.
+        cuda: CUDA version it was built for; None for a build without.
+        hip: The same for AMD's GPUs.
+        nccl: Version of the library that is loaded.
+        gloo: Whether CPU ranks can exchange data.
+        architectures: What its kernels are compiled for: sm_90, compute_90, …
+        seconds: How long its import took.
+        error: Why it cannot use the GPUs.
+        devices: The GPUs it sees; None when it did not come so far.
+        apart: Pairs of these of which the first cannot reach the second's memory directly.
+    """
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+    nccl: tuple[int, ...] | None = None
+    gloo: bool = True
+    architectures: tuple[str, ...] = ()
+    seconds: float = 0.0
+    error: str | None = None
+    devices: tuple[dict[str, Any], ...] | None = None
+    apart: tuple[tuple[int, int], ...] = field(default=())
+
+
+def ask_torch(patient: Patient) -> Iterator[Finding]:
+    """Find out; says something only when torch does not answer."""
+    said = run_helper("engine.doctor", run_id=patient.run_id, seconds=SECONDS)
+    facts = said.facts
+    if "torch" in facts:
+        patient.torch = TorchFacts(
+            version=facts["torch"],
+            cuda=facts["cuda"],
+            hip=facts["hip"],
+            nccl=tuple(facts["nccl"]) if facts["nccl"] else None,
+            gloo=facts["gloo"],
+            architectures=tuple(facts["architectures"]),
+            seconds=facts["seconds"],
+            error=facts.get("cuda_error"),
+            devices=tuple(facts["devices"]) if "devices" in facts else None,
+            apart=tuple((one, other) for one, other in facts.get("apart", ())),
+        )
+    if said.status is None:
+        where = "while it looked for GPUs" if "torch" in facts else "while it was imported"
+        yield fail(
+            "torch",
+            f"hung {where}, for {SECONDS:g} s",
+            "see `dmesg` for errors of the driver (Xid) or of the disk",
+        )
+    elif said.status != 0 and "torch" in facts:
+        yield fail(
+            "torch",
+            f"died while it looked for GPUs: {said.last_line or said.status}",
+            "see `dmesg` for errors of the driver (Xid)",
+        )
+    elif said.status != 0:
+        yield fail(
+            "torch",
+            f"cannot be imported: {said.last_line or said.status}",
+            f"install it anew in this environment; {_INSTALL}",
+        )
+
+
+def check_torch(patient: Patient) -> Iterator[Finding]:
+    """Whether torch, the driver and the GPUs fit together."""
+    if patient.torch is not None:
+        yield from judge_torch(patient.torch, patient.nvml)
+
+
+def judge_torch(torch: TorchFacts, nvml: Nvml | None) -> Iterator[Finding]:
+    """Pure."""
+    present = nvml.counted if nvml is not None else 0
+    facts = {"version": torch.version, "cuda": torch.cuda, "seconds": torch.seconds}
+    build = f"built for CUDA {torch.cuda}" if torch.cuda else "a build for the CPU only"
+    if torch.hip:
+        yield warn(
+            "torch",
+            f"{torch.version} is built for AMD GPUs (ROCm {torch.hip})",
+            f"fsdp-tui is for NVIDIA GPUs; {_INSTALL}",
+            **facts,
+        )
+        return
+    if torch.cuda is None and present:
+        yield fail(
+            "torch",
+            f"{torch.version} is {build}, and this machine has {gpus(present)}",
+            f"install a CUDA build of torch; {_INSTALL}",
+            **facts,
+        )
+        return
+    yield ok("torch", f"{torch.version}, {build}", **facts)
+    if torch.seconds > _SLOW_IMPORT:
+        yield warn(
+            "torch import",
+            f"took {torch.seconds:.0f} s, and every rank does it at once",
+            "keep the Python environment on a local disk",
+        )
+    if torch.cuda is not None:
+        yield from _judge_cuda(torch, torch.cuda, nvml, present)
+
+
+def _judge_cuda(
+    torch: TorchFacts, built_for: str, nvml: Nvml | None, present: int
+) -> Iterator[Finding]:
+    driver, knows = (nvml.driver, nvml.cuda) if nvml is not None else (None, None)
+    facts = {"driver": driver, "driver_cuda": knows and ".".join(map(str, knows))}
+    if knows and knows[0] < int(built_for.split(".")[0]):
+        yield fail(
+            "driver",
+            f"{driver} knows CUDA up to {knows[0]}.{knows[1]}, and torch is built for {built_for}",
+            f"update the driver, or install torch for CUDA {knows[0]}; {_INSTALL}",
+            **facts,
+        )
+    elif present and torch.error:
+        error = torch.error.lower()
+        advice = next(
+            (what for words, what in _CUDA_ERRORS if words in error),
+            "see `nvidia-smi` and `dmesg`; a restart of the machine often mends it",
+        )
+        yield fail("driver", f"torch cannot use the GPUs: {torch.error}", advice, **facts)
+    elif driver is not None and knows:
+        yield ok("driver", f"{driver}, for CUDA up to {knows[0]}.{knows[1]}", **facts)
+    shown = len(nvml.gpus) if nvml is not None else 0
+    if torch.devices is not None and len(torch.devices) < shown:
+        yield fail(
+            "CUDA",
+            f"torch sees {len(torch.devices)} of {gpus(shown)}",
+            "see `nvidia-smi`; a GPU that is lost or divided by MIG cannot be used",
+        )
+    for index, device in enumerate(torch.devices or ()):
+        if not _runs_on(torch.architectures, tuple(device["capability"])):
+            major, minor = device["capability"]
+            yield fail(
+                "kernels",
+                f"this torch has none for {device['name']} (device {index}, sm_{major}{minor})",
+                f"install a build of torch for it; {_INSTALL}",
+            )
+
+
+def _runs_on(architectures: tuple[str, ...], capability: tuple[int, ...]) -> bool:
+    """Whether there is machine code for a GPU, or code that its driver can compile for it."""
+    if not architectures:
+        return True  # it does not say
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        digits = digits.rstrip("af")
+        if not digits.isdigit():
+            return True
+        made = (int(digits[:-1]), int(digits[-1]))
+        if kind == "compute" and made <= capability:
+            return True
+        if kind == "sm" and made[0] == capability[0] and made <= capability:
+            return True
+    return False
+
+
+def check_backends(patient: Patient) -> Iterator[Finding]:
+    """The libraries through which ranks exchange data."""
+    torch = patient.torch
+    if torch is None:
+        return
+    if not torch.gloo:
+        yield fail(
+            "gloo",
+            "this torch was built without it, and ranks agree through it",
+            f"install a usual build of torch; {_INSTALL}",
+        )
+    if torch.nccl is None:
+        if torch.cuda is not None:
+            yield fail(
+                "NCCL",
+                "this torch was built without it, and ranks on GPUs need it",
+                f"install a usual build of torch; {_INSTALL}",
+            )
+        elif torch.gloo:
+            yield ok("NCCL", "none, which CPU ranks do not need: they use gloo")
+        return
+    loaded = ".".join(map(str, torch.nccl))
+    wheel = _wheel_of_nccl(torch.cuda or "")
+    if wheel is not None and wheel.split(".")[:3] != list(map(str, torch.nccl[:3])):
+        yield warn(
+            "NCCL",
+            f"{loaded} is loaded, and {wheel} is what came with torch",
+            "another libnccl.so.2 is found first: see LD_LIBRARY_PATH and LD_PRELOAD",
+            loaded=loaded,
+            installed=wheel,
+        )
+    else:
+        yield ok("NCCL", loaded, loaded=loaded, installed=wheel)
+
+
+def _wheel_of_nccl(cuda: str) -> str | None:
+    try:
+        return metadata.version(f"nvidia-nccl-cu{cuda.split('.')[0]}")
+    except metadata.PackageNotFoundError:
+        return None

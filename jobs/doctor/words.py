@@ -1,0 +1,18 @@
+"""Numbers as people read them. Pure."""
+
+from __future__ import annotations
+
+
+def size(count: float) -> str:
+    """Bytes with a unit: `610 MiB`, `1.2 GiB`, `140 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1000:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}" if unit[0] in "GT" and value < 100 else f"{value:.0f} {unit}"
+
+
+def gpus(count: int) -> str:
+    """`1 GPU`, `8 GPUs`."""
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"

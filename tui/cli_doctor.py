@@ -1,0 +1,162 @@
+"""`fsdp-tui doctor`: whether this machine can train, and what to do where it cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from jobs.doctor import ask
+from jobs.doctor.finding import Verdict
+from jobs.doctor.terminal import check_terminal, environment_at_start, is_utf8
+from jobs.errors import UserError
+from tui.cli_words import JSON
+from tui.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Mapping, Sequence
+
+    from jobs.doctor.finding import Finding
+
+_WIDEST: Final = 100  # columns; longer lines are hard to read
+_NARROWEST: Final = 50
+_NAME: Final = 14  # columns
+_GROUPS: Final = 9  # for the bar only
+_SIGNS: Final = {Verdict.OK: "✓", Verdict.WARN: "!", Verdict.FAIL: "✗"}
+_ASCII_SIGNS: Final = {Verdict.OK: "+", Verdict.WARN: "!", Verdict.FAIL: "x"}
+_COLOURS: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+_ASCII: Final = str.maketrans({"–": "-", "·": ".", "×": "x", "µ": "u", "→": ">", "…": "~"})
+
+
+@click.command()
+@click.argument("job", required=False, metavar="[JOB.yaml]", type=click.Path(path_type=Path))
+@click.option("--gpus", metavar="0,1", help="Measure on these, by index or UUID.")
+@click.option("--quick", is_flag=True, help="Leave out the all-reduce, which takes half a minute.")
+@JSON
+def doctor(job: Path | None, gpus: str | None, quick: bool, as_json: bool) -> int:
+    """Look at this machine as a job will meet it, and say what to do where it falls short.
+
+    With JOB.yaml, also at what that job needs. Exit status: 0 when nothing fails, 1 when something
+    does, 2 for bad usage. Tokens and passwords are never printed.
+    """
+    if job is not None and not job.is_file():
+        raise UserError(f"no such job file: {job}")
+    names = read_names(gpus)
+    look = style(environment_at_start(), tty=sys.stdout.isatty())
+    found: list[Finding] = []
+    # Closed, whatever happens, so that what it started ends.
+    with closing(_look(job, names, quick=quick, bar=look.utf8)) as coming:
+        for finding in coming:
+            if not as_json:
+                click.echo("\n".join(lines(finding, look, first=_is_first(finding, found))))
+            found.append(finding)
+    counts = Counter(str(finding.verdict) for finding in found)
+    if as_json:
+        click.echo(json.dumps(facts(found)))
+    else:
+        click.echo(f"\n{counts['fail']} failed, {counts['warn']} to look at, {counts['ok']} well")
+    return 1 if counts["fail"] else 0
+
+
+def read_names(text: str | None) -> tuple[str, ...]:
+    """The GPUs of `--gpus`.
+
+    Raises:
+        UserError: It names none, or one twice.
+    """
+    if text is None:
+        return ()
+    names = tuple(name.strip() for name in text.strip("[] ").split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise UserError(f'--gpus "{text}" is no list of different GPUs', "as in --gpus 0,1")
+    return names
+
+
+def facts(found: Sequence[Finding]) -> dict[str, Any]:
+    """What `--json` prints."""
+    counts = Counter(finding.verdict for finding in found)
+    return {
+        "ok": not counts[Verdict.FAIL],
+        "counts": {str(verdict): counts[verdict] for verdict in Verdict},
+        "findings": [finding.to_dict() for finding in found],
+    }
+
+
+@dataclass(frozen=True)
+class Style:
+    """How it is written: columns, whether with characters beyond ASCII, whether in colour."""
+
+    width: int = 80
+    utf8: bool = True
+    colour: bool = False
+
+
+def style(environ: Mapping[str, str], *, tty: bool) -> Style:
+    """What fits the place it is written to."""
+    columns = shutil.get_terminal_size().columns if tty else 80
+    plain = bool(environ.get("NO_COLOR")) or environ.get("TERM", "dumb") == "dumb"
+    width = max(_NARROWEST, min(columns, _WIDEST))
+    return Style(width, is_utf8(environ), colour=tty and not plain)
+
+
+def lines(finding: Finding, look: Style, *, first: bool = False) -> Iterator[str]:
+    """A finding as text, under its heading if it is the first of its group. Pure."""
+    if first:
+        yield ""
+        yield click.style(finding.group, bold=True) if look.colour else finding.group
+    sign = (_SIGNS if look.utf8 else _ASCII_SIGNS)[finding.verdict]
+    indent = " " * (_NAME + 5)
+    head = f"    {finding.name:<{_NAME}} "
+    text = _wrapped(finding.found, head, indent, look)
+    mark = click.style(sign, fg=_COLOURS[finding.verdict], bold=True) if look.colour else sign
+    yield f"  {mark} {text[0][4:]}"
+    yield from text[1:]
+    if finding.advice is not None:
+        yield from _wrapped(finding.advice, f"{indent}→ ", f"{indent}  ", look)
+    for line in finding.lines:
+        yield _readable(f"{indent}{line}", look)[: look.width]
+
+
+def _wrapped(text: str, head: str, indent: str, look: Style) -> list[str]:
+    return textwrap.wrap(
+        _readable(text, look), look.width,
+        initial_indent=_readable(head, look), subsequent_indent=indent, break_on_hyphens=False,
+    ) or [head]  # fmt: skip
+
+
+def _readable(text: str, look: Style) -> str:
+    if look.utf8:
+        return text
+    return text.translate(_ASCII).encode("ascii", "replace").decode()
+
+
+def _is_first(finding: Finding, before: Sequence[Finding]) -> bool:
+    return not before or before[-1].group != finding.group
+
+
+def _look(
+    job: Path | None, names: tuple[str, ...], *, quick: bool, bar: bool
+) -> Generator[Finding, None, None]:
+    """Everything that is found, with a line about progress while nothing is."""
+    yield from (finding.plain("terminal") for finding in check_terminal())
+    coming, groups = ask.find(job, names, quick=quick), set[str]()
+    try:
+        while True:
+            with ProgressLine("looking at the machine") as progress:
+                if bar:
+                    progress(min(len(groups), _GROUPS), _GROUPS, "")
+                finding = next(coming, None)
+            if finding is None:
+                return
+            groups.add(finding.group)
+            yield finding
+    finally:
+        coming.close()

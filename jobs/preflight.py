@@ -10,17 +10,19 @@ from jobs import devices
 from jobs.conflicts import GPU_KERNELS
 from jobs.datasets import datasets_of, find_layout
 from jobs.errors import SpecError
-from jobs.families import FAMILIES, component_of, get_family
-from jobs.models import find_model
+from jobs.families import get_family
+from jobs.host_room import check_host_memory
 from jobs.paths import cache_home, ensure_private_dir, exists, expand
 from jobs.pictures import CAPTION_SUFFIXES, PICTURE_SUFFIXES, VIDEO_SUFFIXES, list_files
-from jobs.rundir import read_json
+from jobs.preflight_model import check_model
+from jobs.prompts import requests_of
 from jobs.strategy import world_size
 
 if TYPE_CHECKING:
     from jobs.datasets import Dataset
-    from jobs.families import Family
     from jobs.spec import JobSpec
+
+__all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
 
 def check(spec: JobSpec) -> int | list[str] | None:
@@ -36,74 +38,14 @@ def check(spec: JobSpec) -> int | list[str] | None:
     from jobs.block_names import check_block_names
     from jobs.wrap_policy import check_wrap_policy
 
-    check_model(spec)
+    check_model(spec, settings=True)
     check_block_names(spec)
     check_wrap_policy(spec)
     check_dataset(spec)
     ensure_private_dir(Path(spec.cache_dir) if spec.cache_dir else cache_home())
-    return check_devices(spec)
-
-
-def check_model(spec: JobSpec) -> Path:
-    """The model directory, known to hold a pipeline of the job's family.
-
-    Raises:
-        SpecError: It is missing, is no diffusers model, or is of another family.
-    """
-    root = find_model(spec.pretrained_model_name_or_path)
-    index = read_json(root / "model_index.json")
-    if index is None:
-        raise SpecError(
-            f"{root} is not a diffusers model: it has no readable model_index.json",
-            f"give the directory that holds model_index.json, {component_of(spec)}/ and vae/",
-        )
-    family = get_family(spec.model_family, spec.model_flavour)
-    pipeline = str(index.get("_class_name", "?"))
-    if pipeline not in family.pipelines:
-        fits = [f.name for f in FAMILIES.values() if pipeline in f.pipelines]
-        raise SpecError(
-            f"{root} is a {pipeline}, not a {family.title} model",
-            f"set model_family: {fits[0]}" if fits else None,
-        )
-    component = component_of(spec)
-    for part in (component, "vae"):
-        if read_json(root / part / "config.json") is None:
-            raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
-        weights = list((root / part).glob("*.safetensors"))
-        if not weights:
-            pickled = list((root / part).glob("*.bin"))
-            raise SpecError(
-                f"{root / part} holds no .safetensors weights",
-                "convert the .bin files to safetensors; pickled weights are not loaded"
-                if pickled
-                else None,
-            )
-    _check_supplied(root, family)
-    _check_heads(spec, root / component / "config.json")
-    return root
-
-
-def _check_supplied(root: Path, family: Family) -> None:
-    """What a family is published without has to be put there."""
-    missing = [part for part in family.supplied if not any((root / part).glob("*.json"))]
-    if missing:
-        raise SpecError(
-            f"{root} lacks {' and '.join(missing)}, which {family.title} is published without",
-            "; ".join(f"put {family.supplied[part]} into {root / part}" for part in missing),
-        )
-
-
-def _check_heads(spec: JobSpec, config: Path) -> None:
-    """Ulysses gives each rank some of the attention heads."""
-    if spec.context_parallel_size == 1 or spec.context_parallel_comm_strategy != "alltoall":
-        return
-    heads = (read_json(config) or {}).get("num_attention_heads")
-    if isinstance(heads, int) and heads % spec.context_parallel_size:
-        raise SpecError(
-            f"context_parallel_size {spec.context_parallel_size} does not divide the {heads} "
-            "attention heads of the model",
-            "choose a divisor, or context_parallel_comm_strategy: allgather",
-        )
+    wanted = check_devices(spec)
+    check_host_memory(spec, on_gpus=wanted is not None)
+    return wanted
 
 
 def check_dataset(spec: JobSpec) -> int:
@@ -112,8 +54,11 @@ def check_dataset(spec: JobSpec) -> int:
     Rows of tables are not counted.
 
     Raises:
-        SpecError: There is no such folder, or no picture in it, or a caption for none of them.
+        SpecError: There is no such folder, or no picture in it, or a caption for none of them; or
+            the job trains on or samples videos, and what reads and writes them is not installed.
     """
+    if any(request.frames > 1 for request in requests_of(spec)):
+        _check_videos("validation_prompts are sampled as videos")
     return sum(_check_source(spec, dataset) for dataset in datasets_of(spec))
 
 
@@ -146,6 +91,8 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             if found
             else f"looked for {' '.join(sorted(kinds))}",
         )
+    if takes_videos and files.videos:
+        _check_videos(f"{root} holds videos")
     captioned = files.metadata or any(
         file.with_suffix(suffix).is_file() for file in wanted for suffix in CAPTION_SUFFIXES
     )
@@ -155,6 +102,14 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             "write one beside each, e.g. cat.txt for cat.png, or set missing_captions: empty",
         )
     return len(wanted)
+
+
+def _check_videos(why: str) -> None:
+    """Videos are read and written by a library that pictures do not need."""
+    if find_spec("av") is None:
+        raise SpecError(
+            f"{why}, which need PyAV, and it is not installed", "pip install 'fsdp-tui[video]'"
+        )
 
 
 def check_devices(spec: JobSpec) -> int | list[str] | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
 from jobs.rundir import read_json
+from jobs.weight_variants import variant_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,10 @@ INDEX: Final = "model_index.json"
 _FICLONE: Final = 0x40049409  # ioctl: share the blocks of another file until one of them is written
 _LARGE: Final = 2**20  # bytes; smaller files are copied
 # Other spellings of the same weights, which hub repositories carry along.
-_FOREIGN: Final = (".bin", ".msgpack", ".h5", ".onnx", ".ckpt", ".pt", ".pth", ".gguf")
+_FOREIGN: Final = (
+    ".bin", ".msgpack", ".h5", ".onnx", ".onnx_data", ".pb", ".ckpt", ".pt", ".pth", ".gguf",
+)  # fmt: skip
+_FOREIGN_NAMES: Final = ("openvino_",)
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,19 @@ def files_of(root: Path, trained: str) -> list[Copy]:
             paths = [
                 path for path in paths if path.suffix == ".json" and ".index." not in path.name
             ]
-        elif any(path.suffix == ".safetensors" for path in paths):
-            paths = [path for path in paths if path.suffix not in _FOREIGN]
+        elif any(p.suffix == ".safetensors" and variant_of(p.name) is None for p in paths):
+            paths = [path for path in paths if not _is_another_copy(path)]
         found += [Copy(path.resolve(), str(path.relative_to(root))) for path in paths]
     return found
+
+
+def _is_another_copy(path: Path) -> bool:
+    """Whether a file is for what does not load plain safetensors files."""
+    return (
+        path.suffix in _FOREIGN
+        or path.name.startswith(_FOREIGN_NAMES)
+        or variant_of(path.name) is not None
+    )
 
 
 def components_of(index: dict[str, object]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.families.base import Family
@@ -50,7 +49,8 @@ class AuraFlow(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        _check_size(transformer, noisy)
+        assert self.facts.longest_side is not None
+        _check_size(self.facts.longest_side(transformer.config), noisy)
         velocity: torch.Tensor = transformer(
             noisy,
             encoder_hidden_states=condition["prompt_embeds"],
@@ -60,19 +60,19 @@ class AuraFlow(Family):
         return velocity
 
 
-def _check_size(transformer: Any, noisy: torch.Tensor) -> None:
+def _check_size(longest: int | None, noisy: torch.Tensor) -> None:
     """Refuse pictures larger than the table of positions: beyond it the model reads others' rows.
+
+    Jobs are checked before they start; this is for whoever calls it otherwise.
 
     Raises:
         UserError: Says how large they may be.
     """
-    config = transformer.config
-    largest = math.isqrt(config.pos_embed_max_size) * config.patch_size
-    if max(noisy.shape[-2:]) > largest:
-        height, width = (side * _CELL for side in noisy.shape[-2:])
+    height, width = (side * _CELL for side in noisy.shape[-2:])
+    if longest is not None and max(height, width) > longest:
         raise UserError(
             f"pictures of {width}x{height} are larger than this model's table of positions, which "
-            f"ends at {largest * _CELL} pixels a side",
+            f"ends at {longest} pixels a side",
             "lower resolution",
         )
 

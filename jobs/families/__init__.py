@@ -6,6 +6,7 @@ The engine's side of a family (how it is encoded, packed and called) is `engine/
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from jobs.errors import SpecError
@@ -24,6 +25,7 @@ __all__ = [
     "Objective",
     "component_of",
     "default_values",
+    "flavour_of",
     "get_family",
     "latent_step_of",
     "wrapped_classes",
@@ -76,6 +78,25 @@ def default_values(name: object, flavour: object) -> dict[str, Any]:
     """The keys of a job that have another default for this family and flavour; {} if unknown."""
     family = FAMILIES.get(str(read_family(name)))
     return family.defaults_of(str(flavour)) if family is not None else {}
+
+
+def flavour_of(family: object, name_or_path: object) -> str | None:
+    """The flavour that a model's name says: its hub id, or a directory called as its repository.
+
+    None where it says none, or where one published model is several flavours.
+    """
+    known = FAMILIES.get(str(read_family(family)))
+    parts = [part.casefold() for part in PurePath(str(name_or_path)).parts]
+    if known is None or not parts:
+        return None
+    # The hub's cache keeps a model in models--ORG--NAME/snapshots/REVISION.
+    cached = parts[-3] if parts[-2:-1] == ["snapshots"] and len(parts) > 2 else ""
+    found = []
+    for name, flavour in known.flavours.items():
+        owner, _, repository = flavour.hub_id.casefold().partition("/")
+        if parts[-1] == repository or cached == f"models--{owner}--{repository}":
+            found.append(name)
+    return found[0] if len(found) == 1 else None
 
 
 def component_of(spec: JobSpec) -> str:

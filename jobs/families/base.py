@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 Objective = Literal["flow", "denoising"]
 Guidance = Literal["embedded", "classifier_free", "none"]
@@ -23,6 +23,8 @@ class Flavour:
         note: What tells it from the others, in a few words.
         guidance: How `validation_guidance` works, where that is otherwise than in its family.
         latent_step: The family's, where it is another.
+        marks: Entries of its model_index.json that tell it from the others; what is not there is
+            false.
     """
 
     hub_id: str
@@ -31,6 +33,7 @@ class Flavour:
     note: str = ""
     guidance: Guidance | None = None
     latent_step: int | None = None
+    marks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Family:
         masks_text: Whether texts are as long as the prompt, and a batch of them has a mask.
         keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
         latent_step: Sides of pictures are multiples of so many pixels.
+        longest_side: Of pictures, in pixels, by the denoiser's config; None for any, or where a
+            config does not say.
         frame_step: Videos have a multiple of this many frames, plus one; 0 for pictures.
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
         supplied: Directories that the published models lack, each with what a person puts there.
@@ -82,6 +87,7 @@ class Family:
     keeps_fp32: bool = False
     masks_text: bool = False
     latent_step: int = 16
+    longest_side: Callable[[Mapping[str, Any]], int | None] | None = None
     frame_step: int = 0
     tokenizer: str = "tokenizer"
     supplied: Mapping[str, str] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from jobs.families.base import Family, Flavour
 
 _DISTILLED = {"validation_num_inference_steps": 4, "validation_guidance": 1.0}
 _BASE = {"validation_num_inference_steps": 50}
+_KLEIN = {"_class_name": "Flux2KleinPipeline"}
 
 FAMILY = Family(
     name="flux2",
@@ -12,30 +13,38 @@ FAMILY = Family(
     transformer="Flux2Transformer2DModel",
     blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
     flavours={
-        "dev": Flavour("black-forest-labs/FLUX.2-dev", note="guidance-distilled"),
+        "dev": Flavour(
+            "black-forest-labs/FLUX.2-dev",
+            note="guidance-distilled",
+            marks={"_class_name": "Flux2Pipeline"},
+        ),
         "klein-base-4b": Flavour(
             "black-forest-labs/FLUX.2-klein-base-4B",
             defaults=_BASE,
             note="not distilled",
             guidance="classifier_free",
+            marks=_KLEIN | {"is_distilled": False},
         ),
         "klein-base-9b": Flavour(
             "black-forest-labs/FLUX.2-klein-base-9B",
             defaults=_BASE,
             note="not distilled",
             guidance="classifier_free",
+            marks=_KLEIN | {"is_distilled": False},
         ),
         "klein-4b": Flavour(
             "black-forest-labs/FLUX.2-klein-4B",
             defaults=_DISTILLED,
             note="4 steps, takes no guidance",
             guidance="none",
+            marks=_KLEIN | {"is_distilled": True},
         ),
         "klein-9b": Flavour(
             "black-forest-labs/FLUX.2-klein-9B",
             defaults=_DISTILLED,
             note="4 steps, takes no guidance",
             guidance="none",
+            marks=_KLEIN | {"is_distilled": True},
         ),
     },
     guidance="embedded",

@@ -1,0 +1,222 @@
+"""Whether a model is there, whole, of the job's family, and able to do what the job wants."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import SpecError
+from jobs.families import FAMILIES, component_of, get_family
+from jobs.models import find_model
+from jobs.prompts import requests_of
+from jobs.rundir import read_json
+from jobs.weight_variants import variant_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from jobs.families import Family
+    from jobs.spec import JobSpec
+
+_WIDEST: Final = 2.0  # of buckets: ratio of the long side to the short one
+
+
+def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
+    """The model directory, known to hold a pipeline of the job's family.
+
+    Args:
+        spec: The job.
+        settings: Whether its flavour and its sizes have to fit the model too; the form asks about
+            a directory alone.
+
+    Raises:
+        SpecError: It is missing, is no diffusers model, is incomplete, or is of another family.
+    """
+    root = find_model(spec.pretrained_model_name_or_path)
+    index = read_json(root / "model_index.json")
+    if index is None:
+        raise SpecError(
+            f"{root} is not a diffusers model: it has no readable model_index.json",
+            f"give the directory that holds model_index.json, {component_of(spec)}/ and vae/",
+        )
+    family = get_family(spec.model_family, spec.model_flavour)
+    pipeline = str(index.get("_class_name", "?"))
+    if pipeline not in family.pipelines:
+        fits = [f.name for f in FAMILIES.values() if pipeline in f.pipelines]
+        raise SpecError(
+            f"{root} is a {pipeline}, not a {family.title} model",
+            f"set model_family: {fits[0]}" if fits else None,
+        )
+    for part in (*_denoisers(spec, family, index), "vae"):
+        _check_part(root, part)
+    _check_supplied(root, family)
+    for part in _text_encoders(index):
+        _check_text_encoder(root, part)
+    if settings:
+        _check_flavour(spec, family, root, index)
+    config = read_json(root / component_of(spec) / "config.json") or {}
+    _check_heads(spec, config)
+    if settings:
+        _check_sizes(spec, family, config)
+    return root
+
+
+# -- what is there -------------------------------------------------------------------------
+
+
+def _denoisers(spec: JobSpec, family: Family, index: Mapping[str, Any]) -> list[str]:
+    """The one that is trained, and the one that denoises the other noise levels of samples."""
+    parts = [component_of(spec)]
+    if index.get("boundary_ratio") is not None:
+        parts += [family.component_of(flavour) for flavour in family.flavours]
+    return list(dict.fromkeys(parts))
+
+
+def _check_part(root: Path, part: str) -> None:
+    """A denoiser or a VAE: read from safetensors files only."""
+    if read_json(root / part / "config.json") is None:
+        raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
+    names = [path.name for path in (root / part).glob("*.safetensors")]
+    if not names:
+        pickled = list((root / part).glob("*.bin"))
+        raise SpecError(
+            f"{root / part} holds no .safetensors weights",
+            "convert the .bin files to safetensors; pickled weights are not loaded"
+            if pickled
+            else None,
+        )
+    _check_plain(root, part, names, "diffusion_pytorch_model.safetensors")
+
+
+def _text_encoders(index: Mapping[str, Any]) -> list[str]:
+    """Those that the model has; optional ones are null."""
+    return [
+        name
+        for name, entry in index.items()
+        if name.startswith("text_encoder") and isinstance(entry, list) and all(entry)
+    ]
+
+
+def _check_text_encoder(root: Path, part: str) -> None:
+    if read_json(root / part / "config.json") is None:
+        raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
+    names = [p.name for p in (root / part).iterdir() if p.suffix in (".safetensors", ".bin")]
+    if not names:
+        raise SpecError(f"{root / part} holds no weights", f"fetch {part}/model.safetensors")
+    _check_plain(root, part, names, "model.safetensors")
+
+
+def _check_plain(root: Path, part: str, names: list[str], usual: str) -> None:
+    """A copy in another precision is not what `from_pretrained` looks for."""
+    variants = {variant_of(name) for name in names}
+    if None not in variants:
+        variant = min(map(str, variants))
+        raise SpecError(
+            f"{root / part} holds only the {variant} variant of its weights, which is not loaded",
+            f'fetch the files without ".{variant}" in their names too: {part}/{usual}, or its '
+            "shards and their index",
+        )
+
+
+def _check_supplied(root: Path, family: Family) -> None:
+    """What a family is published without has to be put there."""
+    missing = [part for part in family.supplied if not any((root / part).glob("*.json"))]
+    if missing:
+        raise SpecError(
+            f"{root} lacks {' and '.join(missing)}, which {family.title} is published without",
+            "; ".join(f"put {family.supplied[part]} into {root / part}" for part in missing),
+        )
+
+
+# -- whether the job fits it ---------------------------------------------------------------
+
+
+def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str, Any]) -> None:
+    """What the model's own files say of its flavour; without one, the family's first is meant."""
+    said = spec.model_flavour or next(iter(family.flavours), "")
+    fits = [
+        name
+        for name, flavour in family.flavours.items()
+        if all((index.get(key) or False) == value for key, value in flavour.marks.items())
+    ]
+    step = _latent_step(family, root, component_of(spec))
+    if step is not None:
+        fits = [name for name in fits if family.latent_step_of(name) == step]
+    if said in fits or not fits:
+        return
+    named = f"model_flavour: {said}" if spec.model_flavour else f"the usual {family.title}, {said}"
+    raise SpecError(
+        f"{root} is another model than {named}, by what its files say",
+        f"set model_flavour: {' or '.join(fits)}",
+    )
+
+
+def _latent_step(family: Family, root: Path, component: str) -> int | None:
+    """Pixels of a token's side; None where all flavours have as many, or it cannot be told."""
+    if len({family.latent_step_of(flavour) for flavour in family.flavours}) < 2:
+        return None
+    shrinks = _shrinks_by(read_json(root / "vae" / "config.json") or {})
+    patch = (read_json(root / component / "config.json") or {}).get("patch_size")
+    side = patch[-1] if isinstance(patch, list) and patch else patch
+    return shrinks * side if shrinks is not None and isinstance(side, int) else None
+
+
+def _shrinks_by(vae: Mapping[str, Any]) -> int | None:
+    """Pixels of a latent's side, by a VAE's config; None where it does not say."""
+    for key in ("scale_factor_spatial", "spatial_compression_ratio"):
+        if isinstance(vae.get(key), int):
+            return int(vae[key])
+    for key in ("block_out_channels", "encoder_block_out_channels"):
+        if isinstance(vae.get(key), list):
+            return int(2 ** (len(vae[key]) - 1))
+    if isinstance(vae.get("dim_mult"), list):  # older files of Wan's, without its factor
+        return int(2 ** (len(vae["dim_mult"]) - 1) * (vae.get("patch_size") or 1))
+    return None
+
+
+def _check_heads(spec: JobSpec, config: Mapping[str, Any]) -> None:
+    """Ulysses gives each rank some of the attention heads."""
+    if spec.context_parallel_size == 1 or spec.context_parallel_comm_strategy != "alltoall":
+        return
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % spec.context_parallel_size:
+        raise SpecError(
+            f"context_parallel_size {spec.context_parallel_size} does not divide the {heads} "
+            "attention heads of the model",
+            "choose a divisor, or context_parallel_comm_strategy: allgather",
+        )
+
+
+def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> None:
+    """Some denoisers know positions up to a side only."""
+    limit = family.longest_side(config) if family.longest_side is not None else None
+    if limit is None:
+        return
+    ends = f"which knows positions up to {limit} pixels a side"
+    step = family.latent_step_of(spec.model_flavour)
+    longest = longest_bucket_side(spec.resolution, step)
+    if longest > limit:
+        sides = range(spec.resolution // step * step, 0, -step)
+        able = next((s for s in sides if longest_bucket_side(s, step) <= limit), None)
+        raise SpecError(
+            f"resolution: {spec.resolution} has buckets of {longest} pixels a side, too long for "
+            f"this {family.title}, {ends}",
+            f"set resolution: {able}" if able else None,
+        )
+    for request in requests_of(spec):
+        if max(request.width, request.height) > limit:
+            raise SpecError(
+                f"samples of {request.width}x{request.height} are too large for this "
+                f"{family.title}, {ends}",
+                "lower the resolution of validation_prompts, or validation_resolution",
+            )
+
+
+def longest_bucket_side(resolution: int, step: int) -> int:
+    """The longest side of all buckets of a resolution, as `engine.data.buckets` makes them."""
+    area = max(resolution, step) ** 2
+    long = int(math.sqrt(area * _WIDEST)) // step * step
+    while long > _WIDEST * max(step, int(area / long) // step * step):
+        long -= step
+    return long

@@ -35,7 +35,7 @@ from jobs.strategy import own_policy
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from engine.world import World
     from jobs.spec import JobSpec
@@ -128,7 +128,7 @@ def _modules_to_wrap(
     model: torch.nn.Module,
     spec: JobSpec,
     plugin: FullyShardedDataParallelPlugin,
-    ignored: set[torch.nn.Parameter],
+    ignored: Collection[torch.nn.Parameter] = (),
 ) -> list[torch.nn.Module]:
     """The modules that become FSDP units of their own, inner ones first; never the root."""
     if path := own_policy(spec):

@@ -67,8 +67,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     run_dir.forget_attempt()
     spec = load_spec(run_dir.job_file)
     started = local.build(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
-    config = local.accelerate_config(spec, on_gpus=bool(job.gpus))
-    write_atomic(run_dir.accelerate_file, yaml.safe_dump(config, sort_keys=False))
+    write_atomic(run_dir.accelerate_file, yaml.safe_dump(started.config, sort_keys=False))
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0
     with open(run_dir.launcher_log, "wb") as log:
         child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Settings that follow from others, decided once: what happens to the text encoders."""
+"""Settings that follow from others, decided once."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def settle(spec: JobSpec) -> JobSpec:
     if (cache, unload) == (spec.cache_text_embeddings, spec.unload_text_encoder):
         return spec
     return spec.model_copy(update={"cache_text_embeddings": cache, "unload_text_encoder": unload})
+
+
+def clean(spec: JobSpec) -> tuple[JobSpec, list[str]]:
+    """The job without what means nothing beside the rest, so that saved jobs stay clean.
+
+    Returns:
+        The job, and what was taken out, a sentence each.
+    """
+    key = "context_parallel_comm_strategy"
+    default = type(spec).model_fields[key].default
+    if spec.context_parallel_size > 1 or spec.context_parallel_comm_strategy == default:
+        return spec, []
+    note = f"{key}: no effect with context_parallel_size: 1; saved as {default}"
+    return spec.model_copy(update={key: default}), [note]
 
 
 def find_overruled(spec: JobSpec) -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.cascade import find_overruled
 from jobs.data_conflicts import DATA_RULES, Conflict
 from jobs.families import FAMILIES
+from jobs.launch_conflicts import LAUNCH_RULES
 from jobs.strategy import (
     SHARDING,
     checkpoints_activations,
@@ -30,6 +31,12 @@ WHOLE_ONLY: Final = {
 }
 _LEAST_PRODIGY_RATE: Final = 0.05
 
+# Keys that stay on whatever a job says, and why.
+_ALWAYS: Final = {
+    "fsdp_cpu_ram_efficient_loading": "every rank reads only its own shard from disk, always",
+    "fsdp_limit_all_gathers": "FSDP2 always gathers few units ahead",
+}
+
 GPU_KERNELS: Final = ("flash", "efficient", "cudnn")
 
 
@@ -44,6 +51,11 @@ def find_warnings(spec: JobSpec) -> list[str]:
     warnings = []
     if spec.fsdp_version == 1:
         warnings.append("fsdp_version: FSDP v1 is deprecated; the job runs with FSDP v2")
+    warnings += [
+        f"{key}: false has no effect; {always}"
+        for key, always in _ALWAYS.items()
+        if not getattr(spec, key)
+    ]
     if spec.optimizer == "prodigy" and spec.learning_rate < _LEAST_PRODIGY_RATE:
         warnings.append(
             f"learning_rate: prodigy multiplies it with its own estimate, so 1.0 is usual and "
@@ -66,7 +78,7 @@ def _of_fsdp(spec: JobSpec) -> list[str]:
         name
         for name, field in type(spec).model_fields.items()
         if name.startswith("fsdp_")
-        and name not in ("fsdp_enable", "fsdp_version")
+        and name not in ("fsdp_enable", "fsdp_version", *_ALWAYS)
         and getattr(spec, name) != field.default
     ]
 
@@ -74,39 +86,6 @@ def _of_fsdp(spec: JobSpec) -> list[str]:
 def _no_model(spec: JobSpec) -> Conflict | None:
     key = "pretrained_model_name_or_path"
     return None if spec.pretrained_model_name_or_path else Conflict(key, f"{key} is missing")
-
-
-def _gpu_count(spec: JobSpec) -> Conflict | None:
-    if spec.gpus is None:
-        return None
-    asked = spec.gpus if isinstance(spec.gpus, int) else len(spec.gpus)
-    if spec.device == "cpu":
-        return Conflict("gpus", "gpus and device: cpu exclude each other")
-    if asked < 1:
-        return Conflict("gpus", "gpus asks for none; leave it out, or write [0] for GPU number 0")
-    if isinstance(spec.gpus, list) and len(set(spec.gpus)) != len(spec.gpus):
-        return Conflict("gpus", "gpus names the same GPU twice")
-    if spec.num_processes is not None and spec.num_processes != asked:
-        return Conflict(
-            "num_processes",
-            f"num_processes is {spec.num_processes} but gpus names {asked}; "
-            "give one of them, or the same number",
-        )
-    return None
-
-
-def _deepspeed(spec: JobSpec) -> Conflict | None:
-    if spec.deepspeed_config is None:
-        return None
-    if shards(spec):
-        return Conflict(
-            "deepspeed_config",
-            "FSDP and DeepSpeed cannot be enabled simultaneously. Leave out deepspeed_config",
-        )
-    return Conflict(
-        "deepspeed_config",
-        "DeepSpeed is not run here; leave out deepspeed_config and use strategy: fsdp2",
-    )
 
 
 def _strategy(spec: JobSpec) -> Conflict | None:
@@ -158,6 +137,8 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
         return Conflict(
             key, "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"
         )
+    if spec.deepspeed_config:
+        return Conflict(key, "Context parallelism requires FSDP2. Leave out deepspeed_config")
     if world_size(spec) % size:
         return Conflict(key, f"{key} {size} does not divide the {world_size(spec)} ranks")
     if spec.device == "cpu":
@@ -241,6 +222,19 @@ def _fp16(spec: JobSpec) -> Conflict | None:
         return Conflict(
             "mixed_precision",
             "fp16's loss scale with fsdp_cpu_offload is not tested; use mixed_precision: bf16",
+        )
+    family = FAMILIES.get(spec.model_family)
+    if (
+        spec.mixed_precision == "fp16"
+        and spec.model_type == "full"
+        and family is not None
+        and family.keeps_fp32
+        and shards(spec)
+    ):
+        return Conflict(
+            "mixed_precision",
+            f"some weights of {family.title} are kept whole beside the shards, which fp16's loss "
+            "scale cannot handle; use mixed_precision: bf16",
         )
     return None
 
@@ -351,8 +345,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _no_model,
     *DATA_RULES,
     *VALIDATION_RULES,
-    _gpu_count,
-    _deepspeed,
+    *LAUNCH_RULES,
     _strategy,
     _hsdp,
     _context_parallel,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jobs.paths import exists, expand
 from jobs.pictures import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
-from jobs.spellings import as_list, as_none, normal_key
+from jobs.spellings import as_list, as_mapping, as_none, normal_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +82,8 @@ def find_layout(root: Path) -> Layout:
 
 
 def _entry(entry: Any) -> Any:
+    if isinstance(entry, str) and (mapping := as_mapping(entry)) is not None:
+        entry = mapping
     if isinstance(entry, str):
         match = _REPEATS.match(entry.strip())
         if match and not exists(expand(entry.strip())):  # a folder may really be called so

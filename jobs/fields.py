@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
-import yaml
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jobs.spellings import as_bool, as_choice, as_list, as_none, did_you_mean, unquoted
+from jobs.spellings import (
+    as_bool,
+    as_choice,
+    as_list,
+    as_mapping,
+    as_none,
+    did_you_mean,
+    unquoted,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +48,7 @@ SAID: Final = "said"
 
 _YES_NO: Final = ("true", "false", "yes", "no", "on", "off")
 _V1_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-_GPU: Final = re.compile(r"(?:GPU|MIG)-\S+")
+_GPU: Final = re.compile(r"(?:GPU|MIG)-\S*")
 _CUDA: Final = re.compile(r"cuda:(\d+)", re.IGNORECASE)
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
 
@@ -139,27 +145,33 @@ def read_gpus(value: Any) -> Any:
         value = int(word) if word.isdecimal() else as_list(word)
     if isinstance(value, (list, tuple)):
         return [_gpu(one) for one in value]
-    return value
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise refuse(value, (), "a number of GPUs or a list of them")
 
 
-def _gpu(name: Any) -> Any:
+def _gpu(name: Any) -> int | str:
     """An index, also as `cuda:0`, or a UUID or a beginning of one."""
-    if not isinstance(name, str):
+    if isinstance(name, int) and not isinstance(name, bool):
         return name
-    if match := _CUDA.fullmatch(name.strip()):
+    word = str(name).strip()
+    if match := _CUDA.fullmatch(word):
         return int(match[1])
-    if name.strip().isdecimal():
-        return int(name)
-    if _GPU.fullmatch(name.strip()):
-        return name.strip()
-    raise refuse(name, (), "a GPU: give numbers as in 0,1 or UUIDs as in GPU-5f2c, or how many")
+    if word.isdecimal():
+        return int(word)
+    if _GPU.fullmatch(word):
+        return word
+    raise refuse(name, (), "a GPU; give numbers as in 0,1 or UUIDs as in GPU-5f2c, or how many")
 
 
 def read_names(value: Any) -> Any:
     """A list in one text."""
-    if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[-1:] != "]":
-        raise refuse(value, (), "a list: its bracket is not closed")
-    return as_list(value)
+    if not isinstance(value, str):
+        return value
+    text = unquoted(value)
+    if text.startswith("[") and not text.endswith("]"):
+        raise refuse(value, (), "a list; its bracket is not closed")
+    return as_list(text)
 
 
 def read_words(value: Any) -> Any:
@@ -175,16 +187,16 @@ def read_words(value: Any) -> Any:
 def read_settings(value: Any) -> Any:
     """A mapping, also as JSON in one text; any other text is the path of a file."""
     value = as_none(value)
-    if not isinstance(value, str) or not value.strip().startswith("{"):
-        return unquoted(value) if isinstance(value, str) else value
-    for read in (json.loads, yaml.safe_load):
-        try:
-            found = read(value)
-        except (ValueError, RecursionError, yaml.YAMLError):
-            continue
-        if isinstance(found, dict):
-            return found
-    raise refuse(value, (), "a mapping: write it as JSON")
+    if value is None or isinstance(value, dict):
+        return value
+    if not isinstance(value, str):
+        raise refuse(value, (), "a mapping or the path of a file")
+    if not value.strip().startswith("{"):
+        return unquoted(value)
+    found = as_mapping(value)
+    if found is None:
+        raise refuse(value, (), "a mapping; write it as JSON")
+    return found
 
 
 def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
@@ -204,6 +216,7 @@ TextList = Annotated[list[str], BeforeValidator(read_names)]
 OptionalTextList = Annotated[
     list[str] | None, BeforeValidator(read_names), BeforeValidator(as_none)
 ]
+OptionalSettings = Annotated[str | dict[str, Any] | None, BeforeValidator(read_settings)]
 OptionalWords = Annotated[list[str] | None, BeforeValidator(read_words), BeforeValidator(as_none)]
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
 from pydantic_core import PydanticCustomError
 
 from jobs.families import FAMILIES, latent_step_of
-from jobs.spellings import as_list, as_none, normal_key
+from jobs.spellings import as_list, as_mapping, as_none, normal_key
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
@@ -84,7 +82,7 @@ class ValidationPrompt(BaseModel):
     def _as_written(self) -> str | dict[str, Any]:
         """A prompt without settings is its text, unless that would be read as something else."""
         values = {name: value for name, value in self if value is not None}
-        plain = len(values) == 1 and as_mapping(self.prompt) is None
+        plain = len(values) == 1 and as_prompt(self.prompt) is None
         return self.prompt if plain else values
 
 
@@ -127,26 +125,16 @@ def validation_seed_of(spec: JobSpec) -> int:
     return spec.seed if spec.validation_seed is None else spec.validation_seed
 
 
-def as_mapping(text: str) -> dict[str, Any] | None:
+def as_prompt(text: str) -> dict[str, Any] | None:
     """What `{prompt: a cat, seed: 3}` says, so that one text can hold settings; else None."""
-    text = text.strip()
-    if not (text.startswith("{") and text.endswith("}")):
-        return None
-    for read in (json.loads, yaml.safe_load):
-        try:
-            value = read(text)
-        except (ValueError, RecursionError, yaml.YAMLError):
-            continue
-        if isinstance(value, dict) and "prompt" in value:
-            return value
-    return None
+    value = as_mapping(text)
+    return value if value is not None and "prompt" in value else None
 
 
 def read_prompts(value: Any) -> Any:
     """A list of texts or mappings, one of them, or texts with commas between."""
     if isinstance(value, str):
-        mapping = as_mapping(value)
-        value = as_list(value) if mapping is None else [mapping]
+        value = [value] if _is_one(value) else as_list(value)
     if isinstance(value, (dict, ValidationPrompt)):
         value = [value]
     if not isinstance(value, (list, tuple)):
@@ -154,9 +142,15 @@ def read_prompts(value: Any) -> Any:
     return [_entry(entry) for entry in value]
 
 
+def _is_one(text: str) -> bool:
+    """Whether a text is one prompt: with settings, or `[trigger]`, which is no list."""
+    marked = text.strip().startswith("[") and not any(mark in text for mark in "\"',{")
+    return marked or as_prompt(text) is not None
+
+
 def _entry(entry: Any) -> Any:
     if isinstance(entry, str):
-        mapping = as_mapping(entry)
+        mapping = as_prompt(entry)
         if mapping is None:
             return {"prompt": entry}
         entry = mapping

@@ -73,6 +73,12 @@ EFFECTS: Final[dict[str, Effect]] = {
     "dp_replicate_size": "same",
     "context_parallel_comm_strategy": "same",
     "deepspeed_config": "same",  # refused elsewhere
+    "accelerate_config": "same",
+    "accelerate_extra_args": "same",
+    "num_machines": "same",
+    "machine_rank": "same",
+    "main_process_ip": "same",
+    "main_process_port": "same",
     "fsdp_enable": "same",
     "fsdp_version": "same",
     "fsdp_reshard_after_forward": "same",
@@ -82,6 +88,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "fsdp_backward_prefetch": "same",
     "fsdp_state_dict_type": "same",  # either layout is loaded
     "fsdp_cpu_ram_efficient_loading": "same",
+    "fsdp_limit_all_gathers": "same",
     "fsdp_auto_wrap_policy": "same",
     "fsdp_min_num_params": "same",
     "fsdp_transformer_layer_cls_to_wrap": "same",

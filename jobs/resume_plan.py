@@ -94,7 +94,8 @@ def plan_resume(
     job = store.get(job_id)
     if not job.state.ended:
         raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
-    spec = load_spec(job.run_dir.job_file, overrides)
+    notes: list[str] = []
+    spec = load_spec(job.run_dir.job_file, overrides, told=notes.append)
     wanted = preflight.check(spec)
     spec = settle(spec)
     begin = _own(job, back_to)
@@ -120,7 +121,7 @@ def plan_resume(
         rewound = [one for one in list_checkpoints(job.run_dir) if one.step > back_to]
         check_unneeded(store, [one.path for one in rewound])
     return Plan(
-        spec, wanted, begin, rewound, changes, _find_needs(store, job, spec),
+        spec, wanted, begin, rewound, changes, [*notes, *_find_needs(store, job, spec)],
         job=job, back_to=back_to, rewritten=bool(overrides),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pydantic import ConfigDict, model_validator
 
-from jobs.families import default_values
+from jobs.families import FAMILIES, default_values, flavour_of
 from jobs.keys.data import DataKeys
 from jobs.keys.devices import DeviceKeys
 from jobs.keys.export import ExportKeys
@@ -47,11 +47,18 @@ class JobSpec(
     @model_validator(mode="before")
     @classmethod
     def _fill_unset(cls, data: Any) -> Any:
-        """A key without a value (`lora_alpha:`) means its default, which may be the family's."""
+        """A key without a value (`lora_alpha:`) means its default, which may be the family's.
+
+        Where there is no `model_flavour` at all, the model's name may say it; an empty one stays
+        empty, so that every job can be written down and read back.
+        """
         if not isinstance(data, dict):
             return data
         known = {key: value for key, value in data.items() if value is not None}
         family = known.get("model_family", cls.model_fields["model_family"].default)
+        if "model_flavour" not in data:
+            named = flavour_of(family, known.get("pretrained_model_name_or_path", ""))
+            known |= {"model_flavour": named} if named else {}
         return default_values(family, known.get("model_flavour")) | known
 
     def to_dict(self, *, only_set: bool = False) -> dict[str, Any]:
@@ -62,6 +69,10 @@ class JobSpec(
         fields = {"model_family", "model_flavour"}
         usual = type(self)(**self.model_dump(include=fields)).model_dump(mode="json")
         usual |= {name: type(self).model_fields[name].default for name in fields}
+        if self.model_flavour is None:  # where the model's name says one, none has to be written
+            usual["model_flavour"] = flavour_of(
+                self.model_family, self.pretrained_model_name_or_path
+            )
         return {key: value for key, value in values.items() if value != usual[key]}
 
     def digest(self) -> str:
@@ -91,6 +102,22 @@ def field_choices(name: str) -> tuple[str, ...]:
     annotation = JobSpec.model_fields[name].annotation
     choices = get_args(annotation)
     return choices if choices and all(isinstance(c, str) for c in choices) else ()
+
+
+def field_words(name: str) -> tuple[str, ...]:
+    """The words to offer for a field: those it allows, or the usual ones where it allows others."""
+    if name == "model_family":
+        return tuple(FAMILIES)
+    extra = JobSpec.model_fields[name].json_schema_extra
+    usual = extra.get("words") if isinstance(extra, dict) else None
+    told = tuple(map(str, usual)) if isinstance(usual, list) else ()
+    return field_choices(name) or told or (("true", "false") if is_switch(name) else ())
+
+
+def takes_none(name: str) -> bool:
+    """Whether a field may have no value at all."""
+    field = JobSpec.model_fields.get(name)
+    return field is not None and type(None) in get_args(field.annotation)
 
 
 def is_switch(name: str) -> bool:

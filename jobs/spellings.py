@@ -7,8 +7,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+import yaml
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 _TRUE = {"true", "1", "yes", "on", "y", "t"}
 _FALSE = {"false", "0", "no", "off", "n", "f"}
@@ -24,11 +26,17 @@ def normal_key(key: str) -> str:
     return key.strip().lstrip("-").lower().replace("-", "_").replace(".", "_")
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` most resembles, or None when nothing is close."""
+def nearest(word: str, known: Iterable[str], *, least: float = 0.6) -> str | None:
+    """The known word that `word` most resembles, or None when nothing is close.
+
+    Args:
+        word: As written.
+        known: The words it may be.
+        least: How much alike they must be, from 0 to 1.
+    """
     known = {name.lower(): name for name in known}
     word = word.lower()
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word, known, n=1, cutoff=least)
     if not found and len(word) >= _ENOUGH:  # `qwen` for `qwen_image`
         found = [name for name in known if name.startswith(word)]
     return known[found[0]] if found else None
@@ -91,16 +99,42 @@ def as_choice(value: Any, choices: tuple[str, ...]) -> Any:
 
 
 def as_list(value: Any) -> Any:
-    """A list in one text: JSON, `[a, b]`, or parts with commas between. Quotes around a part go."""
+    """A list in one text: JSON, `[a, b]`, or parts with commas between. Quotes around a part go.
+
+    A mapping, `{path: a}`, is a list of one.
+    """
     if not isinstance(value, str):
         return value
     text = value.strip()
+    if text.startswith("{") and text.endswith("}"):
+        return [text]
     if text.startswith("[") and text.endswith("]"):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            text = text[1:-1]
+        found = _loaded(text, list, (json.loads, yaml.safe_load) if "{" in text else (json.loads,))
+        if found is not None:
+            return found
+        text = text if "[" in text[1:] else text[1:-1]
     return [part for part in _parts(text) if part]
+
+
+def as_mapping(text: str) -> dict[Any, Any] | None:
+    """What `{"seed": 3}` or `{seed: 3}` says, so that one text can hold settings; else None."""
+    text = text.strip()
+    if not (text.startswith("{") and text.endswith("}")):
+        return None
+    found: dict[Any, Any] | None = _loaded(text, dict, (json.loads, yaml.safe_load))
+    return found
+
+
+def _loaded(text: str, kind: type, readers: Iterable[Callable[[str], Any]]) -> Any:
+    """What the first reader makes of a text that gets something of this kind; else None."""
+    for read in readers:
+        try:
+            value = read(text)
+        except (ValueError, RecursionError, yaml.YAMLError):
+            continue
+        if isinstance(value, kind):
+            return value
+    return None
 
 
 def _parts(text: str) -> list[str]:

@@ -100,6 +100,11 @@ def shards(spec: JobSpec) -> bool:
     return chosen_strategy(spec)[0] in SHARDING
 
 
+def own_policy(spec: JobSpec) -> str | None:
+    """The dotted path of a wrap policy of the person's own; None for the known ones."""
+    return spec.fsdp_auto_wrap_policy if "." in spec.fsdp_auto_wrap_policy else None
+
+
 def checkpoints_activations(spec: JobSpec) -> bool:
     """Whether activations are recomputed; accelerate's FSDP key means the same."""
     return spec.gradient_checkpointing or spec.fsdp_activation_checkpointing

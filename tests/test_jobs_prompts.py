@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from jobs.conflicts import find_conflicts, find_warnings
 from jobs.errors import SpecError
+from jobs.flags import parse_flags
 from jobs.prompts import ValidationPrompt, read_prompts, requests_of, size_of
 from jobs.spec import JobSpec
-from jobs.specfile import dump_spec, load_spec, parse_flags
+from jobs.specfile import dump_spec, load_spec
 
 GOOD: dict[str, Any] = {"pretrained_model_name_or_path": "m", "dataset": "d"}
 

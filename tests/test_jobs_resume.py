@@ -34,6 +34,7 @@ _OTHER: dict[str, Any] = {
     "adam_beta1": 0.5, "adam_beta2": 0.5, "ema_decay": 0.5, "flow_shift": 3.0, "snr_gamma": 5.0,
     "validation_fraction": 0.25, "fsdp_version": 1, "validation_resolution": 512,
     "model_family": "sdxl", "model_flavour": "2.2-t2v-a14b-low",
+    "fsdp_auto_wrap_policy": "NO_WRAP",
 }  # fmt: skip
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {

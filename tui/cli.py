@@ -18,6 +18,7 @@ import click
 from jobs import devices, service
 from jobs.errors import UserError
 from jobs.housekeeping import directory_size
+from jobs.replay import FORMS, Form, replay, replay_facts
 from jobs.report import read_report
 from jobs.resume_plan import plan_submit
 from jobs.specfile import dump_spec
@@ -26,12 +27,17 @@ from jobs.store import Store
 from jobs.tools import ToolError
 from tui.cli_cache import cache
 from tui.cli_checkpoints import checkpoints, resume, tell
+from tui.cli_completion import completion
 from tui.cli_data import data
 from tui.cli_detect import detect
+from tui.cli_doctor import doctor
 from tui.cli_export import export
 from tui.cli_families import families
+from tui.cli_help import EXAMPLES, STATUSES, Sections
+from tui.cli_import import import_job
+from tui.cli_keys import keys
 from tui.cli_queue import COMMANDS
-from tui.cli_words import FLAGS, JSON, read_job
+from tui.cli_words import FLAGS, ID, JSON, WORDS, JobCommand, read_job
 from tui.follow import follow_job, follow_log
 from tui.tables import describe, gpu_table, job_table
 
@@ -54,7 +60,12 @@ def main() -> NoReturn:
     sys.exit(status if isinstance(status, int) else 0)
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Sections,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"{EXAMPLES}\n{STATUSES}",
+)
 @click.version_option(package_name="fsdp-tui")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -94,14 +105,23 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
     click.echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
 
 
-@cli.command(context_settings=FLAGS)
-@click.option("--dry-run", is_flag=True, help="Check and print the whole job; queue nothing.")
+@cli.command(cls=JobCommand, context_settings=FLAGS)
+@click.option("--dry-run", "--dry_run", is_flag=True,
+              help="Check and print the whole job; queue nothing.")  # fmt: skip
 @JSON
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@WORDS
 def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Queue a job: [JOB.yaml] [--key=value …]. Prints its id.
+    """Queue a job, and print its id.
 
-    Every key of a job file is also a flag; flags win over the file.
+    Every key of a job file is also a flag (`fsdp-tui keys` lists them); flags win over the file.
+    Spelling is free: --lora_rank=8, --lora-rank 8; true, yes, on, 1 or nothing for a switch, no or
+    --no-KEY against it; None for not set; lists with commas, as JSON, or flag by flag. What cannot
+    be understood is an error, and nothing is queued.
+
+    \b
+    fsdp-tui submit job.yaml --gpus=0,1 --strategy=fsdp2
+    fsdp-tui submit job.yaml --fsdp-state-dict-type full --no-gradient-checkpointing
+    fsdp-tui submit job.yaml --accelerate_config=my_config.yaml --dry-run
     """
     store, spec = Store(), read_job(words)
     plan = plan_submit(store, spec)
@@ -118,12 +138,16 @@ def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
         click.echo(str(job.id))
 
 
-@cli.command(context_settings=FLAGS)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@cli.command(cls=JobCommand, context_settings=FLAGS)
+@WORDS
 def run(words: tuple[str, ...]) -> int:
-    """Queue a job and follow it: [JOB.yaml] [--key=value …].
+    """Queue a job, and follow it to its end.
 
-    Ctrl-C asks it to stop (again: more firmly). Exit status: 0 completed, 3 stopped, 1 failed.
+    Flags are those of submit. Ctrl-C asks it to stop (again: more firmly).
+    Exit status: 0 completed, 3 stopped, 1 failed, 2 bad input.
+
+    \b
+    fsdp-tui run job.yaml --max_train_steps=10 && fsdp-tui list
     """
     store, spec = Store(), read_job(words)
     plan = plan_submit(store, spec)
@@ -143,13 +167,25 @@ def list_jobs(as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("job_id", metavar="ID", type=int)
+@ID
+@click.option("--as", "form", type=click.Choice(FORMS),
+              help="What replays the job anywhere: its file, its flags, or a shell script with "
+              "the bare accelerate launch line.")  # fmt: skip
 @JSON
-def show(job_id: int, as_json: bool) -> None:
-    """One job: state, progress, history, files."""
+def show(job_id: int, form: Form | None, as_json: bool) -> None:
+    """One job: state, progress, history, files.
+
+    \b
+    fsdp-tui show 3 --as yaml > again.yaml      the whole job, to edit and submit
+    eval fsdp-tui submit "$(fsdp-tui show 3 --as flags)"
+    fsdp-tui show 3 --as accelerate | bash      without the queue, in a directory of its own
+    """
     store = Store()
     service.refresh(store)
     job = store.get(job_id)
+    if form is not None:
+        click.echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
+        return
     facts = service.as_dict(job, devices.gpus())
     changes = store.history(job_id)
     facts["history"] = [
@@ -169,7 +205,7 @@ def show(job_id: int, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("job_id", metavar="ID", type=int)
+@ID
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 @click.option("--rank", type=int, default=0, show_default=True, help="Whose log.")
 @click.option("--launcher", is_flag=True, help="The log of accelerate launch instead.")
@@ -191,7 +227,7 @@ def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool)
 
 
 @cli.command()
-@click.argument("job_id", metavar="ID", type=int)
+@ID
 @click.option("--now", is_flag=True, help="SIGKILL at once, without a checkpoint.")
 def stop(job_id: int, now: bool) -> None:
     """Stop a job after this step and a checkpoint. Asked again: SIGTERM, then SIGKILL."""
@@ -211,7 +247,10 @@ def gpus(as_json: bool) -> None:
         click.echo(gpu_table(present, claims) if present else _no_gpus())
 
 
-for command in (data, detect, families, cache, resume, checkpoints, export, *COMMANDS):
+for command in (
+    data, detect, doctor, families, cache, resume, checkpoints, export, import_job, keys,
+    completion, *COMMANDS,
+):  # fmt: skip
     cli.add_command(command)
 
 

@@ -12,12 +12,12 @@ import click
 from jobs import service
 from jobs.checkpoint_list import free_bytes, list_all, verify
 from jobs.errors import NotFoundError, UserError
+from jobs.flags import parse_flags
 from jobs.origin import read_step
 from jobs.resume_plan import plan_resume
-from jobs.specfile import parse_flags
 from jobs.store import Store
 from tui.checkpoints.words import checkpoint_table, plan_lines
-from tui.cli_words import FLAGS, JSON
+from tui.cli_words import FLAGS, ID, JSON, JobCommand
 from tui.format import size
 from tui.progress_line import ProgressLine
 
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from jobs.resume_plan import Plan
     from jobs.store import Job
 
-_ID = click.argument("job_id", metavar="ID", type=int)
-
 
 @click.command()
-@_ID
+@ID
 @click.argument("more", metavar="", nargs=-1)
 @click.option("--verify", "contents", is_flag=True,
               help="Read every byte; exit status 1 if something is damaged.")  # fmt: skip
@@ -99,8 +97,8 @@ def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
         return found
 
 
-@click.command(context_settings=FLAGS)
-@_ID
+@click.command(cls=JobCommand, context_settings=FLAGS)
+@ID
 @click.option("--from", "back_to", metavar="STEP",
               help="Go on after this one; newer ones are set aside, not deleted.")  # fmt: skip
 @JSON

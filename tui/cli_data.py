@@ -10,21 +10,21 @@ import click
 
 from jobs.look import NOT_NEEDED
 from jobs.tools import look_at_data
-from tui.cli_words import FLAGS, JSON, read_job
+from tui.cli_words import FLAGS, JSON, WORDS, JobCommand, read_job
 from tui.data.tables import data_text
 from tui.progress_line import ProgressLine
 
 _WIDEST = 100  # columns; longer lines are hard to read
 
 
-@click.command(context_settings=FLAGS)
+@click.command(cls=JobCommand, context_settings=FLAGS)
 @click.option("--all", "every_file", is_flag=True, help="Name every file that is left out.")
 @click.option("--sheet", type=click.Path(path_type=Path), metavar="FILE.png",
               help="Write pictures of every bucket, cut as they are trained on.")  # fmt: skip
 @JSON
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@WORDS
 def data(words: tuple[str, ...], every_file: bool, sheet: Path | None, as_json: bool) -> None:
-    """Look at a job's data: [JOB.yaml] [--key=value …].
+    """What a job would train on.
 
     Tells how many samples there are, how they are cut, what is left out and why. Queues nothing.
     The first look at a large dataset takes minutes, later ones are quick.

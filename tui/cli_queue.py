@@ -10,12 +10,11 @@ import click
 from jobs import service
 from jobs.dispatch import dispatch
 from jobs.store import Store
-
-_ID = click.argument("job_id", metavar="ID", type=int)
+from tui.cli_words import ID
 
 
 @click.command()
-@_ID
+@ID
 def hold(job_id: int) -> None:
     """Keep a queued job waiting until it is released."""
     store = Store()
@@ -25,7 +24,7 @@ def hold(job_id: int) -> None:
 
 
 @click.command()
-@_ID
+@ID
 def release(job_id: int) -> None:
     """Let a held job start when its turn comes."""
     store = Store()
@@ -35,7 +34,7 @@ def release(job_id: int) -> None:
 
 
 @click.command()
-@_ID
+@ID
 @click.option("--first", "place", flag_value="first", help="Before all others.")
 @click.option("--last", "place", flag_value="last", help="Behind all others.")
 @click.option("--priority", type=int, help="Jobs of higher priority start first.")
@@ -63,7 +62,7 @@ def pause(off: bool) -> None:
 
 
 @click.command(name="save-now")
-@_ID
+@ID
 def save_now(job_id: int) -> None:
     """Ask a running job for a checkpoint after this step."""
     service.request(Store(), job_id, "save_now")
@@ -71,7 +70,7 @@ def save_now(job_id: int) -> None:
 
 
 @click.command(name="sample-now")
-@_ID
+@ID
 def sample_now(job_id: int) -> None:
     """Ask a running job for samples after this step."""
     service.request(Store(), job_id, "sample_now")
@@ -79,7 +78,7 @@ def sample_now(job_id: int) -> None:
 
 
 @click.command()
-@_ID
+@ID
 @click.option("--keep-files", is_flag=True, help="Forget the job, keep its run directory.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def remove(job_id: int, keep_files: bool, yes: bool) -> None:

@@ -2,23 +2,77 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from jobs.cascade import settle
 from jobs.conflicts import find_warnings
 from jobs.errors import UserError
-from jobs.specfile import load_spec, parse_flags
+from jobs.flags import parse_flags
+from jobs.spec import JobSpec, field_group, field_words, is_switch
+from jobs.specfile import load_spec
+from jobs.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from jobs.spec import JobSpec
-
 FLAGS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
 JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+_PATHS: Final = ("pretrained_model_name_or_path", "dataset", "cache_dir", "accelerate_config")
+_SUMMARY: Final = 72  # characters of help beside a completion
+
+
+class JobCommand(click.Command):
+    """A command that takes every key of a job as a flag.
+
+    Its own parser (`jobs.flags`) reads them, so that spelling is free. Shells are offered them as
+    options, with the words they may have.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its parameters; while a shell completes, the keys of a job too."""
+        params = super().get_params(ctx)
+        return [*params, *_key_options()] if ctx.resilient_parsing else params
+
+
+def _key_options() -> list[click.Parameter]:
+    options: list[click.Parameter] = []
+    for name, field in JobSpec.model_fields.items():
+        kind: dict[str, Any] = {"type": click.Path()} if name in _PATHS else {}
+        if words := field_words(name):
+            kind = {"shell_complete": partial(_words, words)}
+        if is_switch(name):  # its value may be left out
+            kind |= {"is_flag": False, "flag_value": "true"}
+        text = f"{field_group(name)}: {field.description or ''}"
+        options.append(click.Option([f"--{name}"], help=text[:_SUMMARY], **kind))
+    return options
+
+
+def _words(
+    words: Collection[str], ctx: click.Context, param: click.Parameter, start: str
+) -> list[CompletionItem[str]]:
+    """In any case, as they may be written."""
+    return [CompletionItem(word) for word in words if word.lower().startswith(start.lower())]
+
+
+def _job_files(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    return [CompletionItem(start, type="file")]
+
+
+def _job_ids(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    found = [job for job in Store().all() if str(job.id).startswith(start)]
+    return [CompletionItem(str(job.id), help=f"{job.state} {job.name}") for job in found]
+
+
+ID: Final = click.argument("job_id", metavar="ID", type=int, shell_complete=_job_ids)
+WORDS: Final = click.argument(
+    "words", nargs=-1, type=click.UNPROCESSED, shell_complete=_job_files,
+    metavar="[JOB.yaml] [--key=value …]",
+)  # fmt: skip
 
 
 def read_job(words: tuple[str, ...], *, ignoring: Collection[str] = ()) -> JobSpec:
@@ -36,7 +90,12 @@ def read_job(words: tuple[str, ...], *, ignoring: Collection[str] = ()) -> JobSp
         raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
     if not others and not values:
         raise UserError("no job given", "name a JOB.yaml, or give --key=value flags")
-    spec = load_spec(Path(others[0]) if others else None, values, ignoring=ignoring)
+    spec = load_spec(Path(others[0]) if others else None, values, ignoring=ignoring, told=warn)
     for warning in find_warnings(spec):
-        click.echo(f"fsdp-tui: warning: {warning}", err=True)
+        warn(warning)
     return settle(spec)
+
+
+def warn(text: str) -> None:
+    """Tell what runs, but not as the person may think."""
+    click.echo(f"fsdp-tui: warning: {text}", err=True)

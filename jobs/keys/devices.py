@@ -10,7 +10,9 @@ from jobs.fields import (
     Bool,
     ContextParallelStrategy,
     Device,
+    OptionalSettings,
     OptionalText,
+    OptionalWords,
     Strategy,
     choice,
     field,
@@ -51,6 +53,26 @@ class DeviceKeys(BaseModel):
     context_parallel_comm_strategy: Annotated[
         ContextParallelStrategy, choice(ContextParallelStrategy)
     ] = field("allgather", "devices", "allgather: ring attention; alltoall: Ulysses, by heads.")
-    deepspeed_config: OptionalText = field(
+    deepspeed_config: OptionalSettings = field(
         None, "devices", "Not run; named here so that configurations of other tools are understood."
+    )
+
+    # -- accelerate launch -----------------------------------------------------------------
+    accelerate_config: OptionalSettings = field(
+        None, "devices",
+        "A file that `accelerate config` wrote: what the job leaves out is as it says; what has no "
+        "key of its own is kept here, and goes into the launch.",
+    )  # fmt: skip
+    accelerate_extra_args: OptionalWords = field(
+        None, "devices", "More flags for `accelerate launch`, such as --enable_cpu_affinity."
+    )
+    num_machines: int = field(
+        1, "devices", "Machines; a job runs on one, so that others are refused.", ge=1, le=4096
+    )
+    machine_rank: int = field(0, "devices", "Which of the machines this is.", ge=0, le=4095)
+    main_process_ip: OptionalText = field(
+        None, "devices", "Address of the machine with rank 0; of no use on one machine."
+    )
+    main_process_port: Annotated[int | None, BeforeValidator(as_none)] = field(
+        None, "devices", "Port at which the ranks meet; any free one when left out.", ge=0, le=65535
     )

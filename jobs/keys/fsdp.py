@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import BaseModel, BeforeValidator
 
@@ -16,6 +16,7 @@ from jobs.fields import (
     read_prefetch,
     read_reshard,
     read_state_dict_type,
+    read_version,
     read_wrap_policy,
 )
 
@@ -26,7 +27,9 @@ class FsdpKeys(BaseModel):
     fsdp_enable: OptionalBool = field(
         None, "fsdp", "Shard the model over the ranks (the same as strategy: fsdp2)."
     )
-    fsdp_version: int = field(2, "fsdp", "FSDP version; 1 is deprecated, and run as 2.", ge=1, le=2)
+    fsdp_version: Annotated[int, BeforeValidator(read_version)] = field(
+        2, "fsdp", "FSDP version; 1 is deprecated, and run as 2.", ge=1, le=2
+    )
     fsdp_reshard_after_forward: Annotated[bool | int, BeforeValidator(read_reshard)] = field(
         True, "fsdp",
         "Free gathered weights after forward: least memory, one more all-gather. A number "
@@ -50,9 +53,15 @@ class FsdpKeys(BaseModel):
     fsdp_cpu_ram_efficient_loading: Bool = field(
         True, "fsdp", "Every rank reads only its own shard from disk; this is always so."
     )
-    fsdp_auto_wrap_policy: Annotated[WrapPolicy, BeforeValidator(read_wrap_policy)] = field(
-        "TRANSFORMER_BASED_WRAP", "fsdp", "Which modules become their own FSDP unit."
+    fsdp_limit_all_gathers: Bool = field(
+        True, "fsdp", "Gather few units ahead of the one that computes; FSDP2 always does."
     )
+    fsdp_auto_wrap_policy: Annotated[str, BeforeValidator(read_wrap_policy)] = field(
+        "TRANSFORMER_BASED_WRAP", "fsdp",
+        "Which modules become their own FSDP unit: of some classes, or large ones, or none; or as "
+        "an installed callable pkg.mod.name decides, of (module, recurse, nonwrapped_numel).",
+        words=get_args(WrapPolicy),
+    )  # fmt: skip
     fsdp_min_num_params: int = field(
         10_000_000, "fsdp", "Smallest unit of SIZE_BASED_WRAP, in parameters.", ge=1
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +14,9 @@ import psutil
 
 from jobs import devices
 from jobs.errors import UserError
-from jobs.families import component_of, wrapped_classes
+from jobs.extra_args import words_of
+from jobs.families import component_of
+from jobs.launchers.config import accelerate_config, fsdp_options
 from jobs.models import count_parameters, find_model
 from jobs.processes import RUN_ID_VARIABLE
 from jobs.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
@@ -30,26 +32,11 @@ _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command line and the environment variables that are set for it."""
+    """A command line, the environment variables that are set for it, and its accelerate config."""
 
     command: list[str]
     environment: dict[str, str]
-
-
-def accelerate_config(spec: JobSpec, *, on_gpus: bool) -> dict[str, Any]:
-    """A minimal accelerate config file.
-
-    Without one, `accelerate launch` would merge whatever the person's own default config says
-    into the flags it was not given.
-    """
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "NO",  # the flags say which
-        "num_machines": 1,
-        "num_processes": world_size(spec),
-        "use_cpu": not on_gpus,
-        "debug": False,
-    }
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -> Launch:
@@ -65,24 +52,32 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     strategy, reason = chosen_strategy(spec, room_of(spec, gpus))
     cores = psutil.cpu_count() or 1
     threads = max(1, cores // ranks if not gpus else min(8, cores // ranks))
-    command = [
-        *_accelerate(),
-        "launch",
-        f"--config_file={run_dir.accelerate_file}",
-        f"--num_processes={ranks}",
-        "--num_machines=1",
-        "--main_process_port=0",
-        f"--mixed_precision={spec.mixed_precision}",
-        "--dynamo_backend=no",
-        f"--num_cpu_threads_per_process={threads}",
+    flags = {
+        "config_file": run_dir.accelerate_file,
+        "num_processes": ranks,
+        "num_machines": spec.num_machines,
+        "machine_rank": spec.machine_rank,
+        "main_process_ip": spec.main_process_ip,
+        "main_process_port": spec.main_process_port or 0,
+        "mixed_precision": spec.mixed_precision,
+        "dynamo_backend": "no",  # the engine compiles each block itself
+        "num_cpu_threads_per_process": threads,
+        "gpu_ids": ",".join(gpus) or None,
+    }
+    more = words_of(spec)
+    named = {word[2:].partition("=")[0] for word in more}
+    command = [*_accelerate(), "launch"]
+    command += [
+        f"--{name}={value}"
+        for name, value in flags.items()
+        if value is not None and name not in named
     ]
-    if gpus:
-        command.append(f"--gpu_ids={','.join(gpus)}")
     if strategy in SHARDING:
-        command += _fsdp_flags(spec)
+        options = fsdp_options(spec)
+        command += ["--use_fsdp", *(f"--{name}={_word(value)}" for name, value in options.items())]
     elif ranks > 1:
         command.append("--multi_gpu")
-    command += ["-m", "engine", str(run_dir.root)]
+    command += [*more, "-m", "engine", str(run_dir.root)]
 
     environment = {
         RUN_ID_VARIABLE: run_id,
@@ -107,7 +102,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    return Launch(command, environment)
+    return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus))
 
 
 def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
@@ -156,23 +151,5 @@ def _accelerate() -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
 
 
-def _fsdp_flags(spec: JobSpec) -> list[str]:
-    flags = [
-        "--use_fsdp",
-        "--fsdp_version=2",
-        # Accelerate knows yes and no; the number of shards is the engine's to see to.
-        f"--fsdp_reshard_after_forward={str(bool(spec.fsdp_reshard_after_forward)).lower()}",
-        f"--fsdp_state_dict_type={spec.fsdp_state_dict_type}",
-        f"--fsdp_auto_wrap_policy={spec.fsdp_auto_wrap_policy}",
-        f"--fsdp_offload_params={str(spec.fsdp_cpu_offload).lower()}",
-        f"--fsdp_activation_checkpointing={str(spec.fsdp_activation_checkpointing).lower()}",
-        # The engine always reads only each rank's own shard. Accelerate's switch of this name
-        # would make transformers leave text encoders empty on every rank but the first.
-        "--fsdp_cpu_ram_efficient_loading=false",
-    ]
-    if spec.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
-        names = ",".join(wrapped_classes(spec))
-        flags.append(f"--fsdp_transformer_layer_cls_to_wrap={names}")
-    if spec.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP":
-        flags.append(f"--fsdp_min_num_params={spec.fsdp_min_num_params}")
-    return flags
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -295,11 +295,14 @@ class NewJobScreen(ModalScreen[int | None]):
         def chosen(path: Path | None) -> None:
             if path is None:
                 return
+            notes: list[str] = []
             try:
-                self.base = load_spec(path).to_dict()
+                self.base = load_spec(path, told=notes.append).to_dict()
             except UserError as error:
                 self._complain(str(error))
                 return
+            for note in notes:
+                self.notify(note, severity="warning", markup=False)
             for row in self.query(FieldRow):
                 if row.field != "model_flavour":
                     row.put(self.base.get(row.field))

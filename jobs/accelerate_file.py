@@ -1,0 +1,261 @@
+"""An accelerate config file as the ground that a job stands on.
+
+What has a key of its own fills in what the job leaves out; where both say something, the job's
+word counts and the other is told. The rest stays with the job, and goes into its launch: nothing
+of the file is lost, and the file itself is not needed again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from jobs.errors import SpecError
+from jobs.old_keys import RENAMED, agree, read_value, translate
+from jobs.spec import JobSpec
+from jobs.spec_errors import in_words
+from jobs.spellings import as_bool, as_none, did_you_mean, nearest, normal_key
+from jobs.strategy import SHARDING, world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KEY: Final = "accelerate_config"
+# Who runs: the job says all of it, or the file does.
+_RANKS: Final[tuple[str, ...]] = ("gpus", "num_processes", "device")
+# Keys of a job that accelerate's files have too, under the same name.
+SAME: Final = (
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+    "mixed_precision",
+)  # fmt: skip
+# What has no key here, and is handed on.
+REST: Final = (
+    "debug", "downcast_bf16", "enable_cpu_affinity", "main_training_function", "rdzv_backend",
+    "same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone",
+    "command_file", "commands", "dynamo_config",
+)  # fmt: skip
+READ: Final = (
+    "compute_environment", "distributed_type", "use_cpu", "gpu_ids", "fsdp_config",
+    "parallelism_config", "dynamo_backend",
+)  # fmt: skip
+FOREIGN: Final = {
+    "deepspeed_config": "DeepSpeed is not run here; use strategy: fsdp2",
+    "megatron_lm_config": "Megatron-LM is not run here; use strategy: fsdp2",
+    "mpirun_config": "ranks are started by accelerate, not by mpirun",
+    "fp8_config": "fp8 is not run here; use mixed_precision: bf16",
+}
+_A_SLIP: Final = 0.8  # how much like a known key an unknown one is, to be taken for it
+_ON: Final = "jobs run on NVIDIA GPUs, or on CPU ranks"
+_TYPES: Final = {
+    "DEEPSPEED": "FSDP and DeepSpeed cannot be enabled simultaneously. It is for DeepSpeed; use a "
+    "file for FSDP, or none",
+    "MEGATRON_LM": FOREIGN["megatron_lm_config"],
+    "XLA": f"it is for TPUs, and {_ON}",
+    "TPU": f"it is for TPUs, and {_ON}",
+}
+_LOCAL_TYPES: Final = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
+_PARALLEL: Final = {
+    "cp_size": "context_parallel_size",
+    "cp_comm_strategy": "context_parallel_comm_strategy",
+    "dp_replicate_size": "dp_replicate_size",
+}
+
+
+def lay_over(
+    values: Mapping[str, Any], config: Mapping[str, Any], name: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Lay a job over an accelerate config.
+
+    Args:
+        values: Of the job, by normal key; what it says counts.
+        config: The contents of the file.
+        name: What to call the file.
+
+    Returns:
+        The job's values with what they left out, and what is told about it, a sentence each.
+
+    Raises:
+        SpecError: The file is for something that is not run here, or accelerate would refuse it.
+    """
+    notes: list[str] = []
+    theirs, rest = _split({normal_key(str(k)): v for k, v in config.items()}, name, notes)
+    _check(theirs, name)
+    merged = {key: value for key, value in values.items() if key != KEY}
+    for key, value in _fitting(theirs, merged, name, notes).items():
+        if as_none(merged.get(key)) is None:
+            merged[key] = value
+        elif not agree(key, merged[key], value):
+            notes.append(f"{KEY}: {name} says {key}: {value}; the job's {merged[key]} counts")
+    if rest:
+        merged[KEY] = rest
+    return merged, notes
+
+
+def _split(
+    config: dict[str, Any], name: str, notes: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the file says by keys of a job, and the rest."""
+    theirs: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in config.items():
+        if value is None:
+            continue
+        if key in FOREIGN:
+            if value:
+                raise SpecError(f"{KEY}: {name} has a {key}: {FOREIGN[key]}")
+        elif key in SAME:
+            theirs[key] = value
+        elif key in READ:
+            theirs |= _read(key, value, name, notes)
+        else:
+            if key not in REST:
+                _look_at_unknown(key, name, notes)
+            rest[key] = value
+    theirs |= _take_dynamo(rest)
+    dynamo = rest.get("dynamo_config")
+    for key, value in dynamo.items() if isinstance(dynamo, dict) else ():
+        if str(value).lower() not in ("default", "false", "no"):
+            notes.append(f"{KEY}: {name}: {key}: {value} has no effect; the engine compiles blocks")
+    return theirs, rest
+
+
+def _read(key: str, value: Any, name: str, notes: list[str]) -> dict[str, Any]:
+    """One setting of the file as keys of the job."""
+    if key == "compute_environment":
+        if str(value).upper() != "LOCAL_MACHINE":
+            raise SpecError(f"{KEY}: {name} is for {value}; jobs run on the machine itself")
+        return {}
+    if key == "distributed_type":
+        return _distributed_type(str(value).upper().rpartition(".")[2], name)
+    if key == "use_cpu":
+        on = as_bool(value)
+        if not isinstance(on, bool):
+            raise SpecError(f'{KEY}: {name}: use_cpu: "{value}" is not true or false')
+        return {"device": "cpu"} if on else {}
+    if key == "gpu_ids":
+        everyone = str(value).strip().lower() == "all"
+        return {} if everyone else {"gpus": f"{value}," if "," not in str(value) else value}
+    if key == "dynamo_backend":
+        return _dynamo(value)
+    if not isinstance(value, dict):
+        raise SpecError(f"{KEY}: {name}: {key} should be a mapping, not {value!r}")
+    if key == "parallelism_config":
+        return _parallelism(value, name)
+    done = translate({_of_fsdp(str(word)): one for word, one in value.items()})
+    if done.problems:
+        raise SpecError(f"{KEY}: {name}: {'; '.join(text for _, text in done.problems)}")
+    notes += [f"{KEY}: {name}: {note}" for note in done.notes]
+    return done.values
+
+
+def _distributed_type(word: str, name: str) -> dict[str, Any]:
+    if word in _TYPES:
+        raise SpecError(f"{KEY}: {name} has distributed_type: {word}: {_TYPES[word]}")
+    if word not in _LOCAL_TYPES:
+        raise SpecError(f"{KEY}: {name} has distributed_type: {word}, and {_ON}")
+    if word == "FSDP":
+        return {"fsdp_enable": True}
+    return {"device": "cpu"} if word == "MULTI_CPU" else {}
+
+
+def _parallelism(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word, value in config.items():
+        key = normal_key(str(word)).removeprefix("parallelism_config_")
+        if key in _PARALLEL:
+            found[_PARALLEL[key]] = value
+        elif key in ("tp_size", "sp_size") and str(value) != "1":
+            raise SpecError(
+                f"{KEY}: {name} has {word}: {value}; of these, jobs have context_parallel_size"
+            )
+    if str(found.get("dp_replicate_size", 1)) == "1":
+        found.pop("dp_replicate_size", None)
+    else:
+        found["strategy"] = "hsdp"
+    return found
+
+
+def _take_dynamo(rest: dict[str, Any]) -> dict[str, Any]:
+    """The backend is a key of the job; how it compiles stays in the file."""
+    config = rest.get("dynamo_config")
+    if not isinstance(config, dict):
+        return {}
+    left = {key: value for key, value in config.items() if not str(key).endswith("backend")}
+    backend = [value for key, value in config.items() if str(key).endswith("backend")]
+    if left:
+        rest["dynamo_config"] = left
+    else:
+        del rest["dynamo_config"]
+    return _dynamo(backend[0]) if backend else {}
+
+
+def _dynamo(backend: Any) -> dict[str, Any]:
+    word = str(backend).strip().lower()
+    if word in ("no", "false", "none", ""):
+        return {}
+    return {"torch_compile": True, "torch_compile_backend": word}
+
+
+def _fitting(
+    theirs: dict[str, Any], mine: Mapping[str, Any], name: str, notes: list[str]
+) -> dict[str, Any]:
+    """What the file says, less what the job says already in other words."""
+    fits = {key: value for key, value in theirs.items() if key not in _RANKS}
+    own = {key: mine[key] for key in _RANKS if as_none(mine.get(key)) not in (None, "auto")}
+    found = {key: theirs[key] for key in _RANKS if key in theirs}
+    if not own:
+        fits |= _ranks(found)
+    for key, value in found.items() if own else ():
+        same = key in own and agree(key, own[key], value)
+        if not same and not (key == "num_processes" and _count(own) == value):
+            said = ", ".join(f"{mine}: {shown}" for mine, shown in own.items())
+            notes.append(f"{KEY}: {name} says {key}: {value}; the job's {said} counts")
+    strategy = as_none(mine.get("strategy")) or "auto"
+    if strategy != "auto" and fits.pop("fsdp_enable", None) and strategy not in SHARDING:
+        notes.append(f"{KEY}: {name} is for FSDP; the job's strategy: {strategy} counts")
+    return fits
+
+
+def _ranks(found: dict[str, Any]) -> dict[str, Any]:
+    """As accelerate does: of more GPUs than processes, the first ones."""
+    if "gpus" not in found:
+        return found
+    gpus = read_value("gpus", found["gpus"])
+    ranks = found.get("num_processes")
+    return {"gpus": gpus[:ranks] if isinstance(ranks, int) else gpus}
+
+
+def _count(own: dict[str, Any]) -> int | None:
+    try:
+        return world_size(JobSpec.model_validate(own))
+    except ValidationError:  # told later
+        return None
+
+
+def _check(theirs: dict[str, Any], name: str) -> None:
+    """Refuse values that no job may have, naming the file."""
+    known = {key: value for key, value in theirs.items() if key in JobSpec.model_fields}
+    wrong = [key for key in theirs if key not in known]
+    if wrong:
+        meant = did_you_mean(wrong[0], JobSpec.model_fields) or "; leave it out"
+        raise SpecError(f"{KEY}: {name}: {wrong[0]} is not known here{meant}")
+    try:
+        JobSpec.model_validate(known)
+    except ValidationError as error:
+        said = "; ".join(in_words(one) for one in error.errors())
+        raise SpecError(f"{KEY}: {name}: {said}") from None
+
+
+def _look_at_unknown(key: str, name: str, notes: list[str]) -> None:
+    """A later accelerate may know it; what looks like a slip is refused."""
+    best = nearest(key, (*SAME, *REST, *READ, *FOREIGN), least=_A_SLIP)
+    if best is not None:
+        raise SpecError(f'{KEY}: {name} has an unknown key "{key}" (did you mean "{best}"?)')
+    notes.append(f'{KEY}: {name}: "{key}" is handed to accelerate as it is')
+
+
+def _of_fsdp(word: str) -> str:
+    key = normal_key(word)
+    key = key if key.startswith("fsdp_") else f"fsdp_{key}"
+    return RENAMED.get(key, key)

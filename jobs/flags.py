@@ -1,0 +1,160 @@
+"""A job as flags: `--key=value`, `--key value`, bare switches; and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import SpecError
+from jobs.fields import read_words
+from jobs.paths import exists
+from jobs.spec import JobSpec, is_switch, takes_many, takes_none, takes_number
+from jobs.spellings import as_bool, as_list, as_none, normal_key, unquoted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_BARE: Final = re.compile(r"[\w./@:+-]+")  # entries of a list that need no quotes
+_WORDS: Final = "accelerate_extra_args"
+_PROMPTS: Final = "validation_prompts"
+_MAPPINGS: Final = ("accelerate_config", "deepspeed_config")
+
+
+def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Read flags.
+
+    Returns:
+        Values by normal key, and the words that are no flags. A key that takes several values may
+        be given several times; of another the last one counts.
+
+    Raises:
+        SpecError: A word is half a flag.
+    """
+    values: dict[str, Any] = {}
+    others: list[str] = []
+    rest, listed = list(args), ""
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            _check_stray(word, listed)
+            others.append(word)
+            continue
+        key, equals, value = word.partition("=")
+        name = normal_key(key)
+        if not equals:
+            name, value = _value_of(name, rest)
+        if name in values and takes_many(name):
+            values[name] = [*_entries(name, values[name]), *_entries(name, value)]
+        else:
+            values[name] = read_flag(name, value)
+        listed = name if takes_many(name) and not equals else ""
+    return values, others
+
+
+def read_flag(name: str, text: str) -> Any:
+    """What one flag says, as a job file would have it: without quotes that came along."""
+    if takes_many(name):
+        return None if as_none(text) is None and text.strip() else text.strip()
+    if name in _MAPPINGS and text.strip().startswith("{"):
+        return text.strip()
+    if takes_none(name) and text.strip() and as_none(text) is None:
+        return None
+    return unquoted(text)
+
+
+def to_flags(spec: JobSpec) -> list[str]:
+    """The words that `parse_flags` reads back to the same job; `shlex.join` makes a line of them.
+
+    What is the default of the job's family is left out.
+    """
+    return [f"--{name}={_text(name, value)}" for name, value in spec.to_dict(only_set=True).items()]
+
+
+def _value_of(name: str, rest: list[str]) -> tuple[str, str]:
+    """The name and value of a flag without an equals sign; takes its value off the rest."""
+    if name not in JobSpec.model_fields and name.startswith("no_") and is_switch(name[3:]):
+        return name[3:], "false"
+    follows = bool(rest) and not rest[0].startswith("--")
+    if follows and (not is_switch(name) or _is_setting(name, rest[0])):
+        return name, rest.pop(0)
+    if name in JobSpec.model_fields and not is_switch(name):
+        raise SpecError(f"flags: {name}: no value; write --{name}={_example(name)}")
+    return name, "true"
+
+
+def _is_setting(switch: str, word: str) -> bool:
+    """Whether the word after a switch belongs to it; else it is a word of its own."""
+    if isinstance(as_bool(word), bool) or (takes_number(switch) and word.isdecimal()):
+        return True
+    return takes_none(switch) and as_none(word) is None and bool(word)
+
+
+def _check_stray(word: str, listed: str) -> None:
+    """What is neither a flag nor the name of a job file is a slip.
+
+    Raises:
+        SpecError: It is.
+    """
+    if exists(Path(word)):
+        return
+    key, equals, value = word.partition("=")
+    name = normal_key(key)
+    if equals and name in JobSpec.model_fields:
+        raise SpecError(f'flags: "{word}" is no flag; write --{name}={value}')
+    if word.startswith("-"):
+        raise SpecError(f'flags: "{word}" is no flag; flags begin with two dashes')
+    if listed and not Path(word).suffix and "/" not in word:
+        raise SpecError(
+            f'flags: {listed}: "{word}" is left over; several values go with commas, '
+            f"--{listed}={_example(listed)}"
+        )
+
+
+def _entries(name: str, value: Any) -> list[Any]:
+    """Of a list that is given in several flags, what one of them says."""
+    if not isinstance(value, str):
+        return list(value or [])
+    if name == _PROMPTS:  # which have commas in them
+        found = as_list(value) if value.strip().startswith('["') else [value.strip()]
+    elif name == _WORDS:
+        found = read_words(value)
+    else:
+        found = as_list(value)
+    return list(found)
+
+
+def _example(name: str) -> str:
+    """A value that the field might have."""
+    field = JobSpec.model_fields[name]
+    default = field.default
+    if takes_many(name):
+        return "0,1" if name == "gpus" else "A,B"
+    if default in (None, ""):
+        return "1" if "int" in str(field.annotation) or "float" in str(field.annotation) else "TEXT"
+    return str(default)
+
+
+def _text(name: str, value: Any) -> str:
+    """A value as a flag has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return value if value.isprintable() and read_flag(name, value) == value else _json(value)
+    if isinstance(value, list) and value and _is_plain(name, value):
+        return ",".join(value)
+    return _json(value) if isinstance(value, (list, dict)) else repr(value)
+
+
+def _is_plain(name: str, value: list[Any]) -> bool:
+    """Whether commas between are enough."""
+    if name in (_PROMPTS, _WORDS):
+        return False
+    bare = all(isinstance(one, str) and _BARE.fullmatch(one) for one in value)
+    return bare and as_none(",".join(value)) is not None
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)

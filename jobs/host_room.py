@@ -1,0 +1,71 @@
+"""Whether host memory can hold what a job keeps there, known before it is queued or resumed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import psutil
+
+from jobs.cgroups import memory_rooms
+from jobs.errors import SpecError, UserError
+from jobs.families import component_of
+from jobs.models import count_parameters, find_model
+from jobs.strategy import shards, world_size
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+# Bytes of state per trained parameter; what each holds at least.
+_STATE: Final = {"adamw": 8, "prodigy": 8, "lion": 4, "adamw_8bit": 2}
+_MASTER_AND_GRADIENT: Final = 8  # both fp32
+
+
+def check_host_memory(spec: JobSpec, *, on_gpus: bool) -> None:
+    """Refuse what can never fit: the least that the job keeps, against all the memory there is.
+
+    Args:
+        spec: The job.
+        on_gpus: Whether its ranks run on GPUs; then only what is offloaded is in host memory.
+
+    Raises:
+        SpecError: It does not fit.
+    """
+    offloads = spec.fsdp_cpu_offload and shards(spec)
+    if on_gpus and not offloads:
+        return
+    try:
+        transformer = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
+    except UserError:
+        return
+    needed = (count_parameters(transformer) or 0) * _least_bytes(spec) * _copies(spec)
+    present = host_bytes()
+    if needed <= present:
+        return
+    what = "weights" if spec.model_type == "lora" else "weights, gradients and optimizer state"
+    raise SpecError(
+        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job keeps at least {_gib(needed)} of {what} "
+        f"in host memory, and this machine has {_gib(present)}",
+        "leave out fsdp_cpu_offload, or take a machine with more memory"
+        if on_gpus
+        else "run it on GPUs, or on a machine with more memory",
+    )
+
+
+def host_bytes() -> int:
+    """Memory and swap of the machine, or what the container around us may use of it."""
+    limits = [limit for _, limit in memory_rooms()]
+    return min([psutil.virtual_memory().total + psutil.swap_memory().total, *limits])
+
+
+def _least_bytes(spec: JobSpec) -> int:
+    if spec.model_type == "full":
+        return _MASTER_AND_GRADIENT + _STATE.get(spec.optimizer, 0)
+    return 4 if spec.mixed_precision == "no" else 2
+
+
+def _copies(spec: JobSpec) -> int:
+    return (spec.dp_replicate_size or 1) if shards(spec) else world_size(spec)
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"

@@ -1,0 +1,63 @@
+"""Settings of devices and of the launch that cannot run; a part of `jobs.conflicts`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jobs.data_conflicts import Conflict
+from jobs.extra_args import extra_args
+from jobs.strategy import shards
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+
+
+def gpu_count(spec: JobSpec) -> Conflict | None:
+    if spec.gpus is None:
+        return None
+    asked = spec.gpus if isinstance(spec.gpus, int) else len(spec.gpus)
+    if spec.device == "cpu":
+        return Conflict("gpus", "gpus and device: cpu exclude each other")
+    if asked < 1:
+        return Conflict("gpus", "gpus asks for none; leave it out, or write [0] for GPU number 0")
+    if isinstance(spec.gpus, list) and len(set(spec.gpus)) != len(spec.gpus):
+        return Conflict("gpus", "gpus names the same GPU twice")
+    if spec.num_processes is not None and spec.num_processes != asked:
+        return Conflict(
+            "num_processes",
+            f"num_processes is {spec.num_processes} but gpus names {asked}; "
+            "give one of them, or the same number",
+        )
+    return None
+
+
+def machines(spec: JobSpec) -> Conflict | None:
+    """A job's supervisor knows ranks by their process ids, which are those of its own machine."""
+    if spec.num_machines > 1:
+        return Conflict(
+            "num_machines",
+            f"num_machines: {spec.num_machines} cannot be run: a job's ranks are watched and "
+            "stopped from the machine they run on; use the GPUs of one machine, num_machines: 1",
+        )
+    if spec.machine_rank:
+        return Conflict(
+            "machine_rank", f"machine_rank: {spec.machine_rank} is none of 1 machine; leave it out"
+        )
+    return None
+
+
+def deepspeed(spec: JobSpec) -> Conflict | None:
+    if not spec.deepspeed_config:
+        return None
+    if shards(spec):
+        return Conflict(
+            "deepspeed_config",
+            "FSDP and DeepSpeed cannot be enabled simultaneously. Leave out deepspeed_config",
+        )
+    return Conflict(
+        "deepspeed_config",
+        "DeepSpeed is not run here; leave out deepspeed_config and use strategy: fsdp2",
+    )
+
+
+LAUNCH_RULES = (gpu_count, machines, extra_args, deepspeed)

@@ -1,0 +1,188 @@
+"""Keys and words of FSDP v1 and of accelerate's files, and what they are called here.
+
+Nothing is translated in silence: each comes with a sentence, or is refused with a reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from jobs.spec import JobSpec
+from jobs.spellings import as_bool, as_choice, as_none, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_RESHARD: Final = "fsdp_reshard_after_forward"
+_SHARDING: Final = "fsdp_sharding_strategy"
+_STRATEGIES: Final[dict[str, dict[str, Any]]] = {
+    "FULL_SHARD": {_RESHARD: True},
+    "SHARD_GRAD_OP": {_RESHARD: False},
+    "NO_SHARD": {"strategy": "ddp"},
+    "HYBRID_SHARD": {"strategy": "hsdp", _RESHARD: True},
+    "HYBRID_SHARD_ZERO2": {"strategy": "hsdp", _RESHARD: False},
+}
+_BY_NUMBER: Final = {str(n): name for n, name in enumerate(_STRATEGIES, 1)}  # as torch numbers them
+_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+RENAMED: Final = {
+    "use_fsdp": "fsdp_enable",
+    "fsdp_offload_params": "fsdp_cpu_offload",
+    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+    "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "gpu_ids": "gpus",
+}
+_NEEDLESS: Final = {
+    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
+    "fsdp_sync_module_states": "every rank reads its own shard of the same files",
+}
+_REFUSED: Final = {
+    "fsdp_activation_checkpointing_offload": "activations are not offloaded here; set "
+    "gradient_checkpointing: true, and for less memory a higher context_parallel_size",
+    "fsdp_ignored_modules": "every module is sharded; the blocks are chosen with "
+    "fsdp_transformer_layer_cls_to_wrap",
+}
+
+OLD_KEYS: Final = (_SHARDING, *RENAMED, *_NEEDLESS, *_REFUSED)
+
+
+@dataclass
+class Translation:
+    """What became of old keys.
+
+    Attributes:
+        values: The job's values, with the old keys gone.
+        notes: What was read as what, a sentence each.
+        problems: Keys that cannot be read, each with a sentence that begins with the key.
+    """
+
+    values: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def put(self, old: str, written: Any, new: dict[str, Any], why: str = "") -> None:
+        """Set what an old key means, unless the job says otherwise by the new one's name."""
+        said = ", ".join(f"{key}: {_shown(value)}" for key, value in new.items())
+        for key, value in new.items():
+            mine = self.values.get(key)
+            if key != old and mine is not None and not agree(key, mine, value):
+                self.problems.append((
+                    old,
+                    f"{old}: {_shown(written)} means {said}, which contradicts {key}: "
+                    f"{_shown(mine)}; keep the latter alone",
+                ))  # fmt: skip
+                return
+        self.values |= new
+        self.notes.append(f"{old}: {_shown(written)} is read as {said}{why}")
+
+
+def translate(values: dict[str, Any]) -> Translation:
+    """Translate the old keys and words among a job's values.
+
+    Args:
+        values: By normal key; not changed.
+    """
+    done = Translation(dict(values))
+    for key in values:
+        if key in _NEEDLESS or key in _REFUSED or key in (_SHARDING, *RENAMED):
+            written = done.values.pop(key)
+            if as_none(written) is not None:
+                _OLD[key](done, key, written)
+        elif key in _WORDS:
+            _WORDS[key](done, key, values[key])
+    return done
+
+
+def agree(key: str, one: Any, other: Any) -> bool:
+    """Whether two ways of writing a value mean the same; no, where one cannot be read."""
+    try:
+        return bool(read_value(key, one) == read_value(key, other))
+    except ValidationError:
+        return False
+
+
+def read_value(key: str, value: Any) -> Any:
+    """A value as the job has it.
+
+    Raises:
+        ValidationError: The key may not have it.
+    """
+    return getattr(JobSpec.model_validate({key: value}), key)
+
+
+def _renamed(done: Translation, key: str, written: Any) -> None:
+    new = RENAMED[key]
+    if new == "gpus" and str(written).strip().lower() == "all":
+        done.notes.append("gpu_ids: all has no effect; gpus: N takes so many free ones")
+        return
+    before = len(done.notes)
+    done.put(key, written, {new: written})
+    if len(done.notes) > before and new in _WORDS:
+        _WORDS[new](done, new, written)
+
+
+def _sharding(done: Translation, key: str, written: Any) -> None:
+    word = str(written).strip().lstrip("_")
+    name = as_choice(_BY_NUMBER.get(word, word), tuple(_STRATEGIES))
+    if name not in _STRATEGIES:
+        known = ", ".join(_STRATEGIES)
+        meant = did_you_mean(word, _STRATEGIES)
+        done.problems.append((key, f'{key}: "{written}" is not one of {known}{meant}'))
+        return
+    why = ""
+    if name == "NO_SHARD":
+        why = "; fsdp_enable is left out" if as_bool(done.values.get("fsdp_enable")) is True else ""
+        done.values["fsdp_enable"] = None
+    if name.startswith("HYBRID") and as_none(done.values.get("dp_replicate_size")) is None:
+        why = "; dp_replicate_size says how many replicas there are, such as one per machine"
+    done.put(key, name, _STRATEGIES[name], why)
+
+
+def _needless(done: Translation, key: str, written: Any) -> None:
+    if not isinstance(as_bool(written), bool):
+        done.problems.append((key, f'{key}: "{written}" is not true or false'))
+    else:
+        done.notes.append(f"{key}: {_shown(written)} has no effect; {_NEEDLESS[key]}")
+
+
+def _refused(done: Translation, key: str, written: Any) -> None:
+    if as_bool(written) is not False:
+        done.problems.append((key, f"{key}: {_REFUSED[key]}"))
+
+
+def _reshard(done: Translation, key: str, written: Any) -> None:
+    """Accelerate's files for FSDP v1 have the sharding strategy here."""
+    names = tuple(_STRATEGIES)
+    if isinstance(written, str) and as_choice(written.lstrip("_"), names) in names:
+        del done.values[key]
+        _sharding(done, key, written)
+
+
+def _backward(done: Translation, key: str, written: Any) -> None:
+    if as_choice(written, _PREFETCH) in _PREFETCH:
+        done.put(key, written, {key: 0}, ", with which FSDP2 gathers the next unit by itself")
+
+
+def _forward(done: Translation, key: str, written: Any) -> None:
+    if not (isinstance(written, str) and written.isdecimal()) and as_bool(written) is True:
+        done.put(key, written, {key: 1}, ", one unit ahead")
+
+
+_OLD: Final[dict[str, Callable[[Translation, str, Any], None]]] = {
+    _SHARDING: _sharding,
+    **dict.fromkeys(RENAMED, _renamed),
+    **dict.fromkeys(_NEEDLESS, _needless),
+    **dict.fromkeys(_REFUSED, _refused),
+}
+# New keys that also had other words.
+_WORDS: Final[dict[str, Callable[[Translation, str, Any], None]]] = {
+    _RESHARD: _reshard,
+    "fsdp_backward_prefetch": _backward,
+    "fsdp_forward_prefetch": _forward,
+}
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,88 @@
+"""A job as what replays it anywhere: its file, its flags, or the command line of its ranks."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import yaml
+
+from jobs.flags import to_flags
+from jobs.launchers import local
+from jobs.processes import RUN_ID_VARIABLE
+from jobs.rundir import RunDir, read_json
+from jobs.specfile import dump_spec, load_spec
+from jobs.strategy import STRATEGY_VARIABLE, world_size
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+    from jobs.store import Job
+
+Form = Literal["yaml", "flags", "accelerate"]
+FORMS: Final = get_args(Form)
+
+
+def replay(job: Job, form: Form) -> str:
+    """What replays a job: a job file, flags quoted for a shell, or a script for a shell.
+
+    Raises:
+        UserError: Its job file cannot be read.
+    """
+    facts = replay_facts(job, form)
+    if form == "yaml":
+        return yaml_of(job).rstrip("\n")
+    return shlex.join(facts) if form == "flags" else _script(job, facts)
+
+
+def replay_facts(job: Job, form: Form) -> Any:
+    """The same as JSON values: the job's values, its flags, or environment, command and files."""
+    spec = load_spec(job.run_dir.job_file)
+    if form == "yaml":
+        return spec.to_dict()
+    return to_flags(spec) if form == "flags" else _by_hand(job, spec)
+
+
+def yaml_of(job: Job) -> str:
+    """The whole job as a job file."""
+    return dump_spec(load_spec(job.run_dir.job_file))
+
+
+def _by_hand(job: Job, spec: JobSpec) -> dict[str, Any]:
+    """How to launch its ranks without the queue, in a directory of their own."""
+    run_dir = RunDir(Path(f"{spec.name}-by-hand"))
+    gpus: list[str] = []
+    if job.wanted is not None:  # on GPUs; elsewhere they have other UUIDs
+        named = spec.gpus if isinstance(spec.gpus, list) else range(world_size(spec))
+        gpus = [str(name) for name in named]
+    launch = local.build(_settled(job, spec), run_dir, gpus=gpus, run_id="")
+    environment = {k: v for k, v in launch.environment.items() if k != RUN_ID_VARIABLE}
+    command = ["accelerate", *launch.command[launch.command.index("launch") :]]
+    return {
+        "environment": environment,
+        "command": command,
+        "files": {
+            str(run_dir.job_file): dump_spec(spec, only_set=True),
+            str(run_dir.accelerate_file): yaml.safe_dump(launch.config, sort_keys=False),
+        },
+    }
+
+
+def _settled(job: Job, spec: JobSpec) -> JobSpec:
+    """With the strategy that `auto` came to when the job was launched, if it was."""
+    record = read_json(job.run_dir.launch_file) or {}
+    said = str((record.get("environment") or {}).get(STRATEGY_VARIABLE, ""))
+    strategy = said.partition(":")[0]
+    return spec.model_copy(update={"strategy": strategy}) if strategy else spec
+
+
+def _script(job: Job, facts: dict[str, Any]) -> str:
+    lines = [
+        f"# Job {job.id} “{job.name}” by hand: no queue, no supervisor, a directory of its own."
+    ]
+    folders = dict.fromkeys(str(Path(name).parent) for name in facts["files"])
+    lines += [f"mkdir -p {shlex.quote(folder)}" for folder in folders]
+    for name, text in facts["files"].items():
+        lines += [f"cat > {shlex.quote(name)} <<'END_OF_FILE'", text.rstrip("\n"), "END_OF_FILE"]
+    settings = [f"{key}={shlex.quote(value)}" for key, value in facts["environment"].items()]
+    return "\n".join([*lines, " ".join(["env", *settings, shlex.join(facts["command"])])])

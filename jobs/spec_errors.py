@@ -1,0 +1,48 @@
+"""What is wrong with the values of a job, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from jobs.datasets import Dataset
+from jobs.fields import SAID
+from jobs.prompts import ValidationPrompt
+from jobs.spec import JobSpec, field_choices
+from jobs.spellings import did_you_mean, unquoted
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
+
+# What the mappings in lists are.
+_ENTRIES: Final[dict[str, type[BaseModel]]] = {
+    "datasets": Dataset,
+    "validation_prompts": ValidationPrompt,
+}
+
+
+def key_of(error: ErrorDetails) -> str:
+    """The key that an error is about."""
+    return str(error["loc"][0]) if error["loc"] else ""
+
+
+def in_words(error: ErrorDetails) -> str:
+    """One pydantic error as a sentence for a person, which begins with the key."""
+    key = key_of(error)
+    value = error["input"]
+    inner = [str(part + 1) if isinstance(part, int) else str(part) for part in error["loc"][1:]]
+    if error["type"] == SAID:
+        return f"{key}: {error['msg']}"
+    if error["type"] == "extra_forbidden" and inner:
+        *where, word = inner
+        known = did_you_mean(word, _ENTRIES[key].model_fields)
+        return f'{key}: entry {" ".join(where)} has an unknown key "{word}"{known}'
+    choices = field_choices(key) if key in JobSpec.model_fields else ()
+    if choices:
+        allowed, meant = ", ".join(choices), did_you_mean(unquoted(str(value)), choices)
+        return f'{key}: "{value}" is not one of {allowed}{meant}'
+    message = error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] == "string_pattern_mismatch":
+        message = "use letters, digits, dot, dash and underscore, beginning with a letter or digit"
+    place = f"entry {' '.join(inner)}: " if inner else ""
+    return f"{key}: {place}{message} (got {value!r})"

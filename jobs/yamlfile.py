@@ -1,0 +1,62 @@
+"""Read a file of `key: value` lines, YAML or JSON, with errors that name the line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from jobs.errors import SpecError
+from jobs.spellings import normal_key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_mapping(path: Path, what: str = "job file") -> tuple[dict[str, Any], dict[str, int]]:
+    """Values by normal key, and the line of each key.
+
+    Args:
+        path: The file. JSON is YAML but for tabs between its words.
+        what: What it should be, for errors.
+
+    Raises:
+        SpecError: It cannot be read, or has no keys, or one twice.
+    """
+    text = _read(path, what)
+    if path.suffix.lower() == ".json":
+        text = text.replace("\t", "  ")
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except (ValueError, OverflowError, RecursionError) as error:  # what YAML itself cannot build
+        raise SpecError(f"{path}: a value cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f" line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SpecError(f"{path}:{at} is not valid YAML: {problem}") from None
+    if not isinstance(data, dict) or not isinstance(node, yaml.MappingNode):
+        raise SpecError(f"{path}: expected `key: value` lines, found none")
+    lines: dict[str, int] = {}
+    for key_node, _ in node.value:
+        name = normal_key(str(key_node.value))
+        if name in lines:
+            raise SpecError(
+                f'{path}: line {key_node.start_mark.line + 1}: "{name}" is given twice '
+                f"(first on line {lines[name]})"
+            )
+        lines[name] = key_node.start_mark.line + 1
+    return {normal_key(str(key)): value for key, value in data.items()}, lines
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError(f"no such {what}: {path}") from None
+    except IsADirectoryError:
+        article = "an" if what[0] in "aeiou" else "a"
+        raise SpecError(f"{path} is a directory, not {article} {what}") from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"cannot read the {what} {path} ({error})") from None

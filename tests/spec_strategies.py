@@ -1,0 +1,123 @@
+"""Random jobs that can run, for properties that hold of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from jobs.spec import JobSpec, field_choices
+from jobs.spellings import as_none
+
+_TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30)
+_SIZE = st.none() | st.integers(16, 4096) | st.from_regex(r"\A(16|768|8192)x(32|511)\Z")
+_PROMPT = st.fixed_dictionaries(
+    {"prompt": _TEXT | st.sampled_from(["", "{prompt: a}", "{", '{"prompt": 1}'])},
+    optional={
+        "negative_prompt": st.just("") | _TEXT, "resolution": _SIZE,
+        "seed": st.integers(0, 2**63 - 1),
+        "steps": st.integers(1, 99), "guidance": st.floats(0, 99),
+        "true_cfg_scale": st.floats(0, 99),
+    },
+)  # fmt: skip
+_SPECIAL: dict[str, st.SearchStrategy[Any]] = {
+    "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
+    "model_family": st.sampled_from(["flux", "sd3", "qwen_image"]),
+    "model_flavour": st.none(),
+    # Neither a path that exists nor one that is made absolute.
+    "pretrained_model_name_or_path": st.from_regex(r"\Ano/such[a-z0-9 :#'\"&*%@`]{1,20}\Z"),
+    "dataset": st.from_regex(r"\Ano/such[\w \-:#'\"{}\[\]]{1,20}\Z"),
+    "cache_dir": st.sampled_from([None, "/no/such place"]),
+    "validation_prompts": st.lists(_TEXT | _PROMPT, max_size=3),
+    "lora_target_modules": st.none() | st.lists(_TEXT, max_size=3),
+    "fsdp_transformer_layer_cls_to_wrap": st.none() | st.lists(_TEXT, max_size=2),
+    "fsdp_auto_wrap_policy": st.just("TRANSFORMER_BASED_WRAP"),
+    "fsdp_version": st.integers(1, 2),
+    "fsdp_reshard_after_forward": st.booleans(),
+    "fsdp_forward_prefetch": st.integers(0, 16),
+    "dp_replicate_size": st.none(),
+    "context_parallel_size": st.just(1),
+    "context_parallel_comm_strategy": st.sampled_from(["allgather", "alltoall"]),
+    "deepspeed_config": st.none(),
+    "accelerate_config": st.none()
+    | st.fixed_dictionaries(
+        {},
+        optional={
+            "rdzv_backend": st.just("static"),
+            "debug": st.booleans(),
+            "main_training_function": _TEXT,
+            "tpu_env": st.lists(_TEXT, max_size=2),
+        },
+    ),
+    "accelerate_extra_args": st.none()
+    | st.lists(st.sampled_from(["--debug", "--tee=3", "--enable_cpu_affinity"]), unique=True),
+    "num_machines": st.just(1),
+    "machine_rank": st.just(0),
+    "main_process_ip": st.none() | st.sampled_from(["10.0.0.1", "host.example"]),
+    "main_process_port": st.none() | st.integers(0, 65535),
+    "gradient_checkpointing": st.just(True),
+    "torch_compile_backend": st.sampled_from(["inductor", "eager"]),
+    "attention_backend": st.sampled_from(["auto", "math"]),
+    "ema_device": st.just("accelerator"),
+    "snr_gamma": st.none(),
+    "flow_shift": st.none(),
+    "logit_mean": st.floats(-3, 3),
+    "optimizer": st.sampled_from(["adamw", "sgd", "lion", "adamw_8bit"]),
+    "fsdp_cpu_offload": st.just(False),
+    "fsdp_state_dict_type": st.just("SHARDED_STATE_DICT"),
+    "fsdp_enable": st.sampled_from([None, True]),
+    "gpus": st.none(),
+    "device": st.sampled_from(["auto", "cpu"]),
+    "num_processes": st.integers(2, 8),
+    "strategy": st.sampled_from(["auto", "fsdp2"]),
+    "cache_text_embeddings": st.none() | st.booleans(),
+    "unload_text_encoder": st.none() | st.booleans(),
+    "shard_text_encoders": st.none() | st.booleans(),
+    "datasets": st.none(),
+    "trigger_word": st.none() | st.text(min_size=1, max_size=8).filter(lambda t: as_none(t)),
+    "crop": st.just("random"),
+    "shuffle_captions": st.just(True),
+    "num_frames": st.none(),
+    "lr_warmup_steps": st.just(0),
+    "lora_alpha": st.none() | st.floats(1e-6, 1e6),
+    "checkpoints_total_limit": st.none() | st.integers(1, 99),
+    "checkpointing_async": st.sampled_from([None, False]),
+    "resume_from_checkpoint": st.none() | st.sampled_from(["3", "3:100", "runs/3-a"]),
+    "validation_resolution": _SIZE,
+    "export_formats": st.none()
+    | st.lists(st.sampled_from(["diffusers", "kohya"]), min_size=1, unique=True),
+    "validation_seed": st.none() | st.integers(0, 2**63 - 1),
+    "validation_num_frames": st.none() | st.integers(1, 4096),
+    "validation_negative_prompt": st.none() | st.just("") | _TEXT,
+    "validation_loss_steps": st.none() | st.integers(1, 10**6),
+}
+
+
+def _strategy_of(name: str) -> st.SearchStrategy[Any]:
+    if name in _SPECIAL:
+        return _SPECIAL[name]
+    if choices := field_choices(name):
+        return st.sampled_from(choices)
+    field = JobSpec.model_fields[name]
+    limits = {type(m).__name__: m for m in field.metadata}
+    low = getattr(limits.get("Ge"), "ge", getattr(limits.get("Gt"), "gt", 0))
+    high = getattr(limits.get("Le"), "le", getattr(limits.get("Lt"), "lt", 10**6))
+    if field.annotation is bool:
+        return st.booleans()
+    if field.annotation is int:
+        return st.integers(low, high)
+    assert field.annotation is float, f"no strategy for {name}"
+    return st.floats(low, high, exclude_min="Gt" in limits, exclude_max="Lt" in limits)
+
+
+VALUES = st.fixed_dictionaries({}, optional={n: _strategy_of(n) for n in JobSpec.model_fields})
+
+# What the strategies above count on.
+REQUIRED: dict[str, Any] = {
+    "pretrained_model_name_or_path": "no/such",
+    "dataset": "no/such",
+    "num_processes": 2,
+    "gradient_checkpointing": True,
+    "crop": "random",
+    "shuffle_captions": True,
+}

@@ -1,0 +1,151 @@
+"""`fsdp-tui keys`: every key of a job, as people, scripts and the documentation read it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import textwrap
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from jobs.errors import UserError
+from jobs.spec import JobSpec, field_group, field_words, is_switch, takes_many, takes_none
+from jobs.spellings import did_you_mean, normal_key
+from tui.cli_words import JSON
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_LEAST: Final = 40  # columns; a narrower terminal breaks lines itself
+_KINDS: Final = {"int": "number", "float": "number", "bool": "true or false", "str": "text"}
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[KEY | GROUP …]")
+@click.option("--markdown", is_flag=True, help="Print tables, as in KEYS.md.")
+@JSON
+def keys(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
+    """Every key of a job: what it may be, its default, what it does.
+
+    Each is also a flag of submit, run, resume and data: --lora_rank=8, --lora-rank 8.
+
+    \b
+    fsdp-tui keys                 all of them, by group
+    fsdp-tui keys fsdp devices    two groups
+    fsdp-tui keys lora_rank       one key
+    """
+    chosen = _choose(names)
+    if as_json:
+        click.echo(json.dumps([facts(name) for name in chosen]))
+    elif markdown:
+        click.echo(tables(chosen))
+    else:
+        columns = max(_LEAST, min(100, shutil.get_terminal_size((80, 24)).columns))
+        click.echo(_text(chosen, columns))
+
+
+def facts(name: str) -> dict[str, Any]:
+    """What is known of a key, as JSON values."""
+    field = JobSpec.model_fields[name]
+    return {
+        "key": name,
+        "group": field_group(name),
+        "values": values_of(name),
+        "words": list(field_words(name)),
+        "default": field.default,
+        "optional": takes_none(name),
+        "help": field.description,
+    }
+
+
+def values_of(name: str) -> str:
+    """What a key may be, in a few words."""
+    field, words = JobSpec.model_fields[name], field_words(name)
+    if words and not is_switch(name) and name != "model_family":
+        return " · ".join(words) + (" · pkg.mod.name" if name == "fsdp_auto_wrap_policy" else "")
+    annotation = str(field.annotation)
+    if "dict[" in annotation:
+        return "file or mapping"
+    if takes_many(name):
+        return "number or list" if name == "gpus" else "list"
+    if is_switch(name):
+        return "true or false, or a number" if "int" in annotation else "true or false"
+    kinds = [said for part, said in _KINDS.items() if re.search(rf"\b{part}\b", annotation)]
+    return " ".join([" or ".join(dict.fromkeys(kinds)), *_limits(name)])
+
+
+def _limits(name: str) -> list[str]:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    return [
+        f"{sign} {getattr(limit, word)}"
+        for limit in JobSpec.model_fields[name].metadata
+        for word, sign in signs.items()
+        if hasattr(limit, word)
+    ]
+
+
+def tables(chosen: Iterable[str]) -> str:
+    """Markdown, a table for each group."""
+    parts = []
+    for group, names in _by_group(chosen).items():
+        rows = [
+            f"### {group}",
+            "",
+            "| key | values | default | what it does |",
+            "|---|---|---|---|",
+        ]
+        for name in names:
+            cells = (f"`{name}`", values_of(name), _default(name), _help(name))
+            row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+            rows.append(f"| {row} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _text(chosen: list[str], columns: int) -> str:
+    parts = []
+    for group, names in _by_group(chosen).items():
+        lines = [group]
+        for name in names:
+            default = _default(name)
+            given = f"; {default} when left out" if default else ""
+            head = f"{name}  ({values_of(name)}{given})"
+            lines += textwrap.wrap(head, columns, initial_indent="  ", subsequent_indent="    ")
+            lines += textwrap.wrap(
+                _help(name), columns, initial_indent="      ", subsequent_indent="      "
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _choose(names: Iterable[str]) -> list[str]:
+    """The keys that names of keys and of groups mean, in the order of the job."""
+    groups = _by_group(JobSpec.model_fields)
+    wanted: set[str] = set()
+    for written in names:
+        name = normal_key(written)
+        if name not in groups and name not in JobSpec.model_fields:
+            meant = did_you_mean(name, [*groups, *JobSpec.model_fields])
+            raise UserError(f'unknown key or group "{written}"{meant}')
+        wanted |= set(groups.get(name, [])) if name in groups else {name}
+    return [name for name in JobSpec.model_fields if name in wanted or not wanted]
+
+
+def _by_group(names: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(field_group(name), []).append(name)
+    return groups
+
+
+def _default(name: str) -> str:
+    default = JobSpec.model_fields[name].default
+    if default in (None, "") or default == []:
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def _help(name: str) -> str:
+    return str(JobSpec.model_fields[name].description)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
@@ -186,17 +187,19 @@ def read_words(value: Any) -> Any:
 
 def read_settings(value: Any) -> Any:
     """A mapping, also as JSON in one text; any other text is the path of a file."""
-    value = as_none(value)
-    if value is None or isinstance(value, dict):
-        return value
-    if not isinstance(value, str):
-        raise refuse(value, (), "a mapping or the path of a file")
-    if not value.strip().startswith("{"):
-        return unquoted(value)
-    found = as_mapping(value)
+    found = as_none(value)
     if found is None:
-        raise refuse(value, (), "a mapping; write it as JSON")
-    return found
+        return None
+    if isinstance(found, str):
+        if not found.strip().startswith("{"):
+            return unquoted(found)
+        found = as_mapping(found)
+    if not isinstance(found, dict):
+        raise refuse(value, (), "a mapping, such as JSON's, or the path of a file")
+    try:
+        return json.loads(json.dumps(found, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        raise refuse(value, (), "a mapping of plain values, as JSON has them") from None
 
 
 def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:

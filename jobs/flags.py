@@ -119,7 +119,10 @@ def _entries(name: str, value: Any) -> list[Any]:
     if name == _PROMPTS:  # which have commas in them
         found = as_list(value) if value.strip().startswith('["') else [value.strip()]
     elif name == _WORDS:
-        found = read_words(value)
+        try:
+            found = read_words(value)
+        except ValueError as error:
+            raise SpecError(f"flags: {name}: {error}") from None
     else:
         found = as_list(value)
     return list(found)

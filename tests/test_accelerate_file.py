@@ -1,10 +1,9 @@
-"""A job laid over an accelerate config: what fills in, what is told, what is refused, what stays."""
+"""A job laid over an accelerate config: what fills in, is told, is refused, and stays."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -14,6 +13,9 @@ from jobs.errors import SpecError
 from jobs.launchers import local
 from jobs.rundir import RunDir
 from jobs.specfile import dump_spec, load_spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 GOOD = {"pretrained_model_name_or_path": "m", "dataset": "d"}
 
@@ -220,6 +222,12 @@ def test_settings_one_by_one(
 def test_what_is_not_run_here_is_refused(config: dict[str, Any], said: str) -> None:
     assert said in refusal(config)
     assert refusal(config).startswith("accelerate_config: acc.yaml")
+
+
+def test_values_that_no_flag_could_carry_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text("tpu_name: !!binary gA==\n")
+    with pytest.raises(SpecError, match="not a mapping of plain values"):
+        load_spec(None, GOOD | {"accelerate_config": str(tmp_path / "acc.yaml")})
 
 
 def test_several_machines_are_refused_in_the_same_words(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,9 +20,11 @@ from engine.sampling import Sampler
 from engine.telemetry import Telemetry
 from engine.validation_loss import ValidationLoss
 from engine.world import leave_world, start_world
-from jobs.prompts import SampleRequest
 from jobs.rundir import RunDir
 from jobs.specfile import load_spec
+
+if TYPE_CHECKING:
+    from jobs.prompts import SampleRequest
 
 
 class Recording:

@@ -26,7 +26,8 @@ def test_every_family_and_flavour_is_listed_with_its_size() -> None:
     for family in FAMILIES.values():
         assert f"{family.name}  {family.title}" in said.output
         for name, flavour in family.flavours.items():
-            assert re.search(rf"^  {re.escape(name)} +[\d.]+ B  {flavour.hub_id}", said.output, re.M)
+            line = rf"^  {re.escape(name)} +[\d.]+ B  {flavour.hub_id}"
+            assert re.search(line, said.output, re.MULTILINE)
 
 
 def test_json_says_what_scripts_need() -> None:

@@ -81,9 +81,7 @@ def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_noise_can_be_told_from_what_denoising_asks_for(prediction: Any) -> None:
     scheduler = schedule(prediction)
-    problem = Denoising(scheduler, None).draw(
-        LATENTS, sample_generators(1, 2, range(4))
-    )
+    problem = Denoising(scheduler, None).draw(LATENTS, sample_generators(1, 2, range(4)))
     alpha = scheduler.alphas_cumprod[problem.level].sqrt().view(-1, 1, 1, 1)
     sigma = (1 - alpha**2).sqrt()
     noise = (problem.noisy - alpha * LATENTS) / sigma

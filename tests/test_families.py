@@ -38,9 +38,10 @@ class Spied:
         self.pipeline = case.stock()
         self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         scheduler, fed = self.pipeline.scheduler, []
-        step, scale = scheduler.step, scheduler.scale_model_input if hasattr(
-            scheduler, "scale_model_input"
-        ) else None
+        step, scale = (
+            scheduler.step,
+            scheduler.scale_model_input if hasattr(scheduler, "scale_model_input") else None,
+        )
 
         def spy(output: Any, timestep: Any, sample: Any, *words: Any, **names: Any) -> Any:
             noisy = fed[-1] if fed else sample

@@ -18,7 +18,6 @@ from engine_support import toy_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import families
 from engine.data.held_out import hold_out
 from engine.data.index import DataIndex, Sample, build_index
 from engine.data.report import make_plan, make_report, summary

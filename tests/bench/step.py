@@ -167,8 +167,9 @@ def bare_steps(spec: Any, world: Any, toy: Path, latents: Any, condition: Any) -
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    flux = families.load("flux")
+    from engine import families
 
+    flux = families.load("flux")
     model = FluxTransformer2DModel.from_pretrained(toy / "model", subfolder="transformer")
     model.to(world.device)
     if spec.model_type == "lora":

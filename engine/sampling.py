@@ -81,15 +81,14 @@ class Sampler:
         was_training, done = transformer.training, 0
         transformer.eval()
         with self.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
-            # Reading another denoiser takes a while.
-            stopping = any(self.world.any([self.wants_stop()]))
-            beside = (
-                {}
-                if stopping
-                else stack.enter_context(
+            beside: dict[str, Any] = {}
+            stopping = False
+            if self.family.companion is not None:  # which takes a while to read
+                stopping = any(self.world.any([self.wants_stop()]))
+            if not stopping:
+                beside = stack.enter_context(
                     companions(self.spec, self.family, self.model_root, self.world, self.telemetry)
                 )
-            )
             studio = _Studio(
                 self.family, self.model_root, transformer, beside, self.world.device,
                 self.telemetry.warn,

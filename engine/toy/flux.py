@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from diffusers import (
@@ -13,8 +13,9 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 
+from engine.toy import parts
 from engine.toy.encoders import build_clip, build_t5
-from engine.toy.pictures import toy_captions, toy_pictures
+from engine.toy.streams import open_gates, quieten
 from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
 from engine.toy.vocabulary import (
     build_clip_tokenizer,
@@ -28,14 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from PIL import Image
-
-# What the vocabularies are made from: the same for every seed, and enough to hold every word.
-CAPTIONS = 512
-# What the autoencoder is made for, unless the caller has pictures.
-PICTURES = 160
-PICTURE_SIZE = 64
-
-Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -105,17 +98,17 @@ def write_flux(
         pipeline_class: Named in `model_index.json`.
     """
     sizes = sizes or FluxSizes()
-    captions = toy_captions(CAPTIONS, seed=0)
+    captions = parts.captions()
     clip_tokenizer = build_clip_tokenizer(captions)
     t5_tokenizer = build_t5_tokenizer(captions)
     wanted = getattr(torch, dtype)
-    vae = build_vae(as_tensor(sample_images or _sample_images(seed)), seed=seed)
+    vae = build_vae(as_tensor(sample_images or parts.sample_images(seed)), seed=seed)
     pipeline = pipeline_class(
         scheduler=build_scheduler() if sizes.guidance else build_fixed_scheduler(),
-        vae=_cast(vae, wanted),
-        text_encoder=_cast(build_clip(clip_tokenizer, sizes.clip_dim, seed=seed), wanted),
+        vae=parts.cast(vae, wanted),
+        text_encoder=parts.cast(build_clip(clip_tokenizer, sizes.clip_dim, seed=seed), wanted),
         tokenizer=clip_tokenizer,
-        text_encoder_2=_cast(build_t5(t5_tokenizer, sizes.t5_dim, seed=seed), wanted),
+        text_encoder_2=parts.cast(build_t5(t5_tokenizer, sizes.t5_dim, seed=seed), wanted),
         tokenizer_2=t5_tokenizer,
         transformer=build_transformer(sizes, seed=seed, dtype=wanted),
     )
@@ -168,22 +161,16 @@ def build_transformer(
     what a block writes there is not mixed with them.
     """
     # A large one is filled once, and in its own dtype.
-    transformer = _cast(shape_transformer(sizes), dtype).to_empty(device="cpu")
+    transformer = parts.cast(shape_transformer(sizes), dtype).to_empty(device="cpu")
     fill_random(transformer, seed, gain=_transformer_gain, bias=0.005)
     with torch.no_grad(), one_thread():
         for block in transformer.transformer_blocks:
             for norm in (block.norm1, block.norm1_context):
-                _open_gates(norm.linear, chunks=6, gates=(2, 5))
+                open_gates(norm.linear.bias, chunks=6, gates=(2, 5))
         for block in transformer.single_transformer_blocks:
-            _open_gates(block.norm.linear, chunks=3, gates=(2,))
-        _quieten(transformer.proj_out, transformer.x_embedder)
+            open_gates(block.norm.linear.bias, chunks=3, gates=(2,))
+        quieten(transformer.proj_out.weight, transformer.x_embedder.weight)
     return transformer.eval()
-
-
-def _sample_images(seed: int) -> list[Image.Image]:
-    """Square toy pictures at the resolution that toy jobs train at."""
-    pictures = toy_pictures(PICTURES, size=PICTURE_SIZE, seed=seed)
-    return [picture for picture in pictures if picture.width == picture.height]
 
 
 def _transformer_gain(name: str) -> float:
@@ -201,24 +188,3 @@ def _transformer_gain(name: str) -> float:
     if name.startswith("time_text_embed.guidance"):
         return 0.3  # Training and sampling at different guidance should not be far apart.
     return 1.0
-
-
-def _open_gates(linear: torch.nn.Linear, *, chunks: int, gates: Sequence[int]) -> None:
-    """Move the gates of an adaptive norm to 1, so that its block takes part from the start."""
-    parts = linear.bias.chunk(chunks)
-    for gate in gates:
-        parts[gate].add_(1.0)
-
-
-def _quieten(readout: torch.nn.Linear, embedder: torch.nn.Linear) -> None:
-    """Let `readout` see only a fifth of what `embedder` writes."""
-    basis = torch.linalg.qr(embedder.weight.float()).Q  # (width, 64)
-    weight = readout.weight.float()  # (64, width)
-    readout.weight.copy_(weight - 0.8 * (weight @ basis) @ basis.T)
-
-
-def _cast(module: Model, dtype: torch.dtype) -> Model:
-    """Change the parameters' dtype in place; diffusers' own `.to` warns about doing so."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return module

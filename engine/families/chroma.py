@@ -9,16 +9,13 @@ import torch
 from diffusers import ChromaPipeline
 from diffusers.models.transformers.transformer_chroma import ChromaSingleTransformerBlock
 
-from engine.families.base import Family
-from engine.families.packing import pack, unpack
+from engine.families.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jobs.prompts import SampleRequest
 
-
-class Chroma(Family):
+class Chroma(PackedFamily):
     """Chroma1."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
@@ -75,10 +72,6 @@ class Chroma(Family):
                 return_dict=False,
             )[0]
         return unpack(velocity, height, width)
-
-    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
-        scale = pipeline.vae_scale_factor
-        return unpack(latents, request.height // scale, request.width // scale)
 
 
 @contextmanager

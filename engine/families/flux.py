@@ -8,14 +8,13 @@ import torch
 from diffusers import FluxKontextPipeline, FluxPipeline
 
 from engine.families import flux_kohya
-from engine.families.base import Family
-from engine.families.packing import pack, unpack
+from engine.families.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
     from jobs.prompts import SampleRequest
 
 
-class Flux(Family):
+class Flux(PackedFamily):
     """FLUX.1, and FLUX.1 Kontext as a text-to-image model."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
@@ -81,10 +80,6 @@ class Flux(Family):
             # Else it scales every size to the area that it was trained with.
             arguments["max_area"] = request.width * request.height
         return arguments
-
-    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
-        scale = pipeline.vae_scale_factor
-        return unpack(latents, request.height // scale, request.width // scale)
 
 
 FAMILY = Flux

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from engine.families.base import Family
 
 if TYPE_CHECKING:
     import torch
+
+    from jobs.prompts import SampleRequest
+
+
+class PackedFamily(Family):
+    """A family whose pipeline keeps latents packed."""
+
+    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+        scale = pipeline.vae_scale_factor
+        return unpack(latents, request.height // scale, request.width // scale)
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.families.base import Family
-from engine.families.packing import pack, unpack
+from engine.families.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 512 if not told
 
 
-class QwenImage(Family):
+class QwenImage(PackedFamily):
     """Qwen-Image."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
@@ -73,10 +72,6 @@ class QwenImage(Family):
         if condition:
             arguments["max_sequence_length"] = _LONGEST_TEXT
         return arguments
-
-    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
-        scale = pipeline.vae_scale_factor
-        return unpack(latents, request.height // scale, request.width // scale)
 
     def decode(
         self, pipeline: Any, latents: torch.Tensor, request: SampleRequest

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jobs.spec import JobSpec
 
 # Bytes of state per trained parameter; what each holds at least.
-_STATE: Final = {"adamw": 8, "prodigy": 8, "lion": 4, "adamw_8bit": 2}
+STATE_BYTES: Final = {"adamw": 8, "prodigy": 8, "lion": 4, "adamw_8bit": 2}
 _MASTER_AND_GRADIENT: Final = 8  # both fp32
 
 
@@ -59,7 +59,7 @@ def host_bytes() -> int:
 
 def _least_bytes(spec: JobSpec) -> int:
     if spec.model_type == "full":
-        return _MASTER_AND_GRADIENT + _STATE.get(spec.optimizer, 0)
+        return _MASTER_AND_GRADIENT + STATE_BYTES.get(spec.optimizer, 0)
     return 4 if spec.mixed_precision == "no" else 2
 
 

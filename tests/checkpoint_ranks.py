@@ -4,6 +4,7 @@ and `test_checkpoint_kills.py`.
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from pathlib import Path
@@ -46,6 +47,7 @@ def train(
 ) -> None:
     """Run jobs one after the other: `(run directory, values, step to stop at)`."""
     join(rank, ranks, port)
+    gc.freeze()  # each job collects garbage several times; what was imported is none
     for name, values, stop_at in jobs:
         run_dir = RunDir(Path(name))
         run_dir.create()

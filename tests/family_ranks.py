@@ -6,6 +6,7 @@ ranks go: the others would wait for one in a collective.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from jobs.specfile import load_spec
 
 
 def main() -> None:
+    gc.freeze()  # each job collects garbage several times; what was imported is none
     for name, values in json.loads(Path(sys.argv[1]).read_text()).items():
         run_dir = RunDir(Path(name))
         run_dir.create()

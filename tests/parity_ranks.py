@@ -6,6 +6,7 @@ all jobs of a world size share the processes; each has a mesh, a model and an op
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from jobs.specfile import load_spec
 
 
 def main() -> None:
+    gc.freeze()  # each job collects garbage several times; what was imported is none
     rank = int(os.environ["RANK"])
     for name, values in json.loads(Path(sys.argv[1]).read_text()).items():
         run_dir = RunDir(Path(name))

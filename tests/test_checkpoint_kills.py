@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 KILLS: Final = 50
 LONGEST: Final = 0.25  # seconds between two moments; a save takes a few hundredths
-PATIENCE: Final = 120.0  # seconds until ranks have saved once more; a slow machine under load
+PATIENCE: Final = 400.0  # seconds until ranks have saved once more; a slow machine under load
 
 
 def free_port() -> int:

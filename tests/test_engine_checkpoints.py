@@ -21,6 +21,7 @@ from test_engine_model import ALONE, build, inputs
 from engine import adapters, checkpoint
 from engine.checkpoint import saver as saver_module
 from engine.checkpoint import sharded
+from engine.checkpoint.contents import collect, expected_bytes
 from engine.checkpoint.data_facts import tell_difference
 from engine.ema import Ema
 from engine.families import load
@@ -474,6 +475,20 @@ def test_a_save_without_room_is_not_begun(
     with pytest.raises(UserError, match=r"cannot save step-0: it takes .*on_save_failure: warn"):
         saver.save(training)
     assert not run_dir.checkpoints.exists()
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_ema": True}, {"optimizer": "sgd"},
+                                     {"optimizer": "lion"}])  # fmt: skip
+def test_the_room_looked_for_before_the_first_step_is_what_a_save_takes(
+    toy: Path, changes: dict[str, Any]
+) -> None:
+    spec = toy_spec(toy, **changes)
+    training = training_of(toy, spec)
+    expected = expected_bytes(training, spec)
+    assert not training.optimizer.state, "nothing was made for that"
+    advance(training, toy)
+    saved = collect(training, spec, 1).total_bytes
+    assert 0 <= saved - expected <= 4 * len(training.trained()), "but for Adam's step counts"
 
 
 @pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", FULL])

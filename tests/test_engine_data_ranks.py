@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TIMEOUT: Final = 20.0  # seconds, of every collective
 DELAY: Final = 60.0  # seconds, of one rank while the caches are filled
-PATIENCE: Final = 180.0  # seconds; a slow machine under load, not an expectation
+PATIENCE: Final = 600.0  # seconds; a slow machine under load, not an expectation
 VARIED: Final[dict[str, Any]] = {
     "random_flip": True, "crop": "random", "crop_variants": 2, "caption_dropout_probability": 0.1,
     "validation_prompts": ["a red circle"], "max_train_steps": 60,

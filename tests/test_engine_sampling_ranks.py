@@ -18,7 +18,7 @@ from PIL import Image
 if TYPE_CHECKING:
     from pathlib import Path
 
-PATIENCE: Final = 300.0  # seconds; a slow machine under load, not an expectation
+PATIENCE: Final = 900.0  # seconds; a slow machine under load, not an expectation
 ALIKE: Final = ["a red circle", "a blue square", "a green star", "a red star", "a blue circle"]
 GUIDED: Final = {"negative_prompt": "blue", "true_cfg_scale": 3.0}
 MIXED: Final[list[Any]] = [

@@ -1,9 +1,9 @@
 """The parity table: any strategy on any number of ranks trains what one process would.
 
-Ten steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
+Six steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
 of four, through the same code as a real job (`engine.run.run_job`). With SGD every loss and every
 trained tensor must agree; with AdamW, which turns the rounding of a gradient near zero into a whole
-step, every loss.
+step, every loss. SGD trains in every layout here, AdamW in some; `tests/bench/parity.py` has all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,15 +24,17 @@ from safetensors.torch import load_file
 from jobs.eventlog import EventLog
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
     import torch
 
 pytestmark = pytest.mark.e2e
 
-STEPS: Final = 10
+STEPS: Final = 6
 TOLERANCE: Final = 1e-5
-# Relative, of a loss after ten steps; a unit in the last place is 4e-3 in bf16, 5e-4 in fp16.
+# Relative, of a loss after these steps; a unit in the last place is 4e-3 in bf16, 5e-4 in fp16.
 ROUNDING: Final = {"bf16": 1e-2, "fp16": 5e-3}
-PATIENCE: Final = 300.0  # seconds; a slow machine under load, not an expectation
+PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 
 COMMON: Final = {"max_train_steps": STEPS, "max_grad_norm": 0.05}
 REFERENCE: Final = {
@@ -120,12 +121,18 @@ class Case:
         )  # fmt: skip
 
 
-def _cases() -> list[Case]:
+def all_cases(adamw_in: Container[str] | None = None) -> list[Case]:
+    """The table.
+
+    Args:
+        adamw_in: The layouts in which AdamW trains too; None for all.
+    """
     cases = [
         Case(layout, kind, optimizer)
         for kind in ("lora", "full")
         for layout in LAYOUTS | (LORA_ONLY if kind == "lora" else {})
         for optimizer in OPTIMIZERS
+        if optimizer == "sgd" or adamw_in is None or layout in adamw_in
     ]
     return [
         *cases,
@@ -135,7 +142,7 @@ def _cases() -> list[Case]:
     ]
 
 
-CASES: Final = _cases()
+CASES: Final = all_cases(("fsdp2 2", "hsdp 2x2", "fsdp2 2, sharded lora, accumulated"))
 HALF: Final = [
     Case("fsdp2 2", "lora", "adamw", "bf16"),
     Case("fsdp2 2", "full", "adamw", "bf16"),
@@ -169,23 +176,23 @@ def table(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Table:
     return train_all(toy, tmp_path_factory.mktemp("parity"))
 
 
-def train_all(toy: Path, root: Path) -> Table:
+def train_all(toy: Path, root: Path, cases: Sequence[Case] = CASES) -> Table:
     """Do every run of the table, with one launch for each number of ranks.
 
     Args:
         toy: Holds `model` and `data`.
         root: An empty directory for the runs.
+        cases: The runs, beside those of half precision and those they are compared with.
     """
     toy = _with_fewer_layers(toy, root / "toy")
-    references = {case.reference for case in [*CASES, *HALF]}
+    references = {case.reference for case in [*cases, *HALF]}
     references |= {replace(case.reference, precision="no") for case in HALF}
     by_ranks: dict[int, dict[str, dict[str, Any]]] = {}
-    for case in [*references, *CASES, *HALF]:
+    for case in [*references, *cases, *HALF]:
         values = case.values(toy) | {"cache_dir": str(root / "cache")}
         by_ranks.setdefault(values["num_processes"], {})[str(root / case.folder)] = values
-    # All at once: ranks wait for each other and for the disk most of the time.
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda item: _train(*item, root), by_ranks.items()))
+    for ranks, jobs in by_ranks.items():
+        _train(ranks, jobs, root)
     return Table(root)
 
 

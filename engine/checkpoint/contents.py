@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.optim import fill_state
 from engine.weights import local_part
+from jobs.host_room import STATE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,6 +70,19 @@ class Contents:
 
     def _all(self) -> list[torch.Tensor]:
         return [leaf for leaf in tree_leaves(self.tensors) if isinstance(leaf, torch.Tensor)]
+
+
+def expected_bytes(training: Training, spec: JobSpec) -> int:
+    """What a checkpoint will take at least, once the optimizer has made a step.
+
+    The state that the first step makes is counted, not made: on shards that takes torch a second
+    for each hundred tensors.
+    """
+    state = STATE_BYTES.get(spec.optimizer, 0)
+    total = sum(p.numel() * (p.element_size() + state) for p in training.trained().values())
+    if training.ema is not None:
+        total += sum(t.numel() * t.element_size() for t in training.ema.shadow.values())
+    return total
 
 
 def collect(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from engine.checkpoint.contents import collect
+from engine.checkpoint.contents import collect, expected_bytes
 from engine.checkpoint.write import aside_of, keep_newest, write
 from engine.host_memory import available_memory
 from jobs.errors import UserError
@@ -108,7 +108,7 @@ class Saver:
         if self._world.any([read_json(final / MANIFEST) is not None])[0]:
             return
         contents = collect(training, self._spec, self._world.size, self._data)
-        total, lack = self._look_at_disk(contents)
+        total, lack = self._look_at_disk(contents.total_bytes)
         if lack is not None:
             self._fail(f"cannot save {final.name}: {lack}", last=last)
             return
@@ -185,8 +185,7 @@ class Saver:
         Raises:
             UserError: There is none, and the job says to stop when one cannot be written.
         """
-        contents = collect(training, self._spec, self._world.size)
-        _, lack = self._look_at_disk(contents)
+        _, lack = self._look_at_disk(expected_bytes(training, self._spec))
         if lack is not None:
             self._fail(f"there is no room for a checkpoint: {lack}", last=False)
 
@@ -230,11 +229,10 @@ class Saver:
 
     # -- room ------------------------------------------------------------------------------
 
-    def _look_at_disk(self, contents: Contents) -> tuple[int, str | None]:
+    def _look_at_disk(self, total: int) -> tuple[int, str | None]:
         """The bytes of a checkpoint, and why they do not fit; rank 0 looks for all."""
         found: tuple[int, str | None] = (0, None)
         if self._world.main:
-            total = contents.total_bytes
             found = (total, self._lack(total))
         return self._world.from_main(found, self._group)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from jobs.strategy import world_size
+from jobs.strategy import SHARDING, world_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jobs.spec import JobSpec
+
+# What one rank and several have otherwise, unless the person says it.
+FOLLOWING: Final = ("strategy", "fsdp_enable", "unload_text_encoder", "cache_text_embeddings")
+_OF_ONE_RANK: Final = ("auto", "single")  # strategies; the first leaves it open
 
 
 def settle(spec: JobSpec) -> JobSpec:
@@ -26,6 +32,41 @@ def settle(spec: JobSpec) -> JobSpec:
     if (cache, unload) == (spec.cache_text_embeddings, spec.unload_text_encoder):
         return spec
     return spec.model_copy(update={"cache_text_embeddings": cache, "unload_text_encoder": unload})
+
+
+def follow_ranks(
+    values: Mapping[str, Any], before: int, after: int, kept: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What changes when a job that had one rank gets several, or the other way round.
+
+    Several ranks shard the model, and free its text encoders once their captions are cached; one
+    rank cannot shard. Nothing changes between two and more.
+
+    Args:
+        values: Of the job, by key.
+        before: How many ranks it had.
+        after: How many it has.
+        kept: What the keys in `FOLLOWING` were when the job was last as it is now, one rank or
+            several; None if it never was.
+
+    Returns:
+        The new values of the keys that change.
+    """
+    if (before > 1) == (after > 1):
+        return {}
+    wanted: dict[str, Any]
+    if kept is not None:
+        wanted = {key: kept.get(key) for key in FOLLOWING}
+    elif after > 1:
+        wanted = {"unload_text_encoder": True, "cache_text_embeddings": True}
+        if values.get("fsdp_enable") is None and values.get("strategy") in (None, *_OF_ONE_RANK):
+            wanted["strategy"] = SHARDING[0]
+    else:
+        wanted = {"strategy": _OF_ONE_RANK[0]}
+        if values.get("fsdp_enable"):
+            wanted["fsdp_enable"] = None
+    changed = [key for key in FOLLOWING if key in wanted and wanted[key] != values.get(key)]
+    return {key: wanted[key] for key in changed}
 
 
 def clean(spec: JobSpec) -> tuple[JobSpec, list[str]]:

@@ -261,11 +261,26 @@ def _slow_facts(ask: _Ask, position: int) -> Gpu:
         pci=_text(address.busId) if address is not None else None,
         mig_mode=mode is not None and mode[0] == ask.nvml.NVML_DEVICE_MIG_ENABLE,
         problem=None if uuid else "does not say its UUID",
+        pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+        pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        pcie_lanes_limit=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+        nvlinks=_nvlinks(ask),
     )
     pci = (address.domain, address.bus, address.device) if address is not None else None
     if ask.problem is None:
         _driver.facts[position] = _Facts(time.monotonic(), gpu, pci)
     return gpu
+
+
+def _nvlinks(ask: _Ask) -> int | None:
+    """How many NVLinks are up; None where the GPU has none."""
+    up = None
+    for link in range(ask.nvml.NVML_NVLINK_MAX_LINKS):
+        state = ask(("nvmlDeviceGetNvLinkState", link))
+        if state is None:  # there are no more
+            return up
+        up = (up or 0) + (state == ask.nvml.NVML_FEATURE_ENABLED)
+    return up
 
 
 def _lost(position: int, problem: str) -> Gpu:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.processes import kernel_oom_kills
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from jobs.rundir import RunDir
@@ -42,7 +42,7 @@ def why_failed(
     """
     out_of_memory = oom_kills_before is not None and kernel_oom_kills() > oom_kills_before
     errors = run_dir.rank_errors()
-    causes = [error for error in errors if not _is_aftermath(error)]
+    causes = causes_of(errors)
     if causes:
         return _rank_error(causes[0])
     told = {int(error.get("rank", -1)) for error in errors} | set(ended_by_us)
@@ -66,8 +66,13 @@ def why_failed(
 
 def is_persons_fault(run_dir: RunDir) -> bool:
     """Whether the job itself is wrong, so that another attempt would fail alike."""
-    causes = [error for error in run_dir.rank_errors() if not _is_aftermath(error)]
+    causes = causes_of(run_dir.rank_errors())
     return bool(causes) and causes[0].get("type") == "UserError"
+
+
+def causes_of(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What failing ranks left, without those that only suffered from another one's failure."""
+    return [error for error in errors if not _is_aftermath(error)]
 
 
 def _is_aftermath(error: dict[str, Any]) -> bool:

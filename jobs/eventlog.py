@@ -22,6 +22,7 @@ class StepRecord:
     seconds: float | None = None
     images_per_second: float | None = None
     epoch: float | None = None
+    peak_bytes: float | None = None
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class Gpu:
 
     `throttle` says in words why the clock is held back, "" when it is not. `problem` says why the
     driver cannot reach the GPU, continuing "GPU 3 …"; what was known before is still there.
+    `pcie_lanes` is what the link to the host has now and `pcie_lanes_limit` what it could have;
+    `nvlinks` counts the links to other GPUs that are up.
     """
 
     index: int
@@ -69,6 +71,10 @@ class Gpu:
     mig_mode: bool = False
     mig: tuple[MigInstance, ...] = ()
     problem: str | None = None
+    pcie_generation: int | None = None
+    pcie_lanes: int | None = None
+    pcie_lanes_limit: int | None = None
+    nvlinks: int | None = None
 
     @property
     def unusable(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,14 @@ class Change:
 
 
 def job_of_row(row: sqlite3.Row) -> Job:
-    """A row of the `jobs` table as a `Job`."""
-    values: dict[str, Any] = {key: row[key] for key in row.keys()}  # noqa: SIM118 - Row iterates values
+    """A row of the `jobs` table as a `Job`; the same one for a row that did not change."""
+    return _job(tuple(row.keys()), tuple(row))
+
+
+# Who looks every second at a thousand ended jobs would spend a twentieth of a core on them.
+@lru_cache(maxsize=4096)
+def _job(columns: tuple[str, ...], row: tuple[Any, ...]) -> Job:
+    values: dict[str, Any] = dict(zip(columns, row, strict=True))
     pid, started = values.pop("supervisor_pid"), values.pop("supervisor_started")
     return Job(
         **values

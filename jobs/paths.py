@@ -24,6 +24,13 @@ def cache_home() -> Path:
     return base.absolute() / "fsdp-tui"
 
 
+def config_home() -> Path:
+    """The directory of a person's settings: `$XDG_CONFIG_HOME/fsdp-tui`. Not created here."""
+    xdg = os.environ.get("XDG_CONFIG_HOME")
+    base = Path(xdg) if xdg else Path.home() / ".config"
+    return base.absolute() / "fsdp-tui"
+
+
 def expand(text: str) -> Path:
     """A path as a person writes it, with `~` and `~user`.
 

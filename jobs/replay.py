@@ -32,7 +32,7 @@ def replay(job: Job, form: Form) -> str:
     facts = replay_facts(job, form)
     if form == "yaml":
         return yaml_of(job).rstrip("\n")
-    return shlex.join(facts) if form == "flags" else _script(job, facts)
+    return shlex.join(facts) if form == "flags" else script_of(facts, f"Job {job.id} “{job.name}”")
 
 
 def replay_facts(job: Job, form: Form) -> Any:
@@ -40,7 +40,9 @@ def replay_facts(job: Job, form: Form) -> Any:
     spec = load_spec(job.run_dir.job_file)
     if form == "yaml":
         return spec.to_dict()
-    return to_flags(spec) if form == "flags" else _by_hand(job, spec)
+    if form == "flags":
+        return to_flags(spec)
+    return launch_facts(_settled(job, spec), spec, on_gpus=job.wanted is not None)
 
 
 def yaml_of(job: Job) -> str:
@@ -48,21 +50,31 @@ def yaml_of(job: Job) -> str:
     return dump_spec(load_spec(job.run_dir.job_file))
 
 
-def _by_hand(job: Job, spec: JobSpec) -> dict[str, Any]:
-    """How to launch its ranks without the queue, in a directory of their own."""
+def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool) -> dict[str, Any]:
+    """How to launch a job's ranks without the queue, in a directory of their own.
+
+    Args:
+        spec: The job; where its strategy is `auto`, the GPUs and the model are looked at.
+        written: What its job file says; the same when left out.
+        on_gpus: Whether its ranks run on GPUs.
+
+    Returns:
+        The environment variables, the words of the command, and the files it reads by path.
+    """
+    written = written or spec
     run_dir = RunDir(Path(f"{spec.name}-by-hand"))
     gpus: list[str] = []
-    if job.wanted is not None:  # on GPUs; elsewhere they have other UUIDs
+    if on_gpus:  # elsewhere they have other UUIDs
         named = spec.gpus if isinstance(spec.gpus, list) else range(world_size(spec))
         gpus = [str(name) for name in named]
-    launch = local.build(_settled(job, spec), run_dir, gpus=gpus, run_id="")
+    launch = local.build(spec, run_dir, gpus=gpus, run_id="")
     environment = {k: v for k, v in launch.environment.items() if k != RUN_ID_VARIABLE}
     command = ["accelerate", *launch.command[launch.command.index("launch") :]]
     return {
         "environment": environment,
         "command": command,
         "files": {
-            str(run_dir.job_file): dump_spec(spec, only_set=True),
+            str(run_dir.job_file): dump_spec(written, only_set=True),
             str(run_dir.accelerate_file): yaml.safe_dump(launch.config, sort_keys=False),
         },
     }
@@ -76,13 +88,35 @@ def _settled(job: Job, spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"strategy": strategy}) if strategy else spec
 
 
-def _script(job: Job, facts: dict[str, Any]) -> str:
-    lines = [
-        f"# Job {job.id} “{job.name}” by hand: no queue, no supervisor, a directory of its own."
-    ]
+def script_of(facts: dict[str, Any], what: str) -> str:
+    """A script for a shell that writes the files and launches the ranks.
+
+    Args:
+        facts: Of `launch_facts`.
+        what: The job, as its first line calls it.
+    """
+    lines = [f"# {what} by hand: no queue, no supervisor, a directory of its own."]
     folders = dict.fromkeys(str(Path(name).parent) for name in facts["files"])
     lines += [f"mkdir -p {shlex.quote(folder)}" for folder in folders]
     for name, text in facts["files"].items():
         lines += [f"cat > {shlex.quote(name)} <<'END_OF_FILE'", text.rstrip("\n"), "END_OF_FILE"]
     settings = [f"{key}={shlex.quote(value)}" for key, value in facts["environment"].items()]
     return "\n".join([*lines, " ".join(["env", *settings, shlex.join(facts["command"])])])
+
+
+def command_of(facts: dict[str, Any]) -> str:
+    """The launch line as a shell takes it, a flag a line."""
+    first, *flags = _grouped(facts["command"])
+    return " \\\n  ".join([first, *flags])
+
+
+def _grouped(words: list[str]) -> list[str]:
+    """The words quoted, those that a flag takes beside it."""
+    lines: list[str] = []
+    for word in map(shlex.quote, words):
+        flag = lines and lines[-1].startswith("-") and "=" not in lines[-1]
+        if lines and not word.startswith("-") and (flag or len(lines) == 1):
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jobs import preflight
@@ -124,6 +124,33 @@ def plan_resume(
         spec, wanted, begin, rewound, changes, [*notes, *_find_needs(store, job, spec)],
         job=job, back_to=back_to, rewritten=bool(overrides),
     )  # fmt: skip
+
+
+def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
+    """Check another description of a job that waits in the queue.
+
+    Raises:
+        StateError: It does not wait in the queue any more.
+        UserError: Something is wrong with it, or it cannot go on from where the job is to begin.
+    """
+    job = store.get(job_id)
+    if job.state is not State.QUEUED:
+        raise StateError(f"job {job_id} is {job.state}, not in the queue")
+    begin = newest_whole(job.run_dir)
+    if begin is None:
+        return replace(plan_submit(store, spec), job=job, rewritten=True)
+    wanted = preflight.check(spec)
+    spec = settle(spec)
+    if begin.step > spec.max_train_steps:
+        raise UserError(
+            f"max_train_steps: {spec.max_train_steps} is less than the {begin.step} steps that "
+            f"job {job_id} has done",
+            "they count; give a larger number",
+        )
+    changes = _compare(begin, spec)
+    return Plan(
+        spec, wanted, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
+    )
 
 
 def _own(job: Job, back_to: int | None) -> Checkpoint | None:

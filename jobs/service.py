@@ -65,16 +65,21 @@ def carry_out(store: Store, plan: Plan) -> Job:
         text = dump_spec(plan.spec)
         job = store.add(
             name=plan.spec.name,
-            terms=_terms(plan),
+            terms=terms_of(plan),
             run_id=uuid.uuid4().hex,
-            prepare=lambda run_dir: _write_job_file(run_dir, text),
+            prepare=lambda run_dir: write_job_file(run_dir, text),
         )
     else:
         prepare = partial(_prepare, store, plan.job.run_dir, plan)
-        job = store.requeue(plan.job.id, _how_it_goes_on(plan), _terms(plan), prepare)
+        job = store.requeue(plan.job.id, _how_it_goes_on(plan), terms_of(plan), prepare)
+    return start_if_free(store, job.id)
+
+
+def start_if_free(store: Store, job_id: int) -> Job:
+    """Start a queued job if it may start now; see that someone starts it later otherwise."""
     dispatch(store)
     ensure_runner(store)
-    return store.get(job.id)
+    return store.get(job_id)
 
 
 def _prepare(store: Store, run_dir: RunDir, plan: Plan) -> None:
@@ -84,13 +89,18 @@ def _prepare(store: Store, run_dir: RunDir, plan: Plan) -> None:
     moved = checkpoints.rewind(run_dir, plan.back_to) if plan.back_to is not None else []
     try:
         if plan.rewritten:
-            _write_job_file(run_dir, dump_spec(plan.spec))
+            write_job_file(run_dir, dump_spec(plan.spec))
     except BaseException:
         checkpoints.put_back(moved)
         raise
 
 
-def _write_job_file(run_dir: RunDir, text: str) -> None:
+def write_job_file(run_dir: RunDir, text: str) -> None:
+    """Write what a job is, all of it or nothing.
+
+    Raises:
+        UserError: It cannot be written.
+    """
     try:
         run_dir.create()
         write_atomic(run_dir.job_file, text, durable=True)
@@ -98,7 +108,8 @@ def _write_job_file(run_dir: RunDir, text: str) -> None:
         raise UserError(f"cannot write {run_dir.root} ({error.strerror})") from error
 
 
-def _terms(plan: Plan) -> Terms:
+def terms_of(plan: Plan) -> Terms:
+    """What the queue goes by."""
     spec = plan.spec
     return Terms(
         ranks=world_size(spec),
@@ -204,6 +215,7 @@ def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[
         StateError: A job needs one.
         UserError: One cannot be deleted.
     """
+    store.check_writable()
     found = find_deletable(store, job_id, names)
     for one in found:
         checkpoints.delete_files(one.path)
@@ -216,6 +228,7 @@ def request(store: Store, job_id: int, name: str) -> None:
     Raises:
         StateError: The job is not running.
     """
+    store.check_writable()
     job = store.get(job_id)
     if not job.state.active:
         raise StateError(f"job {job_id} is {job.state}; it cannot {name.replace('_', ' ')}")

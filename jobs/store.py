@@ -39,6 +39,7 @@ class Store:
 
     def __init__(self, home: Path | None = None) -> None:
         self.home = home or ensure_state_home()
+        self.read_only = False  # someone only looks: what would change a job is refused
         self.path = self.home / "jobs.db"
         try:
             with self._connect("rwc") as db:
@@ -87,6 +88,11 @@ class Store:
             ]
 
     # -- writing ---------------------------------------------------------------------------
+
+    def check_writable(self) -> None:
+        """Raises `StateError` where jobs are only looked at."""
+        if self.read_only:
+            raise StateError("read-only: nothing is changed", "open it without --read-only")
 
     def add(
         self, *, name: str, terms: Terms, run_id: str, prepare: Callable[[RunDir], None]
@@ -158,6 +164,30 @@ class Store:
                     " auto_resume=? WHERE id=?",
                     (*terms.columns(), job_id),
                 )
+            prepare()
+            return self._get(db, job_id)
+
+    def redescribe(
+        self, job_id: int, *, name: str, terms: Terms, reason: str, prepare: Callable[[], None]
+    ) -> Job:
+        """Give a job that waits in the queue another name and other terms; its place stays.
+
+        `prepare` changes its files while nobody can start it; if it raises, nothing happened.
+
+        Raises:
+            StateError: The job does not wait in the queue any more.
+        """
+        with self._write() as db:
+            job = self._get_queued(db, job_id)
+            db.execute(
+                "UPDATE jobs SET name=?, ranks=?, wanted=?, total_steps=?, priority=?, shares=?,"
+                " auto_resume=?, reason='' WHERE id=?",
+                (name, *terms.columns(), job_id),
+            )
+            db.execute(
+                "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,?,?,?)",
+                (job_id, time.time(), job.state, job.state, reason),
+            )
             prepare()
             return self._get(db, job_id)
 
@@ -289,9 +319,7 @@ class Store:
     def _set_queued(self, job_id: int, assignment: str, value: float) -> None:
         """Raises `StateError` when the job does not wait in the queue."""
         with self._write() as db:
-            job = self._get(db, job_id)
-            if job.state is not State.QUEUED:
-                raise StateError(f"job {job_id} is {job.state}, not in the queue")
+            self._get_queued(db, job_id)
             db.execute(f"UPDATE jobs SET {assignment} WHERE id=?", (value, job_id))
 
     # -- inside ----------------------------------------------------------------------------
@@ -319,6 +347,7 @@ class Store:
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
         """A write transaction: takes the lock at the start, so that what is read holds."""
+        self.check_writable()
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -336,6 +365,13 @@ class Store:
         if row is None:
             raise NotFoundError(f"there is no job {job_id}", "`fsdp-tui list` shows the jobs")
         return job_of_row(row)
+
+    @classmethod
+    def _get_queued(cls, db: sqlite3.Connection, job_id: int) -> Job:
+        job = cls._get(db, job_id)
+        if job.state is not State.QUEUED:
+            raise StateError(f"job {job_id} is {job.state}, not in the queue")
+        return job
 
     @staticmethod
     def _in_states(db: sqlite3.Connection, states: Iterable[State]) -> list[Job]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from PIL import Image
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jobs import processes
+from jobs.memory import client
 from jobs.specfile import load_spec
 from jobs.store import Store
 
@@ -29,7 +31,7 @@ _LEAVES_WITHIN = 5.0  # seconds that supervisors of ended jobs get to leave by t
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A state directory and a cache of the test's own; every child process inherits them."""
     path = tmp_path / "home"
     path.mkdir(mode=0o700)
@@ -37,11 +39,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache.mkdir(mode=0o700)
     monkeypatch.setenv("FSDP_TUI_HOME", str(path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("FSDP_TUI_CPU_JOBS", raising=False)
+    # Nobody predicts memory behind the test's back, which takes torch and seconds.
+    fake = (sys.executable, "-S", str(Path(__file__).with_name("fake_memory.py")))
+    monkeypatch.setattr("jobs.memory.client.COMMAND", fake)
     # No queue keeper behind the test's back, and a short-lived one in its child processes.
     monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
     monkeypatch.setenv("FSDP_TUI_RUNNER_IDLE", "1")
-    return path
+    yield path
+    client.shared().close()
 
 
 @pytest.fixture

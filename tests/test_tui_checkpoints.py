@@ -23,8 +23,8 @@ from jobs.states import State
 from jobs.tools import Cancelled
 from tui import collector
 from tui.app import FsdpTui
+from tui.checkpoints.pane import CheckpointsPane
 from tui.checkpoints.rows import checkpoint_rows, progress_row
-from tui.checkpoints.screen import CheckpointsScreen
 from tui.checkpoints.words import about
 from tui.format import plain
 from tui.modals.confirm import ConfirmScreen
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from textual.pilot import Pilot
+    from textual.widget import Widget
 
     from jobs.store import Job, Store
 
@@ -48,7 +49,8 @@ def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
     monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
     monkeypatch.setattr(collector, "PERIOD", 0.05)
-    monkeypatch.setattr("tui.checkpoints.screen._EVERY", 0.05)
+    monkeypatch.setattr("tui.checkpoints.pane._EVERY", 0.05)
+    monkeypatch.setattr("tui.job.look.PERIOD", 0.1)
 
 
 @pytest.fixture
@@ -79,12 +81,11 @@ async def running(
         yield app, pilot
 
 
-async def opened(app: FsdpTui, pilot: Pilot[None]) -> CheckpointsScreen:
-    """Open the screen and wait for what it finds."""
+async def opened(app: FsdpTui, pilot: Pilot[None]) -> CheckpointsPane:
+    """Open the tab and wait for what it finds."""
     await pilot.press("c")
-    await until(pilot, lambda: isinstance(app.screen, CheckpointsScreen) and app.screen.is_mounted)
-    screen = app.screen
-    assert isinstance(screen, CheckpointsScreen)
+    await until(pilot, lambda: app.screen.query(CheckpointsPane))
+    screen = app.screen.query_one(CheckpointsPane)
     await until(pilot, lambda: screen.panel.rows or screen.has_class("-nothing"))
     return screen
 
@@ -96,15 +97,21 @@ async def question(app: FsdpTui, pilot: Pilot[None]) -> ConfirmScreen:
     return screen
 
 
-def shown(screen: CheckpointsScreen) -> str:
+def shown(screen: CheckpointsPane) -> str:
     return "\n".join(plain(row) for row in screen.panel.rows)
 
 
-def text_of(screen: CheckpointsScreen, name: str) -> str:
-    return str(screen.query_one(f"#ckpt-{name}").content)  # type: ignore[attr-defined]
+def text_of(screen: CheckpointsPane, name: str) -> str:
+    return str(line_of(screen, name).content)  # type: ignore[attr-defined]
 
 
-def status_of(screen: CheckpointsScreen) -> str:
+def line_of(pane: CheckpointsPane, name: str) -> Widget:
+    """A line of the tab; title and keys are the job screen's."""
+    whose = "job" if name in ("title", "keys") else "ckpt"
+    return pane.screen.query_one(f"#{whose}-{name}")
+
+
+def status_of(screen: CheckpointsPane) -> str:
     return "\n".join(plain(row) for row in screen.status.rows)
 
 
@@ -128,7 +135,7 @@ async def test_the_list_has_room_and_marks_what_a_resume_takes(
     set_aside(job.run_dir.checkpoint(139), "rewound")
     async with running(store, size) as (app, pilot):
         screen = await opened(app, pilot)
-        assert text_of(screen, "title") == "checkpoints of job 1 “cats” · stopped"
+        assert text_of(screen, "title").startswith("job 1 cats  ■ stopped")
         assert text_of(screen, "totals").startswith("103 checkpoints, ")
         assert len(text_of(screen, "totals")) <= 78
         heading, newest, following, *_ = shown(screen).splitlines()
@@ -139,7 +146,7 @@ async def test_the_list_has_room_and_marks_what_a_resume_takes(
         assert "the job goes on after it" in text_of(screen, "about")
         whole = Region(0, 0, *size)
         for name in ("title", "totals", "about", "keys"):
-            assert screen.query_one(f"#ckpt-{name}").region in whole
+            assert line_of(screen, name).region in whole
         assert screen.panel.region in whole
         assert screen.panel.region.width == size[0]
         assert screen.panel.size.height > size[1] // 2
@@ -176,7 +183,7 @@ async def test_there_may_be_nothing_to_see(store: Store, job: Job) -> None:
         assert text_of(screen, "problem").startswith("No checkpoints yet.")
         await pilot.press("s", "v", "e", "r", "j", "G")
         await pilot.pause()
-        assert app.screen is screen
+        assert app.screen is screen.screen
         save_checkpoint(job.run_dir, 10)
         await until(pilot, lambda: "step-10" in shown(screen))
         assert not screen.query_one("#ckpt-problem").display
@@ -185,7 +192,7 @@ async def test_there_may_be_nothing_to_see(store: Store, job: Job) -> None:
                     text_of(screen, "problem"))  # fmt: skip
         await pilot.press("s", "r")
         await pilot.pause()
-        assert app.screen is screen
+        assert app.screen is screen.screen
         store.remove(job.id)
         await until(pilot, lambda: "there is no job 1" in text_of(screen, "problem"))
         await pilot.press("escape")
@@ -207,7 +214,7 @@ async def test_a_job_goes_back_after_a_question(store: Store, job: Job) -> None:
         for words in ("step-20", "step-30", "learning_rate: 0.0001 → 0.0005", "to step 100"):
             assert words in asked.detail
         await pilot.press("n")
-        await until(pilot, lambda: app.screen is screen)
+        await until(pilot, lambda: app.screen is screen.screen)
         assert names(job) == ["step-10", "step-20", "step-30"]
         assert store.get(job.id).state is State.STOPPED
         await pilot.press("enter")
@@ -227,7 +234,7 @@ async def test_what_cannot_be_is_told_and_nothing_is_asked(store: Store, job: Jo
         await until(pilot, lambda: "cannot go on from step-20: lora_rank" in said(app))
         await pilot.press("k", "s")
         await until(pilot, lambda: "step-30.rewound is set aside; rename it" in said(app))
-        assert app.screen is screen
+        assert app.screen is screen.screen
 
 
 async def test_the_start_key_tells_what_changes(store: Store, job: Job) -> None:
@@ -307,7 +314,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
             state.ended.set()
         return one
 
-    monkeypatch.setattr("tui.checkpoints.screen.verify", verify)
+    monkeypatch.setattr("tui.checkpoints.pane.verify", verify)
     yield state
     state.go.set()
 
@@ -432,7 +439,7 @@ async def test_one_is_deleted_after_a_question(store: Store, job: Job) -> None:
         asked = await question(app, pilot)
         assert asked.question == "Delete step-20?"
         await pilot.press("n")
-        await until(pilot, lambda: app.screen is screen)
+        await until(pilot, lambda: app.screen is screen.screen)
         assert len(names(job)) == 3
         await pilot.press("r")
         await question(app, pilot)
@@ -467,28 +474,16 @@ async def test_a_queued_job_keeps_its_newest(store: Store, job: Job) -> None:
 # -- elsewhere -----------------------------------------------------------------------------
 
 
-async def test_the_details_list_the_same(store: Store, job: Job) -> None:
-    set_aside(job.run_dir.checkpoint(30), "rewound")
-    (job.run_dir.checkpoint(20) / "__0_0.distcp").unlink()
-    async with running(store) as (app, pilot):
-        await pilot.press("i")
-        text = lambda: str(app.screen.query_one("#overview").content)  # noqa: E731
-        await until(pilot, lambda: app.screen.query("#overview") and "step-30.rewound" in text())
-        lines = [line.split() for line in text().splitlines() if "step-" in line]
-        assert [(line[0], line[-1]) for line in lines] == [
-            ("→", "complete"), ("step-20", "missing"), ("step-30.rewound", "(rewound)"),
-        ]  # fmt: skip
-
-
 async def test_the_form_tells_what_beginning_from_another_job_changes(
     store: Store, job: Job
 ) -> None:
     async with running(store) as (app, pilot):
-        await pilot.press("n")
+        await pilot.press("D")
         await until(pilot, lambda: isinstance(app.screen, NewJobScreen) and app.screen.is_mounted)
         form = app.screen
         assert isinstance(form, NewJobScreen)
-        form.base = form.base | {"resume_from_checkpoint": "1:20", "seed": 7}
+        await until(pilot, lambda: form.focused is not None)
+        form.fields.put({"resume_from_checkpoint": "1:20", "seed": 7})
         await pilot.press("ctrl+r")
         await until(pilot, lambda: "the result changes: seed: 42 → 7" in said(app))
         assert len(store.all()) == 2

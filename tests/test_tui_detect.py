@@ -25,7 +25,7 @@ from tui.detect.rows import block_rows, looking_row
 from tui.detect.screen import DetectScreen
 from tui.detect.words import Model, about, cautions, headline, outcome, parameters, share, usable
 from tui.format import plain
-from tui.newjob import draft
+from tui.newjob import draft, pages
 from tui.newjob.field_row import FieldRow
 from tui.newjob.screen import NewJobScreen
 
@@ -215,7 +215,7 @@ async def test_escape_stops_the_first_look_and_leaves(store: Store, detector: De
         await pilot.press("escape")
         await until(pilot, lambda: back(app))
         await until(pilot, detector.stopped.is_set)
-        assert row(app, draft.BLOCKS).value is None
+        assert row(app, pages.BLOCKS).value is None
 
 
 async def test_a_second_look_keeps_the_choice_and_can_be_stopped(
@@ -255,7 +255,7 @@ async def test_a_second_look_that_fails_leaves_what_was_found(
         assert checked(screen) == [SINGLE, DOUBLE]
         await pilot.press("enter")
         await until(pilot, lambda: back(app))
-        assert row(app, draft.BLOCKS).value == f"{SINGLE}, {DOUBLE}"
+        assert row(app, pages.BLOCKS).value == f"{SINGLE}, {DOUBLE}"
 
 
 # -- choosing ------------------------------------------------------------------------------
@@ -266,17 +266,17 @@ async def test_what_is_applied_is_what_would_be_submitted(
 ) -> None:
     async with form(store) as (app, pilot):
         for name, value in job_values.items():
-            if name in draft.SHOWN:
+            if name in pages.SHOWN:
                 row(app, name).put(value)
         await modal(app, pilot)
         await pilot.press("down", "space", "enter")
         await until(pilot, lambda: back(app))
-        await until(pilot, lambda: row(app, draft.BLOCKS).control.has_focus)
+        await until(pilot, lambda: row(app, pages.BLOCKS).control.has_focus)
         screen = app.screen
         assert isinstance(screen, NewJobScreen)
         preview = screen.query_one("#yaml", Static)
         await until(pilot, lambda: SINGLE in str(preview.content))
-        assert yaml.safe_load(str(preview.content))[draft.BLOCKS] == [SINGLE]
+        assert yaml.safe_load(str(preview.content))[pages.BLOCKS] == [SINGLE]
         assert draft.spec_of(screen.values).fsdp_transformer_layer_cls_to_wrap == [SINGLE]
 
 
@@ -285,11 +285,11 @@ async def test_the_recommended_choice_is_in_the_file_of_the_queued_job(
 ) -> None:
     async with form(store, (80, 24)) as (app, pilot):
         for name, value in job_values.items():
-            if name in draft.SHOWN:
+            if name in pages.SHOWN:
                 row(app, name).put(value)
         await modal(app, pilot, "f2")
         await pilot.press("enter")
-        await until(pilot, lambda: back(app) and row(app, draft.BLOCKS).value)
+        await until(pilot, lambda: back(app) and row(app, pages.BLOCKS).value)
         await pilot.press("ctrl+r")
         await until(pilot, lambda: app.screen is app.dashboard)
         spec = load_spec(store.all()[0].run_dir.job_file)
@@ -298,17 +298,18 @@ async def test_the_recommended_choice_is_in_the_file_of_the_queued_job(
 
 async def test_escape_leaves_the_field_as_it_was(store: Store, detector: Detector) -> None:
     async with form(store) as (app, pilot):
-        row(app, draft.BLOCKS).put([DOUBLE])
+        row(app, pages.BLOCKS).put([DOUBLE])
         await modal(app, pilot)
         await pilot.press("a", "escape")
         await until(pilot, lambda: back(app))
-        assert row(app, draft.BLOCKS).value == DOUBLE
+        assert row(app, pages.BLOCKS).value == DOUBLE
 
 
 async def test_what_the_field_says_is_checked_at_first(store: Store, detector: Detector) -> None:
-    async with form(store, (80, 24)) as (app, pilot):
-        control = row(app, draft.BLOCKS).control
-        row(app, draft.BLOCKS).put([DOUBLE, "FluxSingelTransformerBlock", "Conv"])
+    async with form(store, (80, 24), num_processes=2) as (app, pilot):
+        control = row(app, pages.BLOCKS).control
+        row(app, pages.BLOCKS).put([DOUBLE, "FluxSingelTransformerBlock", "Conv"])
+        await until(pilot, lambda: not control.disabled)
         control.focus()
         await until(pilot, lambda: control.has_focus)
         screen = await modal(app, pilot, "enter")
@@ -320,7 +321,7 @@ async def test_what_the_field_says_is_checked_at_first(store: Store, detector: D
             "! the model has no Conv, which the field names",
         ]
         await pilot.press("enter")
-        await until(pilot, lambda: row(app, draft.BLOCKS).value == DOUBLE)
+        await until(pilot, lambda: row(app, pages.BLOCKS).value == DOUBLE)
 
 
 async def test_choosing_nothing_is_a_choice_that_is_remembered_for_this_model(
@@ -333,7 +334,7 @@ async def test_choosing_nothing_is_a_choice_that_is_remembered_for_this_model(
         assert text_of(screen, "outcome").startswith("nothing is checked: the field stays blank")
         await pilot.press("enter")
         await until(pilot, lambda: back(app))
-        assert row(app, draft.BLOCKS).value is None
+        assert row(app, pages.BLOCKS).value is None
         screen = await modal(app, pilot)
         assert checked(screen) == []
         await pilot.press("escape")
@@ -499,7 +500,7 @@ async def test_everything_has_room(store: Store, detector: Detector, size: tuple
     detector.answer = many()
     async with form(store, size) as (app, pilot):
         small = [one.class_name for one in flux().classes]
-        row(app, draft.BLOCKS).put([*small, "FluxSingleTransformerBlok", "Typo"])
+        row(app, pages.BLOCKS).put([*small, "FluxSingleTransformerBlok", "Typo"])
         screen = await modal(app, pilot)
         await pilot.press("slash")
         await until(pilot, lambda: screen.query_one("#detect-search").has_focus)

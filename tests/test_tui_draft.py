@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from spec_strategies import REQUIRED, VALUES
 
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, field_names
 from jobs.specfile import load_spec
-from tui.newjob import draft
+from tui.newjob import draft, pages, texts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,13 +33,13 @@ GOOD = {"pretrained_model_name_or_path": "m", "dataset": "d", "num_processes": 2
     ],
 )
 def test_a_value_stands_in_an_input_as_people_write_it(name: str, value: object, text: str) -> None:
-    assert draft.as_text(name, value) == text
+    assert texts.as_text(name, value) == text
 
 
 def test_prompts_may_hold_commas_and_come_back_as_they_were() -> None:
     prompts = ["a red, round thing", "a blue square"]
-    text = draft.as_text("validation_prompts", prompts)
-    assert draft.from_text("validation_prompts", text) == prompts
+    text = texts.as_text("validation_prompts", prompts)
+    assert texts.from_text("validation_prompts", text) == prompts
 
 
 @pytest.mark.parametrize(
@@ -50,9 +52,9 @@ def test_prompts_may_hold_commas_and_come_back_as_they_were() -> None:
 )
 def test_the_form_keeps_prompts_with_settings_and_strange_ones(prompts: list[Any]) -> None:
     spec = JobSpec(**GOOD, validation_prompts=prompts)
-    text = draft.as_text("validation_prompts", spec.to_dict()["validation_prompts"])
+    text = texts.as_text("validation_prompts", spec.to_dict()["validation_prompts"])
     assert text.isprintable()
-    shown = {"validation_prompts": draft.from_text("validation_prompts", text)}
+    shown = {"validation_prompts": texts.from_text("validation_prompts", text)}
     assert load_spec(None, draft.merge(spec.to_dict(), shown)) == spec
 
 
@@ -60,11 +62,102 @@ def test_every_field_of_the_job_survives_the_form() -> None:
     spec = JobSpec(**GOOD, optimizer="sgd", seed=7, lora_dropout=0.25, max_train_steps=33)
     base = spec.to_dict()
     shown = {
-        name: draft.from_text(name, draft.as_text(name, base[name]))
-        for name in draft.SHOWN
+        name: texts.from_text(name, texts.as_text(name, base[name]))
+        for name in pages.SHOWN
         if name != "fsdp_reshard_after_forward"
     }
     assert load_spec(None, draft.merge(base, shown)) == spec
+
+
+@given(values=VALUES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_value_comes_back_from_its_text(values: dict[str, Any]) -> None:
+    spec = load_spec(None, REQUIRED | values)
+    wholes = spec.to_dict()
+    read = {
+        key: value if isinstance(value, bool) else texts.from_text(key, texts.as_text(key, value))
+        for key, value in wholes.items()
+    }
+    told = {key: value for key, value in read.items() if value is not None}
+    assert load_spec(None, told) == spec
+    assert draft.in_force(draft.merge(wholes, {}))[0] == draft.merge(wholes, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("learning_rate", 0.000123456789, "0.000123456789"),
+        ("accelerate_extra_args", ["--tee", "3"], "--tee 3"),
+        ("accelerate_config", {"rdzv_backend": "static"}, '{"rdzv_backend": "static"}'),
+        ("validation_negative_prompt", "", '""'),
+        ("dataset", "", ""),
+        ("trigger_word", " sks", '" sks"'),
+        ("datasets", [{"path": "a", "repeats": 3, "weight": None}], "a x3"),
+    ],
+)
+def test_values_of_the_other_pages_are_texts_too(name: str, value: Any, text: str) -> None:
+    if name == "datasets":
+        value = JobSpec(datasets=value).to_dict()["datasets"]
+    assert texts.as_text(name, value) == text
+    read = texts.from_text(name, text)
+    assert JobSpec(**({} if read is None else {name: read})).to_dict()[name] == value
+
+
+def test_variables_in_paths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA", "/some/where")
+    assert texts.from_text("dataset", "$DATA/cats") == "/some/where/cats"
+    assert texts.from_text("dataset", "${NOT_SET_HERE}/cats") == "${NOT_SET_HERE}/cats"
+
+
+def test_a_home_that_nobody_has_is_told() -> None:
+    good, text = draft.check_path("dataset", {"dataset": "~nobody-here/x"})
+    assert not good
+    assert "no such home directory" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "left_out"),
+    [
+        ({"dp_replicate_size": 2, "strategy": "fsdp2"}, "dp_replicate_size"),
+        ({"dp_replicate_size": "x", "strategy": "fsdp2"}, "dp_replicate_size"),
+        ({"num_processes": 1, "context_parallel_size": 2}, "context_parallel_size"),
+        ({"num_processes": 1, "shard_text_encoders": True}, "shard_text_encoders"),
+        ({"snr_gamma": 5}, "snr_gamma"),
+    ],
+)
+def test_what_would_be_refused_unasked_is_left_out(change: dict[str, Any], left_out: str) -> None:
+    kept, reasons = draft.in_force(GOOD | change)
+    assert set(GOOD | change) - set(kept) == {left_out}
+    assert reasons[left_out]
+    assert draft.find_problems(kept) == {}
+
+
+def test_what_does_not_apply_but_does_no_harm_stays_in_the_job() -> None:
+    values = GOOD | {"strategy": "ddp", "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    kept, reasons = draft.in_force(values)
+    assert kept == values
+    assert reasons["fsdp_state_dict_type"] == "needs strategy: fsdp2 or hsdp"
+
+
+def test_a_mistake_that_applies_is_left_in_place() -> None:
+    values = GOOD | {"learning_rate": "fast", "strategy": "hsdp"}
+    assert draft.in_force(values)[0] == values
+
+
+def test_a_template_leaves_model_data_and_ranks_to_the_person() -> None:
+    mine = GOOD | {"name": "mine", "seed": 7, "strategy": "ddp", "lora_rank": 4}
+    begun = draft.begin_with({"model_family": "wan", "lora_rank": 64}, mine)
+    usual = draft.defaults_of("wan", None)
+    kept = ("name", "pretrained_model_name_or_path", "dataset", "num_processes", "strategy")
+    assert begun == usual | {"lora_rank": 64} | {key: mine[key] for key in kept}
+    own = draft.begin_with({"dataset": "other", "num_processes": 1}, mine)
+    assert (own["dataset"], own["num_processes"], own["strategy"]) == ("other", 1, "auto")
+
+
+def test_each_field_stands_on_one_page() -> None:
+    names = [name for page in pages.PAGES for name in page.fields]
+    assert sorted(names) == sorted(field_names())
+    assert all(pages.PAGES[pages.page_of(name)].fields.count(name) == 1 for name in names)
 
 
 def test_a_blank_field_means_its_default() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from test_tui_app import field, form, until
+from test_tui_app import _no_processes, field, form, until
 from textual.widgets import Select
 
 from jobs.specfile import load_spec
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.store import Store
+
+
+__all__ = ["_no_processes"]  # a fixture that every test here uses
 
 
 def offered(app: Any, name: str) -> list[Any]:

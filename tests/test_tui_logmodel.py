@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -122,6 +123,34 @@ def test_indexing_stops_when_asked(path: Path) -> None:
     model = LogModel(path, tail=100)
     model.poll()
     assert model.index_older(lambda: True) == 0
+
+
+def test_a_line_is_found_by_any_of_its_bytes(path: Path) -> None:
+    lengths = [(n * 37) % 300 for n in range(3000)]  # over several blocks, empty lines among them
+    path.write_text("".join("x" * length + "\n" for length in lengths) + "no end")
+    model = LogModel(path, tail=1000)
+    model.poll()
+    assert model.index_of(0) == 0, "what is not indexed yet is before the first one"
+    model.index_older()
+    assert len(model) == 3001
+    for index in (0, 1, 299, 1500, 2998, 2999, 3000):
+        start, stop = model.raw(index)
+        assert {model.index_of(offset) for offset in (start, stop - 1)} == {index}
+
+
+def test_memory_does_not_grow_with_the_lines(path: Path) -> None:
+    path.write_text("x\n" * 500_000)
+    tracemalloc.start()
+    try:
+        model = LogModel(path)
+        model.poll()
+        model.index_older()
+        assert len(model) == 500_000
+        assert [model.line(n) for n in range(0, 500_000, 10_000)] == ["x"] * 50
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 3 << 20
 
 
 @pytest.mark.parametrize("seed", range(5))

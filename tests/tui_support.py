@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint_support import save_checkpoint
 
-from jobs.rundir import RankStatus, RunDir, event
+from jobs.rundir import RankStatus, RunDir, event, write_atomic
 from jobs.states import State
 from jobs.store import Terms
 
@@ -104,7 +104,7 @@ def write_rank(job: Job, rank: int, **changes: Any) -> None:
         "phase": "train", "step": 0, "heartbeat": now, "progressed": now,
         "rss": int(1.31 * GIB) + rank * 7_000_000,
     }  # fmt: skip
-    job.run_dir.rank_file(rank).write_text(RankStatus(**values | changes).to_json())
+    write_atomic(job.run_dir.rank_file(rank), RankStatus(**values | changes).to_json())
 
 
 def write_log(job: Job, text: str, rank: int = 0, *, append: bool = False) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from textual.binding import Binding
+from textual.keys import format_key
 
 from jobs.states import State
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from textual.binding import BindingType
 
@@ -43,6 +44,8 @@ class Action:
         needs: What the selected job must be for the action to make sense.
         footer: Whether it has a place in the footer, and its order there.
         spare: Whether it gives its place up where the footer is narrow.
+        acts: Whether it changes jobs or files; a read-only dashboard refuses it.
+        everywhere: Whether it is there on every screen.
     """
 
     name: str
@@ -54,6 +57,13 @@ class Action:
     needs: Needs = "nothing"
     footer: int = 0
     spare: bool = False
+    acts: bool = False
+    everywhere: bool = False
+
+    @property
+    def id(self) -> str:
+        """What a keymap calls it."""
+        return self.name if self.name.startswith("app.") else f"{self.group}.{self.name}"
 
     def fits(self, job: Job | None) -> bool:
         """Whether the action makes sense for the selected job."""
@@ -72,32 +82,41 @@ class Action:
 
 
 ACTIONS: Final[tuple[Action, ...]] = (
-    Action("new_job", "n", "n", "new", "Describe a new job and queue it", "jobs", footer=1),
+    Action("new_job", "n", "n", "new", "Describe a new job and queue it", "jobs", footer=1,
+           acts=True),
+    Action("duplicate_job", "D,shift+d", "D", "copy", "Describe a copy of the job under a new name",
+           "jobs", "job", acts=True),
+    Action("edit_job", "e", "e", "edit",
+           "Change a job that waits in the queue; of another, describe a copy", "jobs", "job",
+           acts=True),
     Action(
         "start_job", "s", "s", "start",
         "Start an ended job again, after its newest checkpoint", "jobs", "ended", 2,
+        acts=True,
     ),
     Action(
         "stop_job", "x", "x", "stop",
         "Stop the job after this step and a save; again: more firmly", "jobs",
-        "stoppable", 3,
+        "stoppable", 3, acts=True,
     ),
     Action(
         "save_now", "m", "m", "save",
         "Write a checkpoint at the next step and go on training", "jobs", "active", 5,
+        acts=True,
     ),
     Action(
         "sample_now", "p", "p", "sample",
         "Sample the validation prompts at the next step and go on training", "jobs", "active", 6,
-        spare=True,
+        spare=True, acts=True,
     ),
     Action(
         "remove_job", "r", "r", "rm",
         "Forget an ended job and delete its run directory", "jobs", "ended", 7, spare=True,
+        acts=True,
     ),
     Action(
         "details", "i,enter", "i", "info",
-        "History, checkpoints, job file and launch command", "jobs", "job", 8,
+        "Everything about the job: ranks, log, samples, job file, history", "jobs", "job", 8,
     ),
     Action(
         "data", "d", "d", "data",
@@ -107,14 +126,24 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "checkpoints", "c", "c", "ckpts",
         "Checkpoints: go on from one, verify, export, delete", "jobs", "job", 10,
     ),
+    Action(
+        "toggle_ranks", "R,shift+r", "R", "ranks",
+        "Show the ranks of the job in place of the devices, and back", "jobs", "job",
+    ),
+    Action(
+        "plots", "v", "v", "plots",
+        "Loss, learning rate and other curves, compared with other runs", "jobs", "job",
+    ),
     Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
     Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),
     Action("page_down", "ctrl+d", "^d", "page down", "Move down by half a screen", "list"),
     Action("page_up", "ctrl+u", "^u", "page up", "Move up by half a screen", "list"),
-    Action("first", "g", "g", "first", "Select the first job", "list"),
-    Action("last", "G,shift+g", "G", "last", "Select the last job", "list"),
+    Action("first", "g,ctrl+home", "g", "first", "Select the first job", "list"),
+    Action("last", "G,shift+g,ctrl+end", "G", "last", "Select the last job", "list"),
     Action("toggle_log", "l", "l", "log", "Show the log on the whole screen, and back", "log",
            "job", 4),
+    Action("search_log", "slash", "/", "search log", "Search the log, on the whole screen", "log",
+           "job"),
     Action("next_log", "right_square_bracket", "]", "next log",
            "Next log: ranks, launcher, supervisor", "log", "job"),
     Action("previous_log", "left_square_bracket", "[", "previous log", "Previous log", "log",
@@ -126,15 +155,25 @@ ACTIONS: Final[tuple[Action, ...]] = (
            "job"),
     Action("log_end", "end", "End", "log end", "Go to the end of the log and follow it", "log",
            "job"),
-    Action("show_help", "question_mark,f1", "?", "help", "All keys", "app", footer=11),
-    Action("app.command_palette", "ctrl+p", "^p", "palette", "Find an action by its name", "app"),
+    Action("show_help", "question_mark,f1", "?", "help", "The keys of this screen", "app",
+           footer=11, everywhere=True),
+    Action("app.command_palette", "ctrl+p", "^p", "palette",
+           "Find an action or a job by its name", "app"),
     Action("caches", "C,shift+c", "C", "caches",
            "What is cached, how large it is, and clearing it", "app"),
     Action("switch_theme", "t", "t", "theme", "Switch between the dark and the light theme",
            "app"),
+    Action("app.suspend_process", "ctrl+z", "^z", "suspend",
+           "Back to the shell for a while; `fg` comes back", "app", everywhere=True),
     Action("quit_app", "q", "q", "quit", "Leave the dashboard; jobs go on without it", "app",
            footer=12),
 )  # fmt: skip
+
+# Of other screens: actions that change jobs or files, by their names.
+_ACTING_ELSEWHERE: Final = frozenset(
+    {"resume", "export", "delete", "clear", "clear_all", "submit", "edit_job", "duplicate_job"}
+)
+ACTING: Final = _ACTING_ELSEWHERE | {action.name for action in ACTIONS if action.acts}
 
 
 def bindings(*groups: Group) -> list[BindingType]:
@@ -142,7 +181,7 @@ def bindings(*groups: Group) -> list[BindingType]:
     return [
         Binding(
             action.keys, action.name, action.label,
-            show=bool(action.footer), tooltip=action.help, id=f"{action.group}.{action.name}",
+            show=bool(action.footer), tooltip=action.help, id=action.id,
             key_display=action.shown,
         )
         for action in ACTIONS
@@ -150,13 +189,44 @@ def bindings(*groups: Group) -> list[BindingType]:
     ]  # fmt: skip
 
 
-def footer_actions(width: int | None = None) -> list[Action]:
-    """What the footer shows, in its order; of spare actions, as many as so many columns hold."""
+def everywhere() -> list[BindingType]:
+    """Key bindings of the application; questions over a screen let only priority ones through."""
+    return [
+        Binding(
+            key, action.name.removeprefix("app."), action.label, show=False, tooltip=action.help,
+            id=action.id, priority=len(key) > 1 and key != "question_mark",
+        )
+        for action in ACTIONS
+        if action.everywhere
+        for key in action.keys.split(",")
+    ]  # fmt: skip
+
+
+def footer_actions(
+    width: int | None = None, keymap: Mapping[str, str] | None = None
+) -> list[Action]:
+    """What the footer shows, in its order; of spare actions, as many as so many columns hold.
+
+    Args:
+        width: Columns.
+        keymap: A person's own keys, by the action's id.
+    """
     shown = sorted((action for action in ACTIONS if action.footer), key=lambda a: a.footer)
+    shown = [
+        replace(one, shown=shown_key(keys)) if (keys := (keymap or {}).get(one.id)) else one
+        for one in shown
+    ]
     spare = [action for action in shown if action.spare]
     while spare and width is not None and footer_width(shown) > width:
         shown.remove(spare.pop())
     return shown
+
+
+def shown_key(keys: str) -> str:
+    """The first of several keys as people read it: `ctrl+x` is `^x`."""
+    key = keys.split(",")[0].strip()
+    control = key.startswith("ctrl+")
+    return f"^{format_key(key.removeprefix('ctrl+'))}" if control else format_key(key)
 
 
 def footer_width(actions: Sequence[Action]) -> int:

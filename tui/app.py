@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from textual.app import App, SystemCommand
 from textual.message import Message
+from textual.screen import SystemModalScreen
 from textual.worker import Worker, WorkerState
 
 from jobs.errors import UserError
-from tui.actions import ACTIONS
+from jobs.spellings import did_you_mean
+from tui.actions import ACTING, everywhere
+from tui.ascii_filter import AsciiFilter
 from tui.collector import Collector
 from tui.dashboard.screen import DashboardScreen
-from tui.themes import DARK, LIGHT
+from tui.keymap import known_bindings, settle_keymap
+from tui.notify import Watch, ring
+from tui.palette import JobsProvider
+from tui.screen_keys import screen_keys
+from tui.settings import Settings
+from tui.themes import ANSI, DARK, THEMES, other_theme
+from tui.ui_state import UiState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from textual.actions import ActionParseResult
+    from textual.dom import DOMNode
+    from textual.driver import Driver
+    from textual.filter import LineFilter
     from textual.screen import Screen
 
     from jobs.store import Store
     from tui.snapshot import Snapshot
 
+_THREADS: Final = 32  # at most; one is started when it is needed
 Severity = Literal["information", "warning", "error"]
 
 
@@ -34,8 +50,9 @@ class FsdpTui(App[None]):
 
     TITLE = "fsdp-tui"
     CSS_PATH: ClassVar = ["app.tcss", "dashboard/dashboard.tcss"]
-    BINDINGS: ClassVar = []
+    BINDINGS: ClassVar = everywhere()
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS: ClassVar = App.COMMANDS | {lambda: JobsProvider}
 
     @dataclass
     class Looked(Message):
@@ -53,27 +70,106 @@ class FsdpTui(App[None]):
         text: str
         severity: Severity = "information"
 
-    def __init__(self, store: Store, *, select: int | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        store: Store,
+        *,
+        select: int | None = None,
+        settings: Settings | None = None,
+        problems: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            store: The jobs.
+            select: The job to begin with.
+            settings: What the person has set for good.
+            problems: What was wrong with that; told when the dashboard is open.
+        """
+        # Without colours Textual draws in shades of grey, unless they are the terminal's own.
+        super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
+        self.settings = settings or Settings()
+        self.problems = list(problems)
         self.store = store
-        self.collector = Collector(store, select)
+        store.read_only = store.read_only or self.settings.read_only
+        self.ui = UiState(store.home, writable=not self.settings.read_only)
+        self.watch_jobs = Watch()
+        period = self.settings.refresh_seconds if self.settings.refresh_is_set else None
+        self.collector = Collector(store, select, period)
         self.animation_level = "none"  # one animated page of log costs an SSH link a megabyte
-        self.register_theme(DARK)
-        self.register_theme(LIGHT)
+        self._ascii = AsciiFilter()
+        for theme in THEMES:
+            self.register_theme(theme)
         self.theme = DARK.name
         # The environment may name the machine, for pictures that must not.
         host = os.environ.get("FSDP_TUI_HOST") or socket.gethostname()
         self.dashboard = DashboardScreen(store, host, select)
+        key_bar = self.dashboard.key_bar
+        key_bar.read_only = self.dashboard.title_bar.read_only = self.settings.read_only
+        if self.settings.keymap or not self.settings.vim_keys:
+            settled = settle_keymap(self.settings, known_bindings())
+            self.set_keymap(settled.keys)
+            key_bar.keymap = settled.keys
+            self.problems += settled.problems
+
+    def get_driver_class(self) -> type[Driver]:
+        """A terminal gets the driver with a budget of bytes; a browser and tests their own."""
+        from textual.drivers.linux_driver import LinuxDriver  # needs a terminal's modules
+
+        from tui.driver import GovernedDriver
+
+        chosen = super().get_driver_class()
+        return GovernedDriver if chosen is LinuxDriver else chosen
 
     def get_default_screen(self) -> Screen[None]:
         return self.dashboard
 
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        filters = super().get_line_filters()
+        return [*filters, self._ascii] if self.settings.ascii else filters
+
+    def on_load(self) -> None:
+        # Python's own pool has four threads more than there are cores. Looking, tending and
+        # following logs keep some for good, and what a person asks for would wait behind them.
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="fsdp-tui")
+        asyncio.get_running_loop().set_default_executor(pool)
+
     def on_mount(self) -> None:
+        self._begin_as_set()
         self._run("look")
-        self._run("tend")
+        if not self.settings.read_only:
+            self._run("tend")
 
     def on_unmount(self) -> None:
         self.collector.close()
+
+    # -- settings and last choices -----------------------------------------------------------
+
+    def _begin_as_set(self) -> None:
+        """Theme and keys as they were set, or chosen last."""
+        if self.ui.get("of_ranks", False):
+            self.dashboard.devices.toggle_ranks()
+        self.theme = self._first_theme()
+        self.theme_changed_signal.subscribe(self, lambda theme: self.remember("theme", theme.name))
+        for problem in self.problems:
+            self.say(problem, "warning")
+
+    def _first_theme(self) -> str:
+        wanted = self.settings.theme
+        if wanted in self.available_themes:
+            return wanted
+        if wanted:
+            meant = did_you_mean(wanted, self.available_themes)
+            self.problems.append(f'settings: there is no theme "{wanted}"{meant}')
+        few = self.console.color_system in (None, "standard") and not self.is_headless
+        if self.no_color or few:
+            return ANSI.name
+        last = self.ui.get("theme", DARK.name)
+        return last if last in self.available_themes else DARK.name
+
+    def remember(self, name: str, value: object) -> None:
+        """Keep a choice for the next session, in a thread: the state directory may be slow."""
+        if self.ui.put(name, value):
+            self.run_worker(self.ui.save, group="remember", exit_on_error=False, thread=True)
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -90,6 +186,9 @@ class FsdpTui(App[None]):
         self.collector.run(publish)
 
     def on_fsdp_tui_looked(self, message: Looked) -> None:
+        for news in self.watch_jobs.news(message.snapshot):
+            self.say(news.text, news.severity)
+            ring(self, news.text, self.settings.notifications)
         if self.dashboard.is_mounted and not self.dashboard.is_covered():
             self.dashboard.update_from(message.snapshot)
 
@@ -99,6 +198,21 @@ class FsdpTui(App[None]):
         self.collector.wake()
 
     # -- acting ----------------------------------------------------------------------------
+
+    async def run_action(
+        self,
+        action: str | ActionParseResult,
+        default_namespace: DOMNode | None = None,
+        namespaces: Mapping[str, DOMNode] | None = None,
+    ) -> bool:
+        """Do what a key, a click or the palette asks for; read-only, say why it is not done."""
+        if self.settings.read_only:
+            target, name, _ = self._parse_action(action, default_namespace or self, namespaces)
+            if name in ACTING and type(target).__module__.startswith("tui."):
+                self.say(f"read-only: {name.replace('_', ' ')} is off; see `fsdp-tui settings`",
+                         "warning")  # fmt: skip
+                return True
+        return await super().run_action(action, default_namespace, namespaces)
 
     def act(self, action: Callable[[], str]) -> None:
         """Do something in a thread, tell what came of it unless that is "", and look again."""
@@ -133,14 +247,21 @@ class FsdpTui(App[None]):
     # -- commands --------------------------------------------------------------------------
 
     def switch_theme(self) -> None:
-        self.theme = LIGHT.name if self.theme == DARK.name else DARK.name
+        self.theme = other_theme(self.theme, dark=self.current_theme.dark)
+
+    def action_show_help(self) -> None:
+        """The keys of this screen, and back."""
+        from tui.modals.help import HelpScreen
+
+        if isinstance(self.screen, HelpScreen):
+            self.screen.dismiss()
+        elif not isinstance(self.screen, SystemModalScreen):
+            self.push_screen(HelpScreen(self.screen))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        if isinstance(screen, DashboardScreen):
-            for action in ACTIONS:
-                method = getattr(screen, f"action_{action.name}", None)
-                if method is not None and action.name != "quit_app":
-                    title = f"{action.label.capitalize()}  ({action.shown})"
-                    yield SystemCommand(title, action.help, method)
+        for key in screen_keys(screen):
+            if key.label != "quit":
+                title = f"{key.title}  ({key.shown})"
+                yield SystemCommand(title, key.help, partial(self.run_action, key.action, key.node))
         yield SystemCommand("Quit  (q)", "Leave the dashboard; jobs go on without it", self.exit)
         yield SystemCommand("Theme", "Choose one of all themes", self.search_themes)

@@ -5,9 +5,9 @@ Exit status: 0 done (for `run`: completed) · 1 failed · 2 bad input · 3 stopp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +18,7 @@ import click
 from jobs import devices, service
 from jobs.errors import UserError
 from jobs.housekeeping import directory_size
+from jobs.memory.kept import facts as predicted_facts
 from jobs.replay import FORMS, Form, replay, replay_facts
 from jobs.report import read_report
 from jobs.resume_plan import plan_submit
@@ -30,16 +31,23 @@ from tui.cli_checkpoints import checkpoints, resume, tell
 from tui.cli_completion import completion
 from tui.cli_data import data
 from tui.cli_detect import detect
+from tui.cli_diff import diff
 from tui.cli_doctor import doctor
+from tui.cli_estimate import estimate_job
 from tui.cli_export import export
 from tui.cli_families import families
 from tui.cli_help import EXAMPLES, STATUSES, Sections
 from tui.cli_import import import_job
 from tui.cli_keys import keys
 from tui.cli_queue import COMMANDS
+from tui.cli_samples import samples
+from tui.cli_settings import settings
+from tui.cli_web import web
 from tui.cli_words import FLAGS, ID, JSON, WORDS, JobCommand, read_job
 from tui.follow import follow_job, follow_log
+from tui.start import open_dashboard
 from tui.tables import describe, gpu_table, job_table
+from tui.watch import watch
 
 
 def main() -> NoReturn:
@@ -67,15 +75,19 @@ def main() -> NoReturn:
     epilog=f"{EXAMPLES}\n{STATUSES}",
 )
 @click.version_option(package_name="fsdp-tui")
+@click.option("--read-only", is_flag=True, help="Open the dashboard to look only.")
+@click.option("--ascii", "plain", is_flag=True, help="Draw the dashboard with ASCII alone.")
 @click.pass_context
-def cli(context: click.Context) -> None:
+def cli(context: click.Context, read_only: bool, plain: bool) -> None:
     """Train diffusion models on several GPUs from the terminal.
 
     Without a command, opens the dashboard. Jobs run on their own: close the dashboard or the
     connection, and come back to them later.
     """
     if context.invoked_subcommand is None:
-        _open_dashboard(Store())
+        open_dashboard(Store(), read_only=read_only, plain=plain)
+    elif read_only or plain:
+        raise click.UsageError("--read-only and --ascii are of the dashboard, not of a command")
 
 
 @cli.command()
@@ -88,7 +100,7 @@ def demo(headless: bool) -> int:
     job = start_demo(store, say=click.echo)
     if headless:
         return follow_job(store, job.id)
-    _open_dashboard(store, select=job.id)
+    open_dashboard(store, select=job.id)
     return 0
 
 
@@ -156,10 +168,22 @@ def run(words: tuple[str, ...]) -> int:
 
 
 @cli.command(name="list")
+@click.option("-w", "--watch", "forever", is_flag=True,
+              help="Go on: print what changes, a sentence a line, until Ctrl-C.")  # fmt: skip
+@click.option("--interval", type=click.FloatRange(min=0.2), default=10.0, show_default=True,
+              metavar="SECONDS", help="With --watch: seconds between two looks.")  # fmt: skip
 @JSON
-def list_jobs(as_json: bool) -> None:
-    """All jobs, the newest first."""
+def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
+    """All jobs, the newest first.
+
+    With --watch, for screen readers and logs: nothing moves, and words stand for signs. With --json
+    too, each line is the object of a job that changed.
+    """
     store = Store()
+    if forever:
+        with contextlib.suppress(KeyboardInterrupt):  # as it is meant to end
+            watch(store, interval, as_json=as_json)
+        return
     service.refresh(store)
     present = devices.gpus()
     rows = [service.as_dict(job, present) for job in store.all()]
@@ -201,6 +225,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)
     facts["validation"] = [[step, _finite(loss)] for step, loss in report.validations]
     facts["memory"] = {"measure": report.measure, "peaks": report.peaks}
+    facts["prediction"] = predicted_facts(job.run_dir, report.measure, report.peaks)
     click.echo(json.dumps(facts) if as_json else describe(facts))
 
 
@@ -248,23 +273,10 @@ def gpus(as_json: bool) -> None:
 
 
 for command in (
-    data, detect, doctor, families, cache, resume, checkpoints, export, import_job, keys,
-    completion, *COMMANDS,
+    data, detect, doctor, estimate_job, families, cache, resume, checkpoints, export, import_job,
+    keys, completion, settings, web, samples, diff, *COMMANDS,
 ):  # fmt: skip
     cli.add_command(command)
-
-
-def _open_dashboard(store: Store, select: int | None = None) -> None:
-    # Textual reads standard input and draws on standard error.
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UserError(
-            "the dashboard needs a terminal", "use `fsdp-tui list`, or `ssh -t` for a terminal"
-        )
-    # Without its terminal a dashboard is of no use, even one started from a shell under nohup.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    from tui.app import FsdpTui  # Textual takes half a second; the other commands do without
-
-    FsdpTui(store, select=select).run()
 
 
 def _finite(value: float) -> float | None:

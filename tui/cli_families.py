@@ -9,11 +9,14 @@ import click
 
 from jobs.families import FAMILIES, get_family
 from jobs.fields import read_family
+from jobs.memory.cards import IN_TABLES, read_smallest
 from jobs.published_sizes import PARAMETERS
 from tui.cli_words import JSON
 
 if TYPE_CHECKING:
     from jobs.families import Family
+
+_CARDS = " / ".join(map(str, IN_TABLES))
 
 
 @click.command()
@@ -43,6 +46,7 @@ def facts(family: Family) -> dict[str, Any]:
         "objective": family.objective,
         "context_parallel": family.context_parallel,
         "model_types": ["lora", "full"],
+        "smallest_gpus": read_smallest().get(family.name),
         "defaults": dict(family.defaults),
         "flavours": {
             name: {
@@ -60,7 +64,8 @@ def facts(family: Family) -> dict[str, Any]:
 def table(chosen: list[Family]) -> str:
     """A Markdown table, a row for each family."""
     lines = [
-        "| family | flavours | parameters | block classes | LoRA | full | context parallel |",
+        f"| family | flavours | parameters | block classes | LoRA on {_CARDS} GB GPUs "
+        f"| full on {_CARDS} GB GPUs | context parallel |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for family in chosen:
@@ -70,9 +75,15 @@ def table(chosen: list[Family]) -> str:
         parallel = "yes" if family.context_parallel else "no"
         lines.append(
             f"| {family.title}{kind}<br>`{family.name}` | {flavours} | {_sizes(family)} | {blocks} "
-            f"| yes | yes | {parallel} |"
+            f"| {_smallest(family, 'lora')} | {_smallest(family, 'full')} | {parallel} |"
         )
     return "\n".join(lines)
+
+
+def _smallest(family: Family, model_type: str) -> str:
+    """The smallest number of each card that does for the first flavour: `1, 1, 1`."""
+    counts = read_smallest().get(family.name, {}).get(model_type, {})
+    return ", ".join(str(counts.get(str(card)) or "–") for card in IN_TABLES)
 
 
 def _paragraph(family: Family) -> str:

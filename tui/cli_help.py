@@ -7,11 +7,12 @@ from typing import Final
 import click
 
 _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "Begin": ("demo", "toy", "doctor", "import", "families", "detect", "keys", "completion"),
+    "Begin": ("demo", "toy", "doctor", "import", "families", "detect", "keys"),
     "Train": ("submit", "run", "data", "estimate", "resume", "export"),
-    "Look": ("list", "show", "logs", "checkpoints", "gpus"),
+    "Look": ("list", "show", "logs", "samples", "diff", "checkpoints", "gpus", "web"),
     "Steer": ("stop", "save-now", "sample-now", "hold", "release", "move", "pause"),
     "Tidy up": ("remove", "prune", "cache"),
+    "Set up": ("settings", "completion"),
 }
 _OTHERS: Final = "More"
 

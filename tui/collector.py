@@ -14,6 +14,7 @@ from jobs.eventlog import EventLog
 from jobs.report import RunReport
 from jobs.states import State
 from tui.format import ranges
+from tui.history import History
 from tui.snapshot import Curve, JobView, Snapshot, in_order
 
 if TYPE_CHECKING:
@@ -33,15 +34,26 @@ _KEPT_LOGS: Final = 6  # event logs of ended jobs that were selected
 class Collector:
     """Makes snapshots. One thread runs `run`; any thread may set `selected` and `wake` it."""
 
-    def __init__(self, store: Store, selected: int | None = None) -> None:
+    def __init__(
+        self, store: Store, selected: int | None = None, period: float | None = None
+    ) -> None:
+        """
+        Args:
+            store: The jobs.
+            selected: The job to look at closely.
+            period: Seconds between two looks; `PERIOD` when left out.
+        """
         self.store = store
         self.selected = selected
+        self.period = period
         self._wake = Event()
         self._closed = Event()
         self._logs: OrderedDict[int, EventLog] = OrderedDict()
         self._ended: dict[int, tuple[float | None, Progress]] = {}
+        self._resting: dict[int, JobView] = {}  # of jobs that do not run
         self._curve = Curve(-1)
         self._budget = _ENDED_PER_LOOK
+        self._history = History()
         self._views: list[JobView] = []  # what was read last stays when reading fails
         self._untended = ""  # why the queue could not be tended; one thread writes, one reads
 
@@ -49,7 +61,7 @@ class Collector:
         """Look until closed. A failure is published, and the next look is made all the same."""
         while not self._closed.is_set():
             publish(self.look())
-            self._wake.wait(PERIOD)
+            self._wake.wait(PERIOD if self.period is None else self.period)
             self._wake.clear()
 
     def tend(self) -> None:
@@ -82,6 +94,7 @@ class Collector:
         host = None
         try:
             gpus, host = devices.gpus(), devices.host()
+            self._history.add(time.time(), gpus)
             jobs = in_order(self.store.all())
             chosen = self._chosen(jobs)
             self._views = [self._try_view(job, gpus, chosen == job.id, problems) for job in jobs]
@@ -96,6 +109,7 @@ class Collector:
             host=host,
             curve=self._curve,
             problem="; ".join(problems),
+            busy=self._history.shown,
         )
 
     # -- inside ----------------------------------------------------------------------------
@@ -126,7 +140,13 @@ class Collector:
             return JobView(job, service.progress(job, log), where, log.phase, ranks, strategy)
         if chosen:
             return JobView(job, service.progress(job, self._follow(job)), where)
-        return JobView(job, self._ended_progress(job), where)
+        view = JobView(job, self._ended_progress(job), where)
+        known = self._resting.get(job.id)
+        # The same view as long as nothing changed, so that its row need not be made anew.
+        if known and (known.job, known.progress, known.where) == (job, view.progress, where):
+            return known
+        self._resting[job.id] = view
+        return view
 
     def _follow(self, job: Job) -> EventLog:
         log = self._logs.get(job.id)
@@ -166,6 +186,8 @@ class Collector:
         active = {job.id for job in jobs if job.state.active}
         for known in [job_id for job_id in self._ended if job_id not in present]:
             del self._ended[known]
+        for gone in [job_id for job_id in self._resting if job_id not in present]:
+            del self._resting[gone]
         idle = [job_id for job_id in self._logs if job_id not in active]
         for job_id in idle[: max(0, len(idle) - _KEPT_LOGS)]:
             del self._logs[job_id]

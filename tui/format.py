@@ -131,6 +131,16 @@ def bar(fraction: float | None, width: int, role: str = "bar") -> Row:
     )
 
 
+def sparkline(shares: Sequence[float | None], width: int) -> str:
+    """The newest percentages as `width` columns of eight heights; a gap where none is known."""
+    newest = shares[len(shares) - width :] if len(shares) > width else shares
+    marks = (
+        " " if share is None else "▁▂▃▄▅▆▇█"[min(7, max(0, int(share * 8 / 100)))]
+        for share in newest
+    )
+    return "".join(marks).rjust(width)
+
+
 def load_role(fraction: float | None) -> str:
     """The role of a memory bar by how full it is."""
     if fraction is None or fraction < 0.85:

@@ -1,7 +1,8 @@
 """A growing log file as lines: the end at once, the rest on request. Knows no widgets.
 
-Only line starts are kept in memory; text is read from the file when a line is looked at. One
-thread may call `poll` and `index_older` while another one reads lines.
+Kept in memory is how many lines begin before each block of the file: kilobytes for a gigabyte.
+Text, and where lines begin in a block, are read from the file when a line is looked at. One thread
+may call `poll` and `index_older` while another one reads lines.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 import re
 from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from enum import Enum
 from threading import Lock
 from typing import TYPE_CHECKING, Final
@@ -19,8 +22,10 @@ if TYPE_CHECKING:
 
 TAIL_BYTES: Final = 256 << 10
 _POLL_BYTES: Final = 4 << 20
-_LONGEST_LINE: Final = 8 << 10
+LONGEST_LINE: Final = 8 << 10
 _FINGERPRINT: Final = 32
+_BLOCK: Final = 64 << 10
+_KEPT_BLOCKS: Final = 64  # whose line starts are remembered
 
 _SGR: Final = re.compile(r"\x1b\[[0-9;:]*m")
 _ESCAPE: Final = re.compile(
@@ -40,28 +45,41 @@ class Change(Enum):
 
 
 class LogModel:
-    """The lines of one file, which may not exist yet, grow, be truncated or be replaced."""
+    """The lines of one file, which may not exist yet, grow, be truncated or be replaced.
+
+    Attributes:
+        path: The file.
+        generation: Changes when all lines are new; offsets of another generation mean nothing.
+    """
 
     def __init__(self, path: Path, tail: int = TAIL_BYTES) -> None:
         self.path = path
+        self.generation = 0
         self._tail = tail
         self._lock = Lock()
-        self._starts = array("Q")
+        self._blocks = _Blocks()
         self._end = 0  # bytes taken in so far
+        self._last = 0  # the first byte after the last newline
         self._fd = -1
         self._inode: tuple[int, int] | None = None
         self._fingerprint = b""  # the bytes just before `_end`; they change when it is rewritten
-        self._generation = 0
+        self._starts: OrderedDict[int, tuple[int, array[int]]] = OrderedDict()
 
     def __len__(self) -> int:
         with self._lock:
-            return self._count()
+            return self._blocks.newlines + (self._end > self._last)
 
     @property
     def complete(self) -> bool:
         """Whether every line from the beginning of the file is indexed."""
         with self._lock:
-            return not self._starts or self._starts[0] == 0
+            return not self._blocks.begins or self._blocks.begins[0] == 0
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first byte that is indexed and the byte after the last."""
+        with self._lock:
+            return (self._blocks.begins[0] if self._blocks.begins else self._end), self._end
 
     def close(self) -> None:
         with self._lock:
@@ -83,41 +101,51 @@ class LogModel:
         return self._grow(min(stat.st_size, self._end + limit))
 
     def index_older(self, cancelled: Callable[[], bool] = lambda: False) -> int:
-        """Find the lines before the tail; the number of lines that came to the front."""
+        """Count the lines before the tail; the number of lines that came to the front."""
         with self._lock:
-            if not self._starts or self._starts[0] == 0 or self._fd < 0:
+            if not self._blocks.begins or self._blocks.begins[0] == 0 or self._fd < 0:
                 return 0
-            stop, generation, fd = self._starts[0], self._generation, os.dup(self._fd)
-        try:
-            older, at = array("Q", [0]), 0
-            while at < stop:
-                if cancelled():
-                    return 0
-                data = os.pread(fd, min(1 << 20, stop - at), at)
-                if not data:
-                    return 0
-                _line_starts(data, at, older)
-                at += len(data)
-        except OSError:
-            return 0
-        finally:
-            os.close(fd)
+            stop, generation = self._blocks.begins[0], self.generation
+        older, at = _Blocks(), 0
+        while at < stop:
+            data = b"" if cancelled() else self.read(at, min(1 << 20, stop - at), generation)
+            if not data:
+                return 0
+            older.take(data, at)
+            at += len(data)
         with self._lock:
-            if generation != self._generation:
+            if generation != self.generation:
                 return 0
-            while older and older[-1] >= stop:
-                older.pop()
-            added = len(older)
-            older.extend(self._starts)
-            self._starts = older
-            return added
+            self._blocks = older.followed_by(self._blocks)
+            return older.newlines
 
     def raw(self, index: int) -> tuple[int, int]:
         """First byte of a line and the byte after its last; what a cache may use as its key."""
         with self._lock:
-            start = self._starts[index]
-            more = index + 1 < len(self._starts)
-            return start, self._starts[index + 1] if more else self._end
+            more = index < self._blocks.newlines
+            return self._start(index), self._start(index + 1) if more else self._end
+
+    def index_of(self, offset: int) -> int:
+        """The line that a byte is in; the first indexed one for what lies before it."""
+        with self._lock:
+            block = bisect_right(self._blocks.begins, offset) - 1
+            if block < 0:
+                return 0
+            within = offset - self._blocks.begins[block]
+            return self._blocks.before[block] + bisect_left(self._newlines_of(block), within)
+
+    def read(self, offset: int, size: int, generation: int) -> bytes:
+        """Bytes of the file, for who looks through it; none when it has been replaced since."""
+        with self._lock:
+            if generation != self.generation or self._fd < 0:
+                return b""
+            fd = os.dup(self._fd)
+        try:
+            return os.pread(fd, size, offset)
+        except OSError:
+            return b""
+        finally:
+            os.close(fd)
 
     def line(self, index: int) -> str:
         """A line as it may be printed: SGR codes are kept, all other control codes are gone."""
@@ -126,22 +154,42 @@ class LogModel:
             if self._fd < 0:
                 return ""
             try:
-                if stop - start <= _LONGEST_LINE:
+                if stop - start <= LONGEST_LINE:
                     return clean(os.pread(self._fd, stop - start, start))
                 # A progress bar that was redrawn for hours is one long line: its end counts.
-                end = os.pread(self._fd, _LONGEST_LINE, stop - _LONGEST_LINE)
+                end = os.pread(self._fd, LONGEST_LINE, stop - LONGEST_LINE)
                 if b"\r" in end.rstrip(b"\r\n"):
                     return clean(end)
-                return clean(os.pread(self._fd, _LONGEST_LINE, start)) + " …"
+                return clean(os.pread(self._fd, LONGEST_LINE, start)) + " …"
             except OSError:
                 return ""
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _count(self) -> int:
-        if not self._starts:
-            return 0
-        return len(self._starts) - (self._starts[-1] >= self._end)
+    def _start(self, index: int) -> int:
+        """The first byte of a line; of the one after the last, where it will begin."""
+        blocks = self._blocks
+        if index <= 0 or not blocks.begins:
+            return blocks.begins[0] if blocks.begins else 0
+        block = bisect_left(blocks.before, index) - 1
+        newlines, nth = self._newlines_of(block), index - blocks.before[block] - 1
+        if nth >= len(newlines):  # cut off since it was counted; the next poll notices
+            return self._end
+        return blocks.begins[block] + newlines[nth] + 1
+
+    def _newlines_of(self, block: int) -> array[int]:
+        """Where a block has its newlines, as offsets in it."""
+        begins = self._blocks.begins
+        begin = begins[block]
+        stop = begins[block + 1] if block + 1 < len(begins) else self._end
+        known = self._starts.pop(begin, None)
+        if known is None or known[0] != stop:
+            data = os.pread(self._fd, stop - begin, begin) if self._fd >= 0 else b""
+            known = stop, array("I", (found.start() for found in re.finditer(b"\n", data)))
+        self._starts[begin] = known
+        if len(self._starts) > _KEPT_BLOCKS:
+            self._starts.popitem(last=False)
+        return known[1]
 
     def _rewritten(self, size: int) -> bool:
         """Whether a file that is not shorter holds something else than what was read."""
@@ -160,26 +208,57 @@ class LogModel:
         data = os.pread(fd, size - begin, begin)
         if begin and (newline := data.find(b"\n") + 1):
             begin, data = begin + newline, data[newline:]
-        starts = array("Q", [begin])
-        _line_starts(data, begin, starts)
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
-            self._fd, self._inode, self._starts = fd, inode, starts
-            self._end = begin + len(data)
-            self._fingerprint = data[-_FINGERPRINT:]
-            self._generation += 1
+            self._fd, self._inode, self._blocks = fd, inode, _Blocks()
+            self._starts.clear()
+            self._last = begin
+            self._fingerprint = b""
+            self.generation += 1
+            self._take(data, begin)
         return Change.REPLACED
 
     def _grow(self, stop: int) -> Change:
         data = os.pread(self._fd, stop - self._end, self._end)
-        fresh = array("Q")
-        _line_starts(data, self._end, fresh)
         with self._lock:
-            self._starts.extend(fresh)
-            self._end += len(data)
-            self._fingerprint = (self._fingerprint + data)[-_FINGERPRINT:]
+            self._take(data, self._end)
         return Change.GREW if data else Change.NOTHING
+
+    def _take(self, data: bytes, at: int) -> None:
+        self._blocks.take(data, at)
+        self._end = at + len(data)
+        if newline := data.rfind(b"\n") + 1:
+            self._last = at + newline
+        self._fingerprint = (self._fingerprint + data)[-_FINGERPRINT:]
+
+
+class _Blocks:
+    """How many newlines come before each block of a file."""
+
+    def __init__(self) -> None:
+        self.begins = array("Q")  # the first byte of each block, ascending
+        self.before = array("Q")  # newlines before it, from the first block on
+        self.newlines = 0
+
+    def take(self, data: bytes, at: int) -> None:
+        """Count what follows the bytes so far; `at` is where it stands in the file."""
+        done = 0
+        while done < len(data) or not self.begins:
+            if not self.begins or at + done - self.begins[-1] >= _BLOCK:
+                self.begins.append(at + done)
+                self.before.append(self.newlines)
+            upto = done + _BLOCK - (at + done - self.begins[-1])
+            self.newlines += data.count(b"\n", done, upto)
+            done = min(upto, len(data))
+
+    def followed_by(self, other: _Blocks) -> _Blocks:
+        """Both, as if they had been taken one after the other."""
+        both = _Blocks()
+        both.begins = self.begins + other.begins
+        both.before = self.before + array("Q", (n + self.newlines for n in other.before))
+        both.newlines = self.newlines + other.newlines
+        return both
 
 
 def clean(raw: bytes) -> str:
@@ -192,8 +271,6 @@ def clean(raw: bytes) -> str:
     return _CONTROL.sub("", text).expandtabs(8)
 
 
-def _line_starts(data: bytes, base: int, into: array[int]) -> None:
-    """Append the offset after every newline in `data`."""
-    find, at, append = data.find, -1, into.append
-    while (at := find(b"\n", at + 1)) >= 0:
-        append(base + at + 1)
+def without_colours(line: str) -> str:
+    """The text of a line that may hold SGR codes."""
+    return _SGR.sub("", line) if "\x1b" in line else line

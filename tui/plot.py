@@ -1,30 +1,64 @@
-"""A line chart in braille dots: raw values and their moving average over steps. Pure functions."""
+"""Line charts in braille dots, of one curve or of several. Pure functions."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
+from tui.braille import ACROSS, Canvas
 from tui.format import Row, Span
+from tui.scales import Scale, scale_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-# Bit of each dot in a braille cell, by [row][column]; a cell is 2 dots wide and 4 high.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-_BLANK = 0x2800
-_MAX_LABEL = 7
+_LEAST_WIDTH: Final = 12
+_LEAST_HEIGHT: Final = 3
+_MARK_EVERY: Final = 20  # columns from one glyph on a curve to the next
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The value axis: its ends, and the round numbers between them, lowest first."""
+class Curve:
+    """Values over an axis.
 
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-    digits: int
+    Attributes:
+        xs: Ascending.
+        ys: Finite values, as many.
+        role: What its colour follows from.
+        mark: A glyph that tells it from others without colour; on a line now and then.
+        kind: Connected, or only points.
+        fits: Whether the value axis is made to hold it.
+    """
+
+    xs: Sequence[float]
+    ys: Sequence[float]
+    role: str
+    mark: str = ""
+    kind: Literal["line", "points"] = "line"
+    fits: bool = True
+
+
+@dataclass(frozen=True)
+class View:
+    """What of the curves is shown, and how.
+
+    Attributes:
+        first: The left end of the axis.
+        last: The right end, more than `first`.
+        log: Whether the value axis is logarithmic.
+        whole: Whether it covers the most extreme values too.
+        cursor: Where a line is drawn from top to bottom.
+        label: Names a place on the axis.
+    """
+
+    first: float
+    last: float
+    log: bool = False
+    whole: bool = False
+    cursor: float | None = None
+    label: Callable[[float], str] = lambda x: str(round(x))
 
 
 def ema(values: Sequence[float], span: int) -> list[float]:
@@ -49,26 +83,14 @@ def smoothing_span(count: int) -> int:
     return min(200, max(5, count // 10))
 
 
-def nice_scale(low: float, high: float, most: int) -> Scale:
-    """A scale a little wider than `low` to `high`, with about `most` round numbers on it."""
-    if high - low <= max(abs(low), abs(high), 1e-200) * 1e-9:  # equal but for rounding
-        spread = max(abs(low) * 0.05, 1e-200) if low else 0.5
-        low, high = low - spread, high + spread
-    margin = (high - low) * 0.03
-    low, high = low - margin, high + margin
-    step = _nice((high - low) / max(2, most))
-    ticks = tuple(i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1))
-    return Scale(low, high, ticks, max(0, -math.floor(math.log10(step) + 1e-9)))
-
-
 def chart(
     steps: Sequence[int], values: Sequence[float], width: int, height: int
 ) -> tuple[Row, ...]:
-    """Draw values over steps with axes.
+    """Draw values over steps and their moving average, with axes.
 
     Args:
         steps: Ascending step numbers.
-        values: One value a step; those that are not finite leave a gap.
+        values: One value a step; those that are not finite are left out.
         width: Cells to fill.
         height: Lines to fill, the one with step numbers included.
 
@@ -76,113 +98,145 @@ def chart(
         `height` rows of at most `width` cells; roles `raw` and `smooth`, axes `dim`.
     """
     points = [(s, v) for s, v in zip(steps, values, strict=True) if math.isfinite(v)]
-    if not points or width < 12 or height < 3:
+    if not points:
         return ()
-    smooth = ema([v for _, v in points], smoothing_span(len(points)))
-    scale = _scale(points, height - 1)
-    labels = _labels(scale)
-    gutter = max(len(label) for label in labels) + 1
-    columns, lines = width - gutter - 1, height - 1
-    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
-    raw_dots = _Canvas(columns, lines)
-    smooth_dots = _Canvas(columns, lines)
-    across = columns * 2 - 1
-    xs = [round((s - first) / (last - first) * across) for s, _ in points]
-    raw_dots.draw(xs, [raw_dots.y(v, scale) for _, v in points])
-    smooth_dots.draw(xs, [smooth_dots.y(v, scale) for v in smooth])
+    xs, ys = [s for s, _ in points], [v for _, v in points]
+    smooth = ema(ys, smoothing_span(len(ys)))
+    curves = (Curve(xs, ys, "raw"), Curve(xs, smooth, "smooth", fits=False))
+    return figure(curves, View(xs[0], max(xs[-1], xs[0] + 1)), width, height)
 
-    by_line = {_line_of(tick, scale, lines): label for tick, label in zip(scale.ticks, labels)}  # noqa: B905
+
+def figure(curves: Sequence[Curve], view: View, width: int, height: int) -> tuple[Row, ...]:
+    """Draw curves over each other, the last on top, with axes.
+
+    Args:
+        curves: What to draw; what is outside the view is left out.
+        view: The part to draw.
+        width: Cells to fill.
+        height: Lines to fill, the one with the axis' labels included.
+
+    Returns:
+        `height` rows of at most `width` cells, or none when there is nothing to draw, or no room.
+    """
+    if width < _LEAST_WIDTH or height < _LEAST_HEIGHT:
+        return ()
+    lines = height - 1
+    held = [y for curve in curves if curve.fits for y in _within(curve, view)]
+    held = held or [y for curve in curves for y in _within(curve, view)]
+    scale = scale_of(held, lines, log=view.log, whole=view.whole)
+    if scale is None:
+        return ()
+    gutter = max(map(len, scale.labels), default=0) + 1
+    canvas = Canvas(width - gutter - 1, lines)
+    for number, curve in enumerate(curves):
+        _draw(canvas, curve, view, scale, stagger=number * _MARK_EVERY // 3)
+    if view.cursor is not None and view.first <= view.cursor <= view.last:
+        canvas.upright(dot_of(view.cursor, view, canvas.columns), "faint")
+    places = {_line_of(tick, scale, lines): label for tick, label in zip(scale.ticks, scale.labels)}  # noqa: B905
     rows = []
     for line in range(lines):
-        label = by_line.get(line)
-        axis = Span((label or "").rjust(gutter - 1) + (" ┤" if label else " │"), "dim")
-        rows.append((axis, *_cells(raw_dots.cells[line], smooth_dots.cells[line])))
-    rows.append((Span(_step_axis(first, points[-1][0], gutter, columns), "dim"),))
+        label = places.get(line, "")
+        axis = Span(label.rjust(gutter - 1) + (" ┤" if label else " │"), "dim")
+        rows.append((axis, *canvas.spans(line)))
+    rows.append((Span(_axis(view, gutter, canvas.columns), "dim"),))
     return tuple(rows)
 
 
-class _Canvas:
-    """A grid of braille cells."""
-
-    def __init__(self, columns: int, lines: int) -> None:
-        self.cells = [[0] * columns for _ in range(lines)]
-        self.rows = lines * 4
-
-    def y(self, value: float, scale: Scale) -> int:
-        """The dot row of a value; what lies outside the scale sticks to its edge."""
-        share = (value - scale.low) / (scale.high - scale.low)
-        return min(self.rows - 1, max(0, round((1 - share) * (self.rows - 1))))
-
-    def draw(self, xs: Sequence[int], ys: Sequence[int]) -> None:
-        """Connect the points; many in one dot column become one vertical stroke."""
-        at = 0
-        while at < len(xs):
-            x, begin = xs[at], at
-            while at < len(xs) and xs[at] == x:
-                at += 1
-            column = ys[begin:at]
-            if begin:
-                self._segment((xs[begin - 1], ys[begin - 1]), (x, column[0]))
-            self._segment((x, min(column)), (x, max(column)))
-
-    def _segment(self, start: tuple[int, int], end: tuple[int, int]) -> None:
-        (x0, y0), (x1, y1) = start, end
-        length = max(abs(x1 - x0), abs(y1 - y0), 1)
-        for index in range(length + 1):
-            x = x0 + round((x1 - x0) * index / length)
-            y = y0 + round((y1 - y0) * index / length)
-            self.cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+def plot_columns(rows: Sequence[Row], width: int) -> int:
+    """How many columns of a figure the curves have, which moving in it goes by."""
+    return max(1, width - len(rows[0][0].text)) if rows else width
 
 
-def _scale(points: Sequence[tuple[int, float]], lines: int) -> Scale:
-    """Cover the values without the most extreme hundredth at either end."""
-    ordered = sorted(v for _, v in points)
-    spare = max(1, len(ordered) // 100) if len(ordered) >= 20 else 0
-    return nice_scale(ordered[spare], ordered[-1 - spare], min(6, max(3, lines // 2)))
+def dot_of(x: float, view: View, columns: int) -> int:
+    """The dot column of a place on the axis."""
+    across = columns * ACROSS - 1
+    return round((x - view.first) / (view.last - view.first) * across)
 
 
-def _labels(scale: Scale) -> list[str]:
-    labels = [f"{tick:.{scale.digits}f}" for tick in scale.ticks]
-    if max(map(len, labels)) > _MAX_LABEL:
-        labels = [f"{tick:.1e}".replace("e-0", "e-").replace("e+0", "e") for tick in scale.ticks]
-    return labels
+# -- inside ------------------------------------------------------------------------------------
+
+
+def _within(curve: Curve, view: View) -> Sequence[float]:
+    """The values that are in the view."""
+    return curve.ys[bisect_left(curve.xs, view.first) : bisect_right(curve.xs, view.last)]
+
+
+def _draw(canvas: Canvas, curve: Curve, view: View, scale: Scale, stagger: int) -> None:
+    strokes = _strokes(canvas, curve, view, scale)
+    if curve.kind == "points":
+        for x, y, _ in strokes:
+            canvas.glyph(x, y, curve.mark, curve.role)
+        return
+    canvas.stroke(strokes, curve.role)
+    if not curve.mark or not strokes:
+        return
+    due = stagger * ACROSS
+    for x, _, y in strokes:
+        if x >= due:
+            canvas.glyph(x, y, curve.mark, curve.role)
+            due = x + _MARK_EVERY * ACROSS
+    x, _, y = strokes[-1]
+    canvas.glyph(x, y, curve.mark, curve.role)
+
+
+def _strokes(canvas: Canvas, curve: Curve, view: View, scale: Scale) -> list[tuple[int, int, int]]:
+    """A stroke for each dot column that has values: from the lowest to the highest of them.
+
+    However many values there are, only columns are counted; the values between are found by
+    `min` and `max` alone.
+    """
+    xs, ys = curve.xs, curve.ys
+    begin, end = bisect_left(xs, view.first), bisect_right(xs, view.last)
+    across = canvas.columns * ACROSS - 1
+    strokes = []
+
+    def height(value: float) -> int:
+        return canvas.row(scale.share(value))
+
+    def drawn(value: float) -> bool:
+        return value > 0 or not scale.log
+
+    if curve.kind == "line" and 0 < begin < len(xs) and xs[begin] > view.first:
+        y = height(_between(curve, begin, view.first))
+        strokes.append((0, y, y))
+    at = begin
+    while at < end:
+        x = dot_of(xs[at], view, canvas.columns)
+        beyond = view.first + (x + 0.5) / across * (view.last - view.first)
+        stop = max(at + 1, bisect_right(xs, beyond, at, end))
+        values = ys[at:stop]
+        low, high = min(values), max(values)
+        if drawn(high):
+            falling = values[-1] < values[0]
+            enter, leave = (high, low) if falling else (low, high)
+            strokes.append((x, height(enter), height(leave)))
+        at = stop
+    if curve.kind == "line" and 0 < end < len(xs) and xs[end - 1] < view.last:
+        y = height(_between(curve, end, view.last))
+        strokes.append((across, y, y))
+    return strokes
+
+
+def _between(curve: Curve, right: int, x: float) -> float:
+    """The value of a line at `x`, between the points `right - 1` and `right`."""
+    x0, x1 = curve.xs[right - 1], curve.xs[right]
+    y0, y1 = curve.ys[right - 1], curve.ys[right]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0) if x1 > x0 else y1
 
 
 def _line_of(tick: float, scale: Scale, lines: int) -> int:
-    share = (tick - scale.low) / (scale.high - scale.low)
-    return min(lines - 1, round((1 - share) * (lines - 1)))
+    return min(lines - 1, round((1 - scale.share(tick)) * (lines - 1)))
 
 
-def _cells(raw: Sequence[int], smooth: Sequence[int]) -> Row:
-    """One line of cells; where both curves meet, only the average is drawn."""
-    spans: list[Span] = []
-    for below, above in zip(raw, smooth, strict=True):
-        role = "smooth" if above else "raw" if below else ""
-        char = chr(_BLANK | (above or below)) if role else " "
-        if spans and spans[-1].role == role:
-            spans[-1] = Span(spans[-1].text + char, role)
-        else:
-            spans.append(Span(char, role))
-    return tuple(spans)
-
-
-def _step_axis(first: int, last: int, gutter: int, columns: int) -> str:
-    """Step numbers under the chart: both ends, and the middle where there is room."""
+def _axis(view: View, gutter: int, columns: int) -> str:
+    """Labels under the chart: both ends, and the middle where there is room."""
     line = [" "] * columns
-    start, end, middle = str(first), str(last), str((first + last) // 2)
-    line[: len(start)] = start
-    if len(start) + len(end) + 2 <= columns and last > first:
+    first, last = view.first, view.last
+    start, end, middle = view.label(first), view.label(last), view.label((first + last) / 2)
+    line[: len(start)] = start[:columns]
+    if len(start) + len(end) + 2 <= columns and end != start:
         line[columns - len(end) :] = end
-    if len(start) + len(end) + len(middle) + 8 <= columns and last > first + 1:
+    if len(start) + len(end) + len(middle) + 8 <= columns and middle not in (start, end):
         at = (columns - len(middle)) // 2
         line[at : at + len(middle)] = middle
     return " " * (gutter + 1) + "".join(line)
-
-
-def _nice(value: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(value))
-    for factor in (1.0, 2.0, 2.5, 5.0, 10.0):
-        if value <= factor * power * (1 + 1e-9):
-            return factor * power
-    return 10.0 * power

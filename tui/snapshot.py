@@ -10,7 +10,7 @@ from jobs.service import Progress
 from jobs.states import State
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from jobs.devices import Gpu, Host
     from jobs.eventlog import Phase, StepRecord
@@ -61,7 +61,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at everything. `problem` says what could not be read, in one line."""
+    """One look at everything. `problem` says what could not be read, in one line.
+
+    `busy` has what part of its time each GPU (by UUID) computed lately, in percent, oldest first.
+    """
 
     t: float
     jobs: tuple[JobView, ...] = ()
@@ -69,6 +72,7 @@ class Snapshot:
     host: Host | None = None
     curve: Curve | None = None
     problem: str = ""
+    busy: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
 
     def find(self, job_id: int | None) -> JobView | None:
         return next((view for view in self.jobs if view.job.id == job_id), None)
@@ -80,11 +84,11 @@ class Snapshot:
 def in_order(jobs: Sequence[Job]) -> list[Job]:
     """Active jobs first, then the queue as it will be served, then ended ones, newest first."""
 
-    def key(job: Job) -> tuple[int, float]:
+    def key(job: Job) -> tuple[float, ...]:
         if job.state.active:
-            return 0, float(job.id)
+            return 0, job.id
         if job.state is State.QUEUED:
-            return 1, job.queued
+            return 1, -job.priority, job.queued, job.id
         return 2, -(job.ended or job.created)
 
     return sorted(jobs, key=key)

@@ -66,6 +66,8 @@ def describe(job: Mapping[str, Any]) -> str:
         lines.insert(4, f"validation   {validation_line(job['validation'])}")
     if job["memory"]["peaks"]:
         lines.append(f"memory       {memory_line(**job['memory'])}")
+    if job.get("prediction"):
+        lines += prediction_lines(**job["prediction"])
     lines += [f"warning      {text}" for text in job["warnings"]]
     if job["traceback"]:
         lines.append(f"traceback    {job['traceback']}")
@@ -90,6 +92,21 @@ def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
     what = "resident" if measure == "rss" else measure
     each = " · ".join(f"{phase} {size(max(ranks))}" for phase, ranks in peaks.items())
     return f"{each} ({what}, most on any rank)"
+
+
+def prediction_lines(
+    strategy: str, ranks: int, device: Sequence[int], phases: Sequence[Mapping[str, Any]], **_: Any
+) -> list[str]:
+    """What was predicted of a rank, phase by phase, and what the one that took most measured."""
+    least, most = size(device[0]), size(device[1])
+    lines = [f"predicted    {least} to {most} on each GPU ({strategy} on {ranks} ranks)"]
+    for phase in phases:
+        line = f"  {phase['name']:<13}{size(phase['predicted']):>9}"
+        if phase["measured"]:
+            measured = size(max(phase["measured"]))
+            line += f"  measured {measured:>9}  {(phase['ratio'] - 1) * 100:+.1f} %"
+        lines.append(line)
+    return lines
 
 
 def memory_table(peaks: Mapping[str, Sequence[int]]) -> str:

@@ -1,10 +1,10 @@
-"""The two themes. Widgets use theme variables only, so Textual's own themes work as well."""
+"""Our own themes. Widgets use theme variables only, so Textual's own themes work as well."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
 DARK: Final = Theme(
     name="harbour",
@@ -50,3 +50,127 @@ LIGHT: Final = Theme(
         "block-cursor-text-style": "bold",
     },
 )
+
+CONTRAST: Final = Theme(
+    name="harbour-contrast",
+    dark=True,
+    primary="#66ccff",
+    secondary="#ffffff",
+    accent="#ffd800",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#000000",
+    panel="#1c1c1c",
+    success="#5dff5d",
+    warning="#ffd800",
+    error="#ff8080",
+    text_alpha=1.0,
+    variables={
+        "border": "#ffffff",
+        "border-blurred": "#8c8c8c",
+        "block-cursor-background": "#ffd800",
+        "block-cursor-foreground": "#000000",
+        "block-cursor-text-style": "bold",
+    },
+)
+
+CONTRAST_LIGHT: Final = Theme(
+    name="harbour-contrast-light",
+    dark=False,
+    primary="#003f8a",
+    secondary="#000000",
+    accent="#7a2e00",
+    foreground="#000000",
+    background="#ffffff",
+    surface="#ffffff",
+    panel="#e4e4e4",
+    success="#005a1e",
+    warning="#6b4000",
+    error="#9b0010",
+    text_alpha=1.0,
+    variables={
+        "border": "#000000",
+        "border-blurred": "#6e6e6e",
+        "block-cursor-background": "#003f8a",
+        "block-cursor-foreground": "#ffffff",
+        "block-cursor-text-style": "bold",
+    },
+)
+
+# The terminal's own sixteen colours, whatever they are: of terminals that have no more, and of
+# people who chose theirs with care.
+ANSI: Final = Theme(
+    name="harbour-16",
+    dark=True,
+    ansi=True,
+    primary="ansi_bright_blue",
+    secondary="ansi_cyan",
+    accent="ansi_bright_yellow",
+    foreground="ansi_default",
+    background="ansi_default",
+    surface="ansi_default",
+    panel="ansi_default",
+    boost="ansi_default",
+    success="ansi_bright_green",
+    warning="ansi_yellow",
+    error="ansi_bright_red",
+    variables=BUILTIN_THEMES["ansi-dark"].variables
+    | {
+        "border": "ansi_bright_blue",
+        "border-blurred": "ansi_bright_black",
+        "block-cursor-background": "ansi_white",
+        "block-cursor-foreground": "ansi_black",
+        "block-cursor-text-style": "bold",
+        "input-cursor-background": "ansi_white",
+        "input-cursor-foreground": "ansi_black",
+        "input-selection-background": "ansi_bright_blue",
+        "input-selection-foreground": "ansi_black",
+        "scrollbar-background": "ansi_default",
+    },
+)
+
+ANSI_LIGHT: Final = Theme(
+    name="harbour-16-light",
+    dark=False,
+    ansi=True,
+    primary="ansi_blue",
+    secondary="ansi_cyan",
+    accent="ansi_magenta",
+    foreground="ansi_default",
+    background="ansi_default",
+    surface="ansi_default",
+    panel="ansi_default",
+    boost="ansi_default",
+    success="ansi_green",
+    warning="ansi_yellow",
+    error="ansi_red",
+    variables=BUILTIN_THEMES["ansi-light"].variables
+    | {
+        "border": "ansi_blue",
+        "border-blurred": "ansi_bright_black",
+        "block-cursor-background": "ansi_blue",
+        "block-cursor-foreground": "ansi_bright_white",
+        "block-cursor-text-style": "bold",
+        "input-cursor-background": "ansi_black",
+        "input-cursor-foreground": "ansi_bright_white",
+        "input-selection-background": "ansi_cyan",
+        "input-selection-foreground": "ansi_black",
+        "scrollbar-background": "ansi_default",
+    },
+)
+
+THEMES: Final = (DARK, LIGHT, CONTRAST, CONTRAST_LIGHT, ANSI, ANSI_LIGHT)
+_PAIRS: Final = ((DARK, LIGHT), (CONTRAST, CONTRAST_LIGHT), (ANSI, ANSI_LIGHT))
+
+
+def other_theme(name: str, *, dark: bool) -> str:
+    """The light theme beside a dark one, and the other way round.
+
+    Args:
+        name: Of the theme that is shown.
+        dark: Whether that is a dark one; of one that is not ours.
+    """
+    for one, other in _PAIRS:
+        if name in (one.name, other.name):
+            return other.name if name == one.name else one.name
+    return LIGHT.name if dark else DARK.name

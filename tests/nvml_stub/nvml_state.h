@@ -27,8 +27,9 @@ typedef struct {
     part whole, parts[MAX_PARTS];
     int part_count, rule_count;
     int has_pci, has_utilisation, has_temperature, has_power, has_limit, has_reasons, has_mig;
-    int has_clock[4], has_top_clock[4];
+    int has_clock[4], has_top_clock[4], has_pcie, has_nvlinks;
     uint domain, bus, slot, utilisation, memory_utilisation, power, limit, clock[4], top_clock[4];
+    uint generation, lanes, most_lanes, links, links_up;
     int temperature, mig;
     ull reasons;
     rule rules[MAX_RULES];
@@ -85,6 +86,9 @@ static void read_gpu_line(gpu *g, part **current, const char *key, const char *r
     else if (IS("clock")) read_clock(g->has_clock, g->clock, rest);
     else if (IS("top_clock")) read_clock(g->has_top_clock, g->top_clock, rest);
     else if (IS("reasons")) g->has_reasons = sscanf(rest, "%llu", &g->reasons) == 1;
+    else if (IS("pcie"))
+        g->has_pcie = sscanf(rest, "%u %u %u", &g->generation, &g->lanes, &g->most_lanes) == 3;
+    else if (IS("nvlinks")) g->has_nvlinks = sscanf(rest, "%u %u", &g->links, &g->links_up) == 2;
     else if (IS("mig_mode")) g->has_mig = sscanf(rest, "%d", &g->mig) == 1;
     else if (IS("error")) read_rule(g->rules, &g->rule_count, rest);
 }

@@ -237,6 +237,9 @@ NUMBER(nvmlDeviceGetPowerUsage, uint, g->has_power, g->power)
 NUMBER(nvmlDeviceGetEnforcedPowerLimit, uint, g->has_limit, g->limit)
 NUMBER(nvmlDeviceGetCurrentClocksEventReasons, ull, g->has_reasons, g->reasons)
 NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, ull, g->has_reasons, g->reasons)
+NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, uint, g->has_pcie, g->generation)
+NUMBER(nvmlDeviceGetCurrPcieLinkWidth, uint, g->has_pcie, g->lanes)
+NUMBER(nvmlDeviceGetMaxPcieLinkWidth, uint, g->has_pcie, g->most_lanes)
 NUMBER(nvmlDeviceGetMaxMigDeviceCount, uint, 1, g->has_mig ? 2 * MAX_PARTS : 0)
 
 #define CLOCK(name, field)                                      \
@@ -248,6 +251,14 @@ NUMBER(nvmlDeviceGetMaxMigDeviceCount, uint, 1, g->has_mig ? 2 * MAX_PARTS : 0)
     }
 CLOCK(nvmlDeviceGetClockInfo, clock)
 CLOCK(nvmlDeviceGetMaxClockInfo, top_clock)
+
+int nvmlDeviceGetNvLinkState(device handle, uint link, uint *state) {
+    WHOLE_GPU_CALL(handle);
+    REQUIRE(g->has_nvlinks);
+    if (link >= g->links) return INVALID_ARGUMENT;
+    *state = link < g->links_up;
+    return SUCCESS;
+}
 
 /* -- processes --------------------------------------------------------------------------------- */
 

@@ -76,7 +76,8 @@ def gpu(index: int = 0, **values: Any) -> dict[str, Any]:
         values: `uuid`, `name`, `pci` (`[domain, bus, device]`), `memory_total`, `memory_used`,
             `memory_reserved` (bytes), `utilisation` (percent), `temperature` (°C), `power`,
             `power_limit` (W), `clock`, `clock_limit`, `memory_clock` (MHz), `reasons` (bits of
-            NVML's clock event reasons), `processes` (`[{"pid", "memory", "kind"}]`), `mig_mode`,
+            NVML's clock event reasons), `pcie` (`[generation, lanes, most lanes]`), `nvlinks`
+            (`[links, links that are up]`), `processes` (`[{"pid", "memory", "kind"}]`), `mig_mode`,
             `mig` (`[{"uuid", "name", "gpu_instance", "compute_instance", "memory_total",
             "memory_used", "processes"}]`), `errors` (`{"nvmlDeviceGetName": "NOT_SUPPORTED"}`;
             `"*"` stands for every function).
@@ -99,6 +100,8 @@ def gpu(index: int = 0, **values: Any) -> dict[str, Any]:
         "processes": [],
         "mig_mode": False,
         "mig": [],
+        "pcie": None,
+        "nvlinks": None,
         "errors": {},
     }
     unknown = set(values) - set(facts)
@@ -229,6 +232,9 @@ def _gpu_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     for key in ("power", "power_limit"):
         if facts[key] is not None:
             yield f"{key} {round(1000 * facts[key])}"
+    for key in ("pcie", "nvlinks"):
+        if facts[key] is not None:
+            yield " ".join([key, *map(str, facts[key])])
     for key, number in _CLOCKS.items():
         if facts[key] is not None:
             yield f"clock {number} {facts[key]}"

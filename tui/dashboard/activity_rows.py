@@ -60,10 +60,10 @@ def _progress(view: JobView, width: int) -> Row:
     room -= len(tail)
     strategy = _strategy(view.strategy, room)
     return (
-        Span(f"{words} ", "accent"),
-        *bar(share, min(60, room - len(strategy)), "bar"),
+        Span(words, "accent"),
         Span(count, "strong"),
-        Span(tail, "dim"),
+        Span(tail + "  ", "dim"),
+        *bar(share, min(60, room - len(strategy) - 1), "bar"),
         Span(strategy, "dim"),
     )
 

@@ -1,79 +1,130 @@
-"""The lines of the device panel. Pure functions of a snapshot and a width."""
+"""The lines of the device panel. Pure functions of a snapshot and a width.
+
+What changes most stands in front: Textual sends a line up to the last cell that changed.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jobs.devices import foreign_users
-from jobs.rundir import PHASES
-from tui.format import (
-    MISSING,
-    Row,
-    Span,
-    bar,
-    cut,
-    duration,
-    gib,
-    left,
-    load_role,
-    percent,
-    right,
-    size,
-)
-from tui.snapshot import LATE_AFTER
+from tui.dashboard.memory_split import Split, split_bar, split_of
+from tui.dashboard.rank_rows import Seat, cpu_rank_row, gpu_rank_row, heartbeat
+from tui.format import MISSING, Row, Span, bar, cut, gib, left, load_role, percent, right, sparkline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.devices import Gpu, Host
-    from jobs.rundir import RankStatus
     from tui.snapshot import JobView, Snapshot
 
-
-class Seat(NamedTuple):
-    """A rank of an active job."""
-
-    view: JobView
-    rank: RankStatus
+_SPARK: Final = 16  # cells
 
 
-def device_rows(snapshot: Snapshot, width: int, room: int) -> tuple[Row, ...]:
+class Columns(NamedTuple):
+    """Widths of a GPU's columns; 0 leaves one out. Chosen once for a width."""
+
+    spark: int
+    power: int
+    clock: int
+    slowed: int
+    memory: int
+    bar: int
+    name: int
+    links: int
+    tag: int
+
+
+def device_rows(
+    snapshot: Snapshot, width: int, room: int, selected: int | None = None
+) -> tuple[Row, ...]:
     """One line per GPU (or one for the machine), and one per rank.
 
     Args:
         snapshot: What to show.
         width: Cells of a line.
         room: Lines that can be seen; ranks stand under their GPU when all of them fit.
+        selected: The job that is looked at; its memory is told from that of the others.
     """
     seats = [Seat(view, rank) for view in snapshot.jobs for rank in view.ranks]
     if not snapshot.gpus:
         memory = snapshot.host.memory_total if snapshot.host else None
         rows = [_host_row(snapshot.host, width)] if snapshot.host else []
-        return (*rows, *(_cpu_rank_row(seat, memory, snapshot.t, width) for seat in seats))
+        return (*rows, *(cpu_rank_row(seat, memory, snapshot.t, width) for seat in seats))
     by_gpu = {
         gpu.uuid: [s for s in seats if s.rank.device_uuid == gpu.uuid] for gpu in snapshot.gpus
     }
     homeless = [s for s in seats if s.rank.device_uuid not in by_gpu]
     together = len(snapshot.gpus) + len(seats) <= room
+    shape = columns(width, named=len({gpu.name for gpu in snapshot.gpus}) > 1)
     gpu_rows, rank_rows, mixed = [], [], []
     for gpu in snapshot.gpus:
-        mine = [
-            _gpu_rank_row(seat, snapshot.t, width, indent=together) for seat in by_gpu[gpu.uuid]
-        ]
-        row = _gpu_row(gpu, tag_of(gpu, by_gpu[gpu.uuid], snapshot.jobs), width)
+        here = by_gpu[gpu.uuid]
+        mine = [gpu_rank_row(seat, snapshot.t, width, indent=together) for seat in here]
+        hint = hint_of(gpu, shape)
+        tag = tag_of(gpu, here, snapshot.jobs, shape.tag - 1 - len(hint))
+        split = split_of(gpu, here, selected, tag.role == "accent")
+        row = gpu_row(gpu, hint, tag, split, snapshot.busy.get(gpu.uuid, ()), shape)
         gpu_rows.append(row)
         rank_rows += mine
         mixed += [row, *mine]
-    rest = [_gpu_rank_row(seat, snapshot.t, width, indent=False) for seat in homeless]
-    return tuple(mixed + rest if together else gpu_rows + rank_rows + rest)
+    rest = [gpu_rank_row(seat, snapshot.t, width, indent=False) for seat in homeless]
+    if together:
+        return (*mixed, *rest)
+    # Where not all can be seen, those that do not keep up come first.
+    return (*gpu_rows, *sorted(rank_rows + rest, key=lambda row: row[-2].role != "bad"))
 
 
-def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView]) -> Span:
-    """Who sits on a GPU, in a few characters."""
+def devices_title(snapshot: Snapshot) -> str:
+    """`devices · 8 H200 · late: #12 r3`."""
+    names = {short_name(gpu.name) for gpu in snapshot.gpus}
+    parts = ["devices"]
+    if len(names) == 1:
+        parts.append(f"{len(snapshot.gpus)} {names.pop()}")
+    late = [
+        f"#{view.job.id} r{rank.rank}"
+        for view in snapshot.jobs
+        for rank in view.ranks
+        if heartbeat(rank, snapshot.t).role == "bad"
+    ]
+    if late:
+        more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+        parts.append(f"late: {', '.join(late[:3])}{more}")
+    return " · ".join(parts)
+
+
+def columns(width: int, *, named: bool = False) -> Columns:
+    """Fit the columns; memory, and who is there, are never left out.
+
+    Args:
+        width: Cells of a line.
+        named: Whether each line has its GPU's name, since they are not all the same.
+    """
+    wide = width >= 110
+    shape = Columns(
+        spark=_SPARK + 1 if width >= 96 else 0,
+        power=9 if wide else 5,
+        clock=9 if width >= 140 else 0,
+        slowed=13 if wide else 0,
+        memory=16 if width >= 90 else 12,
+        bar=0,
+        name=0,
+        links=14 if width >= 170 else 0,
+        tag=30 if width >= 76 else 20,
+    )
+    spare = width - 15 - sum(shape)  # index, percent, degrees and gaps
+    name = (24 if width >= 150 else 12) if named and spare >= 22 else 0
+    length = min(40, max(0, spare - name))
+    return shape._replace(bar=length, name=name, tag=shape.tag + spare - name - length)
+
+
+def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView], room: int = 40) -> Span:
+    """Who sits on a GPU, in `room` cells; a name is cut before a rank."""
     if seats:
-        return Span(
-            " ".join(f"#{s.view.job.id} {s.view.job.name} r{s.rank.rank}" for s in seats), "accent"
-        )
+        fixed = sum(len(f"#{s.view.job.id}  r{s.rank.rank} ") for s in seats) - 1
+        each = max(1, (room - fixed) // len(seats))
+        words = (f"#{s.view.job.id} {cut(s.view.job.name, each)} r{s.rank.rank}" for s in seats)
+        return Span(" ".join(words), "accent")
     for view in jobs:
         if view.job.state.active and gpu.uuid in view.job.gpus:
             return Span(f"#{view.job.id} {view.job.name} …", "accent")
@@ -84,58 +135,56 @@ def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView]) -> Span:
     return Span("free", "dim")
 
 
-def _gpu_row(gpu: Gpu, tag: Span, width: int) -> Row:
-    """`0 NVIDIA H200 ━━━━┄┄┄┄ 41.2/139.8 GiB  98%  64°C  612W  #12 demo r0`."""
-    share = (
-        gpu.memory_used / gpu.memory_total
-        if gpu.memory_used is not None and gpu.memory_total
-        else None
-    )
-    name = short_name(gpu.name) if width >= 72 else ""
-    name_width = (22 if width >= 110 else 10) if name else 0
-    power = MISSING if gpu.power is None else f"{gpu.power:.0f}W"
-    if width >= 110 and gpu.power is not None and gpu.power_limit:
-        power = f"{gpu.power:.0f}/{gpu.power_limit:.0f}W"
-    unit = " GiB" if width >= 90 else "G"
+def gpu_row(
+    gpu: Gpu, hint: str, tag: Span, split: Split, history: Sequence[int | None], shape: Columns
+) -> Row:
+    """`0  98%  64° 612/700W ▁▃▇█ power limit 41.2/139.8 GiB ━━━━┄┄┄┄ H200 #12 demo r0`."""
     heat = MISSING if gpu.temperature is None else f"{gpu.temperature}°"
-    numbers = [
-        Span(f" {right(f'{gib(gpu.memory_used)}/{gib(gpu.memory_total)}{unit}', 11 + len(unit))}"),
-        Span(
-            f" {right(percent(gpu.utilisation), 4)}",
-            "good" if (gpu.utilisation or 0) >= 5 else "dim",
-        ),
-        Span(f" {right(heat, 4)}", _heat_role(gpu.temperature)),
-        Span(f" {right(power, 9 if width >= 110 else 5)} ", "dim"),
+    power = MISSING if gpu.power is None else f"{gpu.power:.0f}W"
+    if shape.power >= 9 and gpu.power is not None and gpu.power_limit:
+        power = f"{gpu.power:.0f}/{gpu.power_limit:.0f}W"
+    unit = " GiB" if shape.memory >= 16 else "G"
+    # Few colours in front: each costs forty bytes whenever one of these numbers changes.
+    calm = "" if (gpu.utilisation or 0) >= 5 else "dim"
+    spans = [
+        Span(f"{gpu.index:>2} {right(percent(gpu.utilisation), 4)}", calm),
+        Span(f" {right(heat, 4)}", heat_role(gpu.temperature) or calm),
+        Span(f" {right(power, shape.power)}", calm),
     ]
-    tag_width = min(30, max(9, width // 5))
-    used = 3 + name_width + sum(len(span.text) for span in numbers) + 1 + tag_width
-    bar_width = min(40, max(0, width - used))
-    spare = max(0, width - used - bar_width)
-    return (
-        Span(f"{gpu.index:>2} ", "strong"),
-        *((Span(left(cut(name, name_width - 1), name_width), "dim"),) if name else ()),
-        *bar(share, bar_width, load_role(share)),
-        *numbers,
-        Span(" " + cut(tag.text, tag_width + spare), tag.role),
+    if shape.spark:
+        spans.append(Span(f" {sparkline(history, shape.spark - 1)}", "raw"))
+    if shape.clock:
+        spans.append(Span(right(f"{gpu.clock or MISSING} MHz", shape.clock), "dim"))
+    if shape.slowed:
+        spans.append(Span(f" {left(gpu.throttle or '', shape.slowed - 1)}", "warn"))
+    spans.append(
+        Span(f" {right(f'{gib(gpu.memory_used)}/{gib(gpu.memory_total)}{unit}', shape.memory)} ")
     )
+    spans += split_bar(gpu, split, shape.bar)
+    if shape.links:
+        spans.append(Span(f" {left(links(gpu), shape.links - 1)}", "dim"))
+    if shape.name:
+        spans.append(Span(f" {left(short_name(gpu.name), shape.name - 1)}", "dim"))
+    room = shape.tag - 1
+    spans += [Span(" " + cut(hint, room), "warn"), Span(cut(tag.text, room - len(hint)), tag.role)]
+    return tuple(spans)
 
 
-def _gpu_rank_row(seat: Seat, now: float, width: int, *, indent: bool) -> Row:
-    """`└ #12 demo r0  training  step 130  alloc 30.1  reserved 33.0  peak 38.2 GiB  beat now`."""
-    rank = seat.rank
-    lead = "   └ " if indent else "   "
-    torch = (
-        f"alloc {gib(rank.allocated)}  reserved {gib(rank.reserved)}  peak {gib(rank.peak)} GiB"
-        if width >= 100
-        else f"a{gib(rank.allocated)} r{gib(rank.reserved)} p{gib(rank.peak)}G"
-    )
-    return (
-        Span(lead, "faint"),
-        *_who(seat, width),
-        *_where_in_work(seat, width),
-        Span(torch + "  ", "dim"),
-        _beat(rank, now),
-    )
+def hint_of(gpu: Gpu, shape: Columns) -> str:
+    """What holds the GPU back, where it has no column: `power limit · PCIe x8 of x16 · `."""
+    hints = [] if shape.slowed or not gpu.throttle else [gpu.throttle]
+    if gpu.pcie_lanes and gpu.pcie_lanes_limit and gpu.pcie_lanes < gpu.pcie_lanes_limit:
+        hints.append(f"PCIe x{gpu.pcie_lanes} of x{gpu.pcie_lanes_limit}")
+    return "".join(f"{text} · " for text in hints)
+
+
+def links(gpu: Gpu) -> str:
+    """How it talks to its neighbours: `18 NVLinks`, `PCIe 5 x16`."""
+    if gpu.nvlinks:
+        return f"{gpu.nvlinks} NVLink{'s' * (gpu.nvlinks != 1)}"
+    if gpu.pcie_generation and gpu.pcie_lanes:
+        return f"PCIe {gpu.pcie_generation} x{gpu.pcie_lanes}"
+    return ""
 
 
 def _host_row(host: Host, width: int) -> Row:
@@ -156,50 +205,10 @@ def _host_row(host: Host, width: int) -> Row:
     )
 
 
-def _cpu_rank_row(seat: Seat, memory_total: int | None, now: float, width: int) -> Row:
-    """`#12 demo r0  training  step 130  ━━┄┄ 1.2 GiB  beat now`."""
-    rank = seat.rank
-    share = rank.rss / memory_total if rank.rss is not None and memory_total else None
-    head = (*_who(seat, width), *_where_in_work(seat, width))
-    beat = _beat(rank, now)
-    used = sum(len(span.text) for span in head) + 11 + 12
-    return (
-        *head,
-        *bar(share, min(30, max(0, width - used)), load_role(share)),
-        Span(f" {right(size(rank.rss), 8)}  "),
-        beat,
-    )
-
-
-def _who(seat: Seat, width: int) -> Row:
-    name = 16 if width >= 100 else 10
-    job = f"#{seat.view.job.id} {seat.view.job.name}"
-    return Span(left(job, name) + " ", "accent"), Span(f"r{seat.rank.rank} ".ljust(4), "strong")
-
-
-def _where_in_work(seat: Seat, width: int) -> Row:
-    """Phase and step; a phase that has no steps may use the room of both."""
-    rank = seat.rank
-    phase = PHASES.get(rank.phase, rank.phase)
-    words, numbers = (17, 12) if width >= 100 else (11, 11)
-    if not rank.step:
-        return (Span(left(phase, words + numbers) + " "),)
-    return Span(left(phase, words) + " "), Span(left(f"step {rank.step}", numbers), "dim")
-
-
-def _beat(rank: RankStatus, now: float) -> Span:
-    """The age of the heartbeat; calm while it is fresh, so that nothing is repainted."""
-    age = now - rank.heartbeat
-    if age > LATE_AFTER:
-        return Span(f"! late {duration(age)}", "bad")
-    if age >= 3:
-        return Span(f"beat {age:.0f}s", "warn" if age > LATE_AFTER / 2 else "dim")
-    return Span("beat ok", "good")
-
-
-def _heat_role(celsius: int | None) -> str:
+def heat_role(celsius: int | None) -> str:
+    """How bad a temperature is; "" when it is not."""
     if celsius is None or celsius < 80:
-        return "dim"
+        return ""
     return "warn" if celsius < 88 else "bad"
 
 

@@ -41,15 +41,18 @@ class Columns(NamedTuple):
 def columns(snapshot: Snapshot, width: int) -> Columns:
     """Fit the columns: the bar goes first when it is narrow, then pace, then ETA."""
     views = snapshot.jobs
+    state = 14 if any(view.job.state is State.QUEUED for view in views) else 11  # `queued 12th`
     ids = max([2, *(len(str(view.job.id)) for view in views)])
     names = max([8, *(len(view.job.name) for view in views)])
     step = max([7, *(len(step_text(view)) for view in views)])
     gpus = max([4, *(len(view.where) for view in views)])
-    chosen = Columns(ids, 0, 11, 0, step, 8, 6, 8, min(gpus, 12))
+    chosen = Columns(ids, 0, state, 0, step, 8, 6, 8, min(gpus, 12))
     least = min(names, 10)
     for leave_out in ("pace", "eta", "loss"):
         if _used(chosen) + 1 + least > width:
             chosen = chosen._replace(**{leave_out: 0})
+    if _used(chosen) + 1 + least > width:
+        chosen = chosen._replace(state=11)
     spare = width - _used(chosen) - 1 - least
     name = least + max(0, min(names - least, spare - 7))  # a long name before a long bar
     spare -= name - least
@@ -69,8 +72,14 @@ def header_row(shape: Columns) -> Row:
     return (Span(" ".join(fit(text, width) for width, text, fit in parts if width), "title"),)
 
 
-def job_row(view: JobView, shape: Columns) -> Row:
-    """One job."""
+def job_row(view: JobView, shape: Columns, place: str = "") -> Row:
+    """One job; what has not begun says why it waits where others say how far they are.
+
+    Args:
+        view: The job.
+        shape: The columns.
+        place: Which it is in the queue, `2nd`.
+    """
     job, now = view.job, view.progress
     glyph, role = GLYPHS[job.state]
     share = now.step / job.total_steps if job.total_steps else 0.0
@@ -78,21 +87,33 @@ def job_row(view: JobView, shape: Columns) -> Row:
     spans = [
         Span(right(str(job.id), shape.id) + " ", "dim"),
         Span(left(job.name, shape.name) + " ", "strong" if live else ""),
-        Span(left(f"{glyph} {job.state}", shape.state) + " ", role),
+        Span(left(f"{glyph} {job.state} {place}", shape.state) + " ", role),
     ]
+    waits = job.state is State.QUEUED and not now.step
+    if waits:
+        room = _doing_width(shape)
+        spans.append(Span(left(job.reason or "starts as soon as it may", room), "warn"))
+        spans.append(Span(" " + left(view.where, shape.gpus), "dim"))
+        return tuple(spans)
     if shape.bar:
         spans += [*bar(share, shape.bar, "bar" if live else "dim"), Span(" ")]
     spans.append(Span(right(step_text(view), shape.step)))
     cells = [
         (shape.loss, number(now.loss), ""),
-        (shape.pace, pace(now.seconds_per_step), "dim"),
-        (shape.eta, duration(now.eta), "dim"),
+        (shape.pace, pace(now.seconds_per_step), ""),
+        (shape.eta, duration(now.eta), ""),
     ]
     spans += [Span(" " + right(text, width), role) for width, text, role in cells if width]
     spans.append(Span(" " + left(view.where, shape.gpus), "accent" if live else "dim"))
     if shape.why and (why := view.doing if live else job.reason):
         spans.append(Span("  " + cut(why, shape.why), "accent" if live else "dim"))
     return tuple(spans)
+
+
+def _doing_width(shape: Columns) -> int:
+    """Cells from the bar to the ETA."""
+    widths = [w for w in (shape.bar, shape.step, shape.loss, shape.pace, shape.eta) if w]
+    return sum(widths) + len(widths) - 1
 
 
 def step_text(view: JobView) -> str:

@@ -9,14 +9,17 @@ from textual.message import Message
 
 from jobs.states import ACTIVE, State
 from tui.actions import bindings
-from tui.dashboard.job_rows import columns, header_row, job_row
+from tui.dashboard.job_groups import Group, job_groups, queue_places
+from tui.dashboard.job_rows import Columns, columns, header_row, job_row
 from tui.format import Row, Span
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from textual.events import Click, Resize
 
-    from tui.snapshot import Snapshot
+    from tui.snapshot import JobView, Snapshot
 
 _EMPTY: tuple[Row, ...] = (
     (),
@@ -53,21 +56,28 @@ class JobsPanel(Lines, can_focus=True):
         super().__init__(fixed=1, id="jobs")
         self.selected = selected
         self.awaited: int | None = None  # a new job, to be selected as soon as it is seen
-        self._ids: list[int] = []
+        self._groups: list[Group] = []
+        self._ids: list[int] = []  # in the order in which they are shown
+        self._places: dict[int, int] = {}  # job → place in that order
+        self._lines: list[int | None] = []  # the job of each row, None for headings
+        self._shaped: tuple[Snapshot, int, Columns, Mapping[int, str]] | None = None
+        self._made: dict[int, tuple[tuple[object, ...], JobView, Row]] = {}
         self._snapshot: Snapshot | None = None
 
     def update_from(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self._ids = [view.job.id for view in snapshot.jobs]
-        if self.awaited in self._ids:
+        self._groups = job_groups(snapshot.jobs, snapshot.gpus)
+        self._ids = [view.job.id for group in self._groups for view in group.views]
+        self._places = {job: place for place, job in enumerate(self._ids)}
+        if self.awaited in self._places:
             self._select(self.awaited)
             self.awaited = None
-        if self.selected not in self._ids:
+        if self.selected not in self._places:
             self._select(self._ids[0] if self._ids else None)
         self._fill()
 
     def is_marked(self, index: int) -> bool:
-        return self._ids[index - 1 : index] == [self.selected] if index else False
+        return index < len(self._lines) and self._lines[index] == self.selected is not None
 
     def on_resize(self, event: Resize) -> None:
         self._fill()
@@ -77,11 +87,11 @@ class JobsPanel(Lines, can_focus=True):
         if offset is None or not self._ids:
             return
         index = self.row_at(offset.y)
-        if 1 <= index <= len(self._ids):
-            job = self._ids[index - 1]
+        job = self._lines[index] if index < len(self._lines) else None
+        if job is not None:
             if job == self.selected and event.chain == 2:
                 self.post_message(self.Opened(job))
-            self._go(index - 1)
+            self._go(self._places[job])
 
     # -- keys ------------------------------------------------------------------------------
 
@@ -107,7 +117,7 @@ class JobsPanel(Lines, can_focus=True):
 
     @property
     def _position(self) -> int:
-        return self._ids.index(self.selected) if self.selected in self._ids else 0
+        return self._places.get(self.selected, 0) if self.selected is not None else 0
 
     def _go(self, position: int) -> None:
         if self._ids:
@@ -128,30 +138,59 @@ class JobsPanel(Lines, can_focus=True):
             return
         self._caption(snapshot)
         if not snapshot.jobs:
+            self._lines = []
             self.show(_EMPTY)
             return
-        shape = columns(snapshot, width - 2)
-        self.show(
-            [
-                (Span("  "), *header_row(shape)),
-                *(
-                    (Span("▸ " if view.job.id == self.selected else "  ", "accent"),
-                     *job_row(view, shape))
-                    for view in snapshot.jobs
-                ),
-            ]
-        )  # fmt: skip
+        known = self._shaped
+        if known is None or known[0] is not snapshot or known[1] != width:
+            shape = columns(snapshot, width - 2)
+            known = self._shaped = (snapshot, width, shape, queue_places(snapshot.jobs))
+        _, _, shape, places = known
+        rows: list[Row] = [(Span("  "), *header_row(shape))]
+        lines: list[int | None] = [None]
+        headed = self._headed
+        for group in self._groups:
+            if headed:
+                rows.append(_heading(group.title, width))
+                lines.append(None)
+            for view in group.views:
+                job = view.job.id
+                rows.append(self._row(view, shape, places.get(job, ""), job == self.selected))
+                lines.append(job)
+        self._lines = lines
+        for gone in self._made.keys() - self._places.keys():
+            del self._made[gone]
+        self.show(rows)
         self._keep_in_sight()
 
+    def _row(self, view: JobView, shape: Columns, place: str, selected: bool) -> Row:
+        """The row of a job, made anew only when something about it changed."""
+        known = self._made.get(view.job.id)
+        facts = (id(view), shape, place, selected)
+        if known is not None and known[0] == facts:
+            return known[2]
+        mark = Span("▸ " if selected else "  ", "accent")
+        row = (mark, *job_row(view, shape, place))
+        self._made[view.job.id] = (facts, view, row)  # the view too, or its id may be another's
+        return row
+
+    @property
+    def _headed(self) -> bool:
+        """Whether groups have a line of their own: on a GPU machine, on a screen with room."""
+        tall = not self.screen.has_class("-short")
+        return tall and any(group.title.startswith(("GPU", "any")) for group in self._groups)
+
     def _keep_in_sight(self) -> None:
-        position, seen = self._position, self.size.height - 1
-        if seen <= 0:
+        seen = self.size.height - 1
+        if seen <= 0 or self.selected not in self._lines:
             return
+        at = self._lines.index(self.selected) - 1
+        above = at - 1 if at and self._lines[at] is None else at  # with its heading
         top = self.scroll_offset.y
-        if position < top:
-            self.scroll_to(y=position, animate=False, force=True)
-        elif position >= top + seen:
-            self.scroll_to(y=position - seen + 1, animate=False, force=True)
+        if above < top:
+            self.scroll_to(y=above, animate=False, force=True)
+        elif at >= top + seen:
+            self.scroll_to(y=at - seen + 1, animate=False, force=True)
 
     def _caption(self, snapshot: Snapshot) -> None:
         running, queued = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
@@ -159,3 +198,7 @@ class JobsPanel(Lines, can_focus=True):
         title = f"jobs · {running} running · {queued} queued · {ended} ended"
         if self.border_title != title:
             self.border_title = title
+
+
+def _heading(title: str, width: int) -> Row:
+    return Span(f"  {title} ", "title"), Span("─" * max(0, width - len(title) - 3), "faint")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
-from threading import Event
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from rich.segment import Segment
-from rich.text import Text
 from textual.binding import Binding
 from textual.cache import LRUCache
 from textual.geometry import Size
@@ -18,6 +14,8 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from tui.log.paint import paint
+from tui.log.watch import Found, Looked, Watch
 from tui.logmodel import Change, LogModel
 
 if TYPE_CHECKING:
@@ -28,12 +26,6 @@ if TYPE_CHECKING:
     from textual.events import Resize
 
 _LOOK_EVERY: Final = 0.25  # seconds; following faster costs an SSH link more than it tells
-_LEVELS: Final = (
-    (re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent|^\w*(Error|Exception):"),
-     "bad"),
-    (re.compile(r"\bWARN(ING)?\b|Warning:"), "warn"),
-    (re.compile(r"\bDEBUG\b"), "dim"),
-)  # fmt: skip
 
 
 class LogView(ScrollView, can_focus=True):
@@ -61,23 +53,26 @@ class LogView(ScrollView, can_focus=True):
     following: reactive[bool] = reactive(True)
 
     @dataclass
-    class Looked(Message):
-        """The watching thread found something. `added`: lines that came to the front."""
+    class Told(Message):
+        """The watching thread found something."""
 
-        model: LogModel
-        change: Change
-        added: int = 0
-        problem: str = ""
+        watch: Watch
+        what: Looked | Found
 
-    def __init__(self, resting: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        resting: Callable[[], bool] = lambda: False,
+        *,
+        id: str = "log",  # noqa: A002
+    ) -> None:
         """
         Args:
             resting: Whether nobody can see the log now; asked in the watching thread.
         """
-        super().__init__(id="log")
+        super().__init__(id=id)
         self._resting = resting
         self.model: LogModel | None = None
-        self._stop_watching = Event()
+        self.watching: Watch | None = None
         self._strips: LRUCache[tuple[int, int], Strip] = LRUCache(2000)
         self._palette: dict[str, Style] = {}
         self._widest = 0
@@ -93,44 +88,64 @@ class LogView(ScrollView, can_focus=True):
         if self.model is not None and self.model.path == path:
             return
         self.close()
-        self._stop_watching = Event()
         self.model = LogModel(path) if path is not None else None
+        self.watching = None
         self._start_over()
         self.following = True
         if self.model is not None:
+            self.watching = Watch(self.model, _LOOK_EVERY, self._resting)
             self.run_worker(
-                partial(self._watch, self.model, self._stop_watching),
+                partial(self.watching.run, partial(self._tell, self.watching)),
                 group="log", exclusive=True, exit_on_error=False, thread=True,
             )  # fmt: skip
 
     def close(self) -> None:
         """Let the watching thread end."""
-        self._stop_watching.set()
+        if self.watching is not None:
+            self.watching.close()
 
     def on_unmount(self) -> None:
         self.close()
 
-    def on_log_view_looked(self, event: Looked) -> None:
-        model = self.model
-        if model is None or event.model is not model:
+    def _tell(self, watch: Watch, what: Looked | Found) -> None:
+        """In the watching thread."""
+        self.post_message(self.Told(watch, what))
+
+    def on_log_view_told(self, event: Told) -> None:
+        event.stop()
+        if event.watch is not self.watching:
             return
-        if event.problem:
-            self.border_subtitle = event.problem
-            return
-        if event.change is Change.REPLACED:
-            self._start_over()
-        count, before = len(model), self.virtual_size.height
-        if event.added:
-            self._move(lambda: self._resize_to(count))
-            self._move(
-                lambda: self.scroll_to(y=self.scroll_y + event.added, animate=False, force=True)
-            )
+        if isinstance(event.what, Found):
+            self.take_found(event.what)
+        elif event.what.problem:
+            self.border_subtitle = event.what.problem
         else:
-            self._move(lambda: self._resize_to(count))
+            self.take_looked(event.what)
+
+    def take_looked(self, looked: Looked) -> None:
+        """The file has more lines, or others."""
+        if looked.change is Change.REPLACED:
+            self._start_over()
+        self.grow(looked.added)
+
+    def take_found(self, found: Found) -> None:
+        """Lines that were asked for; the panel asks for none."""
+
+    @property
+    def count(self) -> int:
+        """How many lines there are to show."""
+        return len(self.model) if self.model is not None else 0
+
+    def grow(self, added: int = 0) -> None:
+        """Show what there is now; `added` lines came to the front."""
+        before = self.virtual_size.height
+        self._move(lambda: self._resize_to(self.count))
+        if added:
+            self._move(lambda: self.scroll_to(y=self.scroll_y + added, animate=False, force=True))
         if self.following:
             self._to_end()
         last_seen = self.scroll_offset.y + self.size.height
-        if event.added or before <= last_seen or self.following:
+        if added or before <= last_seen or self.following:
             self.refresh()
         self._say_where()
 
@@ -166,6 +181,7 @@ class LogView(ScrollView, can_focus=True):
 
     def watch_following(self, following: bool) -> None:
         self.set_class(not following, "-held")
+        self.vertical_scrollbar.position = self.scroll_y  # it was not there to be told
         self._say_where()
 
     def on_resize(self, event: Resize) -> None:
@@ -179,32 +195,8 @@ class LogView(ScrollView, can_focus=True):
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _watch(self, model: LogModel, closed: Event) -> None:
-        """In a thread: look at the file until closed. Posts; touches no widget."""
-        failed = ""
-        while not closed.is_set():
-            if self._resting():
-                closed.wait(_LOOK_EVERY)
-                continue
-            try:
-                change = found = model.poll()
-                while found is Change.GREW and not closed.is_set():
-                    found = model.poll()
-                if change is not Change.NOTHING:
-                    self.post_message(self.Looked(model, change))
-                if change is Change.REPLACED and (added := model.index_older(closed.is_set)):
-                    self.post_message(self.Looked(model, Change.NOTHING, added))
-                failed = ""
-            except OSError as error:
-                if failed != str(error):
-                    failed = str(error)
-                    self.post_message(self.Looked(model, Change.NOTHING, problem=failed))
-            closed.wait(_LOOK_EVERY)
-        model.close()
-
-    def _move(self, change: object) -> None:
+    def _move(self, change: Callable[[], object]) -> None:
         """Scroll without taking it for the person's wish to follow or to stop following."""
-        assert callable(change)
         self._moving = True
         try:
             change()
@@ -248,17 +240,7 @@ class LogView(ScrollView, can_focus=True):
         return strip
 
     def _paint(self, line: str) -> Strip:
-        if "\x1b" in line:
-            base = self._style("")
-            text = Text.from_ansi(line)
-            segments = [
-                Segment(piece, base + style if style else base)
-                for piece, style, _ in text.render(self.app.console)
-                if piece
-            ]
-            return Strip(segments)
-        role = next((role for pattern, role in _LEVELS if pattern.search(line)), "")
-        return Strip([Segment(line, self._style(role))])
+        return paint(line, self._style, self.app.console)
 
     def _style(self, role: str) -> Style:
         if role not in self._palette:

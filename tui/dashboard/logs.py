@@ -1,4 +1,4 @@
-"""Which logs a job has, and how the log panel's title offers them."""
+"""Which logs a job has, and how a title offers them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def log_sources(job: Job) -> list[Source]:
 
 
 def log_title(sources: Sequence[Source], shown: int) -> str:
+    """The title of the log panel, as markup."""
+    return f"log · {log_choices(sources, shown)}"
+
+
+def log_choices(sources: Sequence[Source], shown: int) -> str:
     """Markup: the shown log, and the others to click on; far ranks are left out."""
     parts = []
     ranks = len(sources) - 2
@@ -41,4 +46,4 @@ def log_title(sources: Sequence[Source], shown: int) -> str:
         short = source.name if index in (0, shown) or index >= ranks else str(index)
         mark = f"[b]{short}[/b]" if index == shown else f"[dim]{short}[/dim]"
         parts.append(f"[@click=screen.show_log({index})]{mark}[/]")
-    return "log · " + " ".join(parts)
+    return " ".join(parts)

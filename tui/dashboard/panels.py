@@ -6,9 +6,12 @@ import time
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual.binding import Binding
+from textual.markup import escape
 
 from tui.dashboard.activity_rows import activity_rows
-from tui.dashboard.device_rows import device_rows
+from tui.dashboard.device_rows import device_rows, devices_title
+from tui.dashboard.memory_split import LEGEND, OTHERS, OURS
+from tui.dashboard.rank_rows import rank_table, rank_title
 from tui.format import Span, number
 from tui.plot import chart, ema, smoothing_span
 from tui.snapshot import Curve
@@ -20,11 +23,14 @@ if TYPE_CHECKING:
 
     from tui.snapshot import JobView, Snapshot
 
-_REDRAW_EVERY: Final = 2.0  # seconds; a curve is the most expensive thing on the screen
+# A curve is the most expensive thing on the screen: seven bytes a cell, and all of it moves.
+_REDRAW_EVERY: Final = 2.0  # seconds, at the least
+_CELLS_A_SECOND: Final = 160
+_REDRAW_WITHIN: Final = 15.0  # seconds, however little was added
 
 
 class DevicesPanel(Lines, can_focus=True):
-    """GPUs, or the machine, and the ranks of running jobs."""
+    """GPUs, or the machine, and the ranks of running jobs; or a table of one job's ranks."""
 
     BORDER_TITLE = "devices"
     BINDINGS: ClassVar = [
@@ -34,17 +40,50 @@ class DevicesPanel(Lines, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__(id="devices")
+        self.of_ranks = False  # whether the selected job's ranks have the place of the devices
         self._snapshot: Snapshot | None = None
+        self._selected: int | None = None
+        self._captions = ("", "")
 
-    def update_from(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        if self.size.width:
-            room = max(3, int(self.screen.size.height * 0.3) - 2)
-            self.show(device_rows(snapshot, self.scrollable_content_region.width, room))
+    def update_from(self, snapshot: Snapshot, selected: int | None = None) -> None:
+        self._snapshot, self._selected = snapshot, selected
+        width = self.scrollable_content_region.width
+        if not width:
+            return
+        view = snapshot.find(selected)
+        of_ranks = self.of_ranks and view is not None
+        if (fixed := int(of_ranks)) != self.fixed:
+            self.fixed = fixed
+            self.scroll_to(y=0, animate=False, force=True)
+            self.refresh()
+        if view is not None and of_ranks:
+            self._caption(rank_title(view, snapshot.t), "sizes in GiB · R: devices")
+            self.show(rank_table(view, snapshot.gpus, snapshot.t, width))
+            return
+        room = max(3, int(self.screen.size.height * 0.3) - 2)
+        rows = device_rows(snapshot, width, room, selected)
+        mixed = any(span.text[:1] in (OURS, OTHERS) for row in rows for span in row)
+        self._caption(devices_title(snapshot), LEGEND if mixed and width >= 96 else "")
+        self.show(rows)
 
     def on_resize(self, event: Resize) -> None:
         if self._snapshot is not None:
-            self.update_from(self._snapshot)
+            self.update_from(self._snapshot, self._selected)
+
+    def toggle_ranks(self) -> None:
+        """Show the ranks of the selected job in place of the devices, or the devices again."""
+        self.of_ranks = not self.of_ranks
+        if self._snapshot is not None:
+            self.update_from(self._snapshot, self._selected)
+
+    def watch_has_focus(self, focused: bool) -> None:
+        super().watch_has_focus(focused)
+        self.screen.set_class(focused, "-devices")  # a low screen gives it more lines meanwhile
+
+    def _caption(self, title: str, subtitle: str) -> None:
+        if (title, subtitle) != self._captions:
+            self._captions = title, subtitle
+            self.border_title, self.border_subtitle = escape(title), subtitle
 
 
 class ActivityPanel(Lines):
@@ -63,7 +102,7 @@ class ActivityPanel(Lines):
 
 
 class CurvePanel(Lines):
-    """The loss of the selected job, drawn again when it changed, at most every two seconds."""
+    """The loss of the selected job, drawn again when it has become longer by a column."""
 
     BORDER_TITLE = "loss"
 
@@ -73,6 +112,7 @@ class CurvePanel(Lines):
         self._drawn: Curve | None = None
         self._drawn_at = 0.0
         self._later: Timer | None = None
+        self._due = 0.0  # when it is to be drawn again
         self._captions = ("", "")
 
     def update_from(self, curve: Curve | None) -> None:
@@ -80,19 +120,28 @@ class CurvePanel(Lines):
         if self._curve is self._drawn:
             return
         other_job = self._drawn is None or self._drawn.job != self._curve.job
-        wait = self._drawn_at + _REDRAW_EVERY - time.monotonic()
-        if other_job or wait <= 0 or not self._drawn or not self._drawn.steps:
+        if other_job or not self._drawn or not self._drawn.steps:
             self._draw()
-        elif self._later is None:
-            self._later = self.set_timer(wait, self._draw)
+            return
+        width, height = self.size
+        drawn, now = len(self._drawn.steps), len(self._curve.steps)
+        due = self._drawn_at + redraw_after(drawn, now, width, height)
+        if (wait := due - time.monotonic()) <= 0:
+            self._draw()
+        elif self._later is None or due < self._due:
+            self._put_off()
+            self._due, self._later = due, self.set_timer(wait, self._draw)
+
+    def _put_off(self) -> None:
+        if self._later is not None:
+            self._later.stop()
+            self._later = None
 
     def on_resize(self, event: Resize) -> None:
         self._draw()
 
     def _draw(self) -> None:
-        if self._later is not None:
-            self._later.stop()
-            self._later = None
+        self._put_off()
         self._drawn, self._drawn_at = self._curve, time.monotonic()
         steps = self._curve.steps
         losses = [step.loss for step in steps]
@@ -128,3 +177,16 @@ class CurvePanel(Lines):
         if len(longest) - len("[b][/b]") <= self.size.width - 2:
             return longest
         return f"[b]avg {number(average, 3)}[/b] · val {held_out}"  # the loss is in the table
+
+
+def redraw_after(drawn: int, steps: int, width: int, height: int) -> float:
+    """Seconds after which a curve is drawn again. Pure.
+
+    Args:
+        drawn: Steps that it shows.
+        steps: Steps that there are.
+        width, height: Its size in cells.
+    """
+    least = max(_REDRAW_EVERY, width * height / _CELLS_A_SECOND)
+    longer_by_a_column = (steps - drawn) * max(1, width) >= drawn
+    return least if longer_by_a_column else max(least, _REDRAW_WITHIN)

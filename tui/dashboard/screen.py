@@ -66,6 +66,7 @@ class DashboardScreen(Screen[None]):
         self._log_index = 0
         self._log_job: int | None = None
         self.exports = Exports(self)
+        self.job_tab = ""  # of the job screen, as it was left
 
     def compose(self) -> ComposeResult:
         yield self.title_bar
@@ -104,7 +105,6 @@ class DashboardScreen(Screen[None]):
             return  # not there yet, or being taken down
         self.snapshot = snapshot
         self.title_bar.update_from(snapshot)
-        self.devices.update_from(snapshot)
         self.jobs.update_from(snapshot)
         self.problem.update_from(snapshot.problem)
         self._show_selected()
@@ -115,6 +115,7 @@ class DashboardScreen(Screen[None]):
 
     def _show_selected(self) -> None:
         view = self.selected
+        self.devices.update_from(self.snapshot, self.jobs.selected)
         self.activity.update_from(view)
         self.key_bar.update_from(view.job if view else None)
         curve = self.snapshot.curve
@@ -146,17 +147,21 @@ class DashboardScreen(Screen[None]):
     # -- jobs ------------------------------------------------------------------------------
 
     def action_new_job(self) -> None:
-        from tui.newjob.screen import NewJobScreen  # only when someone wants it
+        from tui.newjob.opening import open_new  # only when someone wants it
 
-        view = self.selected
-        template = view.job.run_dir.job_file if view else None
-        self.app.push_screen(NewJobScreen(self.store, template, self.snapshot), self._job_added)
+        open_new(self)
 
-    def _job_added(self, job: int | None) -> None:
-        if job is not None:
-            self.jobs.awaited = job
-            self.app.collector.wake()
-            self.app.say(f"job {job} is queued")
+    def action_duplicate_job(self) -> None:
+        if (view := self.selected) is not None:
+            from tui.newjob.opening import open_copy
+
+            open_copy(self, view.job)
+
+    def action_edit_job(self) -> None:
+        if (view := self.selected) is not None:
+            from tui.newjob.opening import open_edit
+
+            open_edit(self, view.job.id)
 
     def action_start_job(self) -> None:
         def start(job: int) -> str:
@@ -235,11 +240,19 @@ class DashboardScreen(Screen[None]):
         )
         self.app.push_screen(ConfirmScreen(question, detail, "remove"), answered)
 
-    def action_details(self) -> None:
-        if (view := self.selected) is not None:
-            from tui.modals.details import DetailsScreen
+    def action_toggle_ranks(self) -> None:
+        self.devices.toggle_ranks()
+        self.app.remember("of_ranks", self.devices.of_ranks)
 
-            self.app.push_screen(DetailsScreen(self.store, view.job.id))
+    def action_details(self) -> None:
+        self.open_job(self.job_tab)
+
+    def open_job(self, tab: str) -> None:
+        """Open the screen of the selected job at a tab."""
+        if (view := self.selected) is not None:
+            from tui.job.screen import JobScreen
+
+            self.app.push_screen(JobScreen(self.store, view.job, tab))
 
     def action_data(self) -> None:
         if (view := self.selected) is not None:
@@ -250,11 +263,14 @@ class DashboardScreen(Screen[None]):
             read = partial(load_spec, job.run_dir.job_file)
             self.app.push_screen(DataScreen(heading, read, job.run_dir.data_report))
 
-    def action_checkpoints(self) -> None:
+    def action_plots(self) -> None:
         if (view := self.selected) is not None:
-            from tui.checkpoints.screen import CheckpointsScreen
+            from tui.plots.screen import PlotsScreen
 
-            self.app.push_screen(CheckpointsScreen(self.store, view.job))
+            self.app.push_screen(PlotsScreen(self.store, view.job))
+
+    def action_checkpoints(self) -> None:
+        self.open_job("checkpoints")
 
     def _do(self, act: Callable[[int], str]) -> None:
         if (view := self.selected) is not None:
@@ -262,16 +278,18 @@ class DashboardScreen(Screen[None]):
 
     # -- log -------------------------------------------------------------------------------
 
-    def action_toggle_log(self) -> None:
-        self.toggle_class("-log-only")
-        if self.has_class("-log-only"):
-            self.log_view.focus()
-        else:
-            self.jobs.focus()
+    def action_toggle_log(self, ask: str = "") -> None:
+        if (view := self.selected) is not None:
+            from tui.log.screen import LogScreen
 
-    def key_escape(self) -> None:
-        if self.has_class("-log-only"):
-            self.action_toggle_log()
+            screen = LogScreen(view.job, self._log_index, ask=ask)
+            self.app.push_screen(screen, self._log_closed)
+
+    def _log_closed(self, shown: int | None) -> None:
+        self.action_show_log(shown or 0)
+
+    def action_search_log(self) -> None:
+        self.action_toggle_log("search")
 
     def action_next_log(self) -> None:
         self._log_index += 1
@@ -303,9 +321,7 @@ class DashboardScreen(Screen[None]):
     # -- dashboard -------------------------------------------------------------------------
 
     def action_show_help(self) -> None:
-        from tui.modals.help import HelpScreen
-
-        self.app.push_screen(HelpScreen())
+        self.app.action_show_help()
 
     def action_caches(self) -> None:
         from tui.caches.screen import CachesScreen

@@ -1,1 +1,1 @@
-"""Screens that lie over the dashboard: help, details, questions."""
+"""Screens that lie over the dashboard: help, questions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,6 +10,8 @@ from textual.binding import Binding
 from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
+
+from tui.widgets.path_input import PathInput, PathSuggester
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -28,10 +31,11 @@ class AskPathScreen(ModalScreen[Path | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="ask-path") as dialog:
             dialog.border_title = self.question
-            dialog.border_subtitle = "enter · esc cancels"
-            yield Input(self.proposal, id="path", compact=True)
+            dialog.border_subtitle = "tab completes · enter · esc cancels"
+            files = PathSuggester((".yaml", ".yml", ".json"))
+            yield PathInput(self.proposal, id="path", compact=True, suggester=files)
             yield Static(f"relative to {Path.cwd()}", markup=False, id="base")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         text = event.value.strip()
-        self.dismiss(Path(text).expanduser() if text else None)
+        self.dismiss(Path(os.path.expandvars(text)).expanduser() if text else None)

@@ -1,8 +1,9 @@
-"""All keys, from the table of actions."""
+"""The keys of a screen, made from its bindings."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import textwrap
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.binding import Binding
 from textual.containers import VerticalScroll
@@ -10,42 +11,76 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from tui.actions import ACTIONS, GROUP_TITLES
+from tui.screen_keys import screen_keys
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.events import Resize
+    from textual.screen import Screen
+
+    from tui.screen_keys import ScreenKey
 
 _ABOUT = (
     "Quitting stops nothing: every job has a supervisor of its own, and a new dashboard shows "
-    "the same jobs. Tab moves between the jobs and the log; the mouse works."
+    "the same jobs. Tab moves between the parts of a screen; the mouse works. Other keys: see "
+    "`fsdp-tui settings`."
 )
+_WIDEST = 16  # columns of keys
+
+
+class Keys(Static):
+    """The list; what does not fit in a line goes on beneath its beginning."""
+
+    def __init__(self, keys: list[ScreenKey]) -> None:
+        super().__init__(id="keys")
+        self.keys = keys
+
+    def on_resize(self, event: Resize) -> None:
+        self.update(help_text(self.keys, event.size.width))
 
 
 class HelpScreen(ModalScreen[None]):
-    """Lists every action by group."""
+    """Lists what the keys of another screen do."""
 
     CSS_PATH = "modals.tcss"
-    BINDINGS: ClassVar = [Binding("escape,q,question_mark,f1,enter", "dismiss", "close")]
+    BINDINGS: ClassVar = [
+        Binding("escape,q,question_mark,f1,enter", "dismiss", "close"),
+        Binding("j,down", "scroll(1)", "scroll on"),
+        Binding("k,up", "scroll(-1)", "scroll back"),
+        Binding("ctrl+d,pagedown,space", "scroll(10)", "ten lines on"),
+        Binding("ctrl+u,pageup", "scroll(-10)", "ten lines back"),
+    ]
+
+    def __init__(self, about: Screen[Any]) -> None:
+        super().__init__()
+        self.keys = screen_keys(about)
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="dialog", id="help") as dialog:
+        with VerticalScroll(classes="dialog", id="help", can_focus=False) as dialog:
             dialog.border_title = "keys"
-            dialog.border_subtitle = "esc closes"
-            dialog.can_focus = True
-            yield Static(help_text(), id="keys")
-            yield Static(_ABOUT, id="about")
+            dialog.border_subtitle = "↑ ↓ scroll · esc closes"
+            yield Keys(self.keys)
+            yield Static(_ABOUT, id="about", markup=False)
+
+    def action_scroll(self, by: int) -> None:
+        self.query_one("#help").scroll_relative(y=by, animate=False)
 
 
-def help_text() -> Content:
-    """Every action under the heading of its group."""
+def help_text(keys: list[ScreenKey], width: int) -> Content:
+    """Every key under the heading of its section, in so many columns."""
+    widest = min(_WIDEST, max((len(key.shown) for key in keys), default=0))
+    room = max(20, width - widest - 4)
     lines: list[Content] = []
-    for group, title in GROUP_TITLES.items():
-        lines.append(Content.from_markup(f"[b $primary]{title}[/]"))
-        lines += [
-            Content.from_markup("  [b $accent]$key[/]$gap$help", key=action.shown,
-                                gap=" " * (7 - len(action.shown)), help=action.help)
-            for action in ACTIONS
-            if action.group == group
-        ]  # fmt: skip
-        lines.append(Content(""))
-    return Content("\n").join(lines)
+    section = ""
+    for key in keys:
+        if key.section != section:
+            section = key.section
+            lines += [Content(""), Content.from_markup("[b $primary]$title[/]", title=section)]
+        told = textwrap.wrap(key.help[:1].upper() + key.help[1:], room)
+        lines.append(
+            Content.from_markup(
+                "  [b $accent]$key[/]  $help", key=key.shown.ljust(widest), help=told[0]
+            )
+        )
+        lines += [Content(" " * (widest + 4) + more) for more in told[1:]]
+    return Content("\n").join(lines[1:])

@@ -2,138 +2,67 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 from pydantic import ValidationError
 
 from jobs import preflight
+from jobs.applicable import find_inapplicable
+from jobs.cascade import FOLLOWING
 from jobs.conflicts import find_conflicts, find_warnings
 from jobs.errors import SpecError, UserError
 from jobs.families import FAMILIES
-from jobs.spec import JobSpec, field_choices, field_names
+from jobs.spec import JobSpec, field_names
+from jobs.spec_errors import key_of
 from jobs.specfile import dump_spec, load_spec
-from jobs.strategy import chosen_strategy, depends_on_memory
+from jobs.strategy import SHARDING, chosen_strategy, depends_on_memory
 from tui.detect.words import Model
+from tui.newjob.pages import SHOWN
+from tui.newjob.texts import as_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from pathlib import Path
 
-BLOCKS: Final = "fsdp_transformer_layer_cls_to_wrap"
-
-# The fields that the form always shows, by heading. All others are carried along unchanged.
-ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
-    "job": ("name", "model_type", "model_family", "model_flavour"),
-    "model and data": ("pretrained_model_name_or_path", "dataset"),
-    "training": (
-        "max_train_steps", "learning_rate", "resolution", "train_batch_size",
-        "gradient_accumulation_steps", "lora_rank", "mixed_precision",
-    ),
-    "devices": ("gpus", "num_processes", "strategy", "fsdp_reshard_after_forward", BLOCKS),
-    "output": ("checkpointing_steps", "validation_prompts"),
-}  # fmt: skip
-SHOWN: Final = tuple(name for names in ESSENTIAL.values() for name in names)
-PATHS: Final = ("pretrained_model_name_or_path", "dataset")
-_LABELS: Final = {
-    "pretrained_model_name_or_path": "model",
-    "train_batch_size": "batch per rank",
-    "gradient_accumulation_steps": "accumulation",
-    "max_train_steps": "steps",
-    "model_type": "type",
-    "model_family": "family",
-    "model_flavour": "flavour",
-    "mixed_precision": "precision",
-    "num_processes": "ranks",
-    "fsdp_reshard_after_forward": "reshard",
-    BLOCKS: "blocks",
-    "checkpointing_steps": "save every",
-    "validation_prompts": "prompts",
-}
-_SEPARATOR: Final = " | "
+_NOT_OF_TEMPLATES: Final = (
+    "name", "pretrained_model_name_or_path", "dataset", "datasets", "device", "gpus",
+    "num_processes", *FOLLOWING,
+)  # fmt: skip
+_ROUNDS: Final = 3  # of keys that apply no more because others do not
 
 
-def label(name: str) -> str:
-    """The field's short label in the form."""
-    return _LABELS.get(name, name.replace("_", " "))
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a job, the default of its family and flavour where they say nothing.
 
-
-def help_text(name: str) -> str:
-    """The field's own help, with its key as job files spell it."""
-    text = JobSpec.model_fields[name].description or ""
-    if name == "validation_prompts":
-        text += " Separate several with |, settings as in {prompt: a cat, seed: 3}."
-    if name == BLOCKS:
-        text += " ^b or F2 lists them."
-    return f"{name}: {text}"
-
-
-def placeholder(name: str) -> str:
-    """What stands in an input while it is blank: the default."""
-    if name == BLOCKS:
-        return "the family's own; ^b chooses"
-    return as_text(name, JobSpec.model_fields[name].default)
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """The words a field allows; families and flavours included."""
-    if name == "model_family":
-        return tuple(FAMILIES)
-    return field_choices(name)
-
-
-def as_text(name: str, value: Any) -> str:
-    """A value as it stands in an input."""
-    if value is None:
-        return ""
-    if name == "datasets":
-        return ", ".join(map(_dataset, value))
-    if name == "validation_prompts" and isinstance(value, list):
-        return _SEPARATOR.join(map(_prompt, value))
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value)
-
-
-def _dataset(dataset: Mapping[str, Any]) -> str:
-    repeats = dataset.get("repeats") or 1
-    return f"{dataset['path']} x{repeats}" if repeats > 1 else str(dataset["path"])
-
-
-def _prompt(entry: str | Mapping[str, Any]) -> str:
-    """A prompt as one line, without the separator; with its settings, or where a text would not
-    come back as it is, as a mapping.
+    What no job can have is kept as it is, so that the form shows it and what is wrong with it.
     """
-    if isinstance(entry, str):
-        if entry.isprintable() and entry == entry.strip() != "" and "|" not in entry:
-            return entry
-        entry = {"prompt": entry}
-    text = json.dumps(entry, ensure_ascii=False)
-    if not text.isprintable():  # an input would drop what is not
-        text = json.dumps(entry)
-    return text.replace("|", "\\u007c")
-
-
-def from_text(name: str, text: str) -> Any:
-    """What an input says; None when it is blank, which means the default."""
-    text = text.strip()
-    if not text:
-        return None
-    if name == "validation_prompts":  # a prompt may hold commas
-        return [part.strip() for part in text.split("|") if part.strip()]
-    return text
-
-
-def starting_values(template: Path | None) -> dict[str, Any]:
-    """Values of an earlier job's file, or the defaults when there is none that can be read."""
     try:
-        return load_spec(template).to_dict() if template else JobSpec().to_dict()
-    except UserError:
-        return JobSpec().to_dict()
+        usual = defaults_of(values.get("model_family", "flux"), values.get("model_flavour"))
+    except ValidationError:  # something else than a text
+        usual = JobSpec().to_dict()
+    try:
+        return usual | {
+            key: value
+            for key, value in JobSpec.model_validate(dict(values)).to_dict().items()
+            if key in values
+        }
+    except ValidationError:
+        return usual | {k: v for k, v in values.items() if k in usual and v is not None}
+
+
+def begin_with(template: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A template's values, and of the form's those that a template leaves to the person."""
+    kept = {key: values[key] for key in _NOT_OF_TEMPLATES if values.get(key) not in (None, "")}
+    if template.get("datasets"):
+        kept.pop("dataset", None)
+    elif "dataset" in template:
+        kept.pop("datasets", None)
+    if "gpus" in template or "num_processes" in template:
+        ranks = ("gpus", "num_processes", *FOLLOWING)
+        kept = {key: value for key, value in kept.items() if key not in ranks}
+    return complete(kept | dict(template))
 
 
 def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +73,49 @@ def merge(base: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("gpus"):
         values.pop("num_processes", None)  # as many as there are gpus
     return {key: value for key, value in values.items() if value is not None}
+
+
+def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What of the values makes the job, and why the others do not apply.
+
+    A value that does not apply stays in the job while it does no harm, so that a job file comes
+    back as it was; it is left out where it alone would be refused.
+
+    Returns:
+        The values, and the reason of each key that does not apply.
+    """
+    kept, reasons = dict(values), find_inapplicable(_readable(values))
+    for _ in range(_ROUNDS):
+        useless = [key for key in find_problems(kept) if key in reasons and key in kept]
+        if not useless:
+            break
+        kept = {key: value for key, value in kept.items() if key not in useless}
+        reasons = find_inapplicable(_readable(kept)) | {key: reasons[key] for key in useless}
+    return kept, reasons
+
+
+def _readable(values: Mapping[str, Any]) -> JobSpec:
+    """The job as far as its values can be read, the defaults for the rest."""
+    try:
+        return JobSpec.model_validate(dict(values))
+    except ValidationError as error:
+        wrong = {key_of(one) for one in error.errors()}
+        kept = {key: value for key, value in values.items() if key not in wrong}
+        try:
+            return JobSpec.model_validate(kept)
+        except ValidationError:
+            return JobSpec()
+
+
+def followed(ranks: int, changes: Mapping[str, Any]) -> str:
+    """What another number of ranks has changed, as a sentence."""
+    words = {True: "on", False: "off", None: "by itself"}
+    told = [f"{key} {words.get(value, value)}" for key, value in changes.items()]
+    if not told:
+        return ""
+    if changes.get("strategy") in SHARDING:
+        return f"{ranks} ranks turn FSDP on: {', '.join(told)}"
+    return f"{ranks} rank{'s' if ranks > 1 else ''}, as before: {', '.join(told)}"
 
 
 def defaults_of(family: object, flavour: object) -> dict[str, Any]:
@@ -175,12 +147,25 @@ def adopt(
     }
 
 
-def carried(base: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that differ from the defaults and have no field in the form."""
-    defaults = defaults_of(base.get("model_family", "flux"), base.get("model_flavour"))
+def carried(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that differ from the defaults and stand on other pages than the first."""
+    return {key: value for key, value in told(values).items() if key not in SHOWN}
+
+
+def told(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that differ from the defaults of their family and flavour, read or not."""
+    usual = complete({key: values.get(key) for key in ("model_family", "model_flavour")})
+    usual |= {"model_family": JobSpec.model_fields["model_family"].default, "model_flavour": None}
     return {
-        key: value for key, value in base.items() if key not in SHOWN and value != defaults[key]
+        key: value
+        for key, value in values.items()
+        if as_text(key, value) != as_text(key, usual.get(key))
     }
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two sets of values stand for the same texts in the form."""
+    return all(as_text(key, one.get(key)) == as_text(key, other.get(key)) for key in {*one, *other})
 
 
 def find_problems(values: Mapping[str, Any]) -> dict[str, str]:
@@ -248,7 +233,7 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         return True, ""
     try:
         spec = JobSpec.model_validate({
-            "pretrained_model_name_or_path": text, "dataset": str(Path(text).expanduser()),
+            "pretrained_model_name_or_path": text, "dataset": text,
             "model_family": values.get("model_family") or "flux",
             "missing_captions": values.get("missing_captions") or "skip",
         })  # fmt: skip
@@ -296,12 +281,7 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     try:
         return dump_spec(load_spec(None, values), only_set=True)
     except SpecError:
-        defaults = defaults_of(values.get("model_family", "flux"), values.get("model_flavour"))
-        kept = {
-            key: value
-            for key, value in values.items()
-            if as_text(key, value) != as_text(key, defaults.get(key))
-        }
+        kept = told(values)
         return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from textual import on
 from textual.containers import Horizontal, Vertical
 from textual.message import Message
-from textual.suggester import Suggester
 from textual.widgets import Input, Label, Select, Static
 
+from jobs.families import FAMILIES
 from jobs.spec import JobSpec, is_switch, takes_number
-from tui.newjob import draft
-from tui.newjob.gpu_picker import GpuPicker
+from tui.newjob import pages, texts
+from tui.newjob.choice import Choice, DropDown, width_of
+from tui.newjob.gpu_picker import GpuPicker, users_of
+from tui.widgets.path_input import PathInput, PathSuggester
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from textual.app import ComposeResult
     from textual.widget import Widget
@@ -25,26 +26,20 @@ if TYPE_CHECKING:
     from tui.snapshot import Snapshot
 
 
-class PathSuggester(Suggester):
-    """Completes the last part of a path from what is on the disk."""
-
-    def __init__(self) -> None:
-        super().__init__(use_cache=False, case_sensitive=True)
-
-    async def get_suggestion(self, value: str) -> str | None:
-        head, _, tail = value.rpartition("/")
-        folder = Path((head + "/") if "/" in value else ".").expanduser()
-        try:
-            with os.scandir(folder) as entries:
-                names = sorted(e.name for e in entries if e.name.startswith(tail) and e.is_dir())
-        except OSError:
-            return None
-        names = [name for name in names if tail or not name.startswith(".")]
-        return f"{value[: len(value) - len(tail)]}{names[0]}" if names else None
+_WIDEST_CHOICE: Final = 24  # columns; longer ones drop down
+_NO_FLAVOUR: Final = "not said"
 
 
 class FieldRow(Vertical):
-    """Shows one field of the job. `value` is None while it is blank."""
+    """Shows one field of the job. `value` is None while it is blank.
+
+    Args:
+        name: The job's key.
+        value: What it holds.
+        snapshot: The machine as it is.
+        off: Why it does not apply, if it does not.
+        detailed: Whether its help, or why it does not apply, stands beside it.
+    """
 
     @dataclass
     class Changed(Message):
@@ -52,28 +47,37 @@ class FieldRow(Vertical):
 
         name: str
 
-    def __init__(self, name: str, value: Any, snapshot: Snapshot) -> None:
+    def __init__(
+        self, name: str, value: Any, snapshot: Snapshot, *, off: str = "", detailed: bool = False
+    ) -> None:
         super().__init__(id=f"row-{name}", classes="field")
+        self.set_class(detailed, "-detailed")
+        self.set_class(bool(off), "-off")
         self.field = name
         self.control = _control(name, value, snapshot)
-        self.control.tooltip = draft.help_text(name)
+        self.control.tooltip = texts.help_text(name)
+        self.control.disabled = bool(off)
+        self._detailed = detailed
+        self._found, self._off = "", off
+        self._note = Static(self._beside(), classes="note", markup=False)
+        self._error = Static("", classes="error", markup=False)
 
     def compose(self) -> ComposeResult:
         with Horizontal(classes="line"):
-            yield Label(draft.label(self.field), classes="label")
+            yield Label(pages.label(self.field), classes="label")
             yield self.control
-            yield Static("", classes="note", markup=False)
-        yield Static("", classes="error", markup=False)
+            yield self._note
+        yield self._error
 
     @property
     def value(self) -> Any:
         match self.control:
             case Select() as select:
                 return None if select.is_blank() else select.value
-            case GpuPicker() as picker:
-                return list(picker.chosen) or None
+            case GpuPicker() | Choice() as control:
+                return control.value
             case Input() as text:
-                return draft.from_text(self.field, text.value)
+                return texts.from_text(self.field, text.value)
         return None
 
     def put(self, value: Any) -> None:
@@ -86,11 +90,10 @@ class FieldRow(Vertical):
                     select.clear()
                 else:
                     select.value = value
-            case GpuPicker() as picker:
-                picker.choose([v for v in value if isinstance(v, int)] if isinstance(value, list)
-                              else [])  # fmt: skip
+            case GpuPicker() | Choice() as control:
+                control.value = value
             case Input() as text:
-                text.value = draft.as_text(self.field, value)
+                text.value = texts.as_text(self.field, value)
 
     def offer(self, words: Sequence[str], chosen: str | None) -> None:
         """Let a choice be one of these, or blank."""
@@ -101,60 +104,81 @@ class FieldRow(Vertical):
 
     def complain(self, problem: str) -> None:
         """Show what is wrong below the control; nothing when the text is empty."""
-        error = self.query_one(".error", Static)
         text = problem and f"! {problem}"
-        if str(error.content) != text:
-            error.update(text)
+        if self._error.content != text:
+            self._error.update(text)
             self.set_class(bool(problem), "-wrong")
 
     def note(self, text: str) -> None:
         """Show what was found, beside the control."""
-        self.query_one(".note", Static).update(text)
+        self._found = text
+        self._show_beside()
 
-    def on_input_changed(self) -> None:
-        self.post_message(self.Changed(self.field))
+    def turn_off(self, reason: str) -> None:
+        """Say why the field does not apply, and let nobody fill it in; "" if it does."""
+        if reason != self._off:
+            self._off = reason
+            self.control.disabled = bool(reason)
+            self.set_class(bool(reason), "-off")
+            self._show_beside()
 
-    def on_select_changed(self) -> None:
-        self.post_message(self.Changed(self.field))
+    def _beside(self) -> str:
+        usual = JobSpec.model_fields[self.field].description if self._detailed else ""
+        return self._off or self._found or usual or ""
 
-    def on_gpu_picker_changed(self) -> None:
+    def _show_beside(self) -> None:
+        if self._note.content != self._beside():
+            self._note.update(self._beside())
+            self.set_class(bool(self._found), "-found")
+
+    @on(Input.Changed)
+    @on(Select.Changed)
+    @on(GpuPicker.Changed)
+    @on(Choice.Changed)
+    def _changed(self) -> None:
         self.post_message(self.Changed(self.field))
 
 
 def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
     identity = f"field-{name}"
+    usual = JobSpec.model_fields[name].default
     if name == "gpus":
-        chosen = [v for v in value if isinstance(v, int)] if isinstance(value, list) else []
-        return GpuPicker(snapshot.gpus, _users(snapshot), chosen)
+        return GpuPicker(snapshot.gpus, users_of(snapshot), value)
     if name == "model_flavour":
         # Which there are depends on the family: `offer` says.
-        return Select([], prompt="not said", id=identity, compact=True)
-    words = draft.choices(name)
-    if words:
-        chosen_word = value if value in words else JobSpec.model_fields[name].default
-        return Select(
-            [(word, word) for word in words], value=chosen_word, allow_blank=False, id=identity,
-            compact=True,
+        return DropDown([], prompt=_NO_FLAVOUR, id=identity, compact=True)
+    if words := texts.choices(name):
+        if width_of(words) <= _WIDEST_CHOICE:
+            return Choice([(w, w) for w in words], value if value in words else usual, id=identity)
+        return DropDown(
+            [(word, word) for word in words], value=value if value in words else usual,
+            allow_blank=False, id=identity, compact=True,
         )  # fmt: skip
-    if is_switch(name) and JobSpec.model_fields[name].default is not None:
-        return Select(_yes_or_no(value), value=value, allow_blank=False, id=identity, compact=True)
-    suggester = PathSuggester() if name in draft.PATHS else None
-    return Input(
-        draft.as_text(name, value), placeholder=draft.placeholder(name), id=identity,
-        compact=True, suggester=suggester,
-    )  # fmt: skip
+    if takes_number(name):
+        return DropDown(
+            _yes_or_no(value), value=value, allow_blank=False, id=identity, compact=True
+        )
+    if is_switch(name):
+        options: list[tuple[str, bool | None]] = [("yes", True), ("no", False)]
+        return Choice([*options, ("auto", None)] if usual is None else options, value, id=identity)
+    return _input(name, value, identity)
+
+
+def _input(name: str, value: Any, identity: str) -> Input:
+    text, hint = texts.as_text(name, value), texts.placeholder(name)
+    if name not in (*pages.PATHS, "cache_dir"):
+        return Input(text, placeholder=hint, id=identity, compact=True)
+    known = _hub_ids if name == "pretrained_model_name_or_path" else tuple
+    suggester = PathSuggester(words=known)
+    return PathInput(text, placeholder=hint, id=identity, compact=True, suggester=suggester)
+
+
+def _hub_ids() -> list[str]:
+    """Where the families' models are published."""
+    return [one.hub_id for family in FAMILIES.values() for one in family.flavours.values()]
 
 
 def _yes_or_no(value: bool | int) -> list[tuple[str, bool | int]]:
     """What a switch offers, and the number that a job file gave it, if it may be one."""
     numbers = [(str(value), value)] if type(value) is int else []
     return [("yes", True), ("no", False), *numbers]
-
-
-def _users(snapshot: Snapshot) -> Mapping[str, str]:
-    """GPU → the job of ours that holds it, or the processes of others."""
-    users = {gpu.uuid: f"pid {gpu.processes[0].pid}" for gpu in snapshot.gpus if gpu.processes}
-    for view in snapshot.jobs:
-        if view.job.state.active:
-            users |= dict.fromkeys(view.job.gpus, f"job {view.job.id}")
-    return users

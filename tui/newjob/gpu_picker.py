@@ -1,12 +1,13 @@
-"""GPUs as buttons in one line: space or a number key toggles one, arrows move."""
+"""GPUs as buttons: a number key or space toggles one, arrows move, `a` all, `f` the free ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual.binding import Binding
 from textual.content import Content
+from textual.markup import escape
 from textual.message import Message
 from textual.widgets import Static
 
@@ -14,16 +15,27 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jobs.devices import Gpu
+    from tui.snapshot import Snapshot
+
+_GAP: Final = "  "
 
 
 class GpuPicker(Static, can_focus=True):
-    """Chosen GPUs by index. None chosen means: any that are free, as many as there are ranks."""
+    """Chosen GPUs by index. None chosen means: any that are free, as many as there are ranks.
+
+    Args:
+        gpus: Of this machine.
+        users: UUID → who sits on it.
+        value: As a job has it: indices, UUIDs or beginnings of them, a count, or None.
+    """
 
     BINDINGS: ClassVar = [
-        Binding("left", "move(-1)", show=False),
-        Binding("right", "move(1)", show=False),
-        Binding("space", "turn_here", "toggle", show=False),
-        *(Binding(str(n), f"turn({n})", show=False) for n in range(10)),
+        Binding("left", "move(-1)", "previous GPU", show=False),
+        Binding("right", "move(1)", "next GPU", show=False),
+        Binding("space,enter", "turn_here", "take this GPU, or leave it", show=False),
+        Binding("a", "all", "all GPUs, or none", show=False),
+        Binding("f", "free", "the GPUs that nobody uses", show=False),
+        *(Binding(str(n), f"turn({n})", f"GPU {n}", show=False) for n in range(10)),
     ]
 
     @dataclass
@@ -32,21 +44,52 @@ class GpuPicker(Static, can_focus=True):
 
         chosen: tuple[int, ...]
 
-    def __init__(
-        self, gpus: Sequence[Gpu], users: Mapping[str, str], chosen: Sequence[int]
-    ) -> None:
+    def __init__(self, gpus: Sequence[Gpu], users: Mapping[str, str], value: Any) -> None:
         super().__init__(id="field-gpus")
         self.auto_links = False
         self.gpus = list(gpus)
-        self.users = dict(users)  # uuid → who sits on it
-        self.chosen = tuple(sorted(index for index in chosen if index in self.indices))
+        self.users = dict(users)
         self.place = 0
+        self.chosen: tuple[int, ...] = ()
+        self._given: Any = None  # what is not these GPUs: a count, or some that are not here
+        self._names: dict[int, int | str] = {}  # how the job calls them
+        self._read(value)
 
     @property
     def indices(self) -> list[int]:
         return [gpu.index for gpu in self.gpus]
 
+    @property
+    def value(self) -> Any:
+        """As a job has it; what was given, while nobody chose others."""
+        if self._given is not None:
+            return self._given
+        return [self._names.get(index, index) for index in self.chosen] or None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if value != self.value:
+            self._read(value)
+            self._draw()
+            self.post_message(self.Changed(self.chosen))
+
+    def _read(self, value: Any) -> None:
+        names = value if isinstance(value, list) else []
+        found = {name: self._index(name) for name in names}
+        known = all(index is not None for index in found.values())
+        self._names = {index: name for name, index in found.items() if index is not None}
+        self.chosen = tuple(sorted(self._names)) if known else ()
+        self._given = None if known and isinstance(value, list | None) else value
+
+    def _index(self, name: int | str) -> int | None:
+        if isinstance(name, int):
+            return name if name in self.indices else None
+        return next((gpu.index for gpu in self.gpus if gpu.uuid.startswith(name)), None)
+
     def on_mount(self) -> None:
+        self._draw()
+
+    def on_resize(self) -> None:
         self._draw()
 
     def on_focus(self) -> None:
@@ -56,6 +99,8 @@ class GpuPicker(Static, can_focus=True):
         self._draw()
 
     def choose(self, chosen: Sequence[int]) -> None:
+        """Take these, and no others."""
+        self._given = None
         self.chosen = tuple(sorted(index for index in chosen if index in self.indices))
         self._draw()
         self.post_message(self.Changed(self.chosen))
@@ -68,23 +113,60 @@ class GpuPicker(Static, can_focus=True):
         self.action_turn(self.indices[self.place])
 
     def action_turn(self, index: int) -> None:
-        if index in self.indices:
+        if index in self.indices and not self.disabled:
             self.place = self.indices.index(index)
             self.choose(sorted(set(self.chosen) ^ {index}))
 
+    def action_all(self) -> None:
+        self.choose([] if len(self.chosen) == len(self.gpus) else self.indices)
+
+    def action_free(self) -> None:
+        self.choose([gpu.index for gpu in self.gpus if gpu.uuid not in self.users])
+
     def _draw(self) -> None:
-        parts = []
+        width = self.size.width
+        lines, used = [""], 0
         for place, gpu in enumerate(self.gpus):
-            on = gpu.index in self.chosen
-            busy = " busy" if gpu.uuid in self.users else ""
-            mark = "■" if on else "□"
-            style = "b $success" if on else "$warning" if busy else "$foreground 70%"
-            if self.has_focus and place == self.place:
-                style += " reverse"
-            parts.append(f"[@click=turn({gpu.index})][{style}]{mark} {gpu.index}{busy}[/][/]")
-        users = [f"{gpu.index}: {self.users[gpu.uuid]}" for gpu in self.gpus
-                 if gpu.uuid in self.users and gpu.index in self.chosen]  # fmt: skip
-        tail = f"  [$warning]waits for {', '.join(users)}[/]" if users else ""
+            button, columns = self._button(place, gpu)
+            if used and used + len(_GAP) + columns > width:
+                lines, used = [*lines, ""], 0
+            lines[-1] += (_GAP if used else "") + button
+            used += (len(_GAP) if used else 0) + columns
+        tail = self._tail()
+        if used + len(_GAP) + len(tail) > width:
+            lines.append("")
+        lines[-1] += f"{_GAP if lines[-1] else ''}[$foreground 60%]{escape(tail)}[/]"
+        self.update(Content.from_markup("\n".join(lines)))
+
+    def _button(self, place: int, gpu: Gpu) -> tuple[str, int]:
+        """One GPU with who uses it, as markup, and how many columns it takes."""
+        on, user = gpu.index in self.chosen, self.users.get(gpu.uuid, "")
+        text = f"{'■' if on else '□'} {gpu.index}{f' {user}' if user else ''}"
+        style = "b $success" if on and not user else "$warning" if user else "$foreground 80%"
+        if self.has_focus and place == self.place:
+            style += " reverse"
+        return f"[@click=turn({gpu.index})][{style}]{escape(text)}[/][/]", len(text)
+
+    def _tail(self) -> str:
+        """What the choice comes to."""
+        if isinstance(self._given, int):
+            return f"any {self._given} that are free"
+        if self._given is not None:
+            return f"{', '.join(map(str, self._given))}: not on this machine"
         if not self.chosen:
-            tail = "  [$foreground 55%]any that are free[/]"
-        self.update(Content.from_markup("  ".join(parts) + tail))
+            return "any that are free"
+        busy = [str(g.index) for g in self.gpus if g.index in self.chosen and g.uuid in self.users]
+        return f"waits for {', '.join(busy)}" if busy else ""
+
+
+def users_of(snapshot: Snapshot) -> dict[str, str]:
+    """GPU → the job of ours that holds it, or a process of others."""
+    users = {}
+    for gpu in snapshot.gpus:
+        if gpu.processes:
+            first, more = gpu.processes[0], len(gpu.processes) - 1
+            users[gpu.uuid] = f"{first.user or 'pid'} {first.pid}{f' +{more}' if more else ''}"
+    for view in snapshot.jobs:
+        if view.job.state.active:
+            users |= dict.fromkeys(view.job.gpus, f"job {view.job.id}")
+    return users

@@ -4,67 +4,67 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual import on
-from textual.binding import Binding
-from textual.containers import Container, Horizontal, Vertical, VerticalScroll
+from textual.containers import Container
 from textual.message import Message
-from textual.screen import ModalScreen
-from textual.widgets import Button, Input, Static
+from textual.screen import Screen
+from textual.widgets import Input, Static
 
-from jobs import service
-from jobs.errors import UserError
+from jobs.edit import free_name
+from jobs.errors import StateError, UserError
 from jobs.look import NOT_NEEDED
-from jobs.resume_plan import plan_submit
-from jobs.specfile import load_spec
 from jobs.spellings import as_list
-from tui.checkpoints.words import plan_lines
-from tui.modals.ask_path import AskPathScreen
-from tui.newjob import draft
+from tui import clipboard
+from tui.newjob import draft, files, texts
 from tui.newjob.field_row import FieldRow
+from tui.newjob.fields import Fields
+from tui.newjob.finding import fields_palette, templates_palette
+from tui.newjob.fit import FitBars
+from tui.newjob.keys import BINDINGS, last_line
+from tui.newjob.lines import Links, show
+from tui.newjob.looks import Looks
+from tui.newjob.pages import BLOCKS, PAGES, page_of
+from tui.newjob.preview import KINDS, Preview
+from tui.newjob.purpose import Purpose
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
     from textual.app import ComposeResult
     from textual.events import DescendantFocus
     from textual.timer import Timer
 
     from jobs.store import Store
+    from jobs.templates import Template
     from tui.app import FsdpTui
     from tui.detect.words import Model
     from tui.snapshot import Snapshot
 
-_CHECK_AFTER = 0.25  # seconds of no typing after which the values are checked
+_CHECK_AFTER: Final = 0.25  # seconds of no typing after which the values are checked
+_WIDE: Final = 110  # columns from which the preview has room beside the first page
+_WIDEST: Final = 170  # and beside the others, whose help takes more
+_CHOSEN_AT_ONCE: Final = ("gpus", "strategy", "model_type")  # nobody types these letter by letter
 
 
-class NewJobScreen(ModalScreen[int | None]):
-    """Returns the id of the job that was queued, or None."""
+class NewJobScreen(Screen[int | None]):
+    """Returns the id of the job that was queued or changed, or None.
+
+    Args:
+        store: The jobs.
+        values: What the form begins with, by key.
+        snapshot: The machine as it is.
+        purpose: What it is for.
+    """
 
     CSS_PATH = "newjob.tcss"
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-two-columns")]  # noqa: RUF012
+    AUTO_FOCUS = ""
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE, "-wide"), (_WIDEST, "-widest")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
-    BINDINGS: ClassVar = [
-        Binding("ctrl+r", "submit", "queue it"),
-        Binding("ctrl+l", "data", "look at the data"),
-        Binding("ctrl+b,f2", "blocks", "blocks to wrap"),  # tmux may keep ^b for itself
-        Binding("ctrl+o", "load", "load YAML"),
-        Binding("ctrl+s", "save", "save YAML"),
-        Binding("escape", "leave", "cancel"),
-        Binding("down", "app.focus_next", show=False),
-        Binding("up", "app.focus_previous", show=False),
-    ]
+    BINDINGS: ClassVar = BINDINGS
 
     app: FsdpTui
-
-    @dataclass
-    class Checked(Message):
-        """A thread looked at a path."""
-
-        field: str
-        good: bool
-        text: str
 
     @dataclass
     class Submitted(Message):
@@ -72,16 +72,23 @@ class NewJobScreen(ModalScreen[int | None]):
 
         job: int | None
         problem: str = ""
+        too_late: bool = False
 
-    def __init__(self, store: Store, template: Path | None, snapshot: Snapshot) -> None:
+    def __init__(
+        self, store: Store, values: Mapping[str, Any], snapshot: Snapshot, purpose: Purpose
+    ) -> None:
         super().__init__()
         self.store = store
         self.snapshot = snapshot
-        self.base: dict[str, Any] = draft.starting_values(template)
+        self.purpose = purpose
+        self.fields = Fields(values, snapshot)
+        self.preview = Preview()
+        self.looks = Looks(self, on_gpus=bool(snapshot.gpus))
         self._due: Timer | None = None
-        self._bad_paths: dict[str, str] = {}
-        self._checked: dict[str, tuple[Any, Any]] = {}
+        self._opened: dict[str, Any] = {}  # what it said when it was opened
+        self._reasons: dict[str, str] = {}  # why fields do not apply
         self._busy = False
+        self._reading = False  # whether the preview is asked for where it has no room
         self._refused = ""
         self._tried = False  # an empty form is no mistake before someone submits it
         self._chosen_of: Model | None = None  # the model whose blocks were chosen
@@ -89,145 +96,148 @@ class NewJobScreen(ModalScreen[int | None]):
     # -- layout ----------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        with Vertical(id="form") as form:
-            form.border_title = "new job"
-            form.border_subtitle = (
-                "^r queues it · ^l data · ^b blocks · ^o loads · ^s saves · esc leaves"
-            )
-            with VerticalScroll(id="fields", can_focus=False), Container(id="groups"):
-                for heading, names in draft.ESSENTIAL.items():
-                    with Vertical(classes="group", id=f"group-{names[0]}") as group:
-                        group.border_title = heading
-                        for name in names:
-                            if name != "gpus" or self.snapshot.gpus:
-                                yield FieldRow(name, self.base.get(name), self.snapshot)
-            with VerticalScroll(id="preview", can_focus=False) as preview:
-                preview.border_title = "job file: what differs from the defaults"
-                yield Static("", id="yaml", markup=False)
-            yield Static("", id="carried", markup=False)
-            yield Static("", id="field-help", markup=False)
-            yield Static("", id="form-error", markup=False)
-            with Horizontal(id="buttons"):
-                yield Button("Queue it  ^r", id="submit", variant="primary", compact=True)
-                yield Button("Data  ^l", id="data", compact=True)
-                yield Button("Blocks  ^b", id="blocks", compact=True)
-                yield Button("Load  ^o", id="load", compact=True)
-                yield Button("Save  ^s", id="save", compact=True)
-                yield Button("Cancel  esc", id="leave", compact=True)
+        yield Static(self.purpose.heading, id="form-title", markup=False)
+        yield Links("", id="form-tabs")
+        with Container(id="form-body"):
+            yield self.fields
+            yield self.preview
+        yield Static("", id="carried", markup=False)
+        yield Static("", id="field-help", markup=False)
+        yield Static("", id="form-error", markup=False)
+        yield Links("", id="form-keys")
 
     def on_mount(self) -> None:
-        self._offer_flavours(self.base.get("model_flavour"))
-        self._defaults = draft.defaults_of(*self._model())
-        self._show_carried()
+        self.fields.begin()
+        self._opened = self.fields.said
         self.query_one("#field-name").focus()
         self._check()
+
+    async def action_show_page(self, number: int) -> None:
+        """Turn to a page, and to its first field."""
+        await self._turn_to(number)
+        self.fields.focus_first()
+
+    async def action_turn(self, by: int) -> None:
+        await self.action_show_page((self.fields.page + by) % len(PAGES))
+
+    async def go_to(self, name: str) -> None:
+        """Turn to a field; what does not apply is shown with the reason."""
+        await self._turn_to(page_of(name))
+        if row := self.fields.row(name):
+            row.scroll_visible(animate=False)
+            row.control.focus()
+        if reason := self._reasons.get(name):
+            self._help(f"{texts.help_text(name)} Now: {reason}.")
+
+    async def _turn_to(self, number: int) -> None:
+        await self.fields.turn_to(number, self._reasons)
+        self._arrange()
+        self._check()
+
+    def _show_tabs(self, problems: Mapping[str, str]) -> None:
+        wrong = {page_of(key) for key in problems if key}
+        parts = []
+        for n, page in enumerate(PAGES):
+            here, bad = n == self.fields.page, n in wrong
+            style = "b $primary reverse" if here else "b $error" if bad else "$foreground 75%"
+            text = f" {n + 1} {page.name}{'!' if bad else ' '}"
+            parts.append(f"[@click=screen.show_page({n})][{style}]{text}[/][/]")
+        show(self.query_one("#form-tabs", Static), "".join(parts))
 
     # -- values ----------------------------------------------------------------------------
 
     @property
     def values(self) -> dict[str, Any]:
-        """What the form says, over what it carries along."""
-        shown = {row.field: row.value for row in self.query(FieldRow)}
-        return draft.merge(self.base, shown)
+        """The job that the form describes: what is said, without what would be refused unasked."""
+        return draft.in_force(self.fields.said)[0]
+
+    def fill(self, values: Mapping[str, Any]) -> None:
+        """Show other values; nothing of them follows the family or the ranks."""
+        self.fields.fill(values)
+        self._check()
+
+    def begin_with(self, template: Template) -> None:
+        """Show a template's values, on the person's model, data and ranks unless it has its own."""
+        self.fill(draft.begin_with(template.values, self.fields.said))
+        self.notify(f"begun from {template.title}", markup=False)
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         row = next((node for node in event.widget.ancestors if isinstance(node, FieldRow)), None)
-        text = draft.help_text(row.field) if row else ""
+        text = texts.help_text(row.field) if row else ""
         if row is not None and row.field == "strategy":
             text = f"{text} {draft.strategy_note(self.values)[1]}".rstrip()
-        self.query_one("#field-help", Static).update(text)
-
-    def _model(self) -> tuple[Any, Any]:
-        """The family and flavour that the form says."""
-        values = self.values
-        return values.get("model_family"), values.get("model_flavour")
-
-    def _offer_flavours(self, chosen: str | None) -> None:
-        if self._has_row("model_flavour"):
-            row = self.query_one("#row-model_flavour", FieldRow)
-            row.offer(draft.flavours_of(self._model()[0]), chosen)
-
-    def _adopt(self, field: str) -> None:
-        """Another model was chosen: what was left at its default follows."""
-        if field == "model_family":
-            self._offer_flavours(self._model()[1])
-        after = draft.defaults_of(*self._model())
-        changes = draft.adopt(self.values, self._defaults, after)
-        self._defaults = after
-        self.base |= changes
-        for key, value in changes.items():
-            if self._has_row(key):
-                self.query_one(f"#row-{key}", FieldRow).put(value)
-        self._show_carried()
+        self._help(text)
 
     @on(FieldRow.Changed)
     def _changed(self, message: FieldRow.Changed) -> None:
         if message.name in ("model_family", "model_flavour"):
-            self._adopt(message.name)
+            self.fields.adopt(message.name)
         if self._due is not None:
             self._due.stop()
-        self._due = self.set_timer(_CHECK_AFTER, self._check)
+        after = 0.01 if message.name in _CHOSEN_AT_ONCE else _CHECK_AFTER
+        self._due = self.set_timer(after, self._check)
+
+    # -- checking --------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Show what is wrong beside each field; look at the paths in a thread."""
-        values = self.values
-        self._look_at_paths(values)
-        self.query_one("#yaml", Static).update(draft.as_yaml(values) or "nothing yet")
+        """Show what the values come to, and what is wrong beside each field."""
+        if (followed := self.fields.follow()) is not None:
+            cascade = self.query_one("#cascade", Static)
+            show(cascade, followed)
+            cascade.set_class(bool(followed), "-shown")
+        values, self._reasons = draft.in_force(self.fields.said)
+        self.looks.at_paths(values)
+        self.preview.tell("yaml", draft.as_yaml(values))
+        if self.preview.kind == "command":
+            self.looks.at_launch(values)
         problems = draft.find_problems(values)
         if not self._tried:
             problems = {k: text for k, text in problems.items() if values.get(k, "") != ""}
-        hidden = [text for key, text in problems.items() if not self._has_row(key)]
-        for row in self.query(FieldRow):
-            row.complain(problems.get(row.field) or self._bad_paths.get(row.field, ""))
-        said = "; ".join(filter(None, [*hidden, self._refused]))
-        self._complain(said or "; ".join(draft.warnings(values)), warning=not said)
-        if self._has_row("strategy"):
-            self.query_one("#row-strategy", FieldRow).note(draft.strategy_note(values)[0])
+        for name, row in self.fields.rows.items():
+            row.turn_off(self._reasons.get(name, ""))
+            row.complain(problems.get(name) or self.looks.bad_paths.get(name, ""))
+        self._show_ranks(values)
+        self.query_one(FitBars).look_at(values, self.snapshot)
+        self._show_tabs({**problems, **self.looks.bad_paths})
+        shown = PAGES[self.fields.page].fields
+        hidden = [text if key in text else f"{key}: {text}"
+                  for key, text in problems.items() if key not in shown]  # fmt: skip
+        told = "; ".join(filter(None, [*hidden, self._refused]))
+        self.complain(told or "; ".join(draft.warnings(values)), warning=not told)
+        self._show_carried(values)
+
+    def _show_ranks(self, values: Mapping[str, Any]) -> None:
+        """What `auto` comes to, and how many ranks chosen GPUs make."""
+        self.fields.rows["strategy"].note(draft.strategy_note(values)[0])
         gpus = values.get("gpus")
-        if self._has_row("num_processes"):
-            ranks = self.query_one("#row-num_processes", FieldRow)
-            ranks.control.disabled = isinstance(gpus, list)
-            ranks.note(f"{len(gpus)}, one per GPU" if isinstance(gpus, list) else "")
+        count = gpus if isinstance(gpus, int) else len(gpus or [])
+        self.fields.rows["num_processes"].turn_off(f"{count}, one per GPU" if count else "")
 
-    def _look_at_paths(self, values: dict[str, Any]) -> None:
-        for name in draft.PATHS:
-            key = (values.get(name), values.get("model_family"))
-            if self._checked.get(name) != key:
-                self._checked[name] = key
-                self._bad_paths.pop(name, None)
-                self.run_worker(
-                    partial(self._look_at_path, name, values), group=f"path-{name}",
-                    exclusive=True, exit_on_error=False, thread=True,
-                )  # fmt: skip
+    @on(Looks.Checked)
+    def _path_checked(self, message: Looks.Checked) -> None:
+        self.looks.take(message)
+        found = f"✓ {message.text}" if message.good and message.text else ""
+        self.fields.rows[message.field].note(found)
+        self._check()
 
-    def _look_at_path(self, name: str, values: dict[str, Any]) -> None:
-        good, text = draft.check_path(name, values)
-        if self._checked.get(name) == (values.get(name), values.get("model_family")):
-            self.post_message(self.Checked(name, good, text))
-
-    def on_new_job_screen_checked(self, message: Checked) -> None:
-        row = self.query_one(f"#row-{message.field}", FieldRow)
-        if not message.good:
-            self._bad_paths[message.field] = message.text
-        row.complain("" if message.good else message.text)
-        row.note(f"✓ {message.text}" if message.good and message.text else "")
+    @on(Looks.Launch)
+    def _launch_made(self, message: Looks.Launch) -> None:
+        self.preview.tell("command", message.command, message.script)
 
     # -- doing -----------------------------------------------------------------------------
 
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        getattr(self, f"action_{event.button.id}")()
-
-    def action_submit(self) -> None:
-        if self._busy or (values := self._complete()) is None:
+    async def action_submit(self) -> None:
+        if self._busy or (values := await self._complete()) is None:
+            return
+        if self.query_one(FitBars).asks(values, self.action_submit):
             return
         self._busy = True
-        self._complain("")
-        self.query_one("#submit", Button).label = "checking …"
-        self.run_worker(
-            partial(self._submit, values), group="submit", exit_on_error=False, thread=True
-        )
+        self.complain("")
+        self._help("checking …")
+        work = partial(self._submit, self.purpose, values)
+        self.run_worker(work, group="submit", exit_on_error=False, thread=True)
 
-    def _complete(self) -> dict[str, Any] | None:
+    async def _complete(self) -> dict[str, Any] | None:
         """The values, if they describe a job; else the first that is wrong gets the focus."""
         self._tried, self._refused = True, ""
         self._check()
@@ -235,20 +245,20 @@ class NewJobScreen(ModalScreen[int | None]):
         problems = draft.find_problems(values)
         if not problems:
             return values
-        key = next(iter(problems))
-        if self._has_row(key):
-            self.query_one(f"#field-{key}").focus()
+        if key := next(filter(None, problems), ""):
+            await self.go_to(key)
         return None
 
-    def _submit(self, values: dict[str, Any]) -> None:
+    def _submit(self, purpose: Purpose, values: dict[str, Any]) -> None:
+        """In a thread."""
         try:
-            plan = plan_submit(self.store, draft.spec_of(values))
-            job = service.carry_out(self.store, plan)
-            self.post_message(self.Submitted(job.id))
-            if lines := plan_lines(plan):
-                self.app.post_message(self.app.Said("\n".join(lines), "warning"))
+            job, told = purpose.carry_out(self.store, draft.spec_of(values))
+            self.post_message(self.Submitted(job))
+            if told:
+                self.app.post_message(self.app.Said("\n".join(told), "warning"))
         except UserError as error:
-            self.post_message(self.Submitted(None, str(error)))
+            late = isinstance(error, StateError) and purpose.job is not None
+            self.post_message(self.Submitted(None, str(error), late))
         except Exception as error:  # the edge: what was typed must not go with a crash
             self.post_message(self.Submitted(None, f"{type(error).__name__}: {error}"))
 
@@ -257,25 +267,36 @@ class NewJobScreen(ModalScreen[int | None]):
         if message.job is not None:
             self.dismiss(message.job)
             return
-        self.query_one("#submit", Button).label = "Queue it  ^r"
+        self._help("")
         self._refused = message.problem
-        self._complain(message.problem)
+        if message.too_late:
+            self._become_copy()
+        self.complain(self._refused)
 
-    def action_data(self) -> None:
-        if (values := self._complete()) is not None:
+    def _become_copy(self) -> None:
+        """The job can be changed no more: what was typed can still become another."""
+        taken = [job.name for job in self.store.all()]
+        self.purpose = Purpose(heading=f"copy of job {self.purpose.job}")
+        self.fields.put({"name": free_name(str(self.values.get("name", "job")), taken)})
+        self.query_one("#form-title", Static).update(self.purpose.heading)
+        self._show_keys()
+        self._refused += "; ^r now queues what you typed as a job of its own"
+
+    async def action_data(self) -> None:
+        if (values := await self._complete()) is not None:
             from tui.data.screen import DataScreen
 
             heading = f"data of the new job “{values.get('name', '')}”"
             read = partial(draft.spec_of, values, ignoring=NOT_NEEDED)
             self.app.push_screen(DataScreen(heading, read))
 
-    @on(Input.Submitted, f"#field-{draft.BLOCKS}")
+    @on(Input.Submitted, f"#field-{BLOCKS}")
     def action_blocks(self) -> None:
         """Choose which classes of the model become FSDP units."""
         from tui.detect.screen import DetectScreen
 
         values = self.values
-        row = self.query_one(f"#row-{draft.BLOCKS}", FieldRow)
+        row = self.fields.rows[BLOCKS]
         model = draft.model_of(values)
         # A blank field is a choice as well, once it was made.
         names = as_list(row.value) or ([] if model == self._chosen_of else None)
@@ -288,60 +309,85 @@ class NewJobScreen(ModalScreen[int | None]):
 
         self.app.push_screen(DetectScreen(model, names, draft.ranks_of(values)), chosen)
 
-    def action_leave(self) -> None:
-        self.dismiss(None)
+    def action_find(self) -> None:
+        self.app.push_screen(fields_palette())
+
+    def action_templates(self) -> None:
+        self.app.push_screen(templates_palette())
 
     def action_load(self) -> None:
-        def chosen(path: Path | None) -> None:
-            if path is None:
-                return
-            notes: list[str] = []
-            try:
-                self.base = load_spec(path, told=notes.append).to_dict()
-            except UserError as error:
-                self._complain(str(error))
-                return
-            for note in notes:
-                self.notify(note, severity="warning", markup=False)
-            for row in self.query(FieldRow):
-                if row.field != "model_flavour":
-                    row.put(self.base.get(row.field))
-            self._offer_flavours(self.base.get("model_flavour"))
-            # What the file says is said: nothing of it follows the family.
-            self._defaults = draft.defaults_of(*self._model())
-            self._show_carried()
-            self._check()
-
-        self.app.push_screen(AskPathScreen("load a job file", "job.yaml"), chosen)
+        files.load(self)
 
     def action_save(self) -> None:
-        def chosen(path: Path | None) -> None:
-            if path is None:
-                return
-            try:
-                saved = draft.save_yaml(self.values, path)
-            except UserError as error:
-                self._complain(str(error))
-            else:
-                self.notify(f"saved as {saved}", markup=False)
+        files.save(self)
 
-        name = self.values.get("name") or "job"
-        self.app.push_screen(AskPathScreen("save as a job file", f"{name}.yaml"), chosen)
+    def save_as_template(self) -> None:
+        files.save_as_template(self)
+
+    def action_preview(self, kind: str = "") -> None:
+        """The next of the texts; where they have no room beside the fields, in their place."""
+        if kind or not self.preview.display:
+            self._reading = True
+            self.preview.turn_to(kind or KINDS[0])
+        elif self.preview.kind == KINDS[-1]:
+            self._reading = False
+            self.preview.turn_to(KINDS[0])
+        else:
+            self.preview.turn_to(KINDS[-1])
+        self._arrange()
+        self._check()
+
+    def action_copy(self) -> None:
+        text = self.preview.texts[self.preview.kind]
+        self.notify(clipboard.copy(self.app, text), markup=False)
+
+    def action_leave(self) -> None:
+        if draft.same(self.fields.said, self._opened):
+            self.dismiss(None)
+            return
+        from tui.modals.confirm import ConfirmScreen
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self.dismiss(None)
+
+        detail = "What you typed is lost. ^s keeps it as a job file, ^t as a template."
+        self.app.push_screen(
+            ConfirmScreen("Leave the form?", detail, "leave", refuse="stay"), answered
+        )
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _has_row(self, name: str) -> bool:
-        return bool(name) and bool(self.query(f"#row-{name}"))
+    def on_resize(self) -> None:
+        self._show_keys()
+        self._arrange()
 
-    def _complain(self, problem: str, *, warning: bool = False) -> None:
+    def _arrange(self) -> None:
+        """Fields and preview beside each other, or one of them. Classes would restyle them all."""
+        width = self.size.width
+        beside = width >= (_WIDE if self.fields.page == 0 else _WIDEST)
+        self.preview.display = beside or self._reading
+        self.fields.display = beside or not self._reading
+        self.preview.set_class(not beside, "-alone")
+
+    def _show_keys(self) -> None:
+        keys = last_line(self.purpose.verb, narrow=self.size.width < _WIDE)
+        self.query_one("#form-keys", Static).update(keys)
+
+    def _help(self, text: str) -> None:
+        show(self.query_one("#field-help", Static), text)
+
+    def complain(self, problem: str, *, warning: bool = False) -> None:
+        """Show what is wrong, or worth knowing, and belongs to no field in sight."""
         error = self.query_one("#form-error", Static)
         error.set_class(warning, "-warning")
-        error.update(f"! {problem}" if problem else "")
+        show(error, f"! {problem}" if problem else "")
         error.set_class(bool(problem), "-shown")
 
-    def _show_carried(self) -> None:
-        family, flavour = self._model()
-        carried = draft.carried(self.base | {"model_family": family, "model_flavour": flavour})
-        text = "also set: " + ", ".join(f"{k}={draft.as_text(k, v)}" for k, v in carried.items())
-        self.query_one("#carried", Static).update(text if carried else "")
-        self.query_one("#carried", Static).set_class(bool(carried), "-shown")
+    def _show_carried(self, values: Mapping[str, Any]) -> None:
+        """On the first page: what the others say."""
+        carried = draft.carried(values) if self.fields.page == 0 else {}
+        told = ", ".join(f"{key}={texts.as_text(key, value)}" for key, value in carried.items())
+        line = self.query_one("#carried", Static)
+        show(line, f"also set: {told}" if told else "")
+        line.set_class(bool(told), "-shown")

@@ -12,6 +12,8 @@ from jobs.states import ACTIVE, State
 from tui.actions import FOOTER_GAP, footer_actions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jobs.store import Job
     from tui.snapshot import Snapshot
 
@@ -35,13 +37,14 @@ class TitleBar(_Line):
     def __init__(self, host: str) -> None:
         super().__init__("titlebar")
         self.host = host
+        self.read_only = False
 
     def update_from(self, snapshot: Snapshot) -> None:
         running, queued = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
         devices = f"{len(snapshot.gpus)} GPU{'s' * (len(snapshot.gpus) != 1)}"
         left = Content.from_markup(
             "[b $primary]fsdp-tui[/] [$foreground 60%]on[/] [b]$host[/]"
-            " [$foreground 60%]· $gpus[/]",
+            " [$foreground 60%]· $gpus[/]" + " [b $warning]· read-only[/]" * self.read_only,
             host=self.host,
             gpus=devices if snapshot.gpus else "CPU only",
         )
@@ -63,6 +66,8 @@ class KeyBar(_Line):
     def __init__(self) -> None:
         super().__init__("keybar")
         self.auto_links = False  # they would all get one colour
+        self.read_only = False
+        self.keymap: Mapping[str, str] = {}  # a person's own keys, by the action's id
         self._shown: list[tuple[str, bool]] = []
         self._job: Job | None = None
 
@@ -71,8 +76,8 @@ class KeyBar(_Line):
 
     def update_from(self, job: Job | None) -> None:
         self._job = job
-        actions = footer_actions(self.content_size.width)
-        fitting = [action.fits(job) for action in actions]
+        actions = footer_actions(self.content_size.width, self.keymap)
+        fitting = [action.fits(job) and not (self.read_only and action.acts) for action in actions]
         shown = [(action.name, fits) for action, fits in zip(actions, fitting, strict=True)]
         if shown == self._shown:
             return

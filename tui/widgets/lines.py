@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.cells import cell_len
 from rich.segment import Segment
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
@@ -65,15 +66,15 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
             self.refresh(layout=True)
             return
         for index, (old, new) in enumerate(zip(before, self.rows, strict=True)):
-            if old != new:
-                self.repaint(index)
+            if old is not new and old != new:
+                self.repaint(index, changed_cells(old, new))
 
-    def repaint(self, index: int) -> None:
-        """Paint one row again, if it can be seen."""
-        if index < self.fixed:
-            self.refresh_lines(index + self.scroll_offset.y)
-        elif self.fixed <= index - self.scroll_offset.y < self.size.height:
-            self.refresh_line(index)
+    def repaint(self, index: int, cells: range | None = None) -> None:
+        """Paint one row again, or some of its cells, if it can be seen."""
+        y = index if index < self.fixed else index - self.scroll_offset.y
+        if (0 if index < self.fixed else self.fixed) <= y < self.size.height:
+            wanted = cells or range(self.size.width)
+            self.refresh(Region(wanted.start, y, len(wanted), 1))
 
     def row_at(self, y: int) -> int:
         """The row that is painted in line `y` of the widget."""
@@ -111,3 +112,28 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
     def watch_has_focus(self, focused: bool) -> None:
         super().watch_has_focus(focused)
         self._palette.clear()
+
+
+def changed_cells(old: Row, new: Row) -> range | None:
+    """From the first to the last cell whose span differs; None where that cannot be told.
+
+    Textual sends a line up to the last cell that is to be painted, so rows have what changes most
+    in front.
+    """
+    if any(not text.isascii() and cell_len(text) != len(text) for text, _ in (*old, *new)):
+        return None
+    same = 0
+    start = 0
+    for before, after in zip(old, new, strict=False):
+        if before != after:
+            break
+        same += 1
+        start += len(after.text)
+    ends = sum(len(span.text) for span in old), sum(len(span.text) for span in new)
+    end = max(ends)
+    if ends[0] == ends[1]:  # what follows stands where it stood
+        for before, after in zip(reversed(old[same:]), reversed(new[same:]), strict=False):
+            if before != after:
+                break
+            end -= len(after.text)
+    return range(start, max(end, start + 1))

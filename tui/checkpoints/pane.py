@@ -1,4 +1,4 @@
-"""The screen of a job's checkpoints: go on from one, verify, export, delete."""
+"""The checkpoints tab: go on from one, verify, export, delete."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual import on
-from textual.binding import Binding
 from textual.message import Message
-from textual.screen import Screen
 from textual.widgets import Static
 from textual.worker import get_current_worker
 
@@ -22,55 +20,39 @@ from tui.checkpoints.panel import CheckpointsPanel
 from tui.checkpoints.rows import progress_row
 from tui.checkpoints.words import EMPTY, about, totals
 from tui.format import size
+from tui.job.keys import Key, bindings_of, moving
+from tui.job.pane import Pane
 from tui.modals.confirm import ConfirmScreen
-from tui.widgets.key_line import key_line
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from textual.app import ComposeResult
     from textual.content import Content
+    from textual.widget import Widget
 
     from jobs.checkpoint_list import Listed
     from jobs.resume_plan import Plan
     from jobs.store import Job, Store
-    from tui.app import FsdpTui
+    from tui.job.look import Look
 
-_KEYS: Final = (  # action, keys as people read them, what it does
-    ("go(1)", "↑ ↓", "choose"),
-    ("resume", "s", "go on from here"),
-    ("verify", "v", "verify"),
-    ("export", "e", "export"),
-    ("delete", "r", "delete"),
-    ("dismiss", "esc", "close"),
-)
 _BUSY: Final = {"verify": "stop reading", "export": "stop exporting"}
 _EVERY: Final = 1.0  # seconds between looks
 
 
-class CheckpointsScreen(Screen[None]):
+class CheckpointsPane(Pane, can_focus=True):
     """Looks again and again, since a running job writes new ones."""
 
-    CSS_PATH = "checkpoints.tcss"
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
-    AUTO_FOCUS = "#checkpoints"
-    BINDINGS: ClassVar = [
-        Binding("escape,q,c", "dismiss", "close"),
-        Binding("j,down", "go(1)", "next"),
-        Binding("k,up", "go(-1)", "previous"),
-        Binding("ctrl+d,pagedown", "go(10)", "ten on"),
-        Binding("ctrl+u,pageup", "go(-10)", "ten back"),
-        Binding("home,g", "go(-1000000)", "first"),
-        Binding("end,G", "go(1000000)", "last"),
-        Binding("s,enter", "resume", "go on from here"),
-        Binding("v", "verify", "verify"),
-        Binding("e", "export", "export"),
-        Binding("r,delete", "delete", "delete"),
-        Binding("t", "switch_theme", "theme"),
-    ]
-
-    app: FsdpTui
+    KEYS: ClassVar = (
+        *moving("checkpoint"),
+        Key("resume", "s,enter", "s", "go on from here", "Go on training after this checkpoint"),
+        Key("verify", "v", "v", "verify", "Read every byte of it; again: stop reading"),
+        Key("export", "e", "e", "export", "Export it for stock tools; again: stop exporting"),
+        Key("delete", "r,delete", "r", "delete", "Delete its files, after a question"),
+        Key("copy_path", "y", "y", "path", "Copy the path of the checkpoint"),
+    )
+    BINDINGS: ClassVar = bindings_of("checkpoints", KEYS)
 
     @dataclass
     class Looked(Message):
@@ -81,7 +63,7 @@ class CheckpointsScreen(Screen[None]):
         free: int | None
 
         def can_replace(self, message: Message) -> bool:
-            return isinstance(message, CheckpointsScreen.Looked)
+            return isinstance(message, CheckpointsPane.Looked)
 
     @dataclass
     class Failed(Message):
@@ -98,7 +80,7 @@ class CheckpointsScreen(Screen[None]):
         total: int
 
         def can_replace(self, message: Message) -> bool:
-            return isinstance(message, CheckpointsScreen.Read)
+            return isinstance(message, CheckpointsPane.Read)
 
     @dataclass
     class Verified(Message):
@@ -113,36 +95,51 @@ class CheckpointsScreen(Screen[None]):
         plan: Plan
 
     def __init__(self, store: Store, job: Job) -> None:
-        super().__init__()
+        super().__init__(id="checkpoint-list")
         self.store = store
         self.job = job
         self.panel = CheckpointsPanel()
         self.status = Lines(id="ckpt-status")
-        self.key_line = Static("", id="ckpt-keys")
         self._verified: dict[tuple[str, float], str | None] = {}  # (name, time) → damage
-        self._reading: CheckpointsScreen.Read | None = None
+        self._reading: CheckpointsPane.Read | None = None
+        self._busy = (False, False)  # reading, exporting
         self._looking = False
         self._texts: dict[str, Content | str] = {}
 
     def compose(self) -> ComposeResult:
-        yield Static("", id="ckpt-title", markup=False)
         yield Static("", id="ckpt-totals", markup=False)
         yield Static("", id="ckpt-problem", markup=False)
         yield self.panel
         yield Static("", id="ckpt-about", markup=False)
         yield self.status
-        self.key_line.auto_links = False  # they would all get one colour
-        yield self.key_line
 
     def on_mount(self) -> None:
-        self._show_title()
         self.look()
         self.set_interval(_EVERY, self.look)
+
+    @property
+    def target(self) -> Widget:
+        return self if self.has_class("-nothing") else self.panel
+
+    def update_from(self, look: Look) -> None:
+        self.job = look.job
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """What reads or writes now can be stopped by the key that began it."""
+        exports = self.app.dashboard.exports.running
+        busy = {"verify": self._reading is not None, "export": self.job.id in exports}
+        return [
+            replace(key, label=_BUSY[key.action]) if busy.get(key.action) else key
+            for key in self.KEYS
+        ]
 
     # -- looking ---------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Look again, unless the last look is still under way."""
+        """Look again, unless the last look is still under way or nobody can see it."""
+        if not self.display or self.app.screen is not self.screen:
+            return
         self._show_work()
         if not self._looking:
             self._looking = True
@@ -160,17 +157,13 @@ class CheckpointsScreen(Screen[None]):
         except Exception as error:  # the edge: a screen that waits forever tells nothing
             self.post_message(self.Failed(f"{type(error).__name__}: {error}"))
 
-    def on_checkpoints_screen_looked(self, message: Looked) -> None:
+    def on_checkpoints_pane_looked(self, message: Looked) -> None:
         self._looking = False
         self.job = message.job
         listed = [self._as_known(one) for one in message.listed]
         self._complain("" if listed else EMPTY, harmless=True)
-        self._show_title()
         self._put("totals", totals(listed, message.free))
         self.panel.update_from(listed)
-
-    def _show_title(self) -> None:
-        self._put("title", f"checkpoints of job {self.job.id} “{self.job.name}” · {self.job.state}")
 
     def _put(self, name: str, text: Content | str) -> None:
         """Change a text; one that stays the same is not sent to the terminal again."""
@@ -185,7 +178,7 @@ class CheckpointsScreen(Screen[None]):
             return one
         return replace(one, damage=one.damage or self._verified[key], verified=True)
 
-    def on_checkpoints_screen_failed(self, message: Failed) -> None:
+    def on_checkpoints_pane_failed(self, message: Failed) -> None:
         self._looking = False
         self.panel.update_from([])
         self._complain(f"! {message.problem}")
@@ -194,6 +187,8 @@ class CheckpointsScreen(Screen[None]):
         self._put("problem", text)
         self.query_one("#ckpt-problem").set_class(harmless, "-harmless")
         self.set_class(bool(text), "-nothing")
+        if self.has_focus_within or self.has_focus:  # a hidden list would take the keys along
+            (self if text else self.panel).focus()
 
     @on(CheckpointsPanel.Highlighted)
     def _show_about(self) -> None:
@@ -201,7 +196,7 @@ class CheckpointsScreen(Screen[None]):
         self._put("about", about(one, self.panel.listed) if one is not None else "")
 
     def _show_work(self) -> None:
-        """What is under way, and the keys."""
+        """What is under way."""
         width = self.status.content_size.width
         export = self.app.dashboard.exports.running.get(self.job.id)
         rows = []
@@ -215,20 +210,14 @@ class CheckpointsScreen(Screen[None]):
             words = f"exporting step-{export.step}"
             rows.append(progress_row(words, export.done, export.total, share, width))
         self.status.show(rows)
-        busy = {"verify": reading is not None, "export": export is not None}
-        keys = [
-            (action, key, _BUSY[action] if busy.get(action) else does)
-            for action, key, does in _KEYS
-        ]
-        self._put("keys", key_line(keys))
+        if (busy := (self._reading is not None, export is not None)) != self._busy:
+            self._busy = busy
+            self.post_message(self.KeysChanged())
 
     # -- moving ----------------------------------------------------------------------------
 
     def action_go(self, by: int) -> None:
         self.panel.go(by)
-
-    def action_switch_theme(self) -> None:
-        self.app.switch_theme()
 
     # -- going on --------------------------------------------------------------------------
 
@@ -251,12 +240,16 @@ class CheckpointsScreen(Screen[None]):
         self.post_message(self.Planned(plan))
         return ""
 
-    def on_checkpoints_screen_planned(self, message: Planned) -> None:
-        if self.is_current:  # not asked twice, nor after the screen was left
+    def on_checkpoints_pane_planned(self, message: Planned) -> None:
+        if self.app.screen is self.screen:  # not asked twice, nor after the screen was left
             self.app.dashboard.ask_to_resume(message.plan, then=self._leave)
 
     def _leave(self) -> None:
-        self.dismiss()
+        self.screen.dismiss()
+
+    def action_copy_path(self) -> None:
+        if (one := self.panel.highlighted) is not None:
+            self.copy(str(one.path))
 
     # -- verifying -------------------------------------------------------------------------
 
@@ -294,11 +287,11 @@ class CheckpointsScreen(Screen[None]):
             )
             self.post_message(self.Verified(None))
 
-    def on_checkpoints_screen_read(self, message: Read) -> None:
+    def on_checkpoints_pane_read(self, message: Read) -> None:
         if self._reading is not None:
             self._reading = message
 
-    def on_checkpoints_screen_verified(self, message: Verified) -> None:
+    def on_checkpoints_pane_verified(self, message: Verified) -> None:
         self._reading = None
         if (found := message.found) is not None:
             self._verified[found.name, found.time] = found.damage

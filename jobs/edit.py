@@ -1,0 +1,115 @@
+"""Jobs described by way of others: a queued one changed in its place, or a copy of any."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from jobs import service
+from jobs.errors import StateError, UserError
+from jobs.resume_plan import plan_change
+from jobs.specfile import dump_spec, load_spec
+from jobs.strategy import world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from jobs.resume_plan import Plan
+    from jobs.spec import JobSpec
+    from jobs.store import Job, Store
+
+_LONGEST_NAME = 64  # characters; as jobs.keys.job has it
+
+# What a new job takes over from the one described before it, unless it is told otherwise.
+_LAST_CHOICES = (
+    "model_type", "model_family", "model_flavour", "pretrained_model_name_or_path", "dataset",
+    "datasets", "device", "strategy", "fsdp_enable", "unload_text_encoder",
+    "cache_text_embeddings",
+)  # fmt: skip
+
+
+def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[Job, Plan]:
+    """Describe a job that waits in the queue otherwise; it keeps its place.
+
+    Args:
+        store: The jobs.
+        job_id: Which one.
+        spec: What it is to be.
+        before: What it was when it was looked at, so that nobody's changes are lost.
+
+    Returns:
+        The job, and what was found about going on as it now says.
+
+    Raises:
+        StateError: It does not wait in the queue any more, or someone else has changed it.
+        UserError: Something is wrong with the new description; nothing has changed.
+    """
+    plan = plan_change(store, job_id, spec)
+    run_dir = store.get(job_id).run_dir
+    old, new = dump_spec(before), dump_spec(plan.spec)
+    written = False
+
+    def prepare() -> None:
+        nonlocal written
+        if dump_spec(load_spec(run_dir.job_file)) != old:
+            raise StateError(
+                f"job {job_id} was changed elsewhere while you looked at it", "look at it again"
+            )
+        service.write_job_file(run_dir, new)
+        written = True
+
+    try:
+        store.redescribe(
+            job_id, name=plan.spec.name, terms=service.terms_of(plan),
+            reason=_what_changed(before, plan.spec), prepare=prepare,
+        )  # fmt: skip
+    except BaseException:
+        if written:  # the database could not take it
+            service.write_job_file(run_dir, old)
+        raise
+    return service.start_if_free(store, job_id), plan
+
+
+def _what_changed(before: JobSpec, after: JobSpec) -> str:
+    old, new = before.to_dict(), after.to_dict()
+    keys = [key for key in new if new[key] != old[key]]
+    return f"changed: {', '.join(keys)}" if keys else "submitted again as it was"
+
+
+def copy_of(job: Job, taken: Collection[str]) -> dict[str, Any]:
+    """The values of a job under a name that no other has.
+
+    Raises:
+        UserError: Its job file cannot be read.
+    """
+    return load_spec(job.run_dir.job_file).to_dict() | {"name": free_name(job.name, taken)}
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """The name, with the lowest number behind it that makes it one of its own."""
+    if name not in taken:
+        return name
+    stem = re.sub(r"-\d{1,4}$", "", name)
+    number = 2
+    while (found := f"{stem[: _LONGEST_NAME - len(str(number)) - 1]}-{number}") in taken:
+        number += 1
+    return found
+
+
+def fresh_values(jobs: Collection[Job]) -> dict[str, Any]:
+    """What a new job begins with: the model, the data and the ranks of the newest that is known."""
+    newest = max(jobs, key=lambda job: job.id, default=None)
+    if newest is None:
+        return {}
+    try:
+        spec = load_spec(newest.run_dir.job_file)
+    except UserError:  # an older version's, or gone
+        return {}
+    values = {key: value for key, value in spec.to_dict().items() if key in _LAST_CHOICES}
+    if (ranks := world_size(spec)) > 1:  # how many, not which: those may be busy
+        values["num_processes"] = ranks
+    else:
+        values.pop("strategy", None)
+    if values.get("strategy") == "hsdp":  # its replicas are not taken over
+        values["strategy"] = "fsdp2"
+    return {key: value for key, value in values.items() if value is not None}

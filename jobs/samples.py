@@ -1,0 +1,141 @@
+"""The samples of a run: pictures and videos that it made of its prompts while it trained."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.rundir import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.rundir import RunDir
+
+_STEP: Final = re.compile(r"step-(\d+)")
+_PICTURE: Final = re.compile(r"(\d+)\.png")
+_SETTLED: Final = 2.0  # seconds after which a directory's time tells of every change
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A picture, or the middle frame of a video.
+
+    Attributes:
+        number: Of the job's prompt, from 0.
+        step: Optimizer steps that the model had been trained.
+        picture: The PNG.
+        video: The MP4, of videos.
+        bytes: Of the picture.
+        time: When the picture was written, in Unix seconds.
+        facts: What it was made from (`prompt`, `seed`, `size`, `steps`, …); empty while that is
+            not written, or cannot be read.
+    """
+
+    number: int
+    step: int
+    picture: Path
+    video: Path | None = None
+    bytes: int = 0
+    time: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str:
+        """The prompt as it was sampled; "" where that is not known."""
+        return str(self.facts.get("prompt", ""))
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Width and height in pixels, as far as that is known."""
+        match self.facts.get("size"):
+            case [int() as width, int() as height]:
+                return width, height
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For scripts."""
+        video = str(self.video) if self.video is not None else None
+        return asdict(self) | {"picture": str(self.picture), "video": video}
+
+
+class Samples:
+    """Looks for the samples of a run, again and again; directories that stay the same are known.
+
+    Args:
+        run_dir: The run.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._root = run_dir.samples
+        self._known: dict[str, tuple[int, list[Sample]]] = {}  # directory → (its time, its samples)
+        self._found: tuple[Sample, ...] = ()
+
+    def look(self) -> tuple[Sample, ...]:
+        """Every sample by step and prompt; the same tuple while nothing has changed."""
+        directories = _entries(self._root)
+        self._known = {k: v for k, v in self._known.items() if k in {d.name for d in directories}}
+        for directory in directories:
+            if match := _STEP.fullmatch(directory.name):
+                self._look_at(directory, int(match[1]))
+        found = tuple(
+            sorted(
+                (sample for _, samples in self._known.values() for sample in samples),
+                key=lambda sample: (sample.step, sample.number),
+            )
+        )
+        if found != self._found:
+            self._found = found
+        return self._found
+
+    def _look_at(self, directory: os.DirEntry[str], step: int) -> None:
+        try:
+            changed = os.stat(directory.path).st_mtime_ns
+        except OSError:  # removed meanwhile
+            return
+        known = self._known.get(directory.name)
+        # What follows at once may leave the time as it is: clocks of file systems are coarse.
+        settled = time.time() - changed / 1e9 > _SETTLED
+        if known is None or known[0] != changed or not settled:
+            samples = _samples_in(self._root / directory.name, step)
+            self._known[directory.name] = (changed, samples)
+
+
+def list_samples(run_dir: RunDir) -> tuple[Sample, ...]:
+    """Every sample of a run, by step and prompt."""
+    return Samples(run_dir).look()
+
+
+def _samples_in(directory: Path, step: int) -> list[Sample]:
+    found = []
+    for entry in _entries(directory):
+        match = _PICTURE.fullmatch(entry.name)
+        if match is None:
+            continue
+        path = directory / entry.name
+        video = path.with_suffix(".mp4")
+        try:
+            stat = entry.stat()
+        except OSError:  # removed meanwhile
+            continue
+        found.append(
+            Sample(
+                number=int(match[1]), step=step, picture=path,
+                video=video if video.exists() else None,
+                bytes=stat.st_size, time=stat.st_mtime,
+                facts=read_json(path.with_suffix(".json")) or {},
+            )
+        )  # fmt: skip
+    return found
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    """What is in a directory; nothing where it is missing, gone, or may not be read."""
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError:
+        return []

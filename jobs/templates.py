@@ -1,0 +1,112 @@
+"""Job files to begin from: a person's own, by name, beside the usual values of a family."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from jobs.errors import UserError
+from jobs.families import FAMILIES
+from jobs.old_keys import translate
+from jobs.paths import config_home, ensure_private_dir
+from jobs.rundir import write_atomic
+from jobs.spec import field_names
+from jobs.yamlfile import read_mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_NAME: Final = re.compile(r"[\w][\w .+-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Template:
+    """Something a new job can begin from.
+
+    Attributes:
+        title: What people call it.
+        about: What is in it, in a few words.
+        values: Of the job, by key; may be incomplete, or wrong.
+        path: The person's file; None for a family's usual values.
+    """
+
+    title: str
+    about: str
+    values: Mapping[str, Any]
+    path: Path | None = None
+
+
+def templates_home() -> Path:
+    """Where a person's templates are. Not created here."""
+    return config_home() / "templates"
+
+
+def list_templates() -> tuple[list[Template], list[str]]:
+    """The person's templates, by name, then each flavour of each family; reads the disk.
+
+    Returns:
+        The templates, and what cannot be read, a sentence each.
+    """
+    own, problems = _own()
+    return [*own, *_of_families()], problems
+
+
+def save_template(name: str, values: Mapping[str, Any]) -> Path:
+    """Keep values under a name; what was kept under it before is replaced.
+
+    Raises:
+        UserError: It cannot be a file's name, or the file cannot be written.
+    """
+    name = name.strip().removesuffix(".yaml")
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f'"{name}" cannot be the name of a template: letters, digits, spaces and . _ + - can'
+        )
+    path = ensure_private_dir(templates_home()) / f"{name}.yaml"
+    text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+    try:
+        write_atomic(path, text, durable=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error})") from error
+    return path
+
+
+def _own() -> tuple[list[Template], list[str]]:
+    try:
+        paths = sorted(templates_home().glob("*.yaml"))
+    except OSError as error:
+        return [], [f"cannot read {templates_home()} ({error.strerror or error})"]
+    found, problems = [], []
+    for path in paths:
+        try:
+            written, _ = read_mapping(path)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        values = translate(written).values
+        if unknown := [str(key) for key in values if key not in field_names()]:
+            problems.append(f"{path.name}: left out what no job has: {', '.join(unknown)}")
+        kept = {key: value for key, value in values.items() if key in field_names()}
+        found.append(Template(path.stem, _about(kept), kept, path))
+    return found, problems
+
+
+def _about(values: Mapping[str, Any]) -> str:
+    told = [f"{key}: {value}" for key, value in values.items() if isinstance(value, str | int)]
+    return "yours · " + ", ".join(told[:6])
+
+
+def _of_families() -> list[Template]:
+    return [
+        Template(
+            f"{family.title} · {name}",
+            flavour.note or flavour.hub_id,
+            {"model_family": family.name, "model_flavour": name},
+        )
+        for family in FAMILIES.values()
+        for name, flavour in family.flavours.items()
+    ]

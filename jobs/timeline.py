@@ -1,0 +1,104 @@
+"""What happened in a run besides steps, and when."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from jobs.eventlog import EventLog
+from jobs.rundir import PHASES
+
+_MOST: Final = 4000  # moments; a run of weeks has more, and nobody reads all of them
+_LEAST_SECONDS: Final = 1.0  # phases shorter than that are told only when there is more to say
+_LONG_STORIES: Final = ("train",)  # phases that other moments tell
+
+
+class Moment(NamedTuple):
+    """Something that happened.
+
+    Attributes:
+        t: When, in Unix seconds.
+        kind: Of the event, such as `checkpoint`.
+        words: What happened.
+    """
+
+    t: float
+    kind: str
+    words: str
+
+
+@dataclass
+class Timeline(EventLog):
+    """The events of a run as `EventLog` has them, and the newest moments of it in words."""
+
+    moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=_MOST))
+
+    def _take(self, event: dict[str, Any]) -> None:
+        super()._take(event)
+        kind = event.get("kind")
+        if kind == "step" or not isinstance(kind, str):
+            return
+        try:
+            if words := in_words(kind, event):
+                self.moments.append(Moment(float(event["t"]), kind, words))
+        except (KeyError, TypeError, ValueError):
+            return  # a line that some other version wrote
+
+
+def in_words(kind: str, event: dict[str, Any]) -> str:
+    """What an event says, or "" where it says nothing to people.
+
+    Raises:
+        KeyError: It lacks what such an event has; as `TypeError` and `ValueError`.
+    """
+    match kind:
+        case "start":
+            step = int(event.get("step", 0))
+            place = f"after step {step}" if step else "from the beginning"
+            ranks = event.get("world_size")
+            return f"trains {place}" + (f" on {ranks} ranks" if ranks else "")
+        case "phase":
+            return _phase(event)
+        case "checkpoint":
+            took = f", {float(event['seconds']):.1f} s" if "seconds" in event else ""
+            size = f" ({int(event['bytes']) / 2**30:.2f} GiB{took})" if "bytes" in event else ""
+            return f"saved step-{int(event['step'])}{size}"
+        case "sample":
+            count = len(event.get("files") or ())
+            return f"sampled {count} prompt{'s' * (count != 1)} at step {int(event['step'])}"
+        case "validation":
+            return f"validation loss {float(event['loss']):.5f} at step {int(event['step'])}"
+        case "warning":
+            return str(event.get("message", ""))
+        case "error":
+            return (
+                f"rank {event['rank']}: {event['type']} at step {event.get('step')} during "
+                f"{event.get('phase')}: {event.get('message', '')}"
+            )
+        case "export":
+            return f"exported to {event['path']}"
+        case "end":
+            return f"the ranks ended: {event.get('reason', '')}"
+    return ""
+
+
+def _phase(event: dict[str, Any]) -> str:
+    """A phase that is over and took a while, or counted something."""
+    name = str(event["name"])
+    if event.get("state") != "end" or name in _LONG_STORIES:
+        return ""
+    seconds, total = float(event.get("seconds", 0)), event.get("total")
+    if seconds < _LEAST_SECONDS:
+        return ""
+    count = f" ({total})" if total else ""
+    return f"{PHASES.get(name, name)} took {_took(seconds)}{count}"
+
+
+def _took(seconds: float) -> str:
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,100 @@
+"""For terminals that take ASCII alone: every other character is replaced as a line is painted."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import TYPE_CHECKING, Final
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.filter import LineFilter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from textual.color import Color
+
+_OTHER: Final = "?"
+_BRAILLE: Final = (0x2800, 0x28FF)
+_BRAILLE_BY_DOTS: Final = " ..::**##"  # a character of a curve has up to eight
+# What is drawn, by what stands for it.
+_DRAWN: Final = {
+    "|": "│┃┆┇┊┋╎╏║▌▐▍▎▏▕╵╷╹╻",
+    "-": "─–—−╴╶▔¯",
+    "+": "┌┐└┘├┤┬┴┼┏┓┗┛┣┫┳┻╋╭╮╯╰╔╗╚╝╠╣╦╩╬┴┷╪┱┲┡┢",
+    "=": "═≡━╸╺",
+    "_": "▁▂",
+    ".": "·…∙⋅。┄┅┈┉╌╍",
+    "*": "●◆★✶✱•⭑◉⬤♦",
+    "o": "○◌◦◔◑◕◯⭘◎◇☆",
+    "x": "×✗✘✕✖╳",
+    "v": "✓✔↓▼▾⌄↡⇣",
+    "^": "↑▲▴⌃↟⇡",
+    ">": "→▸▶►‣›»⏵➜❯⟩⇢",
+    "<": "←◂◀◄‹«⟨⇠",
+    "#": "█■▓▇▆▇▉▊▋▪▀▄▅▃◼",
+    ":": "▒░▞▚▖▗▘▝▙▛▜▟∶⁝⋮",
+    "~": "≈∼∿",
+    "'": "‘’′",
+    '"': "“”″",
+    "!": "⚠‼❗",
+    "u": "µμ",
+    "d": "°",
+    "2": "²",
+    "3": "³",
+    " ": "\u00a0\u2009\u202f\u200a\u2003\u2002□◻",
+    "L": "⏎↵",
+    "z": "⏸",
+    "@": "↻⟳↺",
+    "$": "€£",
+    "S": "σΣ∑⇧",
+    "D": "Δ∆δ",
+    "/": "⁄∕╱",
+    "\\": "╲",
+}
+# Where one stands for two.
+_BY_MEANING: Final = {"≥": ">", "≤": "<", "↔": "-", "↕": "|", "∞": "8", "±": "+", "√": "v"}
+
+
+class _Table(dict[int, str]):
+    """Characters and what stands for them; learns those it is asked for."""
+
+    def __missing__(self, code: int) -> str:
+        self[code] = found = to_ascii(chr(code))
+        return found
+
+
+def known() -> Mapping[str, str]:
+    """Every character that has one standing for it by name."""
+    drawn = {char: plain for plain, chars in _DRAWN.items() for char in chars}
+    return drawn | _BY_MEANING
+
+
+_KNOWN: Final = known()
+
+
+def to_ascii(char: str) -> str:
+    """What stands for a character: as many columns of ASCII as it has."""
+    if char.isascii() or char in _KNOWN:
+        return _KNOWN.get(char, char)
+    if _BRAILLE[0] <= ord(char) <= _BRAILLE[1]:
+        return _BRAILLE_BY_DOTS[(ord(char) - _BRAILLE[0]).bit_count()]
+    columns = cell_len(char)
+    plain = unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode()  # é is e
+    return plain if plain and len(plain) == columns else _OTHER * columns
+
+
+class AsciiFilter(LineFilter):
+    """Paints with ASCII characters; every line keeps its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._table = _Table()
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [
+            segment
+            if segment.control or segment.text.isascii()
+            else Segment(segment.text.translate(self._table), segment.style)
+            for segment in segments
+        ]

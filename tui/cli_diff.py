@@ -1,0 +1,37 @@
+"""`fsdp-tui diff`: what another job was told differently."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from jobs.config_diff import differences
+from jobs.specfile import load_spec
+from jobs.store import Store
+from tui.cli_words import ID, JSON
+from tui.job.values import in_words
+from tui.tables import table
+
+
+@click.command()
+@ID
+@click.argument("other", metavar="OTHER", type=int)
+@JSON
+def diff(job_id: int, other: int, as_json: bool) -> None:
+    """What job OTHER was told differently than job ID; names do not count.
+
+    \b
+    fsdp-tui diff 3 4
+    """
+    store = Store()
+    ours, theirs = store.get(job_id), store.get(other)
+    found = differences(load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file))
+    if as_json:
+        click.echo(json.dumps([one.to_dict() for one in found]))
+    elif not found:
+        click.echo(f"jobs {job_id} and {other} were told the same")
+    else:
+        head = ("", "KEY", f"#{ours.id} {ours.name}", f"#{theirs.id} {theirs.name}")
+        rows = [(one.kind, one.key, in_words(one.before), in_words(one.after)) for one in found]
+        click.echo(table(head, rows))

@@ -1,0 +1,247 @@
+"""`fsdp-tui estimate`: will a job fit, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from jobs.errors import UserError
+from jobs.look import NOT_NEEDED
+from jobs.memory import dry_run
+from jobs.memory.advice import candidates
+from jobs.memory.cards import CARDS
+from jobs.memory.client import Server
+from jobs.memory.estimate import Estimate, estimate, needs_of
+from jobs.memory.fit import Fit, Room, Verdict
+from jobs.memory.kept import compare
+from jobs.memory.predicted import Predicted
+from jobs.memory.question import Refused
+from jobs.store import Store
+from jobs.strategy import world_size
+from tui import estimate_text as words_of
+from tui.cli_words import FLAGS, JSON, WORDS, JobCommand, read_job
+from tui.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jobs.memory.dry_run import Measured
+
+DOES_NOT_FIT: Final = 4  # exit status
+_IGNORED: Final = (*NOT_NEEDED, "dataset")
+_MOST_RANKS: Final = 65_536
+_WIDEST: Final = 100  # columns; longer lines are hard to read
+
+
+def _read_ranks(context: click.Context, option: click.Parameter, text: str | None) -> list[int]:
+    try:
+        counts = [int(part) for part in (text or "").replace(" ", "").split(",") if part]
+    except ValueError:
+        counts = [0]
+    if any(not 1 <= count <= _MOST_RANKS for count in counts):
+        raise click.BadParameter(f'expected numbers of ranks such as 2,4,8, got "{text}"')
+    return list(dict.fromkeys(counts))
+
+
+@click.command(name="estimate", cls=JobCommand, context_settings=FLAGS)
+@click.option("--ranks", callback=_read_ranks, metavar="2,4,8,…",
+              help="For so many ranks; the job's own when left out.")  # fmt: skip
+@click.option("--card", type=click.Choice([str(card) for card in CARDS]),
+              help="Hold it against GPUs of so many GB instead of this machine's; 80 where it has "
+              "none.")  # fmt: skip
+@click.option("--measure", is_flag=True,
+              help="Run two real steps through the queue as well, and remove them.")  # fmt: skip
+@JSON
+@WORDS
+def estimate_job(
+    words: tuple[str, ...], ranks: list[int], card: str | None, measure: bool, as_json: bool
+) -> int:
+    """Will it fit? The memory of each rank, before anything starts.
+
+    Needs no weights, no data and no GPU: a published model's hub id is enough. The first look at a
+    model takes seconds, others are quick. When it does not fit, tells what to change, the cheapest
+    change first.
+
+    Exit status: 0 it fits (if tightly), 4 it does not, 2 bad input, 1 predicting failed.
+
+    \b
+    fsdp-tui estimate job.yaml --ranks 2,4,8
+    fsdp-tui estimate --model_family=flux2 --model_type=full --ranks 8,64 --card 80
+    """
+    spec = read_job(words, ignoring=_IGNORED)
+    with ProgressLine("measuring the model") as progress:
+        progress(0, 1, "…")
+        server = Server()
+        try:
+            asked = estimate(spec, server, card=int(card) if card else None)
+            facts = _facts(asked, ranks or [world_size(spec)], progress)
+        finally:
+            server.close()
+    measured = dry_run.measure(Store(), spec, _tell) if measure else None
+    status = _status(asked, measured)
+    if as_json:
+        click.echo(json.dumps(_as_json(asked, facts, measured) | {"status": status}))
+    else:
+        click.echo(_as_text(asked, facts, measured))
+    return status
+
+
+class _Facts:
+    """All that is printed, asked before the server ends."""
+
+    def __init__(self, asked: Estimate) -> None:
+        self.asked = asked
+        self.own = asked.own
+        self.advised = asked.advised
+        self.rows: list[tuple[Predicted | Refused, list[Fit]]] = []
+        self.steps = [] if isinstance(self.own, Refused) else asked.steps()
+        self.rooms = _rooms(asked)
+        self.fewest: dict[str, int | None] = {}  # by kind of GPU
+        self.changed: dict[str, int | None] = {}  # the same with all steps of the ladder
+        self.candidates = [
+            asked.candidate(one, world_size(asked.spec))
+            for one in candidates(asked.spec, world_size(asked.spec))
+        ]
+
+
+def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None]) -> _Facts:
+    """Ask everything; the first question takes the longest."""
+    facts = _Facts(asked)
+    for number, count in enumerate(ranks):
+        progress(number, len(ranks))
+        for strategy in candidates(asked.spec, count):
+            found = asked.predict(strategy, count)
+            fits: list[Fit] = []
+            if isinstance(found, Predicted):
+                here = asked.place.here
+                fits = [asked.fit(found)] if here else [asked.fit(found, r) for r in facts.rooms]
+            facts.rows.append((found, fits))
+    if asked.place.on_gpus:
+        facts.fewest = {room.name: asked.fewest(room) for room in facts.rooms}
+        if facts.steps:
+            changed = facts.steps[-1].spec
+            facts.changed = {room.name: asked.fewest(room, changed) for room in facts.rooms}
+    return facts
+
+
+def _rooms(asked: Estimate) -> list[Room]:
+    """The kinds of GPU to hold it against: this machine's, and those that people have."""
+    if not asked.place.on_gpus:
+        return list(asked.place.rooms)
+    if not asked.place.here:
+        return list(CARDS.values())
+    smallest = min(asked.place.rooms, key=lambda room: room.total)
+    return [Room(f"GPU like {smallest.name}", smallest.total), *CARDS.values()]
+
+
+def _status(asked: Estimate, measured: Measured | None) -> int:
+    if measured is not None:
+        return DOES_NOT_FIT if measured.out_of_memory else 0
+    own = asked.own
+    if isinstance(own, Refused):
+        raise UserError(own.error, own.hint)
+    fits = asked.fit(own).verdict is not Verdict.TOO_LARGE
+    return 0 if fits else DOES_NOT_FIT
+
+
+def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
+    own, spec = facts.own, asked.spec
+    ranks, width = world_size(spec), min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
+    parts = [words_of.rows_text(facts.rows)]
+    if isinstance(own, Predicted):
+        fit = asked.fit(own)
+        count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        parts += [
+            f"this job, {own.strategy} on {count}, on {fit.room.name}: {words_of.verdict(fit)}",
+            words_of.phases_text(own),
+            words_of.advice_text(own.strategy, facts.candidates, facts.advised, ranks),
+        ]
+        if facts.steps:
+            last = facts.steps[-1].after.verdict
+            end = "" if last is Verdict.FITS else "\n  and that is not enough: take more GPUs"
+            parts.append(
+                f"what to change, the cheapest first\n{words_of.steps_text(facts.steps)}{end}"
+            )
+        elif fit.verdict is not Verdict.FITS:
+            parts.append("nothing that can be changed helps: take more GPUs, or larger ones")
+        if facts.fewest:
+            few = f"smallest number that would do: {words_of.fewest_text(facts.fewest)}"
+            if facts.changed:
+                few += f"\nwith all of these changes: {words_of.fewest_text(facts.changed)}"
+            parts.append(few)
+        parts += [words_of.needs_text(needs_of(spec, own)), asked.calibration.in_words()]
+        parts.append("\n".join(words_of.paragraph(note, width) for note in own.notes))
+    if measured is not None:
+        parts.append(words_of.measured_text(measured, _beside(asked, measured)))
+    return "\n\n".join(filter(None, parts))
+
+
+def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[str, Any]:
+    own = facts.own
+    fit = asked.fit(own) if isinstance(own, Predicted) else None
+    return {
+        "strategy": asked.strategy,
+        "ranks": world_size(asked.spec),
+        "fastest_that_fits": facts.advised,
+        "fit": _fit(fit) if fit else None,
+        "predictions": [
+            {**found.values, "fits": [_fit(one) for one in fits]}
+            for found, fits in facts.rows
+            if isinstance(found, Predicted)
+        ],
+        "failed": [
+            {"strategy": found.strategy, "ranks": found.ranks, "error": found.error,
+             "hint": found.hint}
+            for found, _ in facts.rows
+            if isinstance(found, Refused)
+        ],
+        "ladder": [
+            {"title": step.rung.title, "changes": step.changes, "before": step.before.high,
+             "after": step.after.high, "slower": step.rung.slower, "cost": step.cost,
+             "verdict": str(step.after.verdict)}
+            for step in facts.steps
+        ],
+        "fewest": facts.fewest,
+        "fewest_with_changes": facts.changed or None,
+        "needs": [
+            {"what": need.what, "needed": need.needed, "free": need.free, "enough": need.enough}
+            for need in (needs_of(asked.spec, own) if isinstance(own, Predicted) else ())
+        ],
+        "calibration": {"runs": asked.calibration.runs, "usual": asked.calibration.usual,
+                        "factor": asked.calibration.factor},
+        "measured": _measured(asked, measured) if measured else None,
+    }  # fmt: skip
+
+
+def _fit(fit: Fit) -> dict[str, Any]:
+    return {
+        "on": fit.room.name, "total": fit.room.total, "free": fit.room.free, "low": fit.low,
+        "high": fit.high, "verdict": str(fit.verdict), "spare": fit.spare,
+    }  # fmt: skip
+
+
+def _measured(asked: Estimate, measured: Measured) -> dict[str, Any]:
+    return {
+        "strategy": measured.strategy, "measure": measured.measure,
+        "peaks": {name: list(ranks) for name, ranks in measured.peaks.items()},
+        "out_of_memory": measured.out_of_memory, "reason": measured.reason,
+        "compared": [
+            {"name": one.phase, "predicted": one.predicted, "measured": list(one.measured),
+             "ratio": one.ratio}
+            for one in _beside(asked, measured)
+        ],
+    }  # fmt: skip
+
+
+def _beside(asked: Estimate, measured: Measured) -> list[Any]:
+    own = asked.own
+    if not isinstance(own, Predicted) or measured.out_of_memory:
+        return []
+    return compare(own, measured.measure, measured.peaks)
+
+
+def _tell(text: str) -> None:
+    click.echo(f"fsdp-tui: {text}", err=True)

@@ -1,0 +1,50 @@
+"""`fsdp-tui samples`: the pictures and videos that a job made of its prompts."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from jobs.samples import list_samples
+from jobs.store import Store
+from tui.cli_words import ID, JSON
+from tui.format import MISSING, cut, size
+from tui.tables import table
+
+_PROMPT = 40  # characters
+
+
+@click.command()
+@ID
+@click.option("--step", type=click.IntRange(min=0), help="Those of one step only.")
+@click.option("--newest", is_flag=True, help="Those of the newest step only.")
+@JSON
+def samples(job_id: int, step: int | None, newest: bool, as_json: bool) -> None:
+    """A job's samples: step, prompt, size and path of each.
+
+    \b
+    fsdp-tui samples 3 --newest
+    fsdp-tui samples 3 --json | jq -r '.[].picture'
+    """
+    found = list_samples(Store().get(job_id).run_dir)
+    if newest and found:
+        step = found[-1].step
+    found = tuple(one for one in found if step is None or one.step == step)
+    if as_json:
+        click.echo(json.dumps([one.to_dict() for one in found]))
+    elif not found:
+        click.echo("no samples" if step is None else f"no samples of step {step}")
+    else:
+        rows = [
+            (
+                str(one.step),
+                str(one.number + 1),
+                cut(" ".join(one.prompt.split()) or MISSING, _PROMPT),
+                "×".join(map(str, one.size)) if one.size else MISSING,
+                size(one.bytes),
+                str(one.video or one.picture),
+            )
+            for one in found
+        ]
+        click.echo(table(("STEP", "NO", "PROMPT", "PIXELS", "SIZE", "PATH"), rows))

@@ -1,0 +1,95 @@
+"""`fsdp-tui settings`: what can be set, what is set, and where."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from typing import Final
+
+import click
+
+from jobs.errors import UserError
+from jobs.paths import ensure_private_dir
+from jobs.rundir import write_atomic
+from tui.cli_words import JSON, warn
+from tui.settings import Settings, as_file, read_settings, settings_file, text_of
+
+_UNSET: Final = {"theme": "the one chosen last", "ascii": "auto", "keymap": "none"}
+_WIDEST: Final = 96  # columns
+
+
+@click.command()
+@click.option("--path", "only_path", is_flag=True, help="Print where the file is, no more.")
+@click.option("--init", is_flag=True, help="Write a file with every key in comments, to edit.")
+@click.option("--keys", is_flag=True, help="List the actions of `keymap`, with their keys.")
+@JSON
+def settings(only_path: bool, init: bool, keys: bool, as_json: bool) -> None:
+    """What is set, what it does, and where.
+
+    \b
+    fsdp-tui settings --init && $EDITOR "$(fsdp-tui settings --path)"
+    """
+    if only_path:
+        click.echo(str(settings_file()))
+    elif init:
+        _init()
+    elif keys:
+        _list_keys(as_json)
+    else:
+        _show(as_json)
+
+
+def _show(as_json: bool) -> None:
+    read = read_settings()
+    from tui.keymap import known_bindings, settle_keymap  # Textual takes half a second
+    from tui.themes import THEMES
+
+    problems = [*read.problems, *settle_keymap(read.settings, known_bindings()).problems]
+    if as_json:
+        told = {
+            "path": str(settings_file()),
+            "exists": settings_file().exists(),
+            "problems": problems,
+            "values": read.settings.model_dump(),
+            "help": {name: field.description for name, field in Settings.model_fields.items()},
+        }
+        click.echo(json.dumps(told))
+        return
+    there = "" if settings_file().exists() else "  (none yet; --init writes it)"
+    click.echo(f"{settings_file()}{there}")
+    width = max(40, min(_WIDEST, shutil.get_terminal_size((80, 24)).columns))
+    for name, field in Settings.model_fields.items():
+        value = text_of(getattr(read.settings, name)) or _UNSET[name]
+        mark = " *" if name in read.settings.model_fields_set else ""
+        click.echo(f"\n{name}: {_UNSET[name] if value == '{}' else value}{mark}")
+        click.echo(textwrap.fill(field.description or "", width - 4, initial_indent="    ",
+                                 subsequent_indent="    "))  # fmt: skip
+    click.echo(f"\n* is set in the file.  Themes: {', '.join(theme.name for theme in THEMES)}")
+    for problem in problems:
+        warn(problem)
+
+
+def _list_keys(as_json: bool) -> None:
+    from tui.keymap import known_bindings  # Textual takes half a second
+
+    found = sorted(known_bindings().values(), key=lambda one: one.id)
+    if as_json:
+        told = [{"id": one.id, "keys": list(one.keys), "does": one.does} for one in found]
+        click.echo(json.dumps(told))
+        return
+    longest = max(len(one.id) for one in found)
+    for one in found:
+        click.echo(f"{one.id.ljust(longest)}  {','.join(one.keys):<24}  {one.does}".rstrip())
+
+
+def _init() -> None:
+    path = settings_file()
+    if path.exists():
+        raise UserError(f"{path} is there already", "edit it, or move it away")
+    ensure_private_dir(path.parent)
+    try:
+        write_atomic(path, as_file())
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror})") from error
+    click.echo(str(path))

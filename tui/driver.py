@@ -1,0 +1,127 @@
+"""The way to a real terminal, with a budget of bytes, so that no slow link makes keys lag.
+
+Over the budget nothing is painted: what changes meanwhile is painted together, later. A key may
+borrow, so that its answer is seen at once, and a terminal that takes nothing (a laptop that
+sleeps) never blocks the loop that handles keys and snapshots.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import IO, TYPE_CHECKING, Any
+
+from textual import events
+from textual.drivers.linux_driver import LinuxDriver
+
+from tui.byte_budget import ByteBudget
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, TimerHandle
+
+    from textual.message import Message
+
+_BY_A_PERSON = (events.Key, events.MouseDown, events.MouseScrollUp, events.MouseScrollDown,
+                events.Paste, events.Resize)  # fmt: skip
+
+
+class _Meter:
+    """The terminal's file as the writing thread sees it; counts what the terminal has taken."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._inside = [0, 0]  # bytes and writes that were not flushed yet
+        self.taken_bytes = self.taken_writes = 0
+
+    def write(self, text: str) -> int:
+        self._inside[0] += _bytes(text)
+        self._inside[1] += 1
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+        (count, writes), self._inside = self._inside, [0, 0]
+        self.taken_bytes += count
+        self.taken_writes += writes
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+
+class GovernedDriver(LinuxDriver):
+    """Holds painting back while the terminal is behind or the budget is spent."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert self._file is not None  # standard error; the dashboard asked that it is a terminal
+        self._meter = _Meter(self._file)
+        self._file = self._meter  # type: ignore[assignment]  # has what the writing thread uses
+        self._budget = ByteBudget(time.monotonic())
+        self._sent_bytes = self._sent_writes = 0
+        self._held = ExitStack()
+        self._timer: TimerHandle | None = None
+        self._seen: tuple[Any, Any] = (None, None)  # screen and size when the hold began
+
+    @property
+    def loop(self) -> AbstractEventLoop:
+        assert self._loop is not None
+        return self._loop
+
+    def write(self, data: str) -> None:
+        """Send to the terminal; afterwards painting may have to wait."""
+        count = _bytes(data)
+        self._sent_bytes += count
+        self._sent_writes += 1
+        self._budget.spend(time.monotonic(), count)
+        super().write(data)
+        if self._timer is None and (wait := self._wait()):
+            self._hold(wait)
+
+    def process_message(self, message: Message) -> None:
+        """In the thread that reads keys: what a person does may be answered at once."""
+        if isinstance(message, _BY_A_PERSON):
+            self._budget.asked_at = time.monotonic()
+            self.loop.call_soon_threadsafe(self._look)
+        super().process_message(message)
+
+    # -- holding, in the loop ----------------------------------------------------------------
+
+    def _wait(self) -> float:
+        behind = self._sent_bytes - self._meter.taken_bytes
+        writes = self._sent_writes - self._meter.taken_writes
+        return self._budget.wait(time.monotonic(), behind, writes)
+
+    def _hold(self, wait: float) -> None:
+        """Stop painting, and look again after so many seconds."""
+        self._seen = self._sight()
+        self._held.enter_context(self._app.batch_update())
+        self._timer = self.loop.call_later(wait, self._look)
+
+    def _look(self) -> None:
+        """Paint again if that may be."""
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        if wait := self._wait():
+            self._timer = self.loop.call_later(wait, self._look)
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        self._timer = None
+        self._held.close()
+        screen, _ = sight = self._sight()
+        if screen is not None and sight != self._seen:
+            screen.refresh()  # Textual drops the first picture of a screen that comes in a batch
+        if screen is not None:
+            # Paints what waited. Not of the screens below: a look at one of those repaints the
+            # one on top, which would be held back again, and so on without end.
+            screen.check_idle()
+
+    def _sight(self) -> tuple[Any, Any]:
+        stack = self._app.screen_stack
+        return (stack[-1] if stack else None), self._app.size
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -1,0 +1,162 @@
+"""What `fsdp-tui estimate` prints for people. Pure, but for what it asks of an `Estimate`."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from jobs.memory.fit import Fit, Verdict
+from jobs.memory.predicted import TITLES, Predicted
+from tui.format import gib, size
+from tui.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jobs.memory.advice import Candidate
+    from jobs.memory.dry_run import Measured
+    from jobs.memory.estimate import Need
+    from jobs.memory.kept import Compared
+    from jobs.memory.ladder import Step
+    from jobs.memory.question import Refused
+
+_SHORT = {Verdict.FITS: "fits", Verdict.TIGHT: "tight", Verdict.TOO_LARGE: "no"}
+_PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "workspace")
+
+
+def band(low: int, high: int) -> str:
+    """`27.7-31.0 GiB`; one number where the two read the same."""
+    ends = dict.fromkeys((gib(low), gib(high)))
+    return f"{'-'.join(ends)} GiB"
+
+
+def verdict(fit: Fit) -> str:
+    """How it fits, and by how much."""
+    match fit.verdict:
+        case Verdict.FITS:
+            return f"fits, {size(fit.spare)} spare"
+        case Verdict.TIGHT:
+            return f"tight: up to {size(-fit.spare)} too much"
+    return f"does not fit: {size(fit.low - fit.room.free)} too much"
+
+
+def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
+    """A row for each strategy and number of ranks, a column for each kind of GPU."""
+    rooms = next((fits for _, fits in rows if fits), ())
+    head = (
+        "strategy",
+        "ranks",
+        "each needs",
+        "largest phase",
+        *(f"on {f.room.name}" for f in rooms),
+    )
+    lines = []
+    for found, fits in rows:
+        if isinstance(found, Predicted):
+            needed = band(fits[0].low, fits[0].high)
+            cells = [needed, TITLES.get(found.largest.name, found.largest.name)]
+            cells += [verdict(fit) if len(fits) == 1 else _SHORT[fit.verdict] for fit in fits]
+        else:
+            cells = ["–", found.error]
+        lines.append(
+            (found.strategy, str(found.ranks), *cells, *[""] * (len(head) - 2 - len(cells)))
+        )
+    return table(head, lines)
+
+
+def phases_text(predicted: Predicted) -> str:
+    """The phases with what they are made of, in GiB."""
+    head = ("phase (GiB)", "peak", *_PARTS)
+    rows = [
+        (TITLES.get(one.name, one.name), gib(one.peak),
+         *(gib(one.parts.get(part)) for part in _PARTS))
+        for one in predicted.phases
+    ]  # fmt: skip
+    beside = ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in
+                       predicted.overheads.items())  # fmt: skip
+    reserved = f"torch reserves {band(*predicted.reserved)}"
+    if beside:
+        reserved += f"; with {beside}, the driver shows {band(*predicted.device)}"
+    return f"{table(head, rows)}\n{reserved}"
+
+
+def steps_text(steps: Sequence[Step]) -> str:
+    """The ladder, each step with what it changes."""
+    lines = []
+    for number, step in enumerate(steps, 1):
+        changed = ", ".join(f"{key}: {word(value)}" for key, value in step.changes.items())
+        cost = f" ({step.cost})" if step.cost else ""
+        lines.append(
+            f"  {number}. {step.rung.title}: {gib(step.before.high)} → {gib(step.after.high)} GiB"
+            f"{cost}\n     {changed}"
+        )
+    return "\n".join(lines)
+
+
+def word(value: Any) -> str:
+    """A value as a job file has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def fewest_text(counts: Mapping[str, int | None]) -> str:
+    """`2 × 24 GB, 1 × 48 GB, …`, and which cannot do it however many there are."""
+    able = [f"{count} × {name}" for name, count in counts.items() if count is not None]
+    unable = [name for name, count in counts.items() if count is None]
+    told = ", ".join(able)
+    if unable:
+        told += f"{'; ' if able else ''}no number of {', '.join(unable)}"
+    return told
+
+
+def advice_text(own: str, candidates: Sequence[Candidate], advised: str | None, ranks: int) -> str:
+    """Which strategy is the fastest that fits."""
+    if len(candidates) < 2:
+        return ""
+    if advised is None:
+        return f"no strategy fits on {ranks} ranks as the job is"
+    same = ", which it has" if advised == own else f"; it has {own}"
+    return f"fastest strategy that fits on {ranks} ranks: {advised}{same}"
+
+
+def needs_text(needs: Sequence[Need]) -> str:
+    """Host memory and disk."""
+    return "\n".join(
+        f"{need.what}: {size(need.needed)}; this machine has {size(need.free)} free"
+        + ("" if need.enough else ", NOT ENOUGH")
+        for need in needs
+    )
+
+
+def compared_text(compared: Sequence[Compared]) -> str:
+    """Predicted beside measured; of several ranks the one that took the most."""
+    rows = [
+        (TITLES.get(one.phase, one.phase), size(one.predicted),
+         size(max(one.measured)) if one.measured else "–", difference(one.ratio))
+        for one in compared
+    ]  # fmt: skip
+    return table(("phase", "predicted", "measured", "difference"), rows)
+
+
+def difference(ratio: float | None) -> str:
+    """`+2.1 %` where more was measured than predicted."""
+    return "–" if ratio is None else f"{(ratio - 1) * 100:+.1f} %"
+
+
+def measured_text(measured: Measured, compared: Sequence[Compared]) -> str:
+    """What a dry run came to."""
+    if measured.out_of_memory:
+        return f"measured: it does not fit: {measured.reason}"
+    if measured.measure == "rss":
+        most = max((max(ranks) for ranks in measured.peaks.values()), default=0)
+        return (
+            f"measured with {measured.strategy}: {size(most)} resident at most on a CPU rank, with "
+            "Python and its libraries, which are not predicted"
+        )
+    return f"measured with {measured.strategy}, two steps\n{compared_text(compared)}"
+
+
+def paragraph(text: str, width: int) -> str:
+    """A note, wrapped."""
+    return textwrap.fill(text, width, initial_indent="- ", subsequent_indent="  ")

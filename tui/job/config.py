@@ -1,0 +1,192 @@
+"""The config tab: what the job was told, how it is launched, and what another job has instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from textual.message import Message
+from textual.widgets import Static
+
+from jobs.config_diff import differences
+from jobs.errors import UserError
+from jobs.replay import replay
+from jobs.specfile import dump_spec, load_spec
+from tui.format import Span
+from tui.job.config_rows import command_rows, diff_rows, yaml_rows
+from tui.job.keys import Key, bindings_of, scrolling
+from tui.job.text_pane import TextPane
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual.app import ComposeResult
+
+    from jobs.config_diff import Difference
+    from jobs.store import Job, Store
+    from tui.format import Row
+    from tui.job.look import Look
+
+Shown = Literal["set", "all", "command", "diff"]
+
+_TITLES: dict[Shown, str] = {
+    "set": "job file: what differs from the defaults · a shows all",
+    "all": "job file: every key · a shows what differs from the defaults",
+    "command": "the same job by hand, in a shell · y copies it",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What was read. `problem` says why the job file cannot be used; `whole` is then as it is."""
+
+    differing: str = ""
+    whole: str = ""
+    command: str = ""
+    problem: str = ""
+
+
+class ConfigPane(TextPane):
+    """One of four texts."""
+
+    KEYS: ClassVar = (
+        *scrolling(),
+        Key("show_all", "a", "a", "all keys", "Every key, or what differs from the defaults"),
+        Key("show_command", "l", "l", "launch", "The command that launches the job by hand"),
+        Key("compare", "o", "o", "other job", "Compare with another job"),
+        Key("copy_shown", "y", "y", "copy", "Copy what is shown"),
+    )
+    BINDINGS: ClassVar = bindings_of("config", KEYS)
+
+    @dataclass
+    class Read(Message):
+        """The files are read."""
+
+        config: Config
+
+    @dataclass
+    class Compared(Message):
+        """The jobs are compared; or could not be."""
+
+        other: Job
+        found: list[Difference]
+        problem: str = ""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(id="config")
+        self.store = store
+        self.shown: Shown = "set"
+        self.config: Config | None = None
+        self.compared: ConfigPane.Compared | None = None
+        self._read_of: tuple[object, ...] = ()
+        self._title = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="config-title", markup=False)
+        yield from super().compose()
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def update_from(self, look: Look) -> None:
+        self.look = look
+        key = (look.job.queued, look.job.attempt)  # a resume may have changed the file
+        if key != self._read_of:
+            self._read_of = key
+            work = partial(self._read, look.job)
+            self.run_worker(work, group="config", exclusive=True, exit_on_error=False, thread=True)
+
+    def _read(self, job: Job) -> None:
+        """In a thread: model and dataset paths may lie on slow disks."""
+        try:
+            config = read_config(job)
+        except Exception as error:  # the edge: a tab that stays empty tells nothing
+            config = Config(problem=f"{type(error).__name__}: {error}")
+        self.post_message(self.Read(config))
+
+    def on_config_pane_read(self, message: Read) -> None:
+        self.config = message.config
+        self.fill()
+
+    def rows_of(self, look: Look, width: int) -> Sequence[Row]:
+        if self.shown == "diff" and (compared := self.compared) is not None:
+            self._say(f"what job {compared.other.id} “{compared.other.name}” has instead · a: back")
+            if compared.problem:
+                return [(Span(f"! {compared.problem}", "bad"),)]
+            return diff_rows(compared.found, look.job, compared.other, width)
+        if self.config is None:
+            return [(Span("reading the job file …", "dim"),)]
+        self._say(_TITLES[self.shown])
+        problem: list[Row] = []
+        if self.config.problem:
+            problem = [(Span(f"! {self.config.problem}", "bad"),), ()]
+        if self.shown == "command":
+            return [*problem, *command_rows(self.config.command, width)]
+        text = self.config.whole if self.shown == "all" else self.config.differing
+        return [*problem, *yaml_rows(text or self.config.whole)]
+
+    def _say(self, title: str) -> None:
+        if title != self._title:
+            self._title = title
+            self.query_one("#config-title", Static).update(title)
+
+    # -- keys ------------------------------------------------------------------------------
+
+    def action_show_all(self) -> None:
+        self._show("all" if self.shown == "set" else "set")
+
+    def action_show_command(self) -> None:
+        self._show("set" if self.shown == "command" else "command")
+
+    def action_compare(self) -> None:
+        from tui.job.pick_job import PickJobScreen
+
+        if self.look is not None:
+            job = self.look.job
+            others = [one for one in self.store.all() if one.id != job.id]
+            screen = PickJobScreen(others, f"compare job {job.id} with")
+            self.app.push_screen(screen, self._picked)
+
+    def _picked(self, other: Job | None) -> None:
+        if other is not None and self.look is not None:
+            work = partial(self._compare, self.look.job, other)
+            self.run_worker(work, group="diff", exclusive=True, exit_on_error=False, thread=True)
+
+    def _compare(self, ours: Job, theirs: Job) -> None:
+        try:
+            found = differences(
+                load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file)
+            )
+            self.post_message(self.Compared(theirs, found))
+        except UserError as error:
+            self.post_message(self.Compared(theirs, [], str(error)))
+        except Exception as error:  # the edge: nothing a person asked for ends in silence
+            self.post_message(self.Compared(theirs, [], f"{type(error).__name__}: {error}"))
+
+    def on_config_pane_compared(self, message: Compared) -> None:
+        self.compared = message
+        self._show("diff")
+
+    def _show(self, what: Shown) -> None:
+        self.shown = what
+        self.fill()
+        self.lines.scroll_home(animate=False)
+
+    def action_copy_shown(self) -> None:
+        if self.shown == "command" and self.config is not None:
+            self.copy(self.config.command)  # as it is: here its lines are broken
+        else:
+            self.copy(self.as_text())
+
+
+def read_config(job: Job) -> Config:
+    """The job file in both lengths, and the command; the file as it is where it cannot be used."""
+    try:
+        text = job.run_dir.job_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return Config(problem=f"the job file cannot be read: {error}")
+    try:
+        spec = load_spec(job.run_dir.job_file)
+        return Config(dump_spec(spec, only_set=True), dump_spec(spec), replay(job, "accelerate"))
+    except UserError as error:
+        return Config(whole=text, problem=str(error))

@@ -1,0 +1,90 @@
+"""The rows of the config tab: the job file, the launch command, what another job has. Pure."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import TYPE_CHECKING, Any, Final
+
+from tui.format import Span, cut, left
+from tui.job.values import in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.config_diff import Difference
+    from jobs.store import Job
+    from tui.format import Row
+
+_KEY: Final = re.compile(r"([A-Za-z_][\w.-]*):(?= |$)(.*)")
+_SIGNS: Final = {"added": ("+", "good"), "removed": ("−", "bad"), "changed": ("~", "accent")}
+_WIDEST_KEY: Final = 34
+
+
+def yaml_rows(text: str) -> list[Row]:
+    """YAML with its keys in another colour."""
+    rows: list[Row] = []
+    for line in text.splitlines():
+        if match := _KEY.fullmatch(line):
+            rows.append((Span(match[1] + ":", "accent"), Span(match[2])))
+        else:
+            rows.append((Span(line, "dim" if line.startswith("#") else ""),))
+    return rows
+
+
+def command_rows(text: str, width: int) -> list[Row]:
+    """A shell script, its long lines going on below."""
+    rows: list[Row] = []
+    for line in text.splitlines():
+        role = "dim" if line.startswith("#") else ""
+        first, *rest = textwrap.wrap(
+            line, width - 2, break_on_hyphens=False, break_long_words=True, drop_whitespace=False
+        ) or [""]
+        rows.append((Span(first, role),))
+        rows += [(Span("  ", "faint"), Span(part.lstrip(), role)) for part in rest]
+    return rows
+
+
+def diff_rows(found: Sequence[Difference], ours: Job, theirs: Job, width: int) -> list[Row]:
+    """The keys that differ, the values of both jobs side by side.
+
+    Args:
+        found: What differs; `before` is of our job, `after` of the other one.
+        ours: The job that is looked at.
+        theirs: The other one.
+        width: Columns.
+    """
+    if not found:
+        return [(Span("both jobs were told the same", "good"),)]
+    keys = min(_WIDEST_KEY, max(len(one.key) for one in found))
+    room = max(8, (width - keys - 6) // 2)
+    rows: list[Row] = [
+        (
+            Span(" " * (keys + 4)),
+            Span(left(cut(f"#{ours.id} {ours.name}", room), room), "strong"),
+            Span("  "),
+            Span(cut(f"#{theirs.id} {theirs.name}", room), "strong"),
+        )
+    ]
+    group = ""
+    for one in found:
+        if one.group != group:
+            group = one.group
+            rows += [(), (Span(group, "title"),)]
+        sign, role = _SIGNS[one.kind]
+        mine, other = _wrapped(one.before, room), _wrapped(one.after, room)
+        for n in range(max(len(mine), len(other))):
+            rows.append(
+                (
+                    Span(f"{sign} " if n == 0 else "  ", role),
+                    Span(left(one.key if n == 0 else "", keys) + "  "),
+                    Span(left(mine[n] if n < len(mine) else "", room), "dim"),
+                    Span("  "),
+                    Span(other[n] if n < len(other) else "", role),
+                )
+            )
+    return rows
+
+
+def _wrapped(value: Any, width: int) -> list[str]:
+    return textwrap.wrap(in_words(value), width, break_on_hyphens=False) or [""]

@@ -1,0 +1,80 @@
+"""The rows of the history: states of the job and moments of its run, by time. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Final
+
+from jobs.states import State
+from tui.dashboard.job_rows import GLYPHS
+from tui.format import Span
+from tui.job.words import clock, day
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.store import Change
+    from jobs.timeline import Moment
+    from tui.format import Row
+
+_WHAT: Final = 14  # columns
+_SIGNS: Final = {"error": ("! error", "bad"), "warning": ("! warning", "warn")}
+
+
+def history_rows(
+    history: Sequence[Change], moments: Sequence[Moment], width: int, *, states_only: bool = False
+) -> list[Row]:
+    """What happened, the oldest first, each day under its date.
+
+    Args:
+        history: States of the job.
+        moments: What happened in its run.
+        width: Columns.
+        states_only: Leave the run out.
+    """
+    told = [(change.t, 0, _state(change, number)) for change, number in _attempts(history)]
+    if not states_only:
+        told += [(moment.t, 1, _moment(moment)) for moment in moments]
+    told.sort(key=lambda one: one[:2])
+    rows: list[Row] = []
+    date = ""
+    for t, _, (what, role, words) in told:
+        if (today := day(t)) != date:
+            date = today
+            rows += [(), (Span(today, "title"),)] if rows else [(Span(today, "title"),)]
+        room = max(20, width - 10 - _WHAT)
+        first, *rest = _wrap(words, room)
+        rows.append(
+            (Span(f"{clock(t)}  ", "dim"), Span(what.ljust(_WHAT), role), Span(first, _tone(role)))
+        )
+        rows += [(Span(" " * (10 + _WHAT)), Span(line, _tone(role))) for line in rest]
+    return rows
+
+
+def _attempts(history: Sequence[Change]) -> list[tuple[Change, int]]:
+    """Each change with the number of the attempt that it begins; 0 for other changes."""
+    found, number = [], 0
+    for change in history:
+        begins = change.after is State.STARTING
+        number += begins
+        found.append((change, number if begins else 0))
+    return found
+
+
+def _state(change: Change, attempt: int) -> tuple[str, str, str]:
+    glyph, role = GLYPHS[change.after]
+    words = change.reason or str(change.after)
+    return f"{glyph} {change.after}", role, f"attempt {attempt}: {words}" if attempt else words
+
+
+def _moment(moment: Moment) -> tuple[str, str, str]:
+    what, role = _SIGNS.get(moment.kind, (f"  {moment.kind}", "dim"))
+    return what, role, moment.words
+
+
+def _tone(role: str) -> str:
+    return role if role in ("bad", "warn") else ""
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False) or [""]

@@ -1,0 +1,91 @@
+"""The keys of the job screen and its tabs, from one table each: bindings, key line and help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from textual.binding import Binding
+
+from tui.widgets.key_line import key_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from textual.binding import BindingType
+    from textual.content import Content
+
+
+@dataclass(frozen=True)
+class Key:
+    """Something to press.
+
+    Attributes:
+        action: What Textual runs, without `action_`.
+        keys: Comma-separated, as Textual names them.
+        shown: What the key line calls them, which may mean another key's action too.
+        label: A word or two.
+        help: A sentence.
+        line: Whether it has a place in the key line.
+    """
+
+    action: str
+    keys: str
+    shown: str
+    label: str
+    help: str
+    line: bool = True
+
+    @property
+    def name(self) -> str:
+        """The action as a name, such as `go-1` of `go(1)`."""
+        words = "".join(char if char.isalnum() or char in "_-" else " " for char in self.action)
+        return "-".join(words.split())
+
+
+def bindings_of(scope: str, keys: Iterable[Key]) -> list[BindingType]:
+    """Their bindings; ids begin with the scope."""
+    return [
+        Binding(
+            key.keys, key.action, key.label, show=key.line, tooltip=key.help,
+            id=f"{scope}.{key.name}",
+        )
+        for key in keys
+    ]  # fmt: skip
+
+
+def line_of(keys: Iterable[Key], width: int) -> Content:
+    """The key line, as much of it as there is room for; its entries can be clicked."""
+    left = width
+    shown: list[tuple[str, str, str]] = []
+    for key in (key for key in keys if key.line):
+        left -= len(key.shown) + 1 + len(key.label) + 2 * bool(shown)
+        if left < 0:
+            break
+        sign = key.shown.replace("[", "\\[")  # it becomes markup
+        shown.append((f"press('{key.keys.split(',')[0]}')", sign, key.label))
+    return key_line(shown)
+
+
+def moving(what: str, page: int = 10) -> tuple[Key, ...]:
+    """The keys that move a mark in a list of such things."""
+    return (
+        Key("go(1)", "j,down", "↑ ↓", what, f"Next {what}"),
+        Key("go(-1)", "k,up", "k ↑", "previous", f"Previous {what}", line=False),
+        Key(f"go({page})", "ctrl+d,pagedown", "^d", "page on", "Some on", line=False),
+        Key(f"go(-{page})", "ctrl+u,pageup", "^u", "page back", "Some back", line=False),
+        Key("go(-1000000)", "home,g", "g", "first", f"First {what}", line=False),
+        Key("go(1000000)", "end,G,shift+g", "G", "last", f"Last {what}", line=False),
+    )
+
+
+def scrolling() -> tuple[Key, ...]:
+    """The keys that scroll a text."""
+    return (
+        Key("scroll_by(1)", "j,down", "↑ ↓", "scroll", "Scroll down"),
+        Key("scroll_by(-1)", "k,up", "k ↑", "up", "Scroll up", line=False),
+        Key("scroll_by(10)", "ctrl+d,pagedown", "^d", "page down", "Scroll on", line=False),
+        Key("scroll_by(-10)", "ctrl+u,pageup", "^u", "page up", "Scroll back", line=False),
+        Key("scroll_by(-1000000)", "home,g", "g", "begin", "Go to the beginning", line=False),
+        Key("scroll_by(1000000)", "end,G,shift+g", "G", "end", "Go to the end", line=False),
+    )

@@ -1,0 +1,128 @@
+"""Look at one job again and again, in a thread. Knows no widgets."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from threading import Event
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs import service
+from jobs.errors import NotFoundError, UserError
+from jobs.report import RunReport
+from jobs.samples import Samples
+from jobs.timeline import Timeline
+from tui.snapshot import Curve, JobView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.samples import Sample
+    from jobs.store import Change, Job, Store
+    from jobs.timeline import Moment
+
+PERIOD: Final = 1.0  # seconds
+_POLL_BYTES: Final = 1 << 20  # of events at a time, so that the screen's thread gets a turn
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is known of a job at one moment.
+
+    Attributes:
+        t: The moment, in Unix seconds.
+        view: The job, its progress, and what its ranks say.
+        history: Its states since it was queued first.
+        moments: What happened in its run.
+        report: What the run says of itself.
+        errors: What failing ranks left, the earliest first.
+        curve: Its steps.
+        newest: The step of its newest complete checkpoint.
+        exported: Whether there is an export.
+        samples: What it made of its prompts; the same tuple while nothing has changed.
+        problem: What could not be read, in one line.
+    """
+
+    t: float
+    view: JobView
+    history: tuple[Change, ...] = ()
+    moments: tuple[Moment, ...] = ()
+    report: RunReport = field(default_factory=RunReport)
+    errors: tuple[dict[str, Any], ...] = ()
+    curve: Curve = field(default_factory=lambda: Curve(-1))
+    samples: tuple[Sample, ...] = ()
+    newest: int | None = None
+    exported: bool = False
+    problem: str = ""
+
+    @property
+    def job(self) -> Job:
+        return self.view.job
+
+
+class Looker:
+    """Makes looks at a job. One thread runs `run`; any thread may `wake` or `close` it."""
+
+    def __init__(self, store: Store, job: Job) -> None:
+        self._store = store
+        self._job = job
+        self._log = Timeline(job.run_dir.events)
+        self._samples = Samples(job.run_dir)
+        self._moments: tuple[Moment, ...] = ()
+        self._curve = Curve(-1)
+        self._wake, self._closed = Event(), Event()
+        self._last = Look(time.time(), JobView(job))
+
+    def run(self, publish: Callable[[Look], None], resting: Callable[[], bool]) -> None:
+        """Look until closed, but not while nobody can see it."""
+        while not self._closed.is_set():
+            if not resting():
+                publish(self.look())
+            self._wake.wait(PERIOD)
+            self._wake.clear()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._wake.set()
+
+    def look(self) -> Look:
+        """One look; what cannot be read stays as it was."""
+        try:
+            self._last = self._look()
+        except Exception as error:  # one failing look must not end the looking
+            words = (
+                str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            )
+            self._last = replace(self._last, t=time.time(), problem=words)
+        return self._last
+
+    def _look(self) -> Look:
+        self._job = job = self._store.get(self._job.id)
+        if not job.run_dir.root.is_dir():
+            raise NotFoundError(f"the run directory of the job is gone: {job.run_dir.root}")
+        log, changed = self._log, False
+        while log.poll(_POLL_BYTES) and not self._closed.is_set():
+            changed = True
+        if changed or self._curve.job != job.id:
+            newest = log.validations[-1][1] if log.validations else None
+            self._moments = tuple(log.moments)
+            self._curve = Curve(job.id, tuple(log.steps), newest)
+        report = RunReport.of(log)
+        strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
+        view = JobView(
+            job,
+            service.progress(job, log),
+            phase=log.phase if job.state.active else None,
+            ranks=tuple(job.run_dir.rank_statuses()),
+            strategy=strategy,
+        )
+        saved = job.run_dir.latest_checkpoint()
+        errors = tuple(job.run_dir.rank_errors()) if job.state.ended else ()
+        return Look(
+            time.time(), view, tuple(self._store.history(job.id)), self._moments, report, errors,
+            self._curve, self._samples.look(), saved[0] if saved else None,
+            job.run_dir.export.is_dir(),
+        )  # fmt: skip

@@ -1,0 +1,45 @@
+"""Which pane lies behind which tab."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tui.checkpoints.pane import CheckpointsPane
+from tui.job.config import ConfigPane
+from tui.job.history import HistoryPane
+from tui.job.logs import LogsPane
+from tui.job.overview import OverviewPane
+from tui.job.plots import PlotsPane
+from tui.job.ranks import RanksPane
+
+if TYPE_CHECKING:
+    from jobs.store import Job, Store
+    from tui.job.pane import Pane
+
+
+def build_pane(name: str, store: Store, job: Job) -> Pane:
+    """A new pane for a tab.
+
+    Raises:
+        ValueError: There is no such tab.
+    """
+    match name:
+        case "overview":
+            return OverviewPane(id="overview")
+        case "ranks":
+            return RanksPane()
+        case "logs":
+            return LogsPane()
+        case "plots":
+            return PlotsPane(store, job)
+        case "samples":
+            from tui.samples.pane import SamplesPane  # pictures take a while to import
+
+            return SamplesPane()
+        case "checkpoints":
+            return CheckpointsPane(store, job)
+        case "config":
+            return ConfigPane(store)
+        case "history":
+            return HistoryPane(id="history")
+    raise ValueError(f"there is no tab {name!r}")

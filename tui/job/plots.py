@@ -1,0 +1,81 @@
+"""The plots tab: what was measured at each step."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from tui.format import Span
+from tui.job.keys import Key, bindings_of
+from tui.job.pane import Pane
+from tui.plots.panel import PlotsPanel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual.app import ComposeResult
+
+    from jobs.store import Job, Store
+    from tui.format import Row
+
+_NUMBER: Final = re.compile(r"(?<=[\[ ])\d (?=\w)")
+
+
+class TabPlots(PlotsPanel, inherit_bindings=False):
+    """The curves without their number keys, which turn the tabs here."""
+
+    KEYS: ClassVar = tuple(
+        replace(key, shown="m") if key.action == "turn(1)" else key
+        for key in PlotsPanel.KEYS
+        if not key.action.startswith("measure(")
+    )
+    BINDINGS: ClassVar = bindings_of("plots", KEYS)
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Without the numbers before the measures, which would be taken for those of the tabs."""
+        if rows:
+            rows = [tuple(Span(_NUMBER.sub("", s.text), s.role) for s in rows[0]), *rows[1:]]
+        super().show(rows)
+
+
+class PlotsPane(Pane):
+    """The curves of the job, and of others that it is compared with."""
+
+    KEYS: ClassVar = (
+        Key("compare", "c", "c", "compare", "Choose other runs to compare with"),
+        Key("leave", "escape", "esc", "close", "Take the cursor away, or close", line=False),
+    )
+    BINDINGS: ClassVar = bindings_of("plots_tab", KEYS)
+
+    def __init__(self, store: Store, job: Job) -> None:
+        super().__init__(id="plots-tab")
+        self.store = store
+        self.job = job
+        self.panel = TabPlots([job], resting=self._unseen)
+
+    def compose(self) -> ComposeResult:
+        yield self.panel
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        return [*self.KEYS, *self.panel.KEYS]
+
+    def _unseen(self) -> bool:
+        return not self.display or not self.screen.is_current
+
+    def action_leave(self) -> None:
+        if not self.panel.stop_reading():
+            self.screen.dismiss()
+
+    def action_compare(self) -> None:
+        from tui.plots.pick_runs import PickRunsScreen
+
+        jobs = {job.id: job for job in self.store.all()}
+
+        def picked(chosen: list[int] | None) -> None:
+            if chosen is not None:
+                self.panel.compare([self.job, *(jobs[job] for job in chosen)])
+
+        shown = [job.id for job in self.panel.jobs]
+        self.app.push_screen(PickRunsScreen(list(jobs.values()), shown, self.job), picked)

@@ -1,0 +1,247 @@
+"""The screen of one job: a line of tabs, and what lies behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on
+from textual.containers import Container
+from textual.content import Content
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Static
+
+from jobs import service
+from jobs.resume_plan import plan_resume
+from tui.checkpoints.words import resumed
+from tui.dashboard.job_rows import GLYPHS
+from tui.job.keys import Key, bindings_of, line_of
+from tui.job.logs import LogsPane
+from tui.job.look import Look, Looker
+from tui.job.pane import Pane
+from tui.job.panes import build_pane
+from tui.job.ranks import RanksPane
+from tui.job.tabs import NAMES, TABS, TabLine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from textual.app import ComposeResult
+
+    from jobs.resume_plan import Plan
+    from jobs.store import Job, Store
+    from tui.app import FsdpTui
+
+_COLOURS = {
+    "good": "$success", "warn": "$warning", "bad": "$error", "accent": "$accent",
+    "dim": "$foreground 60%",
+}  # fmt: skip
+
+
+class JobScreen(Screen[None]):
+    """Looks at one job once a second, in a thread; the open tab shows what it found."""
+
+    CSS_PATH: ClassVar = ["job.tcss", "../checkpoints/checkpoints.tcss"]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
+    AUTO_FOCUS = ""
+    KEYS: ClassVar = (
+        *(
+            Key(f"show_tab('{tab.name}')", str(number), str(number), tab.title, tab.help, False)
+            for number, tab in enumerate(TABS, 1)
+        ),
+        Key("turn(1)", "tab,right_square_bracket", "tab", "next", "The next tab"),
+        Key("turn(-1)", "shift+tab,left_square_bracket", "⇧tab", "before", "The tab before",
+            line=False),
+        Key("stop_job", "x", "x", "stop", "Stop the job after this step and a save", line=False),
+        Key("start_job", "s", "s", "start", "Start the job again after it ended", line=False),
+        Key("save_now", "m", "m", "save", "Write a checkpoint at the next step", line=False),
+        Key("sample_now", "p", "p", "sample", "Sample the prompts at the next step", line=False),
+        Key("switch_theme", "t", "t", "theme", "Switch between dark and light", line=False),
+        Key("show_help", "question_mark,f1", "?", "help", "The keys of this screen"),
+        Key("dismiss", "escape,q,i", "esc", "close", "Back to the dashboard"),
+    )  # fmt: skip
+    BINDINGS: ClassVar = bindings_of("job", KEYS)
+
+    app: FsdpTui
+
+    @dataclass
+    class Looked(Message):
+        """The looking thread found something; only the newest one counts."""
+
+        look: Look
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, JobScreen.Looked)
+
+    @dataclass
+    class Planned(Message):
+        """The job would go on in another way than it was going."""
+
+        plan: Plan
+
+    def __init__(self, store: Store, job: Job, tab: str = NAMES[0]) -> None:
+        super().__init__()
+        self.store = store
+        self.job = job
+        self.tab = ""
+        self.panes: dict[str, Pane] = {}
+        self.look: Look | None = None
+        self.looker = Looker(store, job)
+        self.tabs = TabLine()
+        self.key_line = Static("", id="job-keys")
+        self._first_tab = tab if tab in NAMES else NAMES[0]
+        self._texts: dict[str, Content | str] = {}
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="job-title")
+        yield self.tabs
+        yield Static("", id="job-problem", markup=False)
+        yield Container(id="job-panes")
+        self.key_line.auto_links = False  # they would all get one colour
+        yield self.key_line
+
+    async def on_mount(self) -> None:
+        self._show_title(self.job)
+        await self.action_show_tab(self._first_tab)
+        self.run_worker(self._run, group="look", exit_on_error=False, thread=True)
+
+    def on_unmount(self) -> None:
+        self.looker.close()
+
+    def on_screen_resume(self) -> None:
+        self.looker.wake()  # what it shows may be as old as what covered it
+
+    def on_resize(self) -> None:
+        self._show_keys()
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """In a thread, until the screen closes."""
+
+        def publish(look: Look) -> None:
+            self.post_message(self.Looked(look))
+
+        self.looker.run(publish, lambda: not self.is_current)
+
+    def on_job_screen_looked(self, message: Looked) -> None:
+        self.look, self.job = message.look, message.look.job
+        self._show_title(self.job)
+        problem = message.look.problem
+        self._put("job-problem", f"! {problem}" if problem else "")
+        self.query_one("#job-problem").set_class(bool(problem), "-shown")
+        self._update_pane()
+
+    def _update_pane(self) -> None:
+        pane = self.panes.get(self.tab)
+        if pane is not None and pane.is_mounted and self.look is not None:
+            pane.update_from(self.look)
+        self._show_keys()
+
+    def _show_title(self, job: Job) -> None:
+        glyph, role = GLYPHS[job.state]
+        title = Content.from_markup(
+            f"[$foreground 60%]job[/] [b $primary]$id[/] [b]$name[/]  [{_COLOURS[role]}]$state[/]"
+            "  [$foreground 60%]$reason[/]",
+            id=str(job.id), name=job.name, state=f"{glyph} {job.state}",
+            reason=" ".join(job.reason.split()),
+        )  # fmt: skip
+        self._put("job-title", title.truncate(max(20, self.size.width - 2), ellipsis=True))
+
+    @on(Pane.KeysChanged)
+    def _show_keys(self) -> None:
+        pane = self.panes.get(self.tab)
+        own = [key for key in self.KEYS if key.line]
+        width = self.size.width - 2
+        # Those of the screen are always there; the pane's stand before them.
+        reserved = sum(len(key.shown) + len(key.label) + 3 for key in own)
+        line = line_of(pane.keys, width - reserved) if pane is not None else Content("")
+        rest = line_of(own, width)
+        self._put("job-keys", Content.assemble(line, "  " if line.plain else "", rest))
+
+    def _put(self, name: str, text: Content | str) -> None:
+        """Change a text; one that stays the same is not sent to the terminal again."""
+        if self._texts.get(name) != text:
+            self._texts[name] = text
+            self.query_one(f"#{name}", Static).update(text)
+
+    # -- tabs ------------------------------------------------------------------------------
+
+    async def action_show_tab(self, name: str) -> None:
+        if name == self.tab:
+            return
+        self.tab = name
+        self.app.dashboard.job_tab = name
+        self.tabs.show(name)
+        pane = self.panes.get(name)
+        if pane is None:
+            pane = self.panes[name] = build_pane(name, self.store, self.job)
+            await self.query_one("#job-panes").mount(pane)
+        for other in self.panes.values():
+            other.display = other is self.panes[self.tab]
+        if pane is self.panes[self.tab]:
+            self.set_focus(pane.target)
+            self.call_after_refresh(self._update_pane)
+
+    async def action_turn(self, by: int) -> None:
+        await self.action_show_tab(NAMES[(NAMES.index(self.tab) + by) % len(NAMES)])
+
+    async def action_show_log(self, index: int) -> None:
+        """Show one of the logs; the title of the log offers them to the mouse."""
+        await self.action_show_tab("logs")
+        if isinstance(pane := self.panes["logs"], LogsPane):
+            pane.show_log(index)
+
+    @on(RanksPane.LogWanted)
+    async def _show_log_of_rank(self, message: RanksPane.LogWanted) -> None:
+        await self.action_show_log(message.rank)
+
+    def action_press(self, key: str) -> None:
+        """An entry of the key line was clicked."""
+        self.app.simulate_key(key)
+
+    # -- acting ----------------------------------------------------------------------------
+
+    def action_stop_job(self) -> None:
+        self._act(partial(service.stop, self.store, self.job.id))
+
+    def action_start_job(self) -> None:
+        def start() -> str:
+            plan = plan_resume(self.store, self.job.id)
+            if plan.changes:
+                self.post_message(self.Planned(plan))
+                return ""
+            return resumed(service.carry_out(self.store, plan))
+
+        self._act(start)
+
+    def on_job_screen_planned(self, message: Planned) -> None:
+        if self.is_current:  # not asked twice, nor after the screen was left
+            self.app.dashboard.ask_to_resume(message.plan)
+
+    def action_save_now(self) -> None:
+        self._request("save_now", "saves a checkpoint at the next step")
+
+    def action_sample_now(self) -> None:
+        self._request("sample_now", "samples its prompts at the next step")
+
+    def _request(self, name: str, words: str) -> None:
+        def ask() -> str:
+            service.request(self.store, self.job.id, name)
+            return f"job {self.job.id} {words}"
+
+        self._act(ask)
+
+    def _act(self, act: Callable[[], str]) -> None:
+        self.app.act(act)
+        self.looker.wake()
+
+    def action_switch_theme(self) -> None:
+        self.app.switch_theme()
+
+    def action_show_help(self) -> None:
+        from tui.modals.help import HelpScreen
+
+        self.app.push_screen(HelpScreen(self))

@@ -1,0 +1,74 @@
+"""The tabs of the job screen, and the line that shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from textual.content import Content
+from textual.widgets import Static
+
+if TYPE_CHECKING:
+    from textual.events import Resize
+
+
+@dataclass(frozen=True)
+class Tab:
+    """A tab.
+
+    Attributes:
+        name: What the code calls it.
+        title: What people read.
+        help: A sentence.
+        short: The title where there is little room.
+    """
+
+    name: str
+    title: str
+    help: str
+    short: str = ""
+
+
+TABS: Final = (
+    Tab("overview", "overview", "How the job is, what it needs, where its files are"),
+    Tab("ranks", "ranks", "What each rank does and holds"),
+    Tab("logs", "logs", "The logs of the ranks, the launcher and the supervisor"),
+    Tab("plots", "plots", "Loss and other curves"),
+    Tab("samples", "samples", "Pictures of the prompts while it trained"),
+    Tab("checkpoints", "checkpoints", "Go on from one, verify, export, delete", "ckpts"),
+    Tab("config", "config", "The job file, the launch command, and another job's differences"),
+    Tab("history", "history", "Attempts, restarts, and what happened when"),
+)
+NAMES: Final = tuple(tab.name for tab in TABS)
+_SHORT_BELOW: Final = 96  # columns
+
+
+class TabLine(Static):
+    """The tabs on one line, to click; the number of each is its key."""
+
+    def __init__(self) -> None:
+        super().__init__("", id="job-tabs")
+        self.auto_links = False  # they would all get one colour
+        self._shown = ("", 0)
+
+    def show(self, active: str) -> None:
+        """Show which one is open."""
+        narrow = self.size.width < _SHORT_BELOW
+        if (active, narrow) != self._shown:
+            self._shown = (active, narrow)
+            self.update(tab_line(active, narrow=narrow))
+
+    def on_resize(self, event: Resize) -> None:
+        self.show(self._shown[0])
+
+
+def tab_line(active: str, *, narrow: bool) -> Content:
+    """Every tab behind its number, the open one in brackets of colour."""
+    parts = []
+    for number, tab in enumerate(TABS, 1):
+        title = (tab.short if narrow else "") or tab.title
+        words = f" [$foreground 55%]{number}[/] {title} "
+        if tab.name == active:
+            words = f"[b $primary reverse] {number} {title} [/]"
+        parts.append(f"[@click=screen.show_tab('{tab.name}')]{words}[/]")
+    return Content.from_markup(("" if narrow else " ").join(parts))

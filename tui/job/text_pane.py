@@ -1,0 +1,60 @@
+"""Rows to scroll: the base of the tabs that are mostly text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tui.format import plain
+from tui.job.pane import Pane
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual.app import ComposeResult
+    from textual.events import Resize
+
+    from tui.format import Row
+    from tui.job.look import Look
+
+
+class ScrolledLines(Lines, can_focus=True):
+    """Lines that fill what room there is."""
+
+    DEFAULT_CSS = "ScrolledLines { height: 1fr; padding: 0 1; }"
+
+
+class TextPane(Pane):
+    """A text made of the newest look. Subclasses say how: `rows_of`."""
+
+    def __init__(self, *, id: str) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self.lines = ScrolledLines(id=f"{id}-lines")
+        self.look: Look | None = None
+
+    def compose(self) -> ComposeResult:
+        yield self.lines
+
+    def rows_of(self, look: Look, width: int) -> Sequence[Row]:
+        """The text at a width."""
+        raise NotImplementedError
+
+    def update_from(self, look: Look) -> None:
+        self.look = look
+        self.fill()
+
+    def on_resize(self, event: Resize) -> None:
+        self.call_after_refresh(self.fill)
+
+    def fill(self) -> None:
+        """Show the text again; rows that stay the same are not painted again."""
+        width = self.lines.scrollable_content_region.width
+        if self.look is not None and width:
+            self.lines.show(self.rows_of(self.look, width))
+
+    def action_scroll_by(self, lines: int) -> None:
+        self.lines.scroll_relative(y=lines, animate=False)
+
+    def as_text(self) -> str:
+        """What is shown, all of it."""
+        return "\n".join(plain(row).rstrip() for row in self.lines.rows)

@@ -1,0 +1,1 @@
+"""A log on the whole screen: read, searched, filtered, copied from."""

@@ -1,0 +1,210 @@
+"""Find lines in pieces of a log, by pattern, level or time. Know no files and no widgets.
+
+A finder is given whole lines as bytes, piece after piece in their order, and may remember how the
+last one ended.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, Protocol
+
+from tui.log.levels import NEEDLES, Level, begins_traceback, goes_on, level_of
+from tui.logmodel import LONGEST_LINE, clean, without_colours
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DAY: Final = 24 * 3600
+_STAMP: Final = re.compile(
+    rb"^(?:\[?\d{4}-\d\d-\d\d[ T])?\[?([01]\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?(?!\d)", re.MULTILINE
+)
+_SPECIAL: Final = re.compile(r"[\\^$.|?*+()\[\]{}]")
+_NEAR_END: Final = 16 << 10  # bytes at the end of a piece among which its last time is
+
+
+class Finder(Protocol):
+    """Finds lines of a kind."""
+
+    def find(self, data: bytes) -> list[int]:
+        """Where in these lines those begin that are meant, ascending."""
+        ...
+
+
+def compile_pattern(text: str) -> re.Pattern[str]:
+    """A regular expression that heeds case only where it has capital letters.
+
+    What is no regular expression, such as `loss (`, is looked for as it stands.
+    """
+    flags = re.MULTILINE | (re.NOFLAG if any(char.isupper() for char in text) else re.IGNORECASE)
+    try:
+        return re.compile(text, flags)
+    except re.error:
+        return re.compile(re.escape(text), flags)
+
+
+class PatternFinder:
+    """Lines whose printed text a pattern matches."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._search = pattern.search
+        self._folded = bool(pattern.flags & re.IGNORECASE)
+        # Text that means itself is found ten times as fast without the pattern.
+        text = pattern.pattern
+        simple = text.isascii() and text.isprintable() and not _SPECIAL.search(text)
+        self._literal = (text.lower() if self._folded else text).encode() if simple else b""
+
+    def find(self, data: bytes) -> list[int]:
+        if data.isascii() and b"\x1b" not in data and b"\r" not in data:
+            if self._literal:
+                return candidates(data.lower() if self._folded else data, [self._literal])
+            return list(self._in_plain(data.decode("ascii")))
+        return [start for start, stop in lines_of(data) if self._search(plain(data[start:stop]))]
+
+    def _in_plain(self, text: str) -> Iterator[int]:
+        """Here a character is a byte, and the pattern runs over many lines at once."""
+        at = 0
+        while at < len(text) and (found := self._search(text, at)):
+            start = text.rfind("\n", 0, found.start()) + 1
+            stop = text.find("\n", found.start())
+            stop = len(text) if stop < 0 else stop
+            # A pattern may reach over the end of a line, which is none in what is printed.
+            if found.start() < len(text) and (
+                found.end() <= stop or self._search(text[start:stop])
+            ):
+                yield start
+            at = stop + 1
+
+
+class LevelFinder:
+    """Lines of a level or worse, tracebacks as a whole.
+
+    Args:
+        least: `WARNING` or `ERROR`.
+        heads: Only the first of lines that follow each other: what to jump to.
+    """
+
+    def __init__(self, least: Level, *, heads: bool = False) -> None:
+        self._least = least
+        self._heads = heads
+        self._needles = [n for level, some in NEEDLES.items() if level >= least for n in some]
+        self._inside = False  # a traceback
+        self._adjacent = False  # the line before was found
+
+    def find(self, data: bytes) -> list[int]:
+        found: list[int] = []
+        expected = 0  # where the line begins that follows the last found one
+        adjacent = self._adjacent
+        at = self._rest(data, 0, found) if self._inside else 0
+        if at:
+            expected, adjacent = at, True
+        for start in candidates(data, self._needles):
+            if start < at:
+                continue
+            stop = _end_of(data, start)
+            text = plain(data[start:stop])
+            if level_of(text) < self._least:
+                continue
+            if not (self._heads and adjacent and start == expected):
+                found.append(start)
+            at = min(stop + 1, len(data))
+            if begins_traceback(text):
+                at = self._rest(data, at, found)
+            expected, adjacent = at, True
+        self._adjacent = adjacent and expected >= len(data)
+        return found
+
+    def _rest(self, data: bytes, at: int, found: list[int]) -> int:
+        """Take the lines of a traceback from `at` on; where the next other line begins."""
+        self._inside = True
+        while self._inside and at < len(data):
+            stop = _end_of(data, at)
+            self._inside = goes_on(plain(data[at:stop]))
+            if not self._heads:
+                found.append(at)
+            at = stop + 1
+        return min(at, len(data))
+
+
+class TimeFinder:
+    """The first line at or after a time of day, for each day that the log has.
+
+    Args:
+        seconds: Since midnight.
+    """
+
+    def __init__(self, seconds: int) -> None:
+        self._target = seconds
+        self._before: int | None = None
+
+    def find(self, data: bytes) -> list[int]:
+        first = _STAMP.search(data)
+        if first is None:
+            return []
+        last = first
+        for stamp in _STAMP.finditer(data, max(first.start(), len(data) - _NEAR_END)):
+            last = stamp
+        before, here, there = self._before, seconds_of(first), seconds_of(last)
+        if before is not None and before <= here <= there and not before < self._target <= there:
+            self._before = there
+            return []  # the time is not passed here
+        return [stamp.start() for stamp in _STAMP.finditer(data) if self._passes(seconds_of(stamp))]
+
+    def _passes(self, now: int) -> bool:
+        before, self._before = self._before, now
+        if before is None:
+            return now >= self._target
+        if now >= before:
+            return before < self._target <= now
+        if before - now < DAY // 2:  # clocks are set back, and threads write out of order
+            self._before = before
+            return False
+        return self._target > before or self._target <= now
+
+
+class Both:
+    """Lines that two finders find."""
+
+    def __init__(self, one: Finder, other: Finder) -> None:
+        self._one = one
+        self._other = other
+
+    def find(self, data: bytes) -> list[int]:
+        there = set(self._other.find(data))
+        return [start for start in self._one.find(data) if start in there]
+
+
+def plain(line: bytes) -> str:
+    """What is printed of a line, without colours; of a very long one, its beginning."""
+    return without_colours(clean(line[:LONGEST_LINE]))
+
+
+def lines_of(data: bytes) -> Iterator[tuple[int, int]]:
+    """First byte of each line, and its newline."""
+    at = 0
+    while at < len(data):
+        stop = _end_of(data, at)
+        yield at, stop
+        at = stop + 1
+
+
+def candidates(data: bytes, needles: list[bytes]) -> list[int]:
+    """Where lines begin that hold one of these, ascending."""
+    starts = set()
+    for needle in needles:
+        at = data.find(needle)
+        while at >= 0:
+            starts.add(data.rfind(b"\n", 0, at) + 1)
+            at = data.find(needle, _end_of(data, at))
+    return sorted(starts)
+
+
+def seconds_of(stamp: re.Match[bytes]) -> int:
+    """Seconds since midnight."""
+    hours, minutes, seconds = (int(part or 0) for part in stamp.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def _end_of(data: bytes, at: int) -> int:
+    stop = data.find(b"\n", at)
+    return len(data) if stop < 0 else stop

@@ -1,0 +1,223 @@
+"""What is looked for in a log that is read: its filter, its search, errors and times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from tui.log.finders import LevelFinder, PatternFinder, TimeFinder, compile_pattern
+from tui.log.levels import Level
+from tui.log.places import Filter, Line, Share, both
+from tui.log.scan import TAIL, Hits, step_from
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tui.log.finders import Finder
+    from tui.log.places import Place
+    from tui.log.reader import LogReader
+    from tui.log.watch import Found
+
+Name = Literal["filter", "search", "errors", "time"]
+_NOTHING = {
+    "search": "no line has “{}”",
+    "errors": "there is no error in this log",
+    "time": "no line of this log has a time at or after that",
+    "filter": "",
+}
+
+
+@dataclass
+class _Jump:
+    """Where to go once it is known. Forward, a hit at `offset` counts."""
+
+    offset: int
+    forward: bool
+
+
+class Finding:
+    """Asks the thread that watches a reader's log, and moves the reader by the answers.
+
+    Args:
+        reader: Shows the log.
+        tell: Says something in passing.
+
+    Attributes:
+        filter: Which lines are shown.
+        pattern: What is searched for.
+        hits: What was found, by what it was looked for as.
+    """
+
+    def __init__(self, reader: LogReader, tell: Callable[[str], None]) -> None:
+        self.reader = reader
+        self.filter = Filter()
+        self.pattern = ""
+        self.hits: dict[Name, Hits] = {}
+        self._tell = tell
+        self._numbers: dict[Name, int] = {}
+        self._jumps: dict[Name, _Jump] = {}
+        self._keep: int | None = None  # the line to stay at while the filter looks for its lines
+
+    # -- asking ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Another log was opened: look for the same in it."""
+        self.hits.clear()
+        self._jumps.clear()
+        self._numbers.clear()
+        self._keep = None
+        self.reader.only = None
+        if self.filter:
+            self.show_only(self.filter)
+        else:
+            self._ask_search()
+
+    def show_only(self, chosen: Filter) -> None:
+        """Show the lines that a filter leaves, and stay near the line where the person is."""
+        reader = self.reader
+        where = reader.offset_of(reader.row)
+        self.filter = chosen
+        self._ask("filter", chosen.finder())
+        self._keep = where if chosen else None
+        reader.show_only(Hits() if chosen else None, where)
+        self._ask_search()
+        if "errors" in self._numbers:
+            self._ask_errors()
+
+    def search(self, text: str) -> None:
+        """Search from here on; from the end back when that is followed. Nothing ends the search."""
+        self.pattern = text
+        self.reader.mark(compile_pattern(text) if text else None)
+        self._ask_search()
+        if text:
+            self._jump("search", self._here(forward=not self.reader.following, stay=True))
+
+    def next_match(self, forward: bool) -> None:
+        """Go to the next match, or the one before."""
+        if self.pattern:
+            self._jump("search", self._here(forward))
+        else:
+            self._tell("nothing is searched for; / begins")
+
+    def next_error(self, forward: bool) -> None:
+        """Go to the next error, warning not included, or the one before."""
+        if "errors" not in self._numbers:
+            self._ask_errors()
+        self._jump("errors", self._here(forward and not self.reader.following))
+
+    def go_to(self, place: Place) -> None:
+        """Go to a line, a part of the way, or a time."""
+        reader, model = self.reader, self.reader.model
+        if model is None or not reader.count:
+            return
+        if isinstance(place, Share):
+            reader.go_to(round(place.part * (reader.count - 1)))
+        elif isinstance(place, Line):
+            line = max(0, min(place.number, len(model)) - 1)
+            reader.go_to(reader.row_of(model.raw(line)[0]))
+        else:
+            self._ask("time", partial(TimeFinder, place.seconds), tail=0)
+            self._jump("time", self._here(forward=not reader.following))
+
+    def _ask_search(self) -> None:
+        make = None
+        if self.pattern:
+            make = both(partial(PatternFinder, compile_pattern(self.pattern)), self.filter.finder())
+        self._ask("search", make)
+
+    def _ask_errors(self) -> None:
+        heads = partial(LevelFinder, Level.ERROR, heads=True)
+        self._ask("errors", both(heads, self.filter.finder()))
+
+    def _ask(self, name: Name, make: Callable[[], Finder] | None, tail: int = TAIL) -> None:
+        self.hits.pop(name, None)
+        self._jumps.pop(name, None)
+        self._numbers.pop(name, None)
+        if self.reader.watching is not None:
+            number = self.reader.watching.ask(name, make, tail)
+            if make is not None:
+                self._numbers[name] = number
+
+    # -- answers ---------------------------------------------------------------------------
+
+    def take(self, found: Found) -> None:
+        """An answer, which may come again with more."""
+        name: Name = found.name  # type: ignore[assignment]  # only we ask
+        model = self.reader.model
+        if self._numbers.get(name) != found.number or model is None:
+            return  # of what is looked for no more
+        if found.hits.generation != model.generation:
+            return
+        self.hits[name] = found.hits
+        if name == "filter":
+            self._show(found.hits)
+        elif jump := self._jumps.get(name):
+            self._jump(name, jump)
+
+    def _show(self, hits: Hits) -> None:
+        keep = self._keep
+        self.reader.show_only(hits, keep)
+        if keep is not None and step_from(hits, keep, forward=False) is not None:
+            self._keep = None
+
+    def _here(self, forward: bool, *, stay: bool = False) -> _Jump:
+        """From where the person is. `stay`: what is found on that line counts."""
+        reader = self.reader
+        if reader.following and not forward:
+            _, end = reader.model.extent if reader.model is not None else (0, 0)
+            return _Jump(end + 1, forward=False)
+        return _Jump(reader.offset_of(reader.row) + (forward and not stay), forward)
+
+    def _jump(self, name: Name, jump: _Jump) -> None:
+        """Go there now if it is known where that is, or else when it is."""
+        self._jumps.pop(name, None)
+        hits = self.hits.get(name)
+        number = step_from(hits, jump.offset, jump.forward) if hits is not None else None
+        if hits is None or number is None or (number < 0 and not hits.complete):
+            self._jumps[name] = jump
+        elif not len(hits):
+            self._tell(_NOTHING[name].format(self.pattern))
+        else:
+            if number < 0:
+                number = 0 if jump.forward else len(hits) - 1
+                self._tell(f"{'end' if jump.forward else 'beginning'} reached; going round")
+            self.reader.go_to(self.reader.row_of(hits[number]))
+        if name == "time" and name not in self._jumps:
+            self._ask("time", None)
+
+    # -- words -----------------------------------------------------------------------------
+
+    @property
+    def is_looking(self) -> float | None:
+        """How much of the file the slowest question has seen; None when all are answered."""
+        shares = [
+            self.hits[name].share if name in self.hits else 0.0
+            for name in self._numbers
+            if name not in self.hits or not self.hits[name].complete
+        ]
+        return min(shares, default=None)
+
+    @property
+    def words(self) -> list[str]:
+        """What is looked for and what came of it."""
+        said = []
+        if self.filter:
+            said.append(f"only {self.filter.words}")
+        if self.pattern:
+            said.append(f"“{self.pattern}” {self._matches()}")
+        if (looking := self.is_looking) is not None:
+            said.append(f"looking {looking:.0%}")
+        return said
+
+    def _matches(self) -> str:
+        hits = self.hits.get("search")
+        if hits is None:
+            return "…"
+        more = "" if hits.complete else "+"
+        here = self.reader.offset_of(self.reader.row)
+        number = hits.at_or_after(here)
+        known = hits.complete or number < hits.n_older  # how many come before it
+        if known and not self.reader.following and number < len(hits) and hits[number] == here:
+            return f"{number + 1:,} of {len(hits):,}{more}"
+        return f"{len(hits):,}{more} line{'s' * (len(hits) != 1)}"

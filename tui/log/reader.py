@@ -1,0 +1,358 @@
+"""The log view that is read: with a cursor, folded lines, marked matches, only some lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Size
+from textual.message import Message
+from textual.reactive import reactive
+from textual.strip import Strip
+
+from tui.dashboard.log_view import LogView
+from tui.log.pages import last_page, last_top, page, top_for
+from tui.log.paint import GUTTER, folded, paint, pieces_of
+from tui.log.scan import Hits, nearest
+from tui.logmodel import without_colours
+
+if TYPE_CHECKING:
+    import re
+
+    from textual.events import Click, Resize
+
+    from tui.log.pages import Page
+    from tui.log.watch import Found, Looked
+
+_MOST_COPIED = 50_000  # lines
+
+
+class LogReader(LogView, inherit_bindings=False):
+    """Shows the lines of a log, or some of them; the screen around it knows why which.
+
+    A row is a line that is shown: of the file, or of `only`. While the end is followed there is no
+    cursor; what moves away from the end sets it.
+
+    Attributes:
+        only: The lines that are shown, when not all are.
+        cursor: The row that keys move.
+        origin: The row at the other end of what is selected.
+        marked: What is marked in the lines.
+    """
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"log--match", "log--cursor", "log--selected"}
+    DEFAULT_CSS = """
+    LogReader {
+        height: 1fr;
+        background: $background;
+        scrollbar-size: 0 1;
+        .log--match { background: $accent; color: $background; }
+        .log--cursor { background: $primary 28%; }
+        .log--selected { background: $primary 16%; }
+    }
+    """
+    wrap: reactive[bool] = reactive(False)
+
+    @dataclass
+    class Moved(Message):
+        """What there is to say of the place has changed."""
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, LogReader.Moved)
+
+    @dataclass
+    class Answered(Message):
+        """What was asked of the watching thread."""
+
+        found: Found
+
+    def __init__(self) -> None:
+        super().__init__(id="reader")
+        self.only: Hits | None = None
+        self.cursor = 0
+        self.origin: int | None = None
+        self.marked: re.Pattern[str] | None = None
+        self._page: tuple[object, Page] = None, []
+
+    # -- rows ------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        return len(self.only) if self.only is not None else super().count
+
+    @property
+    def row(self) -> int:
+        """Where the person is: the cursor, or the end that is followed."""
+        return max(0, self.count - 1) if self.following else min(self.cursor, self.count - 1)
+
+    def line_of(self, row: int) -> int:
+        """The number of a row's line in the file, from 0."""
+        if self.only is None or self.model is None:
+            return row
+        return self.model.index_of(self.only[row]) if 0 <= row < len(self.only) else 0
+
+    def offset_of(self, row: int) -> int:
+        """The first byte of a row's line."""
+        if self.model is None or not 0 <= row < self.count:
+            return 0
+        return self.only[row] if self.only is not None else self.model.raw(row)[0]
+
+    def row_of(self, offset: int) -> int:
+        """The row of the line that begins there, or the nearest before it."""
+        if self.model is None:
+            return 0
+        if self.only is not None:
+            return nearest(self.only, offset)
+        return self.model.index_of(offset)
+
+    def show_only(self, hits: Hits | None, offset: int | None) -> None:
+        """Show these lines, or all.
+
+        Args:
+            hits: The lines.
+            offset: The line to go to, or None for where the person is.
+        """
+        before, self.only = self.only, hits
+        if offset is not None:
+            self.origin = None
+            if self.following:
+                self.grow()
+            else:
+                self._move(lambda: self._resize_to(self.count))
+                self.go_to(self.row_of(offset))
+            self.refresh()
+            return
+        shift = hits.n_older - before.n_older if hits is not None and before is not None else 0
+        self.grow(shift)
+
+    # -- what the thread tells -------------------------------------------------------------
+
+    def take_looked(self, looked: Looked) -> None:
+        super().take_looked(looked)
+        self.post_message(self.Moved())
+
+    def take_found(self, found: Found) -> None:
+        self.post_message(self.Answered(found))
+
+    def grow(self, added: int = 0) -> None:
+        self.cursor += added
+        if self.origin is not None:
+            self.origin += added
+        super().grow(added)
+
+    def _start_over(self) -> None:
+        self.only = None if self.only is None else Hits()
+        self.cursor, self.origin = 0, None
+        super()._start_over()
+
+    # -- painting --------------------------------------------------------------------------
+
+    def render_line(self, y: int) -> Strip:
+        base, width = self._style(""), self.size.width
+        rows = self._rows()
+        if self.model is None or y >= len(rows):
+            return Strip.blank(width, base)
+        row, piece = rows[y]
+        strip = self._strip(self.model, self.line_of(row))
+        if self.wrap:
+            strip = folded(strip, width, GUTTER)[piece].adjust_cell_length(width, base)
+        else:
+            if strip.cell_length > self._widest:
+                self._widest = strip.cell_length
+                self.call_later(self._resize_to, self.count)
+            left = self.scroll_offset.x
+            strip = strip.crop_extend(left, left + width, base)
+        return self._over(strip, self._role(row)).simplify()
+
+    def _over(self, strip: Strip, role: str) -> Strip:
+        """A line with the colour of a role behind it, except where it has one of its own."""
+        if not role:
+            return strip
+        behind = Style(bgcolor=self.get_visual_style(f"log--{role}").rich_style.bgcolor)
+        plain = self._style("").bgcolor
+        return Strip(
+            [
+                Segment(text, (style or behind) + behind)
+                if style is None or style.bgcolor == plain
+                else Segment(text, style)
+                for text, style, _ in strip
+            ],
+            strip.cell_length,
+        )
+
+    def _role(self, row: int) -> str:
+        if self.following:
+            return ""
+        if row == self.cursor:
+            return "cursor"
+        low, high = self.selected
+        return "selected" if self.origin is not None and low <= row <= high else ""
+
+    def _style(self, role: str) -> Style:
+        if role == "match":  # a partial style has no opaque background
+            return self.get_visual_style("log--match").rich_style
+        return super()._style(role)
+
+    def _rows(self) -> Page:
+        """What is on each row of the screen."""
+        top, height, count = self.scroll_offset.y, self.size.height, self.count
+        key = (top, self.size, count, self.wrap, self.model and self.model.extent)
+        if self._page[0] != key:
+            if self.wrap and (self.following or top >= self.max_scroll_y):
+                rows = last_page(height, count, self._rows_of)
+            else:
+                rows = page(top, height, count, self._rows_of)
+            self._page = key, rows
+        return self._page[1]
+
+    def _rows_of(self, row: int) -> int:
+        if not self.wrap or self.model is None:
+            return 1
+        strip = self._strip(self.model, self.line_of(row))
+        return pieces_of(strip.cell_length, self.size.width, GUTTER)
+
+    def _paint(self, line: str) -> Strip:
+        return paint(line, self._style, self.app.console, gutter=True, marked=self.marked)
+
+    def mark(self, pattern: re.Pattern[str] | None) -> None:
+        """Mark what matches in every line."""
+        self.marked = pattern
+        self._strips.clear()
+        self.refresh()
+
+    def _resize_to(self, lines: int) -> None:
+        self._page = None, []
+        if self.wrap and self.size.height:
+            top = last_top(self.size.height, lines, self._rows_of)
+            self.virtual_size = Size(self.size.width, top + self.size.height)
+        else:
+            super()._resize_to(lines)
+
+    def _say_where(self) -> None:
+        self.post_message(self.Moved())
+
+    # -- moving ----------------------------------------------------------------------------
+
+    @property
+    def page_size(self) -> int:
+        """How many lines a page moves by."""
+        return max(1, len({row for row, _ in self._rows()}) - 1)
+
+    def go(self, by: int) -> None:
+        """Move the cursor; past the end, follow it."""
+        at = self.row
+        if by > 0 and at + by >= self.count:
+            self.action_scroll_end()
+        else:
+            self.go_to(max(0, at + by), jump=False)
+
+    def go_to(self, row: int, *, jump: bool = True) -> None:
+        """Put the cursor on a row and show it.
+
+        Args:
+            row: Which.
+            jump: If it is not on the screen, show what is around it too.
+        """
+        self.following = False
+        self.cursor = max(0, min(row, self.count - 1))
+        height = self.size.height
+        shown = [row for row, _ in self._rows()]
+        if not shown or not shown[0] <= self.cursor <= shown[-1] or self._cut_off(shown):
+            if jump or not shown:
+                top = self.cursor - height // 3
+            elif self.cursor <= shown[0]:
+                top = self.cursor
+            else:
+                top = top_for(self.cursor, height, self._rows_of)
+            self._move(lambda: self.scroll_to(y=top, animate=False, force=True))
+        self.refresh()
+        self.post_message(self.Moved())
+
+    def _cut_off(self, shown: list[int]) -> bool:
+        """Whether rows of the cursor's line are beyond the screen that would fit on it."""
+        height = self._rows_of(self.cursor)
+        return shown.count(self.cursor) < min(height, self.size.height)
+
+    def toggle_follow(self) -> None:
+        if self.following:
+            self.go_to(self.count - 1)
+        else:
+            self.action_scroll_end()
+
+    def action_scroll_end(self) -> None:
+        super().action_scroll_end()
+        self.refresh()
+        self.post_message(self.Moved())
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if not self._moving and not self.following:  # the wheel, or the scrollbar
+            shown = [row for row, _ in self._rows()]
+            if shown:
+                self.cursor = max(shown[0], min(self.cursor, shown[-1]))
+
+    def watch_following(self, following: bool) -> None:
+        if not following:
+            self.cursor = min(max(self.cursor, self._last_shown()), max(0, self.count - 1))
+        self.vertical_scrollbar.position = self.scroll_y
+        self.post_message(self.Moved())
+
+    def _last_shown(self) -> int:
+        rows = self._rows()
+        return rows[-1][0] if rows else 0
+
+    def watch_wrap(self) -> None:
+        row = self.row
+        if self.wrap:
+            self._move(lambda: self.scroll_to(x=0, animate=False, force=True))
+        self._widest = 0
+        self._move(lambda: self._resize_to(self.count))
+        if self.following:
+            self._to_end()
+        elif self.count:
+            self.go_to(row)
+        self.refresh()
+
+    def on_resize(self, event: Resize) -> None:
+        self._move(lambda: self._resize_to(self.count))
+        super().on_resize(event)
+        if not self.following and self.count:
+            self.go_to(self.cursor)
+
+    def on_click(self, event: Click) -> None:
+        offset = event.get_content_offset(self)
+        rows = self._rows()
+        if offset is None or offset.y >= len(rows):
+            return
+        if event.shift and self.origin is None:
+            self.origin = self.row
+        self.go_to(rows[offset.y][0])
+
+    # -- copying ---------------------------------------------------------------------------
+
+    @property
+    def selected(self) -> tuple[int, int]:
+        """The first row that is selected and the last."""
+        other = self.row if self.origin is None else min(self.origin, max(0, self.count - 1))
+        return min(other, self.row), max(other, self.row)
+
+    def select(self, on: bool) -> None:
+        """Begin to select at the cursor, or select nothing."""
+        if on:
+            self.go_to(self.row)
+            self.origin = self.row
+        else:
+            self.origin = None
+        self.refresh()
+        self.post_message(self.Moved())
+
+    def selected_text(self) -> str:
+        """The selected lines, or the one under the cursor, without colours."""
+        if self.model is None or not self.count:
+            return ""
+        low, high = self.selected
+        high = min(high, low + _MOST_COPIED - 1)
+        lines = (self.model.line(self.line_of(row)) for row in range(low, high + 1))
+        return "\n".join(without_colours(line) for line in lines)

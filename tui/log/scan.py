@@ -1,0 +1,205 @@
+"""Look through a log for lines, piece by piece, its end first. Knows no widgets."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tui.log.finders import Finder
+    from tui.logmodel import LogModel
+
+# Small, so that a search that nothing interrupts in C keeps the screen waiting for a moment only.
+_PIECE: Final = 256 << 10
+TAIL: Final = 4 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """The lines found so far, as offsets in the file, ascending; a picture that does not change.
+
+    Attributes:
+        share: How much of the file was looked through, from 0 to 1.
+        split: Where the end of the file begins that was looked through first.
+        generation: Of the log that the offsets are of.
+    """
+
+    older: array[int] = field(default_factory=lambda: array("Q"))
+    newer: array[int] = field(default_factory=lambda: array("Q"))
+    n_older: int = 0
+    n_newer: int = 0
+    unfinished: int | None = None  # the last line, while it has no end yet
+    share: float = 0.0
+    generation: int = 0
+    split: int = 0
+
+    def __len__(self) -> int:
+        return self.n_older + self.n_newer + (self.unfinished is not None)
+
+    def __getitem__(self, index: int) -> int:
+        if index < self.n_older:
+            return self.older[index]
+        if index < self.n_older + self.n_newer:
+            return self.newer[index - self.n_older]
+        if index < len(self) and self.unfinished is not None:
+            return self.unfinished
+        raise IndexError(index)
+
+    @property
+    def complete(self) -> bool:
+        return self.share >= 1
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Changes when there is something to tell."""
+        counts = self.generation, self.n_older, self.n_newer, self.unfinished
+        return *counts, round(self.share, 2), self.complete
+
+    def at_or_after(self, offset: int) -> int:
+        """The number of the first one that does not begin before `offset`; `len` if none."""
+        if (found := bisect_left(self.older, offset, 0, self.n_older)) < self.n_older:
+            return found
+        found = bisect_left(self.newer, offset, 0, self.n_newer)
+        if found < self.n_newer or self.unfinished is None or self.unfinished >= offset:
+            return self.n_older + found
+        return len(self)
+
+    def before(self, offset: int) -> int:
+        """The number of the last one that begins before `offset`; -1 if none."""
+        return self.at_or_after(offset) - 1
+
+
+class Scan:
+    """One look through one log. A single thread works; what it found is handed over as `Hits`.
+
+    The end of the file, which is what is on the screen, comes first, then the rest from the
+    beginning on; what is appended meanwhile is looked at before more of the rest.
+
+    Args:
+        model: The log, all of whose lines are indexed.
+        make: Makes finders: one for what is older, one for what is newer.
+        tail: Bytes at the end to begin with; 0 for all in the order of the file.
+    """
+
+    def __init__(self, model: LogModel, make: Callable[[], Finder], tail: int = TAIL) -> None:
+        self._model = model
+        self.generation = model.generation
+        _, end = model.extent
+        start = 0
+        if 0 < tail < end:
+            start, _ = model.raw(model.index_of(end - tail))
+        self._make = make
+        self._split = start
+        self._older = _Stretch(model, make(), 0, start)
+        self._newer = _Stretch(model, make(), start, None)
+        self._unfinished: int | None = None
+        self._judged = (-1, -1)  # the unfinished line that was looked at
+
+    @property
+    def hits(self) -> Hits:
+        """What was found so far."""
+        _, end = self._model.extent
+        left = self._older.left(end) + self._newer.left(end)
+        if self._judged == (self._newer.at, end):
+            left -= end - self._newer.at
+        older, newer = self._older.found, self._newer.found
+        unfinished = self._unfinished if self._unfinished == self._newer.at else None
+        return Hits(
+            older, newer, len(older), len(newer), unfinished,
+            1.0 if left <= 0 or not end else 1 - left / end, self.generation, self._split,
+        )  # fmt: skip
+
+    def work(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
+        """Look on for about so long; whether there is more to look at."""
+        deadline = time.monotonic() + seconds
+        while not cancelled():
+            if not (self._newer.step() or self._older.step()):
+                self._look_at_the_unfinished()
+                return False
+            if time.monotonic() >= deadline:
+                return True
+        return False
+
+    def _look_at_the_unfinished(self) -> None:
+        """A log may end in the middle of a line, for good when its writer was killed."""
+        _, end = self._model.extent
+        at = self._newer.at
+        if (at, end) == self._judged:
+            return
+        self._judged, self._unfinished = (at, end), None
+        if at < end:
+            data = self._model.read(at, min(end - at, _PIECE), self.generation)
+            if data and self._make().find(data):
+                self._unfinished = at
+
+
+class _Stretch:
+    """A part of the file and what was found in it."""
+
+    def __init__(self, model: LogModel, finder: Finder, at: int, stop: int | None) -> None:
+        self.found = array("Q")
+        self.at = at
+        self._model = model
+        self._generation = model.generation
+        self._finder = finder
+        self._stop = stop  # None: where the file ends, which moves
+        self._inside = False  # a line whose beginning was looked at
+
+    def left(self, end: int) -> int:
+        return (end if self._stop is None else self._stop) - self.at
+
+    def step(self) -> bool:
+        """Look at one more piece of whole lines; whether there was one."""
+        left = self.left(self._model.extent[1])
+        if left <= 0:
+            return False
+        data = self._model.read(self.at, min(left, _PIECE), self._generation)
+        whole = data.rfind(b"\n") + 1
+        if not whole:
+            if len(data) < _PIECE:
+                return False
+            whole = len(data)  # one endless line: its beginning counts
+        begin = data.find(b"\n") + 1 if self._inside else 0
+        if self._inside and not begin:
+            begin = whole
+        lines = data[begin:whole]
+        self._inside = data[whole - 1 : whole] != b"\n"
+        if lines:
+            base = self.at + begin
+            self.found.extend(base + start for start in self._finder.find(lines))
+        self.at += whole
+        return True
+
+
+def step_from(hits: Hits, offset: int, forward: bool) -> int | None:
+    """The number of the next hit from a line on.
+
+    Args:
+        hits: At least one, or none.
+        offset: Where the line begins. Forward, a hit there counts; backward it does not.
+        forward: Which way.
+
+    Returns:
+        The number; -1 when there is none that way; None while that cannot be known yet.
+    """
+    if forward:
+        number = hits.at_or_after(offset)
+        sure = number < hits.n_older or offset >= hits.split
+        found = number if number < len(hits) else -1
+    else:
+        found = hits.before(offset)
+        sure = found >= hits.n_older
+    return found if sure or hits.complete else None
+
+
+def nearest(hits: Hits, offset: int) -> int:
+    """The number of the hit that begins at `offset`, or else the last before it, or the first."""
+    number = hits.at_or_after(offset)
+    if number < len(hits) and hits[number] == offset:
+        return number
+    return max(0, number - 1)

@@ -1,0 +1,301 @@
+"""A log on the whole screen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from textual import on
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Input, Static
+
+from jobs.errors import UserError
+from tui.clipboard import copy
+from tui.dashboard.logs import log_choices, log_sources
+from tui.log.finding import Finding
+from tui.log.places import Filter, place_of
+from tui.log.reader import LogReader
+from tui.widgets.key_line import key_line
+
+if TYPE_CHECKING:
+    from textual.app import ComposeResult
+    from textual.events import Resize
+
+    from jobs.store import Job
+    from tui.app import FsdpTui
+
+_KEYS: Final = (  # action, keys as people read them, what it does; the first are kept the longest
+    ("dismiss_or_undo", "esc", "close"),
+    ("ask('search')", "/", "search"),
+    ("ask('filter')", "&", "only"),
+    ("more_serious", "s", "level"),
+    ("next_error", "e", "error"),
+    ("ask('place')", ":", "go to"),
+    ("wrap", "w", "wrap"),
+    ("copy", "y", "copy"),
+    ("app.show_help", "?", "help"),
+    ("follow", "f", "follow"),
+    ("select", "space", "select"),
+    ("next_log", "]", "next log"),
+    ("next_match", "n", "next match"),
+)
+_PROMPTS: Final = {  # what is asked for: the sign before it, and what may be typed
+    "search": ("/", "text or regular expression · capital letters count when there are some"),
+    "filter": ("&", "show only lines with this · empty shows all"),
+    "place": (":", "line 1200 · part 50% · time 14:05 or 14:05:30"),
+}
+
+
+class LogScreen(Screen[int]):
+    """The logs of a job, one at a time. Gives back the number of the one that was shown."""
+
+    CSS_PATH = "log.tcss"
+    AUTO_FOCUS = "#reader"
+    BINDINGS: ClassVar = [
+        Binding("escape", "dismiss_or_undo", "close", id="log.close",
+                tooltip="End the selection, or close the log"),
+        Binding("q,l", "close", "close", id="log.leave", tooltip="Close the log"),
+        Binding("j,down", "go(1)", "next line", id="log.down",
+                tooltip="Next line; after the last one, follow the log"),
+        Binding("k,up", "go(-1)", "previous line", id="log.up", tooltip="Previous line"),
+        Binding("ctrl+d,pagedown", "go_page(1)", "page down", id="log.page_down",
+                tooltip="A page on"),
+        Binding("ctrl+u,pageup", "go_page(-1)", "page up", id="log.page_up",
+                tooltip="A page back"),
+        Binding("g,home", "first", "first line", id="log.first", tooltip="Go to the first line"),
+        Binding("G,shift+g,end", "last", "last line", id="log.last",
+                tooltip="Go to the end and follow it", key_display="G End"),
+        Binding("h,left", "sideways(-1)", "left", id="log.left",
+                tooltip="See more of the left of long lines"),
+        Binding("right", "sideways(1)", "right", id="log.right",
+                tooltip="See more of the right of long lines"),
+        Binding("f", "follow", "follow", id="log.follow_log",
+                tooltip="Follow the end of the log, or hold it still"),
+        Binding("slash", "ask('search')", "search", id="log.search", key_display="/",
+                tooltip="Search for a text or regular expression"),
+        Binding("n", "next_match", "next match", id="log.next_match",
+                tooltip="Go to the next match"),
+        Binding("N,shift+n", "previous_match", "previous match", id="log.previous_match",
+                key_display="N", tooltip="Go to the match before"),
+        Binding("ampersand", "ask('filter')", "filter", id="log.filter", key_display="&",
+                tooltip="Show only lines with a text or regular expression"),
+        Binding("s", "more_serious", "level", id="log.level",
+                tooltip="Show all lines, warnings and errors, errors alone"),
+        Binding("e", "next_error", "next error", id="log.next_error",
+                tooltip="Go to the next error or traceback"),
+        Binding("E,shift+e", "previous_error", "previous error", id="log.previous_error",
+                key_display="E", tooltip="Go to the error or traceback before"),
+        Binding("colon", "ask('place')", "go to", id="log.go_to", key_display=":",
+                tooltip="Go to a line, a part of the log, or a time"),
+        Binding("right_square_bracket", "next_log", "next log", id="log.next_log", key_display="]",
+                tooltip="Next log: ranks, launcher, supervisor"),
+        Binding("left_square_bracket", "previous_log", "previous log", id="log.previous_log",
+                key_display="[", tooltip="Previous log"),
+        Binding("w", "wrap", "wrap", id="log.wrap", tooltip="Fold long lines, or cut them"),
+        Binding("space", "select", "select", id="log.select",
+                tooltip="Begin to select lines here, or select none"),
+        Binding("y", "copy", "copy", id="log.copy",
+                tooltip="Copy the selected lines, or the one under the cursor"),
+    ]  # fmt: skip
+
+    app: FsdpTui
+
+    def __init__(self, job: Job, shown: int = 0, *, ask: str = "") -> None:
+        """
+        Args:
+            job: Whose logs.
+            shown: Which of them, as `log_sources` has them.
+            ask: What to ask for at once: `search`, `filter` or `place`.
+        """
+        super().__init__()
+        self.job = job
+        self.sources = log_sources(job)
+        self.shown = shown % len(self.sources)
+        self.reader = LogReader()
+        self.finding = Finding(self.reader, self._tell)
+        self.prompt = Input(id="log-input", compact=True)
+        self.key_line = Static("", id="log-keys")
+        self._first_question = ask
+        self._asking = "search"
+        self._said: tuple[str, str] | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="log-title")
+        yield self.reader
+        with Horizontal(id="log-status"):
+            yield Static("", id="log-place", markup=False)
+            yield Static("", id="log-found", markup=False)
+        with Horizontal(id="log-prompt"):
+            yield Static("", id="log-sign", markup=False)
+            yield self.prompt
+        self.key_line.auto_links = False  # they would all get one colour
+        yield self.key_line
+
+    def on_mount(self) -> None:
+        self.action_show_log(self.shown)
+        if self._first_question:
+            self.action_ask(self._first_question)
+
+    def on_resize(self, event: Resize) -> None:
+        room = event.size.width - 2
+        keys = list(_KEYS)
+        while keys and len("  ".join(f"{shown} {does}" for _, shown, does in keys)) > room:
+            keys.pop()
+        self.key_line.update(key_line(keys))
+
+    # -- which log -------------------------------------------------------------------------
+
+    def action_show_log(self, index: int) -> None:
+        self.shown = index % len(self.sources)
+        whose = Content.from_markup(
+            "log of job $id “$name” · ", id=str(self.job.id), name=self.job.name
+        )
+        choices = Content.from_markup(log_choices(self.sources, self.shown))
+        self.query_one("#log-title", Static).update(Content.assemble(whose, choices))
+        self.reader.open(self.sources[self.shown].path, "")
+        self.finding.begin()
+
+    def action_next_log(self) -> None:
+        self.action_show_log(self.shown + 1)
+
+    def action_previous_log(self) -> None:
+        self.action_show_log(self.shown - 1)
+
+    def action_dismiss_or_undo(self) -> None:
+        """Undo what was begun last; close when there is nothing to undo."""
+        if self.has_class("-asking"):
+            self._end_asking()
+        elif self.reader.origin is not None:
+            self.reader.select(False)
+        else:
+            self.action_close()
+
+    def action_close(self) -> None:
+        self.dismiss(self.shown)
+
+    # -- asking ----------------------------------------------------------------------------
+
+    def action_ask(self, what: str) -> None:
+        """Open the line in which a search, a filter or a place is typed."""
+        self._asking = what
+        sign, help_text = _PROMPTS[what]
+        self.query_one("#log-sign", Static).update(sign)
+        before = {"search": self.finding.pattern, "filter": self.finding.filter.pattern}
+        self.prompt.placeholder = help_text
+        self.prompt.value = before.get(what, "")
+        self.prompt.select_all()
+        self.add_class("-asking")
+        self.prompt.focus()
+
+    @on(Input.Submitted, "#log-input")
+    def _answered(self, event: Input.Submitted) -> None:
+        event.stop()
+        text = event.value
+        try:
+            if self._asking == "search":
+                self.finding.search(text)
+            elif self._asking == "filter":
+                self.finding.show_only(Filter(text, self.finding.filter.least))
+            elif text.strip():
+                self.finding.go_to(place_of(text))
+        except UserError as error:
+            self.app.say(str(error), "warning")
+            return
+        self._end_asking()
+
+    def _end_asking(self) -> None:
+        self.remove_class("-asking")
+        self.reader.focus()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """While something is typed, only escape is a key of the screen."""
+        if self.prompt.has_focus and action not in ("dismiss_or_undo", "command_palette"):
+            return False
+        return super().check_action(action, parameters)
+
+    # -- moving ----------------------------------------------------------------------------
+
+    def action_go(self, by: int) -> None:
+        self.reader.go(by)
+
+    def action_go_page(self, by: int) -> None:
+        self.reader.go(by * self.reader.page_size)
+
+    def action_first(self) -> None:
+        self.reader.go_to(0)
+
+    def action_last(self) -> None:
+        self.reader.action_scroll_end()
+
+    def action_sideways(self, by: int) -> None:
+        x = self.reader.scroll_offset.x + by * max(1, self.reader.size.width // 2)
+        self.reader.scroll_to(x=x, animate=False, force=True)
+
+    def action_follow(self) -> None:
+        self.reader.toggle_follow()
+
+    def action_wrap(self) -> None:
+        self.reader.wrap = not self.reader.wrap
+
+    def action_next_match(self) -> None:
+        self.finding.next_match(True)
+
+    def action_previous_match(self) -> None:
+        self.finding.next_match(False)
+
+    def action_next_error(self) -> None:
+        self.finding.next_error(True)
+
+    def action_previous_error(self) -> None:
+        self.finding.next_error(False)
+
+    def action_more_serious(self) -> None:
+        self.finding.show_only(self.finding.filter.more_serious())
+
+    # -- copying, and the rest -------------------------------------------------------------
+
+    def action_select(self) -> None:
+        self.reader.select(self.reader.origin is None)
+
+    def action_copy(self) -> None:
+        self._tell(copy(self.app, self.reader.selected_text()))
+        if self.reader.origin is not None:
+            self.reader.select(False)
+
+    def _tell(self, text: str) -> None:
+        self.app.say(text)
+
+    # -- what is said ----------------------------------------------------------------------
+
+    @on(LogReader.Answered)
+    def _take(self, event: LogReader.Answered) -> None:
+        self.finding.take(event.found)
+        self._say_where()
+
+    @on(LogReader.Moved)
+    def _say_where(self) -> None:
+        said = self._place(), "   ".join(self.finding.words)
+        if said != self._said:
+            self._said = said
+            self.query_one("#log-place", Static).update(said[0])
+            self.query_one("#log-found", Static).update(said[1])
+
+    def _place(self) -> str:
+        reader, model = self.reader, self.reader.model
+        count = len(model) if model is not None else 0
+        if model is None or not count:
+            return "nothing yet"
+        if not reader.count:
+            return f"none of {count:,} lines" if self.finding.is_looking is None else ""
+        of = f"{reader.count:,} of {count:,} lines" if reader.only is not None else f"{count:,}"
+        if reader.following:
+            return f"following · {of}" + (" lines" if reader.only is None else "")
+        if not model.complete:
+            return "held · counting the lines before"
+        line = f"held · line {reader.line_of(reader.row) + 1:,} of {count:,}"
+        if reader.origin is None:
+            return line
+        low, high = reader.selected
+        return f"{line} · {high - low + 1:,} selected, y copies"

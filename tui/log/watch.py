@@ -1,0 +1,151 @@
+"""Follow a log and look through it, in one thread. Knows no widgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Final
+
+from tui.log.scan import TAIL, Scan
+from tui.logmodel import Change
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tui.log.finders import Finder
+    from tui.log.scan import Hits
+    from tui.logmodel import LogModel
+
+_WORK: Final = 0.05  # seconds of looking through, after which the end is looked at again
+_TELL_EVERY: Final = 4  # of these
+
+
+@dataclass(frozen=True)
+class Looked:
+    """The end of the file was looked at. `added`: lines that came to the front."""
+
+    change: Change
+    added: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a question has found so far. `number` is the one that `ask` gave to it."""
+
+    name: str
+    number: int
+    hits: Hits
+
+
+@dataclass
+class _Question:
+    number: int
+    make: Callable[[], Finder]
+    tail: int
+    scan: Scan | None = None
+    told: tuple[object, ...] = ()
+    turns: int = 0  # since it was told
+
+
+class Watch:
+    """The life of one open log.
+
+    Args:
+        model: The log; closed when the watch ends.
+        every: Seconds between two looks.
+        resting: Whether nobody can see the log now; asked in the thread.
+    """
+
+    def __init__(
+        self, model: LogModel, every: float, resting: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.model = model
+        self._every = every
+        self._resting = resting
+        self._closed = Event()
+        self._wake = Event()
+        self._lock = Lock()
+        self._questions: dict[str, _Question] = {}
+        self._asked = 0
+
+    def ask(self, name: str, make: Callable[[], Finder] | None, tail: int = TAIL) -> int:
+        """Look for other lines under this name from now on; None for none.
+
+        Args:
+            name: Of what is asked.
+            make: Makes what finds the lines.
+            tail: Bytes at the end to begin with; 0 for all in the order of the file.
+
+        Returns:
+            The number of the question, which its answers carry.
+        """
+        with self._lock:
+            self._asked += 1
+            self._questions.pop(name, None)
+            if make is not None:
+                self._questions[name] = _Question(self._asked, make, tail)
+        self._wake.set()
+        return self._asked
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._closed.set()
+        self._wake.set()
+
+    def run(self, post: Callable[[Looked | Found], None]) -> None:
+        """Until closed: tell what was found."""
+        failed = ""
+        while not self._closed.is_set():
+            more = False
+            try:
+                if not self._resting():
+                    self._look(post)
+                    more = self._look_through(post)
+                failed = ""
+            except OSError as error:
+                if failed != str(error):
+                    failed = str(error)
+                    post(Looked(Change.NOTHING, problem=failed))
+            if not more:
+                self._wake.wait(self._every)
+                self._wake.clear()
+        self.model.close()
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _look(self, post: Callable[[Looked | Found], None]) -> None:
+        change = found = self.model.poll()
+        while found is Change.GREW and not self._closed.is_set():
+            found = self.model.poll()
+        if found is Change.REPLACED:
+            change = found
+        if change is not Change.NOTHING:
+            post(Looked(change))
+        if not self.model.complete and (added := self.model.index_older(self._closed.is_set)):
+            post(Looked(Change.NOTHING, added))
+
+    def _look_through(self, post: Callable[[Looked | Found], None]) -> bool:
+        """A little of what is asked for; whether there is more to do."""
+        with self._lock:
+            questions = dict(self._questions)
+        more = False
+        for name, question in questions.items():
+            scan = question.scan
+            if scan is None or scan.generation != self.model.generation:
+                scan = question.scan = Scan(self.model, question.make, question.tail)
+                question.turns = -1
+
+            def cancelled(name: str = name, number: int = question.number) -> bool:
+                now = self._questions.get(name)
+                return self._closed.is_set() or now is None or now.number != number
+
+            goes_on = scan.work(_WORK, cancelled)
+            hits = scan.hits
+            more = more or goes_on
+            # While much is looked through, telling each bit of it would keep the screen busy.
+            question.turns = (question.turns + 1) % _TELL_EVERY if goes_on else 0
+            if question.turns == 0 and hits.state != question.told:
+                question.told = hits.state
+                post(Found(name, question.number, hits))
+        return more

@@ -1,0 +1,142 @@
+"""The pages of the form and what they say, also of pages that nobody has turned to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+
+from jobs.cascade import FOLLOWING, follow_ranks
+from tui.newjob import draft
+from tui.newjob.page_view import PageView
+from tui.newjob.pages import PAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from textual.app import ComposeResult
+
+    from tui.newjob.field_row import FieldRow
+    from tui.snapshot import Snapshot
+
+
+class Fields(VerticalScroll, can_focus=False):
+    """Holds the values: those of `base`, and over them what the fields say.
+
+    Args:
+        values: Of the job, by key.
+        snapshot: The machine as it is.
+    """
+
+    BINDINGS: ClassVar = [  # instead of scrolling by a line
+        Binding("down", "app.focus_next", show=False),
+        Binding("up", "app.focus_previous", show=False),
+    ]
+
+    def __init__(self, values: Mapping[str, Any], snapshot: Snapshot) -> None:
+        super().__init__(id="fields")
+        self.base: dict[str, Any] = draft.complete(values)
+        self.page = 0
+        self._snapshot = snapshot
+        self._defaults: dict[str, Any] = {}  # of the model that is named
+        self._pages = {0: PageView(PAGES[0], self.base, snapshot, draft.in_force(self.base)[1])}
+        self.rows = dict(self._pages[0].rows)  # the fields of the pages that were turned to
+        self._ranks = 1
+        self._kept: dict[bool, dict[str, Any]] = {}  # what one rank had, and what several had
+
+    def compose(self) -> ComposeResult:
+        yield self._pages[0]
+
+    def begin(self) -> None:
+        """Take the values that are shown as given."""
+        self._offer_flavours(self.base.get("model_flavour"))
+        self._defaults = draft.defaults_of(*self.model)
+        self._ranks, self._kept = draft.ranks_of(self.said), {}
+
+    # -- values ----------------------------------------------------------------------------
+
+    def row(self, name: str) -> FieldRow | None:
+        """A field, if its page was turned to."""
+        return self.rows.get(name)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What is said, by key."""
+        return draft.merge(self.base, {name: row.value for name, row in self.rows.items()})
+
+    @property
+    def model(self) -> tuple[Any, Any]:
+        """The family and flavour."""
+        said = self.said
+        return said.get("model_family"), said.get("model_flavour")
+
+    def put(self, changes: Mapping[str, Any]) -> None:
+        """Show other values of some fields."""
+        self.base |= changes
+        for key, value in changes.items():
+            if row := self.row(key):
+                row.put(value)
+
+    def fill(self, values: Mapping[str, Any]) -> None:
+        """Show other values; nothing of them follows the family or the ranks."""
+        self.base = draft.complete(values)
+        for name, row in self.rows.items():
+            if name != "model_flavour":
+                row.put(self.base.get(name))
+        self.begin()
+
+    def adopt(self, field: str) -> None:
+        """Another family or flavour was chosen: what was left at its default follows."""
+        if field == "model_family":
+            self._offer_flavours(self.model[1])
+        after = draft.defaults_of(*self.model)
+        changes = draft.adopt(self.base | self.said, self._defaults, after)
+        self._defaults = after
+        self.put(changes)
+
+    def follow(self) -> str | None:
+        """Let what depends on it change with the number of ranks, and come back with it.
+
+        Returns:
+            What has changed, as a sentence; None when it is one rank, or several, as before.
+        """
+        said = self.said
+        before, after = self._ranks, draft.ranks_of(said)
+        self._ranks = after
+        if (before > 1) == (after > 1):
+            return None
+        changes = follow_ranks(said, before, after, self._kept.get(after > 1))
+        self._kept[before > 1] = {key: said.get(key) for key in FOLLOWING}
+        self.put(changes)
+        return draft.followed(after, changes)
+
+    def _offer_flavours(self, chosen: str | None) -> None:
+        if row := self.row("model_flavour"):
+            row.offer(draft.flavours_of(self.model[0]), chosen)
+
+    # -- pages -----------------------------------------------------------------------------
+
+    async def turn_to(self, number: int, reasons: Mapping[str, str]) -> None:
+        """Show a page.
+
+        Args:
+            number: Which one.
+            reasons: Why fields do not apply, by key.
+        """
+        if number not in self._pages:
+            view = PageView(PAGES[number], self.base | self.said, self._snapshot, reasons)
+            await self.mount(view)
+            self._pages[number] = view
+            self.rows |= view.rows
+        self.page = number
+        for one, view in self._pages.items():
+            if view.display != (one == number):
+                view.display = one == number
+        self.scroll_home(animate=False)
+
+    def focus_first(self) -> None:
+        """Focus the first field of the page that applies."""
+        rows = self._pages[self.page].rows.values()
+        if first := next((row for row in rows if not row.control.disabled), None):
+            first.control.focus()

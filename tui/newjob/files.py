@@ -1,0 +1,71 @@
+"""Files that the form reads and writes: job files, and templates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jobs.errors import UserError
+from jobs.specfile import load_spec
+from jobs.templates import save_template
+from tui.modals.ask_path import AskPathScreen
+from tui.newjob import draft
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tui.newjob.screen import NewJobScreen
+
+
+def load(form: NewJobScreen) -> None:
+    """Ask for a job file, and show what it says."""
+
+    def chosen(path: Path | None) -> None:
+        if path is None:
+            return
+        notes: list[str] = []
+        try:
+            values = load_spec(path, told=notes.append).to_dict()
+        except UserError as error:
+            form.complain(str(error))
+            return
+        for note in notes:
+            form.notify(note, severity="warning", markup=False)
+        form.fill(values)
+
+    form.app.push_screen(AskPathScreen("load a job file", "job.yaml"), chosen)
+
+
+def save(form: NewJobScreen) -> None:
+    """Ask for a path, and write what the form says there, complete or not."""
+
+    def chosen(path: Path | None) -> None:
+        if path is None:
+            return
+        try:
+            saved = draft.save_yaml(form.values, path)
+        except UserError as error:
+            form.complain(str(error))
+        else:
+            form.notify(f"saved as {saved}", markup=False)
+
+    name = form.values.get("name") or "job"
+    form.app.push_screen(AskPathScreen("save as a job file", f"{name}.yaml"), chosen)
+
+
+def save_as_template(form: NewJobScreen) -> None:
+    """Ask for a name, and keep what differs from the defaults under it."""
+
+    def chosen(path: Path | None) -> None:
+        if path is None:
+            return
+        try:
+            values = draft.told(form.values)
+            values.pop("name", None)
+            saved = save_template(path.name, values)
+        except UserError as error:
+            form.complain(str(error))
+        else:
+            form.notify(f"saved as {saved}", markup=False)
+
+    family = form.values.get("model_family") or "mine"
+    form.app.push_screen(AskPathScreen("keep as the template called", f"my {family}"), chosen)

@@ -1,0 +1,81 @@
+"""What the form finds by a part of its name: a field, or a template to begin from."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
+
+from jobs.spec import JobSpec
+from jobs.templates import list_templates
+from tui.newjob.pages import PAGES, label
+from tui.widgets.path_input import in_daemon
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jobs.templates import Template
+    from tui.newjob.screen import NewJobScreen
+
+_SAVE: Final = "Save these values as a template of yours …"
+
+
+class _Named(Provider):
+    """Offers what `_entries` gives: a name, what is told beside it, and what to do."""
+
+    def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
+        raise NotImplementedError
+
+    async def discover(self) -> Hits:
+        for name, about, do in self._entries():
+            yield DiscoveryHit(name, do, help=about)
+
+    async def search(self, query: str) -> Hits:
+        matcher = self.matcher(query)
+        for name, about, do in self._entries():
+            if (score := matcher.match(name)) > 0:
+                yield Hit(score, matcher.highlight(name), do, help=about)
+
+    @property
+    def form(self) -> NewJobScreen:
+        from tui.newjob.screen import NewJobScreen
+
+        assert isinstance(self.screen, NewJobScreen)
+        return self.screen
+
+
+class FieldsProvider(_Named):
+    """Every field of a job: by its key, or as the form calls it."""
+
+    def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
+        for page in PAGES:
+            for name in page.fields:
+                known = label(name) in (name, name.replace("_", " "))
+                called = "" if known else f" ({label(name)})"
+                about = JobSpec.model_fields[name].description or ""
+                yield f"{name}{called}", about, partial(self.form.go_to, name)
+
+
+class TemplatesProvider(_Named):
+    """The person's templates, the families' flavours, and keeping what the form says."""
+
+    async def startup(self) -> None:
+        found = await in_daemon(list_templates)
+        self._templates: list[Template]
+        self._templates, problems = found if found is not None else ([], [])
+        for problem in problems:
+            self.app.notify(problem, severity="warning", markup=False)
+
+    def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
+        for template in self._templates:
+            yield template.title, template.about, partial(self.form.begin_with, template)
+        yield _SAVE, "What the form says, to begin other jobs from", self.form.save_as_template
+
+
+def fields_palette() -> CommandPalette:
+    return CommandPalette([FieldsProvider], placeholder="type a part of a key …")
+
+
+def templates_palette() -> CommandPalette:
+    return CommandPalette([TemplatesProvider], placeholder="begin from a template …")

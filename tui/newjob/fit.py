@@ -1,0 +1,298 @@
+"""Whether the job that the form describes fits: a bar for each chosen GPU, in words as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
+from textual.widgets import Static
+from textual.worker import get_current_worker
+
+from jobs.errors import UserError
+from jobs.memory import client
+from jobs.memory.estimate import estimate
+from jobs.memory.fit import Fit, Verdict, worst
+from jobs.memory.question import Refused
+from jobs.strategy import world_size
+from jobs.tools import Cancelled, ToolError
+from tui.estimate_text import band, verdict, word
+from tui.format import gib, ranges, size
+from tui.newjob import draft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from textual.timer import Timer
+
+    from jobs.memory.estimate import Estimate
+    from jobs.memory.ladder import Step
+    from tui.snapshot import Snapshot
+
+_SETTLES_IN: Final = 0.3  # seconds without another change after which the server is asked
+_SOON: Final = 0.6  # seconds more after which it is told that the answer takes its time
+_MEASURING: Final = "memory: measuring the model …"
+_IGNORED: Final = ("dataset",)
+_NAME: Final = 16  # columns, as wide as the labels above it
+_ROOMY: Final = 66  # columns from which on that many are given to names
+_SHORTEST, _LONGEST = 6, 40  # columns of a bar
+_ALIKE: Final = 0.01  # GPUs that differ by less of their memory share a bar
+_COLOURS: Final = {Verdict.FITS: "$success", Verdict.TIGHT: "$warning", Verdict.TOO_LARGE: "$error"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was found of the form's values.
+
+    Attributes:
+        values: Which they were.
+        bars: A name and what the job comes to there, for each bar.
+        step: What to change first where it does not fit.
+        told: What to say where nothing can be predicted.
+        notes: More about it, for the tooltip.
+    """
+
+    values: Mapping[str, Any]
+    bars: tuple[tuple[str, Fit], ...] = ()
+    step: Step | None = None
+    told: str = ""
+    notes: str = ""
+
+    @property
+    def worst(self) -> Fit | None:
+        """Where it is tightest."""
+        return worst(fit for _, fit in self.bars) if self.bars else None
+
+
+class FitBars(Static):
+    """Says whether values fit, a moment after they have changed; hidden while it knows nothing."""
+
+    @dataclass
+    class Found(Message):
+        """A thread knows."""
+
+        look: Look
+
+    def __init__(self) -> None:
+        super().__init__("", id="fit", markup=False)
+        self.found: Look | None = None
+        self._snapshot: Snapshot | None = None
+        self._values: Mapping[str, Any] = {}
+        self._accepted: Mapping[str, Any] | None = None  # queued although it does not fit
+        self._due: Timer | None = None
+
+    def look_at(self, values: Mapping[str, Any], snapshot: Snapshot) -> None:
+        """Predict for these values, unless they are those of the last look.
+
+        Args:
+            values: Of the job, by key.
+            snapshot: The machine as it is.
+        """
+        if values == self._values:
+            return
+        self._values, self._snapshot = dict(values), snapshot
+        if self._due is not None:
+            self._due.stop()
+        self._due = self.set_timer(_SETTLES_IN, self._begin)
+
+    def asks(self, values: Mapping[str, Any], go_on: Callable[[], Any]) -> bool:
+        """Whether the person is asked first, since the job does not fit; once for these values.
+
+        Args:
+            values: What is to be queued.
+            go_on: Called if they want it all the same.
+        """
+        found, fit = self.found, self.found.worst if self.found else None
+        if found is None or fit is None or found.values != values or values == self._accepted:
+            return False
+        if fit.verdict is not Verdict.TOO_LARGE:
+            return False
+        from tui.modals.confirm import ConfirmScreen
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._accepted = values
+                self.screen.call_later(go_on)
+
+        detail = f"{fit.room.name}: {band(fit.low, fit.high)} needed, {verdict(fit)}."
+        if found.step is not None:
+            detail += f"\n{_in_words(found.step)}"
+        self.app.push_screen(
+            ConfirmScreen("It does not fit", detail, "queue it anyway", refuse="back"), answered
+        )
+        return True
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        values = self._values
+
+        def late() -> None:
+            if values is self._values and (self.found is None or self.found.values != values):
+                self._show(Content.styled(_MEASURING, "$foreground 60%"))
+
+        if values.get("pretrained_model_name_or_path"):
+            self.set_timer(_SOON, late)
+        self.run_worker(self._look, group="fit", exclusive=True, exit_on_error=False, thread=True)
+
+    def _look(self) -> None:
+        """In a thread."""
+        worker, values = get_current_worker(), self._values
+        assert self._snapshot is not None
+        try:
+            found = look(values, self._snapshot, lambda: worker.is_cancelled)
+        except Cancelled:
+            return
+        if not worker.is_cancelled:
+            self.post_message(self.Found(found))
+
+    def on_fit_bars_found(self, message: Found) -> None:
+        if message.look.values == self._values:
+            self.found = message.look
+            self._draw()
+
+    def on_resize(self) -> None:
+        if self.found is not None:
+            self._draw()
+
+    # -- showing ---------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        look = self.found
+        assert look is not None
+        # Hidden it has no width, and the box around it has.
+        width = (self.parent if isinstance(self.parent, Widget) else self).content_size.width
+        lines = bar_lines(look.bars, width)
+        if look.step is not None:
+            lines.append(Content.styled(f"→ {_in_words(look.step)}", "$foreground"))
+        if look.told:
+            lines.append(Content.styled(look.told, "$foreground 60%"))
+        self.tooltip = look.notes or None
+        self._show(Content("\n").join(lines))
+
+    def _show(self, text: Content) -> None:
+        """Compared before it is written: Textual repaints what it is given."""
+        if self.content != text:
+            self.update(text)
+        self.set_class(bool(text.plain), "-shown")
+
+
+def look(
+    values: Mapping[str, Any], snapshot: Snapshot, cancelled: Callable[[], bool] = lambda: False
+) -> Look:
+    """Whether the form's values fit on the machine; takes seconds for a model that is new.
+
+    Raises:
+        Cancelled: `cancelled` said so.
+    """
+    if not values.get("pretrained_model_name_or_path"):
+        return Look(values)  # most forms are opened, looked at and left
+    ours = {rank.pid for view in snapshot.jobs for rank in view.ranks}
+    claims = {uuid: view.job.id for view in snapshot.jobs if view.job.state.active
+              for uuid in view.job.gpus}  # fmt: skip
+    try:
+        spec = draft.spec_of(values, ignoring=_IGNORED)
+        asked = estimate(
+            spec, client.shared(), present=snapshot.gpus, ours=ours, claims=claims,
+            imagine=False, cancelled=cancelled,
+        )  # fmt: skip
+        own = asked.own
+        if isinstance(own, Refused):
+            return Look(values, told=f"memory: {own.error}")
+        bars = _bars(asked, world_size(spec))
+        tightest = worst(fit for _, fit in bars)
+        fits = tightest.verdict is Verdict.FITS
+        step = None if fits else asked.first_step(tightest.room)
+    except UserError:  # told beside the fields, or the model is not known
+        return Look(values)
+    except ToolError as error:
+        return Look(values, told=f"memory: {error}")
+    strategy = f"{own.strategy} on {own.ranks} rank{'s' if own.ranks > 1 else ''}"
+    about = [f"Predicted for {strategy}; the most in {own.largest.name}.", *own.notes]
+    return Look(values, bars, step, notes="\n".join([*about, asked.calibration.in_words()]).strip())
+
+
+def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:
+    """A name and a fit for each GPU; those that are alike share one."""
+    own, place = asked.own, asked.place
+    assert not isinstance(own, Refused)
+    if not place.on_gpus:
+        return (("host", asked.fit(own)),)
+    if not place.chosen:
+        return ((f"any {ranks} GPUs" if ranks > 1 else "any GPU", asked.fit(own)),)
+    groups: list[tuple[list[str], Fit]] = []
+    for room in place.rooms:
+        fit = asked.fit(own, room)
+        same = next((one for one in groups if _alike(one[1], fit)), None)
+        if same is None:
+            groups.append(([room.name], fit))
+        else:
+            same[0].append(room.name)
+    return tuple((_name(names), fit) for names, fit in groups)
+
+
+def _alike(one: Fit, other: Fit) -> bool:
+    near = _ALIKE * one.room.total
+    return (
+        abs(one.room.total - other.room.total) <= near
+        and abs(one.room.held - other.room.held) <= near
+        and abs(one.room.passing - other.room.passing) <= near
+    )
+
+
+def _name(names: list[str]) -> str:
+    """`GPU 0-3`."""
+    return f"GPU {ranges(int(name.removeprefix('GPU ')) for name in names)}"
+
+
+def bar_lines(bars: Sequence[tuple[str, Fit]], width: int) -> list[Content]:
+    """A line for each bar, all bars of one length."""
+    figures = [_figures(fit) for _, fit in bars]
+    words = [_verdict(fit) for _, fit in bars]
+    beside = max(map(len, figures)) + max(map(len, words)) if bars else 0
+    column = _NAME if width >= _ROOMY else max((len(name) for name, _ in bars), default=0) + 1
+    cells = max(_SHORTEST, min(_LONGEST, width - column - beside))
+    return [
+        Content.styled(f"{name:<{column}}", "$foreground 75%")
+        + _bar(fit, cells)
+        + Content.styled(figure.ljust(max(map(len, figures))), "$foreground 80%")
+        + Content.styled(told, f"b {_COLOURS[fit.verdict]}")
+        for (name, fit), figure, told in zip(bars, figures, words, strict=True)
+    ]
+
+
+def _bar(fit: Fit, cells: int) -> Content:
+    """What is needed at least, at most, what is free, and what others hold."""
+    colour, total = _COLOURS[fit.verdict], max(1, fit.room.total)
+    held = min(cells - 1, round((fit.room.held + fit.room.passing) / total * cells))
+    low, high = (min(cells - held, round(n / total * cells)) for n in (fit.low, fit.high))
+    low = max(1, low)
+    may = max(0, high - low)
+    parts = [
+        ("━" * low, colour), ("╍" * may, colour),
+        ("┄" * (cells - low - may - held), "$foreground 26%"), ("▒" * held, "$warning"),
+    ]  # fmt: skip
+    return Content("").join(Content.styled(text, style) for text, style in parts if text)
+
+
+def _figures(fit: Fit) -> str:
+    needed = "-".join(dict.fromkeys(f"{n / 2**30:.0f}" for n in (fit.low, fit.high)))
+    return f" {needed} of {fit.room.total / 2**30:.0f} GiB  "
+
+
+def _verdict(fit: Fit) -> str:
+    """How it fits, in few words."""
+    if fit.verdict is Verdict.TOO_LARGE:
+        return f"does not fit, by {size(fit.low - fit.room.free)}"
+    if fit.verdict is Verdict.FITS and fit.spare < fit.room.passing:
+        return f"fits once others free {gib(fit.room.passing)} GiB"
+    return verdict(fit)
+
+
+def _in_words(step: Step) -> str:
+    """The first thing to change."""
+    changed = ", ".join(f"{key}: {word(value)}" for key, value in step.changes.items())
+    cost = f", {step.cost}" if step.cost else ""
+    return f"{changed}: {gib(step.before.high)} → {gib(step.after.high)} GiB{cost}"

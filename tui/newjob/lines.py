@@ -1,0 +1,18 @@
+"""Lines of text around the fields."""
+
+from __future__ import annotations
+
+from textual.widgets import Static
+
+
+class Links(Static):
+    """Text of which parts can be clicked, in the colours it has."""
+
+    def on_mount(self) -> None:
+        self.auto_links = False
+
+
+def show(place: Static, text: str) -> None:
+    """Compared before it is written: Textual repaints what it is given."""
+    if place.content != text:
+        place.update(text)

@@ -1,0 +1,94 @@
+"""What the form looks up in threads: whether its paths are there, and the launch command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from textual.message import Message
+
+from jobs.errors import UserError
+from jobs.replay import command_of, launch_facts, script_of
+from tui.newjob import draft
+from tui.newjob.pages import PATHS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from textual.screen import Screen
+
+
+class Looks:
+    """Begins looks for a screen, which gets their results as messages; the newest one counts.
+
+    Args:
+        screen: The form.
+        on_gpus: Whether the machine has GPUs.
+    """
+
+    @dataclass
+    class Checked(Message):
+        """A thread looked at a path."""
+
+        field: str
+        good: bool
+        text: str
+
+    @dataclass
+    class Launch(Message):
+        """A thread made the launch command: what is seen, and what is copied."""
+
+        command: str
+        script: str
+
+    def __init__(self, screen: Screen[Any], *, on_gpus: bool) -> None:
+        self._screen = screen
+        self._on_gpus = on_gpus
+        self._checked: dict[str, tuple[Any, ...]] = {}
+        self._launched: dict[str, Any] = {}
+        self.bad_paths: dict[str, str] = {}  # what is wrong, by field
+
+    def at_paths(self, values: Mapping[str, Any]) -> None:
+        """See whether the model and the dataset are there, unless that was just done."""
+        for name in PATHS:
+            key = _key(name, values)
+            if self._checked.get(name) != key:
+                self._checked[name] = key
+                self.bad_paths.pop(name, None)
+                self._run(partial(self._look_at_path, name, dict(values)), f"path-{name}")
+
+    def at_launch(self, values: Mapping[str, Any]) -> None:
+        """Make the launch command, unless it is that of these values already."""
+        if values != self._launched:
+            self._launched = dict(values)
+            self._run(partial(self._make_launch, dict(values)), "launch")
+
+    def take(self, found: Checked) -> None:
+        """Take note of what is wrong with a path."""
+        if not found.good:
+            self.bad_paths[found.field] = found.text
+
+    def _run(self, look: partial[None], group: str) -> None:
+        self._screen.run_worker(look, group=group, exclusive=True, exit_on_error=False, thread=True)
+
+    def _look_at_path(self, name: str, values: dict[str, Any]) -> None:
+        good, text = draft.check_path(name, values)
+        if self._checked.get(name) == _key(name, values):
+            self._screen.post_message(self.Checked(name, good, text))
+
+    def _make_launch(self, values: dict[str, Any]) -> None:
+        try:
+            spec = draft.spec_of(values)
+            on_gpus = spec.device != "cpu" and (self._on_gpus or spec.gpus is not None)
+            facts = launch_facts(spec, on_gpus=on_gpus)
+            told = command_of(facts), script_of(facts, f"Job “{spec.name}”")
+        except UserError as error:
+            told = f"not yet: {error}", ""
+        if values == self._launched:
+            self._screen.post_message(self.Launch(*told))
+
+
+def _key(name: str, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a look at a path depends on."""
+    return values.get(name), values.get("model_family"), values.get("missing_captions")

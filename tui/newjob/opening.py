@@ -1,0 +1,71 @@
+"""Opening the form from the dashboard: for a new job, a copy, or a job that waits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jobs.edit import copy_of, fresh_values
+from jobs.errors import UserError
+from jobs.specfile import load_spec
+from jobs.states import State
+from tui.newjob.purpose import Purpose
+from tui.newjob.screen import NewJobScreen
+
+if TYPE_CHECKING:
+    from jobs.store import Job
+    from tui.dashboard.screen import DashboardScreen
+
+
+def open_new(dashboard: DashboardScreen) -> None:
+    """A new job on the model and the data of the newest one."""
+    jobs = [view.job for view in dashboard.snapshot.jobs]
+    _push(dashboard, fresh_values(jobs), Purpose())
+
+
+def open_copy(dashboard: DashboardScreen, job: Job) -> None:
+    """A new job with all the values of this one, under a name of its own."""
+    taken = {view.job.name for view in dashboard.snapshot.jobs} | {job.name}
+    try:
+        values = copy_of(job, taken)
+    except UserError as error:
+        dashboard.app.say(str(error), "warning")
+    else:
+        _push(dashboard, values, Purpose(heading=f"copy of job {job.id} “{job.name}”"))
+
+
+def open_edit(dashboard: DashboardScreen, number: int) -> None:
+    """The values of a job that waits in the queue; of another, a copy is offered."""
+    from tui.modals.confirm import ConfirmScreen
+
+    try:
+        job = dashboard.store.get(number)  # the picture may be a second old
+        if job.state is State.QUEUED:
+            spec = load_spec(job.run_dir.job_file)
+            heading = f"job {job.id} “{job.name}”, waiting in the queue"
+            _push(dashboard, spec.to_dict(), Purpose(heading, "change", job.id, spec))
+            return
+    except UserError as error:
+        dashboard.app.say(str(error), "warning")
+        return
+
+    def answered(yes: bool | None) -> None:
+        if yes:
+            open_copy(dashboard, job)
+
+    question = f"Job {job.id} is {job.state}: describe a copy of it?"
+    detail = "Only a job that waits in the queue can be changed. The copy is a new job."
+    screen = ConfirmScreen(question, detail, "copy", refuse="no", harmful=False)
+    dashboard.app.push_screen(screen, answered)
+
+
+def _push(dashboard: DashboardScreen, values: dict[str, Any], purpose: Purpose) -> None:
+    screen = NewJobScreen(dashboard.store, values, dashboard.snapshot, purpose)
+    dashboard.app.push_screen(screen, partial(_told, dashboard, screen))
+
+
+def _told(dashboard: DashboardScreen, screen: NewJobScreen, job: int | None) -> None:
+    if job is not None:
+        dashboard.jobs.awaited = job
+        dashboard.app.collector.wake()
+        dashboard.app.say(f"job {job} {screen.purpose.done}")

@@ -1,0 +1,56 @@
+"""What the form comes to: the job file, or the launch command, beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+if TYPE_CHECKING:
+    from textual.app import ComposeResult
+
+KINDS: Final = ("yaml", "command")
+_TITLES: Final = {"yaml": "job file", "command": "launch command"}
+_NOTHING: Final = {"yaml": "nothing yet", "command": "looking …"}
+
+
+class Preview(VerticalScroll, can_focus=False):
+    """Shows one of two texts. `kind` says which, `texts` what would be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(id="preview")
+        self.kind = KINDS[0]
+        self.texts = dict.fromkeys(KINDS, "")
+
+    def compose(self) -> ComposeResult:
+        for kind in KINDS:
+            yield Static(_NOTHING[kind], id=kind, markup=False)
+
+    def on_mount(self) -> None:
+        self.turn_to(self.kind)
+
+    def turn_to(self, kind: str) -> None:
+        """Show this text."""
+        self.kind = kind
+        for one in KINDS:
+            self.query_one(f"#{one}").display = one == kind
+        titles = []
+        for one in KINDS:
+            style = "b $primary" if one == kind else "$foreground 55%"
+            titles.append(f"[@click=screen.preview('{one}')][{style}]{_TITLES[one]}[/][/]")
+        self.border_title = " │ ".join(titles)
+        self.border_subtitle = "F3 the other · ^y copies"
+
+    def tell(self, kind: str, seen: str, copied: str | None = None) -> None:
+        """Another text.
+
+        Args:
+            kind: Which.
+            seen: What is shown.
+            copied: What is copied, where that is more.
+        """
+        self.texts[kind] = seen if copied is None else copied
+        text = self.query_one(f"#{kind}", Static)
+        if str(text.content) != (seen or _NOTHING[kind]):
+            text.update(seen or _NOTHING[kind])

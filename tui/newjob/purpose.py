@@ -1,0 +1,51 @@
+"""What a form is for: a new job, a copy of one, or another description of one that waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jobs import edit, service
+from jobs.resume_plan import plan_submit
+from tui.checkpoints.words import plan_lines
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+    from jobs.store import Store
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What the form does with what it says.
+
+    Attributes:
+        heading: Its title.
+        verb: What its main key does.
+        job: The queued job that is described anew; None for a new one.
+        before: What that job was when the form was opened.
+    """
+
+    heading: str = "new job"
+    verb: str = "queue"
+    job: int | None = None
+    before: JobSpec | None = None
+
+    def carry_out(self, store: Store, spec: JobSpec) -> tuple[int, list[str]]:
+        """Queue or change the job.
+
+        Returns:
+            Its number, and what the person should know, a line each.
+
+        Raises:
+            UserError: It cannot be done; nothing has changed.
+        """
+        if self.job is None or self.before is None:
+            plan = plan_submit(store, spec)
+            return service.carry_out(store, plan).id, plan_lines(plan)
+        job, plan = edit.change(store, self.job, spec, self.before)
+        return job.id, plan_lines(plan)
+
+    @property
+    def done(self) -> str:
+        """What to tell afterwards, after the job's number."""
+        return "is queued" if self.job is None else "is changed"

@@ -1,0 +1,128 @@
+"""Tell that a job ended or stands still: which events there are, and how a terminal is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from jobs.hang import find_hang
+from jobs.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from textual.app import App
+
+    from jobs.store import Job
+    from tui.settings import Notifications
+    from tui.snapshot import JobView, Snapshot
+
+Severity = Literal["information", "warning", "error"]
+
+# Of ranks that train, stillness that is worth telling: in seconds, in steps, and before the first.
+_STILL_SECONDS: Final = 120.0
+_STILL_STEPS: Final = 10
+_STILL_AT_FIRST: Final = 600.0
+_LONGEST: Final = 160  # characters that a desktop's message shows
+_SEVERITIES: Final[dict[State, Severity]] = {
+    State.COMPLETED: "information", State.STOPPED: "information", State.FAILED: "error",
+    State.LOST: "error",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that a person who looks elsewhere wants to know."""
+
+    text: str
+    severity: Severity
+
+
+class Watch:
+    """Compares snapshots, and says each thing once; nothing that was so before it began.
+
+    Args:
+        since: Unix seconds; what ended earlier is not news.
+    """
+
+    def __init__(self, since: float | None = None) -> None:
+        self._since = time.time() if since is None else since
+        self._had_ended: dict[tuple[int, int], bool] = {}  # by job and attempt
+        self._still: set[tuple[int, int]] = set()
+        self._began = False
+
+    def news(self, snapshot: Snapshot) -> list[News]:
+        """What has happened since the last snapshot."""
+        if not snapshot.jobs and snapshot.problem:
+            return []  # it could not be read, which does not mean that there is nothing
+        told: list[News] = []
+        for view in snapshot.jobs:
+            job = view.job
+            key = (job.id, job.attempt)
+            ended_before = self._had_ended.get(key)
+            self._had_ended[key] = job.state.ended
+            if job.state.ended and not ended_before and self._is_news(job, ended_before):
+                told.append(News(_ended(job), _SEVERITIES[job.state]))
+            told += self._standing(view, key, snapshot.t)
+        self._began = True
+        return told
+
+    def _is_news(self, job: Job, ended_before: bool | None) -> bool:
+        if ended_before is None:  # never seen: it was queued and ended between two looks
+            return self._began and (job.ended or 0) >= self._since
+        return True
+
+    def _standing(self, view: JobView, key: tuple[int, int], now: float) -> list[News]:
+        """Ranks that stand still; again only after they had moved on."""
+        pace = view.progress.seconds_per_step
+        usual = _STILL_AT_FIRST if pace is None else max(_STILL_SECONDS, pace * _STILL_STEPS)
+        training = all(rank.phase == "train" for rank in view.ranks)
+        hang = find_hang(view.ranks, now, usual)
+        if hang is None or not training or view.job.state is not State.RUNNING:
+            self._still.discard(key)
+            return []
+        if key in self._still:
+            return []
+        self._still.add(key)
+        if not self._began:
+            return []
+        return [News(f"job {view.job.id} “{view.job.name}”: {hang.reason}", "warning")]
+
+
+def _ended(job: Job) -> str:
+    reason = f": {job.reason}" if job.reason and job.state is not State.COMPLETED else ""
+    return f"job {job.id} “{job.name}” {_WORDS[job.state]}{reason}"
+
+
+_WORDS: Final = {
+    State.COMPLETED: "is completed", State.STOPPED: "has stopped", State.FAILED: "failed",
+    State.LOST: "is lost",
+}  # fmt: skip
+
+
+def ring(app: App[Any], text: str, how: Notifications) -> None:
+    """Tell the terminal, which may be in the background."""
+    if how == "off" or app.is_headless:
+        return
+    if how == "osc9" and not app.is_web and app._driver is not None:  # as App.bell itself writes
+        app._driver.write(desktop_message(text, os.environ))
+        if "TMUX" not in os.environ:
+            return  # tmux drops it unless allow-passthrough is on, and marks the window for a bell
+    app.bell()
+
+
+def desktop_message(text: str, environ: Mapping[str, str]) -> str:
+    """OSC 9, which kitty, WezTerm, iTerm2, foot and Windows Terminal show. Pure.
+
+    In tmux and GNU screen it is wrapped, so that they pass it on.
+    """
+    clean = "".join(char if char.isprintable() else " " for char in text)[:_LONGEST]
+    # ConEmu and Windows Terminal take a number and a semicolon at its beginning for a command.
+    message = f"\x1b]9;fsdp-tui: {clean}\x07"
+    if environ.get("TMUX"):
+        return "\x1bPtmux;" + message.replace("\x1b", "\x1b\x1b") + "\x1b\\"
+    if environ.get("STY"):
+        return f"\x1bP{message}\x1b\\"
+    return message

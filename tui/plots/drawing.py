@@ -1,0 +1,263 @@
+"""What the plots screen shows, as rows: tabs, readings, charts. Pure, but for a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from tui.format import Row, Span, cut, left, plain
+from tui.plot import Curve, View, ema, figure, smoothing_span
+from tui.plots.measures import LOSS, MEASURES, VALIDATION, place, series_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tui.plots.measures import Measure, Run, Series
+
+# By run, so that colour is not all that tells; different in ASCII too.
+MARKS: Final = ("●", "▲", "■", "+", "▼", "×")
+MOST_RUNS: Final = len(MARKS)
+SPANS: Final = (None, 1, 5, 10, 20, 50, 100, 200, 500)  # None: by how many values there are
+_LEAST_RANGE: Final = 4.0
+_TWO_BESIDE: Final = 70  # columns that two charts need
+_THREE_BESIDE: Final = 170
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is shown of the runs, and how. All keys of the plots screen make other choices.
+
+    Attributes:
+        measure: Index in `MEASURES`.
+        raw: Whether values are drawn behind their average; None: of a single run.
+        everything: Whether all measures are shown, small.
+        span: Index in `SPANS`, over how many values the average is.
+        extent: The part of the axis that is shown; None for all of it, also when it grows.
+        cursor: Where values are read, on the axis.
+    """
+
+    measure: int = 0
+    everything: bool = False
+    by_time: bool = False
+    log: bool = False
+    whole: bool = False
+    raw: bool | None = None
+    span: int = 0
+    extent: tuple[float, float] | None = None
+    cursor: float | None = None
+
+    @property
+    def shown(self) -> tuple[Measure, ...]:
+        return MEASURES if self.everything else (MEASURES[self.measure],)
+
+    def has_raw(self, runs: int) -> bool:
+        """Whether values are drawn behind the averages of so many runs."""
+        return self.raw if self.raw is not None else runs < 2
+
+
+@dataclass
+class Values:
+    """The series of some runs, and their averages, worked out once."""
+
+    runs: Sequence[Run] = ()
+    _series: dict[tuple[int, str, bool], Series] = field(default_factory=dict)
+    _averages: dict[tuple[int, str, int | None], Sequence[float]] = field(default_factory=dict)
+
+    def of(self, run: int, measure: Measure, by_time: bool) -> Series:
+        key = (run, measure.name, by_time)
+        if key not in self._series:
+            self._series[key] = series_of(self.runs[run], measure, by_time=by_time)
+        return self._series[key]
+
+    def average(self, run: int, measure: Measure, span: int | None) -> Sequence[float]:
+        key = (run, measure.name, span)
+        if key not in self._averages:
+            ys = self.of(run, measure, False).ys
+            self._averages[key] = ema(ys, span or smoothing_span(len(ys)))
+        return self._averages[key]
+
+    def extent(self, measures: Sequence[Measure], by_time: bool) -> tuple[float, float] | None:
+        """From the first to the last place that has a value."""
+        found = [self.of(run, one, by_time).xs for run in range(len(self.runs)) for one in measures]
+        ends = [(xs[0], xs[-1]) for xs in found if xs]
+        if not ends:
+            return None
+        first, last = min(a for a, _ in ends), max(b for _, b in ends)
+        return first, max(last, first + 1)
+
+
+def view_of(values: Values, choices: Choices) -> View | None:
+    """The part of the axis that is shown; None when there is nothing."""
+    extent = choices.extent or values.extent(choices.shown, choices.by_time)
+    if extent is None:
+        return None
+    return View(
+        *extent, log=choices.log, whole=choices.whole, cursor=choices.cursor,
+        label=lambda x: place(x, by_time=choices.by_time),
+    )  # fmt: skip
+
+
+def screenful(values: Values, choices: Choices, width: int, height: int) -> list[Row]:
+    """Everything: `height` rows of at most `width` columns."""
+    rows: list[Row] = [_tabs(choices, width)]
+    rows += legend(values, choices, width)
+    view = view_of(values, choices)
+    room = height - len(rows) - 1
+    if view is None:
+        title = "anything" if choices.everything else MEASURES[choices.measure].title
+        rows += [(), (Span(f"nothing measured yet of {title}", "dim"),)]
+    elif choices.everything:
+        rows += _charts(values, choices, view, width, room)
+    else:
+        rows += figure(curves_of(values, choices, choices.shown[0]), view, width, room)
+    rows += [()] * (height - 1 - len(rows))
+    return [*rows[: height - 1], (Span(cut(f" {settings(values, choices)}", width), "dim"),)]
+
+
+def curves_of(values: Values, choices: Choices, measure: Measure) -> list[Curve]:
+    """What is drawn of a measure: raw values below, averages and what is held out above."""
+    several, raw = len(values.runs) > 1, choices.has_raw(len(values.runs))
+    below, above, points = [], [], []
+    for run in range(len(values.runs)):
+        series = values.of(run, measure, choices.by_time)
+        role, mark = (f"run{run}", MARKS[run]) if several else ("smooth", "")
+        average = SPANS[choices.span] != 1 and measure.smooth
+        if average:
+            ys = values.average(run, measure, SPANS[choices.span])
+            above.append(Curve(series.xs, ys, role, mark, fits=not raw or several))
+        if not average or raw:
+            faint = f"faint{run}" if several else "raw"
+            alone = not average  # else the axis is made for the average, where several are drawn
+            below.append(Curve(
+                series.xs, series.ys, role if alone else faint, mark if alone else "",
+                fits=alone or not several,
+            ))  # fmt: skip
+        if measure is LOSS:
+            held = values.of(run, VALIDATION, choices.by_time)
+            points.append(Curve(held.xs, held.ys, role if several else "accent", "◇", "points"))
+    return [*below, *above, *points]
+
+
+def legend(values: Values, choices: Choices, width: int) -> list[Row]:
+    """A row for each run: its glyph, its name, its values at the cursor or its newest ones."""
+    rows: list[Row] = []
+    names = max((len(f"{run.job} {run.name}") for run in values.runs), default=0)
+    names = min(names, max(8, width // 3))
+    for number, run in enumerate(values.runs):
+        several = len(values.runs) > 1
+        mark = Span(f" {MARKS[number]} " if several else " ", f"run{number}")
+        name = Span(left(f"{run.job} {run.name}", names) + "  ", "strong")
+        said = reading(values, choices, number)
+        rows.append((mark, name, Span(cut(said, max(0, width - names - 5)))))
+    return rows
+
+
+def reading(values: Values, choices: Choices, run: int) -> str:
+    """The values of a run at the cursor, or its newest ones."""
+    said = []
+    for measure in choices.shown:
+        series = values.of(run, measure, choices.by_time)
+        at = series.at(choices.cursor) if choices.cursor is not None else len(series.xs) - 1
+        if at is None or at < 0:
+            continue
+        value = f"{measure.title} {measure.text(series.ys[at])}"
+        if measure.smooth and SPANS[choices.span] != 1 and not choices.everything:
+            average = values.average(run, measure, SPANS[choices.span])[at]
+            value += f"  average {measure.text(average)}"
+        said.append(value)
+    if choices.shown == (LOSS,) and (held := values.of(run, VALIDATION, choices.by_time)).xs:
+        at = held.at(choices.cursor) if choices.cursor is not None else len(held.xs) - 1
+        if at is not None:
+            said.append(f"◇ held out {LOSS.text(held.ys[at])} at {held.steps[at]}")
+    return "  ".join(said) or "nothing of it yet"
+
+
+def settings(values: Values, choices: Choices) -> str:
+    """How the curves are drawn, in words."""
+    span = SPANS[choices.span]
+    by = "time" if choices.by_time else "step"
+    parts = ["over time" if choices.by_time else "over steps"]
+    if choices.cursor is not None:
+        where = place(choices.cursor, by_time=choices.by_time)
+        parts.insert(0, f"values at {by} {where}")
+    if any(measure.smooth for measure in choices.shown):
+        if span == 1:
+            parts.append("not averaged")
+        elif span is None:
+            count = max((len(values.of(run, choices.shown[0], choices.by_time).ys)
+                         for run in range(len(values.runs))), default=0)  # fmt: skip
+            parts.append(f"average of {smoothing_span(count)}")
+        else:
+            parts.append(f"average of {span}")
+    parts += ["log scale"] if choices.log else []
+    parts += ["no raw values"] if not choices.has_raw(len(values.runs)) and span != 1 else []
+    parts += ["extremes included"] if choices.whole else []
+    parts += ["zoomed"] if choices.extent is not None else []
+    return " · ".join(parts)
+
+
+def zoomed(choices: Choices, whole: tuple[float, float], factor: float) -> Choices:
+    """The same with `factor` times the part of the axis, around the cursor or the middle."""
+    first, last = choices.extent or whole
+    if choices.cursor is not None and first <= choices.cursor <= last:
+        centre = choices.cursor
+    else:  # the newest values are what is looked for
+        centre = last if last >= whole[1] else (first + last) / 2
+    size = max(_LEAST_RANGE, (last - first) * factor)
+    if size >= whole[1] - whole[0]:
+        return replace(choices, extent=None)
+    share = (centre - first) / (last - first)
+    return _held(choices, whole, centre - share * size, size)
+
+
+def panned(choices: Choices, whole: tuple[float, float], by: float) -> Choices:
+    """The same with another part of the axis, `by` times its length further on."""
+    first, last = choices.extent or whole
+    if choices.extent is None:
+        return choices
+    return _held(choices, whole, first + by * (last - first), last - first)
+
+
+def _held(choices: Choices, whole: tuple[float, float], first: float, size: float) -> Choices:
+    """Within what there is."""
+    first = max(whole[0], min(first, whole[1] - size))
+    return replace(choices, extent=(first, first + size))
+
+
+def _tabs(choices: Choices, width: int) -> Row:
+    """The measures and their keys, the shown one marked by brackets too."""
+    tabs: list[Span] = []
+    short = sum(len(measure.title) + 5 for measure in MEASURES) + 8 > width
+    names = {"learning rate": "lr", "gradient norm": "grad", "validation loss": "val",
+             "images/s": "img/s", "memory": "mem"}  # fmt: skip
+    for number, measure in enumerate(MEASURES):
+        title = names.get(measure.title, measure.title) if short else measure.title
+        here = not choices.everything and number == choices.measure
+        tabs.append(Span(f"[{number + 1} {title}]" if here else f" {number + 1} {title} ",
+                         "accent" if here else "dim"))  # fmt: skip
+    tabs.append(Span("[a all]" if choices.everything else " a all ",
+                     "accent" if choices.everything else "dim"))  # fmt: skip
+    return tuple(tabs)
+
+
+def _charts(values: Values, choices: Choices, view: View, width: int, height: int) -> list[Row]:
+    """A small chart of each measure that has values, some beside each other."""
+    runs = range(len(values.runs))
+    some = [m for m in MEASURES if any(values.of(run, m, choices.by_time).ys for run in runs)]
+    beside = 3 if width >= _THREE_BESIDE else 2 if width >= _TWO_BESIDE else 1
+    bands = -(-len(some) // beside)
+    each, wide = max(4, height // max(1, bands)), width // beside
+    rows: list[Row] = []
+    for start in range(0, len(some), beside):
+        parts = []
+        for measure in some[start : start + beside]:
+            title: Row = (Span(f" {measure.title}", "title"),)
+            drawn = figure(curves_of(values, choices, measure), view, wide - 1, each - 1)
+            parts.append([title, *(drawn or [(Span(" nothing in this part", "dim"),)])])
+        for line in range(each):
+            row: list[Span] = []
+            for part in parts:
+                spans = part[line] if line < len(part) else ()
+                row += [*spans, Span(" " * (wide - len(plain(spans))))]
+            rows.append(tuple(row))
+    return rows

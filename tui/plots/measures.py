@@ -1,0 +1,131 @@
+"""What can be plotted of a run. Pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from tui.format import duration, number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from jobs.eventlog import StepRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What was measured in a run so far; another one when there is more."""
+
+    job: int
+    name: str
+    root: Path
+    steps: Sequence[StepRecord]
+    validations: Sequence[tuple[int, float]] = ()
+
+    @property
+    def begun(self) -> float:
+        """When its first step ended, in Unix seconds."""
+        return self.steps[0].t if self.steps else 0.0
+
+    def time_of(self, step: int) -> float:
+        """Seconds from the first step to this one."""
+        at = min(bisect_left(self.steps, step, key=lambda one: one.step), len(self.steps) - 1)
+        return self.steps[at].t - self.begun if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Something measured at steps.
+
+    Attributes:
+        name: In a file, and in the keys of a cache.
+        title: For people.
+        value: What a step has of it; None for what is measured between steps.
+        smooth: Whether its average is worth drawing.
+        text: A value for people.
+    """
+
+    name: str
+    title: str
+    value: Callable[[StepRecord], float | None] | None
+    smooth: bool = True
+    text: Callable[[float | None], str] = number
+
+
+def _gib(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} GiB"
+
+
+MEASURES: Final = (
+    Measure("loss", "loss", lambda one: one.loss),
+    Measure("lr", "learning rate", lambda one: one.lr, smooth=False),
+    Measure("grad_norm", "gradient norm", lambda one: one.grad_norm),
+    Measure("seconds", "s/step", lambda one: one.seconds),
+    Measure("images_per_second", "images/s", lambda one: one.images_per_second),
+    Measure("validation", "validation loss", None, smooth=False),
+    Measure(
+        "memory", "memory", lambda one: one.peak_bytes / 2**30 if one.peak_bytes else None,
+        smooth=False, text=_gib,
+    ),
+)  # fmt: skip
+LOSS: Final = MEASURES[0]
+VALIDATION: Final = MEASURES[5]
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Values of one measure of one run: `xs` steps or seconds, ascending."""
+
+    xs: Sequence[float]
+    ys: Sequence[float]
+    steps: Sequence[int]
+
+    def at(self, x: float) -> int | None:
+        """The number of the value nearest to a place on the axis."""
+        return nearest(self.xs, x) if self.xs else None
+
+
+def nearest(places: Sequence[float], x: float) -> int:
+    """The number of the place nearest to `x`; there is one at least, and they ascend."""
+    right = bisect_left(places, x)
+    if right == len(places):
+        return right - 1
+    return right - 1 if right and x - places[right - 1] <= places[right] - x else right
+
+
+def series_of(run: Run, measure: Measure, *, by_time: bool) -> Series:
+    """The finite values of a measure.
+
+    Args:
+        run: Whose.
+        measure: Of what.
+        by_time: Over seconds since the run's first step, and not over steps.
+    """
+    if measure.value is None:
+        kept = [(step, loss) for step, loss in run.validations if math.isfinite(loss)]
+        steps, ys = [step for step, _ in kept], [loss for _, loss in kept]
+        xs: Sequence[float] = [run.time_of(step) for step in steps] if by_time else steps
+        return Series(_ascending(xs), ys, steps)
+    found = [
+        (one, value) for one in run.steps
+        if (value := measure.value(one)) is not None and math.isfinite(value)
+    ]  # fmt: skip
+    steps, begun = [one.step for one, _ in found], run.begun
+    xs = [one.t - begun for one, _ in found] if by_time else steps
+    return Series(_ascending(xs), [value for _, value in found], steps)
+
+
+def _ascending(xs: Sequence[float]) -> Sequence[float]:
+    """Times as they would be if nobody had set the clock back."""
+    highest = -math.inf
+    mended = [highest := max(highest, x) for x in xs]
+    return xs if mended == xs else mended
+
+
+def place(x: float, *, by_time: bool) -> str:
+    """A place on the axis, for people."""
+    return duration(x) if by_time else f"{round(x)}"

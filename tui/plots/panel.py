@@ -1,0 +1,292 @@
+"""The curves of some runs, and the keys that look into them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
+
+from textual.message import Message
+
+from tui.clipboard import copy
+from tui.job.keys import Key, bindings_of
+from tui.plot import plot_columns
+from tui.plots.drawing import (
+    MOST_RUNS,
+    SPANS,
+    Choices,
+    Values,
+    curves_of,
+    panned,
+    screenful,
+    zoomed,
+)
+from tui.plots.files import as_text, write_csv
+from tui.plots.measures import MEASURES, Run, nearest
+from tui.plots.reading import Reading
+from tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from textual.events import Click, Resize
+    from textual.timer import Timer
+
+    from jobs.store import Job
+    from tui.app import FsdpTui
+
+_REDRAW_EVERY: Final = 2.0  # seconds, when only values were added
+_RUNS: Final = ("primary", "accent", "success", "error", "secondary", "foreground")
+
+
+class PlotsPanel(Lines, can_focus=True):
+    """Draws again when a key asks for it, and every two seconds when there is more to draw.
+
+    Attributes:
+        choices: What is drawn, and how.
+        values: What was measured.
+    """
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        f"lines--{kind}{number}" for kind in ("run", "faint") for number in range(MOST_RUNS)
+    }
+    DEFAULT_CSS = "PlotsPanel { height: 1fr; overflow: hidden; }\n" + "\n".join(
+        f"PlotsPanel .lines--run{n} {{ color: ${colour}; text-style: bold; }}\n"
+        f"PlotsPanel .lines--faint{n} {{ color: ${colour} 30%; }}"
+        for n, colour in enumerate(_RUNS)
+    )
+    KEYS: ClassVar = (
+        Key("read(-1)", "left", "← →", "values", "Read the values one column to the left"),
+        Key("read(1)", "right", "→", "right", "Read the values one column to the right", False),
+        Key("read(-10)", "shift+left,H,shift+h", "H", "far left", "Ten columns to the left", False),
+        Key("read(10)", "shift+right,L,shift+l", "L", "far right", "Ten columns to the right",
+            False),
+        Key("read_end(0)", "home,g", "Home", "first", "Read the first values", False),
+        Key("read_end(1)", "end,G,shift+g", "End", "last", "Read the newest values", False),
+        *(
+            Key(f"measure({n})", str(n + 1), str(n + 1), one.title, f"Show {one.title}", False)
+            for n, one in enumerate(MEASURES)
+        ),
+        Key("everything", "a", "a", "all", "Show everything that is measured, small", False),
+        Key("turn(1)", "m,down,j", "1-7 m", "measure", "Show what is measured next"),
+        Key("turn(-1)", "M,shift+m,up,k", "M", "previous", "Show what is measured before", False),
+        Key("zoom(0.5)", "plus,equals_sign", "+ -", "zoom", "Show half as much of the axis"),
+        Key("zoom(2.0)", "minus", "-", "zoom out", "Show twice as much of the axis", False),
+        Key("pan(-0.25)", "less_than_sign,comma", "<", "pan left", "Move a quarter to the left",
+            False),
+        Key("pan(0.25)", "greater_than_sign,full_stop", ">", "pan right",
+            "Move a quarter to the right", False),
+        Key("whole", "0", "0", "whole", "Show the whole axis, also when it grows", False),
+        Key("smoother(1)", "s", "s S", "average", "Average over more values"),
+        Key("smoother(-1)", "S,shift+s", "S", "less average", "Average over fewer values", False),
+        Key("flip('raw')", "r", "r", "raw", "Show the raw values behind the average, or hide them",
+            False),
+        Key("flip('log')", "l", "l", "log", "Logarithmic values, or linear ones"),
+        Key("flip('by_time')", "x", "x", "time", "Over time, or over steps"),
+        Key("flip('whole')", "o", "o", "extremes", "Make room for the most extreme values too",
+            False),
+        Key("copy", "y", "y", "copy", "Copy the values that are read"),
+        Key("write", "ctrl+s", "^s", "csv", "Write what is shown into a CSV file"),
+    )  # fmt: skip
+    BINDINGS: ClassVar = bindings_of("plots", KEYS)
+
+    app: FsdpTui
+
+    @dataclass
+    class Read(Message):
+        """There is more to draw; only the newest counts."""
+
+        values: Values
+
+        def can_replace(self, message: Message) -> bool:
+            return isinstance(message, PlotsPanel.Read)
+
+    def __init__(self, jobs: Sequence[Job], resting: Callable[[], bool] = lambda: False) -> None:
+        """
+        Args:
+            jobs: Whose runs, at most `MOST_RUNS`; the first one is what it is about.
+            resting: Whether nobody can see it now; asked in the reading thread.
+        """
+        super().__init__(id="plots")
+        self.jobs = list(jobs)
+        self.choices = Choices()
+        self.values = Values()
+        self._reading = Reading(resting)
+        self._drawn_at = 0.0
+        self._later: Timer | None = None
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def on_mount(self) -> None:
+        self.compare(self.jobs)
+        self.run_worker(
+            partial(self._reading.run, self._tell),
+            group="plots", exclusive=True, exit_on_error=False, thread=True,
+        )  # fmt: skip
+
+    def on_unmount(self) -> None:
+        self._reading.close()
+
+    def _tell(self, runs: list[Run]) -> None:
+        """In the reading thread, where the averages of a long run keep nobody waiting."""
+        values, choices = Values(runs), self.choices
+        for measure in choices.shown:
+            curves_of(values, choices, measure)
+        self.post_message(self.Read(values))
+
+    def compare(self, jobs: Sequence[Job]) -> None:
+        """Show the runs of these jobs."""
+        self.jobs = list(jobs)[:MOST_RUNS]
+        self._reading.follow(self.jobs)
+
+    def on_plots_panel_read(self, message: Read) -> None:
+        message.stop()
+        others = [run.job for run in message.values.runs] != [run.job for run in self.values.runs]
+        self.values = message.values
+        wait = self._drawn_at + _REDRAW_EVERY - time.monotonic()
+        if others or wait <= 0:
+            self.draw()
+        elif self._later is None:
+            self._later = self.set_timer(wait, self.draw)
+
+    # -- drawing ---------------------------------------------------------------------------
+
+    def on_resize(self, event: Resize) -> None:
+        self.draw()
+
+    def draw(self) -> None:
+        """Show what there is, as it was chosen."""
+        if self._later is not None:
+            self._later.stop()
+            self._later = None
+        width, height = self.size
+        if width and height:
+            self._drawn_at = time.monotonic()
+            self.show(screenful(self.values, self.choices, width, height))
+
+    def choose(self, choices: Choices) -> None:
+        """Draw other choices."""
+        if choices != self.choices:
+            self.choices = choices
+            self.draw()
+
+    # -- what is shown ---------------------------------------------------------------------
+
+    def action_measure(self, number: int) -> None:
+        self.choose(replace(self.choices, measure=number, everything=False))
+
+    def action_turn(self, by: int) -> None:
+        self.action_measure((self.choices.measure + by) % len(MEASURES))
+
+    def action_everything(self) -> None:
+        self.choose(replace(self.choices, everything=not self.choices.everything))
+
+    def action_smoother(self, by: int) -> None:
+        self.choose(replace(self.choices, span=(self.choices.span + by) % len(SPANS)))
+
+    def action_flip(self, what: Literal["raw", "log", "by_time", "whole"]) -> None:
+        now = self.choices
+        match what:
+            case "raw":
+                self.choose(replace(now, raw=not now.has_raw(len(self.values.runs))))
+            case "log":
+                self.choose(replace(now, log=not now.log))
+            case "whole":
+                self.choose(replace(now, whole=not now.whole))
+            case "by_time":  # places on the other axis mean nothing
+                self.choose(replace(now, by_time=not now.by_time, extent=None, cursor=None))
+
+    # -- the axis --------------------------------------------------------------------------
+
+    @property
+    def _axis(self) -> tuple[float, float] | None:
+        return self.values.extent(self.choices.shown, self.choices.by_time)
+
+    def action_zoom(self, factor: float) -> None:
+        if (axis := self._axis) is not None:
+            self.choose(zoomed(self.choices, axis, factor))
+
+    def action_pan(self, by: float) -> None:
+        if (axis := self._axis) is not None:
+            self.choose(panned(self.choices, axis, by))
+
+    def action_whole(self) -> None:
+        self.choose(replace(self.choices, extent=None))
+
+    # -- values ----------------------------------------------------------------------------
+
+    def action_read(self, by: int) -> None:
+        """Move the cursor by columns, at least to the next value."""
+        axis = self._axis
+        if axis is None:
+            return
+        first, last = self.choices.extent or axis
+        column = (last - first) / self._columns()
+        places = self._places()
+        now = self.choices.cursor
+        if now is None:
+            self._read_at(last if by < 0 else first)
+            return
+        here = nearest(places, now)
+        there = nearest(places, now + by * column)
+        if there == here:
+            there = max(0, min(here + (1 if by > 0 else -1), len(places) - 1))
+        self._read_at(places[there])
+
+    def action_read_end(self, which: int) -> None:
+        if (axis := self._axis) is not None:
+            self._read_at(axis[which])
+
+    def stop_reading(self) -> bool:
+        """Take the cursor away; whether there was one."""
+        if self.choices.cursor is None:
+            return False
+        self.choose(replace(self.choices, cursor=None))
+        return True
+
+    def on_click(self, event: Click) -> None:
+        """Read the values there."""
+        axis, offset = self._axis, event.get_content_offset(self)
+        if axis is None or offset is None or self.choices.everything:
+            return
+        first, last = self.choices.extent or axis
+        columns = self._columns()
+        share = (offset.x - (self.size.width - columns)) / columns
+        if 0 <= share <= 1:
+            self._read_at(first + share * (last - first))
+
+    def _read_at(self, x: float) -> None:
+        """Put the cursor at the nearest value of the first run, and show that part."""
+        places, axis = self._places(), self._axis
+        if not places or axis is None:
+            return
+        x = places[nearest(places, x)]
+        changed = replace(self.choices, cursor=x)
+        if changed.extent is not None and not changed.extent[0] <= x <= changed.extent[1]:
+            first, last = changed.extent
+            by = (x - last if x > last else x - first) / (last - first)
+            changed = panned(changed, axis, by)
+        self.choose(changed)
+
+    def _columns(self) -> int:
+        """How many columns the axis has."""
+        drawn = [row for row in self.rows if len(row) > 1 and row[0].text.endswith(("│", "┤"))]
+        columns = plot_columns(drawn, self.size.width)
+        return columns // 2 if self.choices.everything and columns > 1 else columns
+
+    def _places(self) -> Sequence[float]:
+        """Where the first run that has values has them."""
+        found = (
+            self.values.of(run, measure, self.choices.by_time).xs
+            for run in range(len(self.values.runs))
+            for measure in self.choices.shown
+        )
+        return next((xs for xs in found if xs), [])
+
+    def action_copy(self) -> None:
+        self.app.say(copy(self.app, as_text(self.values, self.choices)))
+
+    def action_write(self) -> None:
+        values, choices = self.values, self.choices
+        self.app.act(lambda: f"written: {write_csv(values, choices)}")

@@ -1,0 +1,84 @@
+"""Pick the runs that are compared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import SelectionList, Static
+from textual.widgets.selection_list import Selection
+
+from tui.job.keys import Key, bindings_of
+from tui.plots.drawing import MOST_RUNS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from textual.app import ComposeResult
+
+    from jobs.store import Job
+
+
+class PickRunsScreen(ModalScreen["list[int] | None"]):
+    """Returns the numbers of the jobs to compare, or None when the person thought better of it.
+
+    Args:
+        jobs: All there are.
+        chosen: Those that are compared now.
+        first: The job whose plots are shown, which stays.
+    """
+
+    CSS_PATH = "plots.tcss"
+    AUTO_FOCUS = "#runs"
+    KEYS: ClassVar = (
+        Key("cursor(1)", "j", "j", "next", "Next job"),
+        Key("cursor(-1)", "k", "k", "previous", "Previous job"),
+        Key("dismiss", "escape,q", "esc", "cancel", "Leave it as it is"),
+    )
+    BINDINGS: ClassVar = [
+        *bindings_of("pick_runs", KEYS),
+        # Before the list's own, which would choose once more what is highlighted.
+        Binding("enter", "take", "compare", tooltip="Compare the chosen ones", priority=True,
+                id="pick_runs.take"),
+    ]  # fmt: skip
+
+    def __init__(self, jobs: Sequence[Job], chosen: Sequence[int], first: Job) -> None:
+        super().__init__()
+        others = sorted((job for job in jobs if job.id != first.id), key=lambda job: -job.id)
+        self.first = first
+        self.list = SelectionList[int](
+            *(
+                Selection(
+                    Content(f"{job.id:>3}  {job.name}  {job.state}"), job.id, job.id in chosen
+                )
+                for job in others
+            ),
+            id="runs",
+        )
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog", id="pick-runs") as dialog:
+            dialog.border_title = f"compare {self.first.id} {self.first.name} with"
+            dialog.border_subtitle = "space chooses · enter compares · esc cancels"
+            if self.list.option_count:
+                yield self.list
+            else:
+                yield Static("there is no other job")
+            yield Static("", id="too-many", markup=False)
+
+    def action_cursor(self, by: int) -> None:
+        if by > 0:
+            self.list.action_cursor_down()
+        else:
+            self.list.action_cursor_up()
+
+    def action_take(self) -> None:
+        chosen = self.list.selected
+        if len(chosen) >= MOST_RUNS:
+            text = f"{len(chosen)} are chosen; at most {MOST_RUNS - 1} can be told apart"
+            self.query_one("#too-many", Static).update(text)
+            return
+        self.dismiss(list(chosen))

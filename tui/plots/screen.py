@@ -1,0 +1,78 @@
+"""The curves of a run on the whole screen, compared with others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.screen import Screen
+from textual.widgets import Static
+
+from tui.job.keys import Key, bindings_of, line_of
+from tui.plots.panel import PlotsPanel
+
+if TYPE_CHECKING:
+    from textual.app import ComposeResult
+    from textual.events import Resize
+
+    from jobs.store import Job, Store
+    from tui.app import FsdpTui
+
+
+class PlotsScreen(Screen[None]):
+    """Wires the panel of curves to the choice of what it compares."""
+
+    CSS_PATH = "plots.tcss"
+    AUTO_FOCUS = "#plots"
+    KEYS: ClassVar = (
+        Key("leave", "escape,q,v", "esc", "close", "Take the cursor away, or close the plots"),
+        Key("compare", "c", "c", "compare", "Choose other runs to compare with"),
+        Key("app.show_help", "question_mark", "?", "help", "The keys of this screen"),
+    )
+    BINDINGS: ClassVar = bindings_of("plots_screen", KEYS[:2])
+
+    app: FsdpTui
+
+    def __init__(self, store: Store, job: Job) -> None:
+        """
+        Args:
+            store: Where the other jobs are.
+            job: Whose curves.
+        """
+        super().__init__()
+        self.store = store
+        self.job = job
+        self.panel = PlotsPanel([job], resting=self._is_covered)
+        self.key_line = Static("", id="plots-keys")
+
+    def compose(self) -> ComposeResult:
+        yield Static(f"plots of job {self.job.id} “{self.job.name}”", id="plots-title",
+                     markup=False)  # fmt: skip
+        yield self.panel
+        self.key_line.auto_links = False  # they would all get one colour
+        yield self.key_line
+
+    def on_resize(self, event: Resize) -> None:
+        keys = (*self.KEYS, *self.panel.KEYS)
+        self.key_line.update(line_of(keys, event.size.width - 2))
+
+    def _is_covered(self) -> bool:
+        stack = self.app.screen_stack
+        return self in stack and any(
+            not screen.is_modal for screen in stack[stack.index(self) + 1 :]
+        )
+
+    def action_leave(self) -> None:
+        if not self.panel.stop_reading():
+            self.dismiss()
+
+    def action_compare(self) -> None:
+        from tui.plots.pick_runs import PickRunsScreen
+
+        jobs = {job.id: job for job in self.store.all()}
+
+        def picked(chosen: list[int] | None) -> None:
+            if chosen is not None:
+                self.panel.compare([self.job, *(jobs[job] for job in chosen)])
+
+        shown = [job.id for job in self.panel.jobs]
+        self.app.push_screen(PickRunsScreen(list(jobs.values()), shown, self.job), picked)

@@ -1,0 +1,127 @@
+"""Samples by prompt and step, and which of them find room. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tui.format import size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.samples import Sample
+
+ZOOMS: Final = ((14, 5), (22, 8), (34, 12), (54, 20))  # least columns and lines of a picture
+USUAL_ZOOM: Final = 1
+
+
+class Shape(NamedTuple):
+    """How many pictures are seen at once."""
+
+    columns: int
+    rows: int
+
+
+class Place(NamedTuple):
+    """A row and a column of the table."""
+
+    row: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Samples by the number of their prompt and by step.
+
+    Attributes:
+        prompts: The numbers of the prompts, ascending; a row each.
+        steps: Ascending; a column each.
+        samples: (number, step) → the sample.
+    """
+
+    prompts: tuple[int, ...]
+    steps: tuple[int, ...]
+    samples: dict[tuple[int, int], Sample]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Table:
+        return cls(
+            tuple(sorted({one.number for one in samples})),
+            tuple(sorted({one.step for one in samples})),
+            {(one.number, one.step): one for one in samples},
+        )
+
+    def at(self, place: Place) -> Sample | None:
+        """The sample at a place, if there is one."""
+        if not (0 <= place.row < len(self.prompts) and 0 <= place.column < len(self.steps)):
+            return None
+        return self.samples.get((self.prompts[place.row], self.steps[place.column]))
+
+    def find(self, number: int, step: int) -> Place | None:
+        """Where a sample is, or would be."""
+        if number not in self.prompts or step not in self.steps:
+            return None
+        return Place(self.prompts.index(number), self.steps.index(step))
+
+    def prompt(self, row: int) -> str:
+        """The prompt of a row, as it was sampled last."""
+        number = self.prompts[row]
+        for step in reversed(self.steps):
+            sample = self.samples.get((number, step))
+            if sample is not None and sample.prompt:
+                return sample.prompt
+        return f"prompt {number}"
+
+    def clamp(self, place: Place) -> Place:
+        """The nearest place that is in the table."""
+        return Place(
+            max(0, min(place.row, len(self.prompts) - 1)),
+            max(0, min(place.column, len(self.steps) - 1)),
+        )
+
+
+def shape_of(table: Table, width: int, height: int, zoom: int) -> Shape:
+    """How many pictures are shown at once; at least one.
+
+    Args:
+        table: What there is.
+        width: Columns of the screen.
+        height: Lines of the screen; each row has one for its prompt and one for the steps.
+        zoom: Index into `ZOOMS`.
+    """
+    across, down = ZOOMS[zoom]
+    columns = max(1, (width + 1) // (across + 1))
+    rows = max(1, height // (down + 2))
+    return Shape(min(columns, max(1, len(table.steps))), min(rows, max(1, len(table.prompts))))
+
+
+def window(first: int, shown: int, chosen: int, count: int) -> int:
+    """The first of so many that are shown, moved as little as it takes to show the chosen one."""
+    if chosen < first:
+        first = chosen
+    if chosen >= first + shown:
+        first = chosen - shown + 1
+    return max(0, min(first, count - shown))
+
+
+def about(sample: Sample) -> str:
+    """What a picture was made from, on one line."""
+    facts = sample.facts
+    parts = [f"step {sample.step}"]
+    if sample.size is not None:
+        parts.append("×".join(map(str, sample.size)))
+    for key, words in (
+        ("seed", "seed {}"), ("steps", "{} steps"), ("guidance", "guidance {}"),
+        ("frames", "{} frames"),
+    ):  # fmt: skip
+        if facts.get(key) is not None:
+            parts.append(words.format(facts[key]))
+    if facts.get("ema"):
+        parts.append("EMA")
+    if not facts:
+        parts.append("what it was made from is not written (yet)")
+    parts.append(size(sample.bytes))
+    if sample.video is not None:
+        parts.append(f"video {sample.video.name}")
+    return " · ".join(parts)

@@ -1,0 +1,116 @@
+"""The keys of the screen that is shown, made from its bindings; help and palette come from here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from textual.binding import Binding
+
+from tui.actions import ACTIONS, GROUP_TITLES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from textual.app import App
+    from textual.dom import DOMNode
+    from textual.screen import Screen
+
+_PAUSE: Final = re.compile(r"[,;:] ")
+_BY_ID: Final = {action.id: action for action in ACTIONS}
+HERE: Final = "On this screen"
+EVERYWHERE: Final = "Everywhere"
+
+
+@dataclass(frozen=True)
+class ScreenKey:
+    """One thing that can be done now.
+
+    Attributes:
+        section: Heading.
+        shown: Keys as people read them.
+        label: A word or two.
+        help: A sentence, or the label.
+        action: As Textual parses it.
+        node: Where the action is.
+    """
+
+    section: str
+    shown: str
+    label: str
+    help: str
+    action: str
+    node: DOMNode
+
+    @property
+    def title(self) -> str:
+        """The beginning of the help: what is done, without how."""
+        title = _PAUSE.split(self.help, maxsplit=1)[0]
+        return title[:1].upper() + title[1:]
+
+
+def screen_keys(screen: Screen[Any]) -> list[ScreenKey]:
+    """What the keys of a screen do: of the screen first, of its parts, then what is everywhere."""
+    found: dict[tuple[str, str], ScreenKey] = {}
+    for node in _nodes(screen):
+        for action, bindings in _by_action(node, screen.app).items():
+            key = _describe(node, action, bindings, screen)
+            if key is not None:
+                found.setdefault((key.shown, key.help), key)
+    order = {HERE: -1, EVERYWHERE: len(GROUP_TITLES) + 1}
+    order |= {title: place for place, title in enumerate(GROUP_TITLES.values())}
+    return sorted(found.values(), key=lambda key: order.get(key.section, len(GROUP_TITLES)))
+
+
+def _nodes(screen: Screen[Any]) -> Iterator[DOMNode]:
+    """The screen, what is on it, and the application, each kind once; ours, not Textual's."""
+    seen: set[type] = set()
+    for node in (screen, *screen.walk_children(), screen.app):
+        if type(node) not in seen and type(node).__module__.startswith("tui."):
+            seen.add(type(node))
+            if getattr(node, "display", True):
+                yield node
+
+
+def _by_action(node: DOMNode, app: App[Any]) -> Mapping[str, list[Binding]]:
+    """Bindings that a class of ours adds, with a person's own keys."""
+    ours: set[tuple[str, str]] = set()
+    for kind in type(node).__mro__:
+        if kind.__module__.startswith("tui."):
+            made = Binding.make_bindings(vars(kind).get("BINDINGS", []))
+            ours |= {(binding.action, binding.description) for binding in made}
+    bindings = node._bindings.copy()  # no public way to what a node binds
+    bindings.apply_keymap(app._keymap)
+    found: dict[str, list[Binding]] = {}
+    for binding in (one for several in bindings.key_to_bindings.values() for one in several):
+        if (binding.action, binding.description) in ours and binding.description:
+            found.setdefault(binding.action, []).append(binding)
+    return found
+
+
+def _describe(
+    node: DOMNode, action: str, bindings: list[Binding], screen: Screen[Any]
+) -> ScreenKey | None:
+    first = bindings[0]
+    known = _BY_ID.get(first.id or "")
+    section = EVERYWHERE if node is screen.app else HERE if node is screen else _title(node)
+    if known is not None and node is not screen.app:
+        section = GROUP_TITLES[known.group]
+    return ScreenKey(
+        section, shown_keys(bindings, screen.app), first.description,
+        first.tooltip or first.description, action, node,
+    )  # fmt: skip
+
+
+def shown_keys(bindings: list[Binding], app: App[Any]) -> str:
+    """The keys of one action as people read them, each once."""
+    if bindings[0].key_display:
+        return bindings[0].key_display
+    keys = [one.key for one in bindings if not one.key.startswith("shift+")] or [bindings[0].key]
+    return " ".join(dict.fromkeys(app.get_key_display(Binding(key, "", "")) for key in keys))
+
+
+def _title(node: DOMNode) -> str:
+    name = node.id or type(node).__name__
+    return f"In “{name.replace('-', ' ')}”"

@@ -1,0 +1,98 @@
+"""Open the dashboard: what must be so before Textual is imported, and before it runs."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from jobs.doctor.terminal import environment_at_start, is_utf8
+from jobs.errors import UserError
+from tui.settings import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jobs.store import Store
+
+_COLOUR_SYSTEMS: Final = {"16": "standard", "256": "256", "truecolor": "truecolor"}
+_PARENT_EVERY: Final = 2.0  # seconds
+_LOCALE: Final = ("LC_ALL", "LC_CTYPE", "LANG")
+# Terminals that have no other characters, or too few of them.
+_PLAIN_TERMINALS: Final = ("linux", "vt100", "vt102", "vt220", "ansi", "cons25", "sun")
+
+
+def open_dashboard(
+    store: Store, *, select: int | None = None, read_only: bool = False, plain: bool = False
+) -> None:
+    """Run the dashboard in this terminal, or in a browser's, until the person leaves it.
+
+    Args:
+        store: The jobs.
+        select: The job to begin with.
+        read_only: Change nothing, whatever the settings say.
+        plain: Draw with ASCII alone, whatever the settings say.
+
+    Raises:
+        UserError: There is no terminal.
+    """
+    in_browser = "TEXTUAL_DRIVER" in os.environ
+    # Textual reads standard input and draws on standard error.
+    if not in_browser and not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError(
+            "the dashboard needs a terminal",
+            "use `fsdp-tui list` (--watch goes on), or `ssh -t` for a terminal",
+        )
+    # Without its terminal a dashboard is of no use, even one started from a shell under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    end, of = (_end_with, os.getppid()) if in_browser else (_end_without, sys.stdin.fileno())
+    threading.Thread(target=end, args=(of,), daemon=True).start()
+    read = read_settings()
+    settings = read.settings
+    if settings.colours in _COLOUR_SYSTEMS and not in_browser:
+        os.environ["TEXTUAL_COLOR_SYSTEM"] = _COLOUR_SYSTEMS[settings.colours]  # read at import
+    if settings.ascii is None and not in_browser:
+        plain = plain or needs_ascii(environment_at_start())
+    changes = {"read_only": settings.read_only or read_only, "ascii": settings.ascii or plain}
+    from tui.app import FsdpTui  # Textual takes half a second; the other commands do without
+    from tui.pictures.protocol import prepare as prepare_pictures
+
+    app = FsdpTui(
+        store, select=select, settings=settings.model_copy(update=changes), problems=read.problems
+    )
+    prepare_pictures()  # asks the terminal, which nobody else may be reading then
+    app.run(mouse=settings.mouse)
+
+
+def _end_with(parent: int) -> None:
+    """In a thread: end when the web server does, however it does; its pipes do not tell."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_EVERY)
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+def _end_without(terminal: int) -> None:
+    """In a thread: end when the terminal is gone.
+
+    Only the session that controls a terminal gets a signal. Another, as under `docker exec` or a
+    script's pseudo-terminal, would read the end of its input for ever, at the cost of a core.
+    """
+    watch = select.poll()
+    watch.register(terminal, 0)  # a hang-up is told without being asked for
+    watch.poll()
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+def needs_ascii(environ: Mapping[str, str]) -> bool:
+    """Whether the terminal takes ASCII alone. Pure.
+
+    Where no locale is set at all, as in most containers, its kind decides: terminals of today take
+    UTF-8.
+    """
+    if environ.get("TERM", "") in _PLAIN_TERMINALS:
+        return True
+    return any(environ.get(name) for name in _LOCALE) and not is_utf8(environ)

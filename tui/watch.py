@@ -1,0 +1,122 @@
+"""`fsdp-tui list --watch`: what happens to jobs, a sentence a line, for screen readers and logs.
+
+Nothing moves: no colours, no signs, no cursor; only what changed is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from jobs import devices, service
+from jobs.states import ENDED
+from tui.format import number, pace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from jobs.store import Store
+
+_ENDED: Final = {str(state) for state in ENDED}
+_UNITS: Final = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
+
+
+def watch(store: Store, every: float, *, as_json: bool = False) -> None:
+    """Print what is so, and then what changes, until interrupted.
+
+    Args:
+        store: The jobs.
+        every: Seconds between two looks.
+        as_json: A job's object a line instead of a sentence.
+    """
+    seen: dict[int, str] = {}
+    first = True
+    while True:
+        service.refresh(store)
+        present = devices.gpus()
+        rows = [service.as_dict(job, present) for job in reversed(store.all())]
+        if as_json:
+            lines = list(changed_objects(rows, seen))
+        else:
+            lines = list(changed_sentences(rows, seen, first=first))
+        for line in lines:
+            click.echo(line if as_json else f"{time.strftime('%H:%M')}  {line}")
+        first = False
+        time.sleep(every)
+
+
+def changed_objects(rows: Sequence[Mapping[str, Any]], seen: dict[int, str]) -> Iterator[str]:
+    """The objects that are not as they were `seen`, which is brought up to date."""
+    for row in rows:
+        if seen.get(row["id"]) != (text := json.dumps(row)):
+            seen[row["id"]] = text
+            yield text
+    for gone in seen.keys() - {row["id"] for row in rows}:
+        del seen[gone]
+        yield json.dumps({"id": gone, "state": "removed"})
+
+
+def changed_sentences(
+    rows: Sequence[Mapping[str, Any]], seen: dict[int, str], *, first: bool
+) -> Iterator[str]:
+    """The sentences that are not as they were `seen`, which is brought up to date.
+
+    Args:
+        rows: Jobs, the oldest first.
+        seen: By job, what was said of it last.
+        first: Whether nothing was said yet; jobs that have ended are then only counted.
+    """
+    ended = 0
+    for row in rows:
+        before, text = seen.get(row["id"]), sentence(row)
+        seen[row["id"]] = text
+        if first and row["state"] in _ENDED:
+            ended += 1
+        elif before != text:
+            yield text
+    for gone in sorted(seen.keys() - {row["id"] for row in rows}):
+        del seen[gone]
+        yield f"job {gone} is removed"
+    if first:
+        if not rows:
+            yield "there are no jobs"
+        elif ended:
+            more = "more jobs have" if ended > 1 else "more job has"
+            yield f"{ended} {more if len(rows) > ended else more.removeprefix('more ')} ended"
+
+
+def sentence(row: Mapping[str, Any]) -> str:
+    """A job in words: `job 3 cats is running on GPU 0: step 40 of 200, loss 0.412`."""
+    state = str(row["state"])
+    told = [f"job {row['id']} {row['name']} is {state}"]
+    if row["gpus"] and state not in _ENDED:
+        told[0] += f" on GPU{'s' * (len(row['gpus']) > 1)} {_and(row['gpus'])}"
+    if row["step"]:
+        told.append(f"step {row['step']} of {row['total_steps']}")
+        if row["loss"] is not None:
+            told.append(f"loss {number(row['loss'])}")
+        if row["seconds_per_step"] is not None and state not in _ENDED:
+            told.append(f"{pace(row['seconds_per_step'])} seconds a step")
+    if row["eta"] is not None:
+        told.append(f"about {in_words(row['eta'])} left")
+    if row["reason"]:
+        told.append(str(row["reason"]))
+    return ", ".join(told)
+
+
+def in_words(seconds: float) -> str:
+    """`2 hours`, `1 minute`: its largest unit, as that is said."""
+    whole = max(1, round(seconds))
+    for size, name in _UNITS:
+        if whole >= size:
+            count = round(whole / size)
+            return f"{count} {name}{'s' * (count > 1)}"
+    return "1 second"
+
+
+def _and(numbers: Sequence[int]) -> str:
+    texts = [str(one) for one in numbers]
+    return " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else texts[0]

@@ -1,0 +1,102 @@
+"""Serve the dashboard to browsers. Each gets a process of its own, as each terminal does."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import click
+from aiohttp import web
+from textual_serve.server import Server
+
+from jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_GRACE: Final = 1.0  # seconds that open browsers get when it ends
+_NAMES_OF_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+
+
+def serve(host: str, port: int, *, read_only: bool) -> None:
+    """Serve until Ctrl-C or SIGTERM.
+
+    Raises:
+        UserError: The address cannot be listened at.
+    """
+    command = [sys.executable, "-m", "tui", *(["--read-only"] if read_only else [])]
+    # textual-serve starts it through a shell, which is to leave nothing between the two.
+    server = DashboardServer(f"exec {shlex.join(command)}", host, port, title="fsdp-tui")
+    shown = f"[{host}]" if ":" in host else host
+
+    def tell(_: str) -> None:
+        click.echo(f"http://{shown}:{port}  (Ctrl-C ends it; jobs go on)")
+
+    try:
+        web.run_app(
+            server._make_app(), host=host, port=port, print=tell, access_log=None,
+            shutdown_timeout=_GRACE,
+        )  # fmt: skip
+    except OSError as error:
+        # aiohttp tells at length what the number says; names that are unknown have none above 0.
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror
+        raise UserError(f"cannot listen at {host}:{port} ({reason})", "try --port") from error
+
+
+class DashboardServer(Server):
+    """textual-serve, which refuses pages of other sites and says where it is.
+
+    A browser lets any site open websockets to any address, loopback too, and its owner's name
+    server call that address its own: a page that a person visits could so control the jobs.
+    """
+
+    async def _make_app(self) -> web.Application:
+        app = await super()._make_app()
+        app.middlewares.append(self._guard)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if refusal := refuse(self.host, request.host, request.headers.get("Origin")):
+            raise web.HTTPForbidden(text=refusal)
+        return await handler(request)
+
+    async def handle_index(self, request: web.Request) -> Any:
+        # Where the browser is, through SSH on another port, or on 0.0.0.0: not where this is.
+        self.public_url = f"{request.scheme}://{request.host}"
+        return await super().handle_index(request)
+
+    async def on_startup(self, app: web.Application) -> None:
+        """Without textual-serve's own banner."""
+
+
+def refuse(listening: str, host: str, origin: str | None) -> str:
+    """Why a request is refused, or "". Pure.
+
+    Args:
+        listening: The address that is listened at.
+        host: Whom the browser thinks it talks to, with the port.
+        origin: The site whose page asks, if the browser says.
+    """
+    name = urlsplit(f"//{host}").hostname or ""
+    if listening in _NAMES_OF_LOOPBACK and name not in _NAMES_OF_LOOPBACK and not _is_address(name):
+        return f"this is not {name}; open http://127.0.0.1 with the port"
+    if origin is not None and urlsplit(origin).netloc != host:
+        return "pages of other sites may not use the dashboard"
+    return ""
+
+
+def _is_address(name: str) -> bool:
+    """Whether it is a number, which no name server can make up."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""An input for a path, which completes it: tab or the right arrow takes what is proposed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.binding import Binding
+from textual.suggester import Suggester
+from textual.widgets import Input
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def complete_path(text: str, suffixes: Sequence[str] | None = ()) -> str | None:
+    """The text with the last part of its path completed; None when nothing begins so.
+
+    Reads the disk. Directories come first and end with a slash; `~` and `$VAR` stay as typed.
+
+    Args:
+        text: What was typed.
+        suffixes: Of the files that may be meant; none for directories alone, None for any file.
+    """
+    head, slash, tail = text.rpartition("/")
+    folder = os.path.expandvars(os.path.expanduser(head + slash)) if slash else "."
+    if not slash and tail == "~":
+        return "~/"
+    found: list[tuple[bool, str]] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                hidden = entry.name.startswith(".") and not tail.startswith(".")
+                if hidden or not entry.name.startswith(tail):
+                    continue
+                if entry.is_dir():
+                    found.append((False, f"{entry.name}/"))
+                elif suffixes is None or entry.name.endswith(tuple(suffixes)):
+                    found.append((True, entry.name))
+    except (OSError, ValueError):
+        return None
+    return f"{head}{slash}{min(found)[1]}" if found else None
+
+
+class PathSuggester(Suggester):
+    """Proposes paths, looked up in a thread, one look at a time; or other words that begin so.
+
+    Args:
+        suffixes: As `complete_path` takes them.
+        words: What may be meant besides paths.
+    """
+
+    def __init__(
+        self,
+        suffixes: Sequence[str] | None = (),
+        words: Callable[[], Sequence[str]] = lambda: (),
+    ) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+        self._suffixes = suffixes
+        self._words = words
+        self._one_look = asyncio.Lock()
+        self._wanted = ""
+
+    async def get_suggestion(self, value: str) -> str | None:
+        self._wanted = value
+        async with self._one_look:  # a file system that hangs holds one thread, not many
+            if value != self._wanted or not value:
+                return None
+            found = await in_daemon(lambda: complete_path(value, self._suffixes))
+        known = (word for word in self._words() if word.startswith(value) and word != value)
+        return found or next(known, None)
+
+
+async def in_daemon(look: Callable[[], Any]) -> Any:
+    """The result of a function in a thread that the program's end does not wait for; or None."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def tell(result: Any) -> None:
+        if not future.done():
+            future.set_result(result)
+
+    def run() -> None:
+        result = None
+        try:
+            result = look()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the program has ended meanwhile
+                loop.call_soon_threadsafe(tell, result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
+
+
+class PathInput(Input):
+    """An input whose tab key takes the proposal first, and goes on when there is none."""
+
+    BINDINGS: ClassVar = [Binding("tab", "take", "complete", show=False)]
+
+    def action_take(self) -> None:
+        if self._suggestion and self.cursor_at_end and self._suggestion != self.value:
+            self.action_cursor_right()
+        else:
+            self.screen.focus_next()

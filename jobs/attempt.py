@@ -13,6 +13,7 @@ import yaml
 
 from jobs import processes
 from jobs.launchers import local
+from jobs.memory.kept import keep
 from jobs.processes import ProcessId
 from jobs.rundir import read_json, write_atomic
 from jobs.specfile import load_spec
@@ -104,6 +105,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
         "git": _git_revision(),
     }
     write_atomic(run_dir.launch_file, json.dumps(record, indent=2) + "\n", durable=True)
+    keep(run_dir, spec, started.strategy, job.ranks, on_gpus=bool(job.gpus))
     return attempt
 
 

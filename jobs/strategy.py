@@ -13,10 +13,25 @@ SHARDING: Final = ("fsdp2", "hsdp")
 # Tells the ranks what the launcher came to: "<strategy>: <reason>".
 STRATEGY_VARIABLE: Final = "FSDP_TUI_STRATEGY"
 
-# What `auto` reckons with. Rough on purpose: it only chooses between a whole copy of the model on
-# every rank (faster) and a shard (fits).
+# What `auto` reckons with where nothing is predicted. Rough on purpose: it only chooses between a
+# whole copy of the model on every rank (faster) and a shard (fits).
 _FULL_BYTES: Final = 18  # a parameter's fp32 master, gradient and two Adam moments; bf16 copy
 _ROOM_FOR_WEIGHTS: Final = 0.6  # the rest of a GPU is for activations, kernels and the allocator
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What is predicted of a rank that holds the whole model (ddp), in bytes.
+
+    Attributes:
+        needed: At most.
+        free: On the GPU where it is tightest.
+        fits: Whether it does, for sure.
+    """
+
+    needed: int
+    free: int
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -26,10 +41,12 @@ class Room:
     Attributes:
         parameters: Of the transformer.
         gpu_bytes: Memory of the smallest GPU of the job.
+        whole: The prediction, where there is one; it counts, and the rough rule does not.
     """
 
     parameters: int
     gpu_bytes: int
+    whole: Whole | None = None
 
 
 def world_size(spec: JobSpec) -> int:
@@ -62,12 +79,17 @@ def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
     ranks = world_size(spec)
     if room is None:
         return "fsdp2", f"there are {ranks} ranks, so that each holds 1/{ranks} of the weights"
+    if room.whole is not None:
+        share = f"{room.whole.needed / 2**30:.1f} of {room.whole.free / 2**30:.1f} GiB"
+        if room.whole.fits:
+            return "ddp", f"a whole copy fits (predicted: at most {share}), which is faster"
+        return "fsdp2", f"a whole copy may not fit (predicted: up to {share})"
     needed = room.parameters * _bytes_per_parameter(spec)
-    share = f"{needed / 2**30:.1f} of {room.gpu_bytes / 2**30:.1f} GiB"
     what = "frozen weights" if spec.model_type == "lora" else "weights, gradients and Adam's state"
+    share = f"{what}: about {needed / 2**30:.1f} of {room.gpu_bytes / 2**30:.1f} GiB, a rough rule"
     if needed <= _ROOM_FOR_WEIGHTS * room.gpu_bytes:
-        return "ddp", f"a whole copy fits on every GPU ({what}: about {share}), which is faster"
-    return "fsdp2", f"a whole copy would fill a GPU ({what}: about {share})"
+        return "ddp", f"a whole copy fits on every GPU ({share}), which is faster"
+    return "fsdp2", f"a whole copy would fill a GPU ({share})"
 
 
 def depends_on_memory(spec: JobSpec) -> bool:

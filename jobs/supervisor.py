@@ -22,6 +22,7 @@ from jobs.errors import UserError
 from jobs.gpu import still_held
 from jobs.hang import find_hang
 from jobs.housekeeping import cap_logs, space_warning
+from jobs.memory.calibration import record
 from jobs.outcome import Outcome, judge
 from jobs.processes import ProcessId
 from jobs.rundir import REQUESTS
@@ -245,6 +246,8 @@ class Supervisor:
             with suppress(OSError):
                 self.job.run_dir.clear_request(request)
         self.job.run_dir.forget_unfinished()
+        with suppress(OSError):  # a full disk
+            record(self.job.run_dir)
         self._say(f"{outcome.state}: {outcome.reason}")
         while self.store.path.exists():
             try:

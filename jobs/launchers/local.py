@@ -17,6 +17,7 @@ from jobs.errors import UserError
 from jobs.extra_args import words_of
 from jobs.families import component_of
 from jobs.launchers.config import accelerate_config, fsdp_options
+from jobs.memory.auto import predicted_ddp
 from jobs.models import count_parameters, find_model
 from jobs.processes import RUN_ID_VARIABLE
 from jobs.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
@@ -32,11 +33,15 @@ _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command line, the environment variables that are set for it, and its accelerate config."""
+    """A command line, the environment variables that are set for it, and its accelerate config.
+
+    `strategy` is what the job's came to.
+    """
 
     command: list[str]
     environment: dict[str, str]
     config: dict[str, Any] = field(default_factory=dict)
+    strategy: str = ""
 
 
 def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -> Launch:
@@ -102,14 +107,15 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus))
+    return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus), strategy)
 
 
 def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
     """What `strategy: auto` decides by; None where there are no GPUs or nothing can be told."""
     if spec.strategy != "auto" or not gpus:
         return None
-    memory = [gpu.memory_total for gpu in devices.gpus() if gpu.uuid in gpus]
+    present = [gpu for gpu in devices.gpus() if gpu.uuid in gpus]
+    memory = [gpu.memory_total for gpu in present]
     try:
         transformer = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
     except UserError:
@@ -117,7 +123,7 @@ def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
     parameters = count_parameters(transformer)
     if parameters is None or len(memory) < len(gpus) or not all(memory):
         return None
-    return Room(parameters, min(total for total in memory if total))
+    return Room(parameters, min(memory), predicted_ddp(spec, present))
 
 
 def versions() -> dict[str, str]:

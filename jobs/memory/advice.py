@@ -1,0 +1,85 @@
+"""Which strategy is the fastest that fits, and how few GPUs would do. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from jobs.memory.fit import Verdict
+from jobs.strategy import SHARDING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jobs.memory.fit import Fit
+    from jobs.spec import JobSpec
+
+FASTEST_FIRST: Final = ("single", "ddp", "hsdp", "fsdp2")
+"""Each moves more bytes between GPUs in a step than the one before it, and keeps fewer on each."""
+
+MOST_RANKS: Final = 1024
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy, and what it comes to; None where a job cannot run so, for the reason given."""
+
+    strategy: str
+    fit: Fit | None
+    reason: str = ""
+
+
+def candidates(spec: JobSpec, ranks: int) -> tuple[str, ...]:
+    """The strategies that a job could run with, the fastest first.
+
+    What only sharding can do (context parallelism, offload, a sharded adapter) rules out the rest.
+    """
+    if ranks == 1:
+        return ("single",)
+    needs_shards = (
+        spec.context_parallel_size > 1
+        or spec.fsdp_cpu_offload
+        or (spec.model_type == "lora" and spec.lora_placement == "sharded")
+    )
+    able = SHARDING if needs_shards else FASTEST_FIRST[1:]
+    replicas = spec.dp_replicate_size or 2
+    divides = ranks % (replicas * spec.context_parallel_size) == 0
+    return tuple(
+        one for one in FASTEST_FIRST
+        if one in able and (one != "hsdp" or (divides and ranks > replicas))
+    )  # fmt: skip
+
+
+def fastest(found: Sequence[Candidate]) -> Candidate | None:
+    """The fastest strategy that fits for sure, else the fastest that may; None if none does."""
+    for wanted in (Verdict.FITS, Verdict.TIGHT):
+        for one in sorted(found, key=lambda one: FASTEST_FIRST.index(one.strategy)):
+            if one.fit is not None and one.fit.verdict is wanted:
+                return one
+    return None
+
+
+def fewest(fits: Callable[[int], bool], most: int = MOST_RANKS) -> int | None:
+    """The smallest number of ranks that fits, since more ranks never need more each.
+
+    Powers of two first, then between the last two: some dozen questions for any answer.
+
+    Args:
+        fits: Whether a job fits on so many.
+        most: Beyond this nobody looks.
+
+    Returns:
+        The number, or None.
+    """
+    too_few, enough = 0, 1
+    while not fits(enough):
+        too_few, enough = enough, enough * 2
+        if enough > most:
+            return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if fits(middle):
+            enough = middle
+        else:
+            too_few = middle
+    return enough

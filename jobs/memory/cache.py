@@ -1,0 +1,102 @@
+"""Predictions kept on disk: one small file each, which many processes share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.memory.predicted import SCHEMA, Predicted
+from jobs.paths import cache_home
+from jobs.rundir import read_json, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MOST: Final = 2000  # files of some 4 KB; the oldest go
+_PACKAGES: Final = ("torch", "diffusers", "transformers", "peft", "fsdp-tui")
+
+# Keys that change no memory. One that is missing here costs a prediction that is made anew.
+_INDIFFERENT: Final = frozenset({
+    "name", "priority", "gpus", "share_gpus", "num_processes", "main_process_port",
+    "main_process_ip", "machine_rank", "fsdp_enable", "fsdp_version", "learning_rate",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "lr_scheduler", "lr_warmup_steps",
+    "max_train_steps", "seed", "timestep_sampling", "logit_mean", "logit_std", "flow_shift",
+    "huber_c", "snr_gamma", "ema_decay", "train_guidance", "caption_dropout_probability",
+    "on_nonfinite", "on_save_failure", "max_restarts", "auto_resume", "hang_timeout",
+    "stop_grace_seconds", "distributed_timeout_seconds", "trigger_word", "keep_tags",
+    "validation_seed", "validation_timesteps", "lora_alpha",
+})  # fmt: skip
+
+
+def folder() -> Path:
+    return cache_home() / "memory"
+
+
+def key_of(values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Names a prediction.
+
+    Args:
+        values: All of the job.
+        config: Of its denoiser: the same path may hold another model tomorrow.
+    """
+    kept = {key: value for key, value in sorted(values.items()) if key not in _INDIFFERENT}
+    # The number of ranks counts, and is said in one way only.
+    text = json.dumps([SCHEMA, engine_version(), values.get("num_processes"), kept, config],
+                      sort_keys=True)  # fmt: skip
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def recall(key: str) -> Predicted | None:
+    """What is kept under a key; a damaged file is none."""
+    found = read_json(folder() / f"{key}.json")
+    try:
+        return Predicted.of(found) if found is not None else None
+    except ValueError:
+        return None
+
+
+def remember(key: str, predicted: Predicted) -> None:
+    """Keep a prediction. That there is no room for it is no failure: it is a cache."""
+    with suppress(OSError):
+        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(folder() / f"{key}.json", json.dumps(predicted.values))
+
+
+def forget_old(most: int = _MOST) -> None:
+    """Delete the oldest predictions beyond so many."""
+    with suppress(OSError):
+        files = sorted(folder().glob("*.json"), key=_written, reverse=True)
+        for path in files[most:]:
+            path.unlink(missing_ok=True)
+
+
+def _written(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+@lru_cache(maxsize=1)
+def engine_version() -> str:
+    """Stands for all that predicts: the engine's files as they are, and the libraries.
+
+    Some 200 files are looked at, once in a process; none is read.
+    """
+    root = Path(__file__).resolve().parents[2]
+    facts = hashlib.sha256()
+    for part in ("engine", "jobs"):
+        for path in sorted((root / part).rglob("*.py")):
+            with suppress(OSError):
+                stat = path.stat()
+                facts.update(
+                    f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}\n".encode()
+                )
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            facts.update(f"{package} {version(package)}\n".encode())
+    return facts.hexdigest()[:16]

@@ -1,0 +1,144 @@
+"""How right predictions were on this machine: what was measured over what was predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.memory.kept import compare, read
+from jobs.paths import state_home
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from jobs.rundir import RunDir
+
+SCHEMA: Final = 1
+PHASES: Final = ("forward", "backward", "optimizer")  # what most jobs are as large as
+_NEWEST: Final = 50  # runs that count
+_LONGEST: Final = 400  # lines, beyond which the file is begun anew with the newest
+_BELIEVED: Final = (0.5, 2.0)  # ratios outside are of something else, such as a shared GPU
+_HIGH_SHARE: Final = 0.9  # of the runs stay below the upper end of the band
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured over predicted, of the newest runs.
+
+    Attributes:
+        runs: How many.
+        peak: Ratio of the largest phase of each run, the oldest first.
+        phases: Phase → ratios.
+    """
+
+    runs: int = 0
+    peak: tuple[float, ...] = ()
+    phases: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def usual(self) -> float:
+        """The median ratio; 1 while nothing is known."""
+        return statistics.median(self.peak) if self.peak else 1.0
+
+    @property
+    def factor(self) -> float:
+        """By what the upper end of a band is raised, at least 1: few runs took more than this."""
+        if not self.peak:
+            return 1.0
+        ordered = sorted(self.peak)
+        return max(1.0, ordered[min(len(ordered) - 1, int(len(ordered) * _HIGH_SHARE))])
+
+    def in_words(self) -> str:
+        """A sentence for people; "" while nothing is known."""
+        if not self.runs:
+            return ""
+        runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
+        off = round((self.usual - 1) * 100)
+        if not off:
+            return f"on this machine runs took what was predicted, within 1 % ({runs})"
+        more = "more" if off > 0 else "less"
+        return f"on this machine runs took {abs(off)} % {more} than predicted ({runs})"
+
+
+def file() -> Path:
+    return state_home() / "calibration.jsonl"
+
+
+def record(run_dir: RunDir) -> bool:
+    """Note how right the prediction of a run on GPUs was, when it ends; whether it was noted."""
+    predicted = read(run_dir)
+    statuses = run_dir.rank_statuses()
+    if predicted is None or not statuses or any(s.allocated is None for s in statuses):
+        return False  # nothing predicted, or CPU ranks, whose resident sets are not comparable
+    names = set.intersection(*({*(status.peaks or {})} for status in statuses))
+    peaks = {name: [(status.peaks or {})[name] for status in statuses] for name in names}
+    ratios = {
+        one.phase: one.ratio
+        for one in compare(predicted, "allocated", peaks)
+        if one.ratio is not None
+    }
+    if not set(PHASES) <= set(ratios):
+        return False  # it ended before it had trained a step
+    largest = max(PHASES, key=lambda name: _peak(predicted.phases, name))
+    said = {
+        "schema": SCHEMA, "t": round(time.time()), "model": predicted.values.get("model"),
+        "strategy": predicted.strategy, "ranks": predicted.ranks,
+        "peak": round(ratios[largest], 4),
+        "phases": {name: round(ratio, 4) for name, ratio in ratios.items()},
+    }  # fmt: skip
+    _append(json.dumps(said) + "\n")
+    return True
+
+
+def read_calibration(path: Path | None = None) -> Calibration:
+    """What the newest runs came to; nothing where there are none, or the file is damaged."""
+    peak: list[float] = []
+    phases: dict[str, list[float]] = {}
+    entries = [entry for entry in _entries(path or file()) if _believed(entry.get("peak"))]
+    for entry in entries[-_NEWEST:]:
+        peak.append(float(entry["peak"]))
+        for name, ratio in (entry.get("phases") or {}).items():
+            if _believed(ratio):
+                phases.setdefault(str(name), []).append(float(ratio))
+    told = {name: tuple(ratios) for name, ratios in phases.items()}
+    return Calibration(len(peak), tuple(peak), told)
+
+
+def _peak(phases: Any, name: str) -> int:
+    return next((phase.peak for phase in phases if phase.name == name), 0)
+
+
+def _believed(ratio: object) -> bool:
+    low, high = _BELIEVED
+    return isinstance(ratio, int | float) and low <= ratio <= high
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        with suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and entry.get("schema") == SCHEMA:
+                found.append(entry)
+    return found
+
+
+def _append(line: str) -> None:
+    """One write of one line: supervisors of several jobs may end at once."""
+    path = file()
+    if path.exists() and len(lines := path.read_text(errors="replace").splitlines()) > _LONGEST:
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text("\n".join(lines[-_NEWEST:]) + "\n")
+        os.replace(temporary, path)
+    with open(path, "a", encoding="utf-8") as out:
+        out.write(line)

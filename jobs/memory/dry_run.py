@@ -1,0 +1,116 @@
+"""Two real steps of a job, for whoever wants certainty: through the queue, and then gone.
+
+The run is killed once it has measured itself, since its end would write a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs import service
+from jobs.errors import NotFoundError, StateError, UserError
+from jobs.eventlog import EventLog
+from jobs.report import RunReport
+from jobs.resume_plan import plan_submit
+from jobs.states import State
+from jobs.tools import ToolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from jobs.spec import JobSpec
+    from jobs.store import Job, Store
+
+STEPS: Final = 2  # Adam's state appears in the first; the second is like all others
+_LOOK_EVERY: Final = 0.2  # seconds
+_LONGEST_NAME: Final = 64  # characters
+_ENDLESS: Final = 1_000_000  # steps: it must not end by itself, which would save
+_WITHOUT: Final[Mapping[str, Any]] = {
+    "max_train_steps": _ENDLESS, "checkpointing_steps": 0, "validation_prompts": [],
+    "validation_fraction": 0.0, "export_formats": None, "resume_from_checkpoint": None,
+    "max_restarts": 0, "auto_resume": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a dry run came to.
+
+    Attributes:
+        strategy: What ran.
+        measure: What `peaks` counts, as in `jobs.report`.
+        peaks: Phase → bytes of each rank.
+        out_of_memory: Whether it ran out of it instead; then `peaks` may be empty.
+        reason: Why it ended so.
+    """
+
+    strategy: str
+    measure: str = ""
+    peaks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    out_of_memory: bool = False
+    reason: str = ""
+
+
+def measure(
+    store: Store, spec: JobSpec, tell: Callable[[str], None] = lambda text: None
+) -> Measured:
+    """Run two steps of a job on the devices that it asks for, and remove what that leaves.
+
+    It waits in the queue like any other job. Captions and latents that it caches stay, for the
+    job itself.
+
+    Args:
+        store: The jobs.
+        spec: The job.
+        tell: Told of every change of its state, in a few words.
+
+    Raises:
+        UserError: It cannot run as described, or was stopped by somebody.
+        ToolError: It failed for another reason than memory.
+    """
+    values = spec.to_dict() | dict(_WITHOUT) | {"name": f"measure-{spec.name}"[:_LONGEST_NAME]}
+    plan = plan_submit(store, type(spec).model_validate(values))
+    job = service.carry_out(store, plan)
+    try:
+        report, ended = _watch(store, job, tell)
+    finally:
+        _remove(store, job.id)
+    if ended is not None and "out of" in ended.reason and "memory" in ended.reason:
+        return Measured(report.strategy, report.measure, report.peaks, True, ended.reason)
+    if ended is not None:
+        if ended.state is State.STOPPED:
+            raise UserError("the two steps were stopped before they were measured")
+        raise ToolError(f"the two steps failed: {ended.reason}")
+    return Measured(report.strategy, report.measure, report.peaks)
+
+
+def _watch(store: Store, job: Job, tell: Callable[[str], None]) -> tuple[RunReport, Job | None]:
+    """Wait for what is measured; also the job if it ended before."""
+    log, told = EventLog(job.run_dir.events), ""
+    while True:
+        service.refresh(store)
+        now = store.get(job.id)
+        log.read_all()  # after the state: what an ended job wrote is complete
+        if (words := f"{now.state}: {now.reason}") != told:
+            told = words
+            tell(words)
+        report = RunReport.of(log)
+        if "step" in report.peaks and log.last is not None and log.last.step >= STEPS:
+            return report, None
+        if now.state.ended:
+            return report, now
+        time.sleep(_LOOK_EVERY)
+
+
+def _remove(store: Store, job_id: int) -> None:
+    """End the run at once, wait until nothing of it is left, and delete it."""
+    with suppress(StateError):
+        service.stop(store, job_id, now=True)
+    with suppress(NotFoundError):
+        while not store.get(job_id).state.ended:
+            service.refresh(store)
+            time.sleep(_LOOK_EVERY)
+        service.remove(store, job_id)

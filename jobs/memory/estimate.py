@@ -1,0 +1,267 @@
+"""Will a job fit on this machine? What the command line prints and the form shows."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from jobs import devices
+from jobs.gpu import find
+from jobs.host_room import host_bytes
+from jobs.memory.advice import Candidate, candidates, fastest, fewest
+from jobs.memory.calibration import Calibration, read_calibration
+from jobs.memory.cards import CARDS, USUAL
+from jobs.memory.fit import Fit, Room, Verdict, fit_of, room_of, worst
+from jobs.memory.ladder import climb
+from jobs.memory.question import Refused, arranged, predict
+from jobs.paths import cache_home, state_home
+from jobs.strategy import world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from jobs.gpu import Gpu
+    from jobs.memory.client import Server
+    from jobs.memory.ladder import Step
+    from jobs.memory.predicted import Predicted
+    from jobs.spec import JobSpec
+
+    Found = Predicted | Refused
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job is to run.
+
+    Attributes:
+        on_gpus: On GPUs, of this machine or imagined ones.
+        rooms: The chosen GPUs, or those of which any may be chosen; else the machine's memory.
+        here: Whether the rooms are of this machine; else it is a card that people have.
+        chosen: Whether the person chose these GPUs, so that the job takes all of them.
+    """
+
+    on_gpus: bool
+    rooms: tuple[Room, ...]
+    here: bool = True
+    chosen: bool = False
+
+    def fit(self, predicted: Predicted, factor: float = 1.0) -> Fit:
+        """Where it is tightest; of GPUs that may be chosen freely, the roomiest are."""
+        rooms = sorted(self.rooms, key=lambda room: room.free, reverse=True)
+        if self.on_gpus and self.here and not self.chosen:
+            rooms = rooms[: predicted.ranks]
+        return worst(fit_of(predicted, r, on_gpus=self.on_gpus, factor=factor) for r in rooms)
+
+
+def place_of(
+    spec: JobSpec,
+    present: Sequence[Gpu],
+    *,
+    ours: Collection[int] = (),
+    claims: Mapping[str, int] | None = None,
+    card: int | None = None,
+    imagine: bool = True,
+) -> Place:
+    """Where a job would run.
+
+    Args:
+        spec: The job.
+        present: GPUs of this machine.
+        ours: Pids of our jobs' processes.
+        claims: UUID → the job of ours that holds the GPU.
+        card: Hold it against GPUs of so many GB (see `CARDS`), whatever this machine has.
+        imagine: Without GPUs, hold it against those that most people train on, and not against
+            the CPU.
+    """
+    if card is not None:
+        return Place(True, (CARDS[card],), here=False)
+    usable = [gpu for gpu in present if gpu.unusable is None and gpu.memory_total]
+    if spec.device == "cpu" or not (usable or imagine):
+        room = psutil.virtual_memory()
+        held = max(0, min(room.total, host_bytes()) - room.available)
+        return Place(False, (Room("host memory", min(room.total, host_bytes()), held),))
+    if not usable:
+        return Place(True, (CARDS[USUAL],), here=False)
+    named = [find(str(name), present) for name in spec.gpus] if isinstance(spec.gpus, list) else []
+    chosen = [match[0] for match in named if match is not None and match[0] in usable]
+    rooms = [room_of(gpu, ours, claims or {}, shares=spec.share_gpus) for gpu in (chosen or usable)]
+    return Place(True, tuple(rooms), chosen=bool(chosen))
+
+
+@dataclass
+class Estimate:
+    """Answers about one job in one place; each is found when it is first asked for.
+
+    Attributes:
+        spec: The job.
+        place: Where it would run.
+        server: Predicts what is not in the cache.
+        calibration: How right predictions were here.
+        cancelled: Whether nobody wants the answers any more.
+    """
+
+    spec: JobSpec
+    place: Place
+    server: Server
+    calibration: Calibration = field(default_factory=read_calibration)
+    cancelled: Callable[[], bool] = lambda: False
+
+    def predict(self, strategy: str, ranks: int, spec: JobSpec | None = None) -> Found:
+        """What a rank needs.
+
+        Raises:
+            SpecError: Nothing can be predicted for such a model.
+            ToolError: Predicting failed.
+            Cancelled: Nobody wants it any more.
+        """
+        return predict(
+            spec or self.spec, self.server, strategy=strategy, ranks=ranks,
+            on_gpus=self.place.on_gpus, cancelled=self.cancelled,
+        )  # fmt: skip
+
+    def candidate(self, strategy: str, ranks: int) -> Candidate:
+        """A strategy, and what it comes to."""
+        found = self.predict(strategy, ranks)
+        if isinstance(found, Refused):
+            return Candidate(strategy, None, found.error)
+        return Candidate(strategy, self.fit(found))
+
+    def fit(self, predicted: Predicted, room: Room | None = None) -> Fit:
+        """A prediction against the place, or against one room of it."""
+        factor = self.calibration.factor
+        if room is None:
+            return self.place.fit(predicted, factor)
+        return fit_of(predicted, room, on_gpus=self.place.on_gpus, factor=factor)
+
+    @cached_property
+    def advised(self) -> str | None:
+        """The fastest strategy that fits on the job's own ranks; None if none does."""
+        ranks = world_size(self.spec)
+        found = [self.candidate(one, ranks) for one in candidates(self.spec, ranks)]
+        best = fastest(found)
+        return best.strategy if best is not None else None
+
+    @cached_property
+    def strategy(self) -> str:
+        """What the job runs with: its own strategy, else the fastest that fits, else fsdp2."""
+        if self.spec.strategy != "auto":
+            return self.spec.strategy
+        if world_size(self.spec) == 1:
+            return "single"
+        if self.spec.fsdp_enable is not None:
+            return "fsdp2" if self.spec.fsdp_enable else "ddp"
+        # `auto` needs no dp_replicate_size, and so never comes to hsdp.
+        found = [
+            self.candidate(one, world_size(self.spec))
+            for one in candidates(self.spec, world_size(self.spec)) if one != "hsdp"
+        ]  # fmt: skip
+        best = fastest(found)
+        return best.strategy if best is not None else "fsdp2"
+
+    @cached_property
+    def own(self) -> Found:
+        """The job as it would run."""
+        return self.predict(self.strategy, world_size(self.spec))
+
+    def steps(self, room: Room | None = None) -> list[Step]:
+        """The ladder, up to where it fits; empty where it does anyway."""
+        return list(self.climb(room))
+
+    def first_step(self, room: Room | None = None) -> Step | None:
+        """The cheapest change that helps; None where it fits."""
+        return next(self.climb(room), None)
+
+    def climb(self, room: Room | None = None) -> Iterator[Step]:
+        """The steps, one by one, as they are found."""
+
+        def fit(spec: JobSpec) -> Fit | None:
+            found = self.predict(spec.strategy, world_size(spec), spec)
+            return None if isinstance(found, Refused) else self.fit(found, room)
+
+        settled = arranged(
+            self.spec, self.strategy, world_size(self.spec), on_gpus=self.place.on_gpus
+        )
+        return climb(settled, fit, enough=lambda one: one.verdict is Verdict.FITS)
+
+    def fewest(self, room: Room, spec: JobSpec | None = None) -> int | None:
+        """The smallest number of such GPUs on which the job, or another, fits for sure."""
+
+        def fits(ranks: int) -> bool:
+            found = self.predict("fsdp2" if ranks > 1 else "single", ranks, spec)
+            if isinstance(found, Refused):
+                return False
+            return self.fit(found, Room(room.name, room.total)).verdict is Verdict.FITS
+
+        return fewest(fits)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that a job needs of a machine, beside what there is, in bytes."""
+
+    what: str
+    needed: int
+    free: int
+
+    @property
+    def enough(self) -> bool:
+        return self.needed <= self.free
+
+
+def needs_of(spec: JobSpec, predicted: Predicted) -> list[Need]:
+    """Host memory and disk that a job needs, against this machine."""
+    memory = psutil.virtual_memory()
+    found = []
+    if machine := predicted.host.get("machine"):
+        found.append(Need("host memory", machine, min(memory.available, host_bytes())))
+    disk = predicted.disk
+    run = disk.get("checkpoints", disk.get("checkpoint", 0)) + disk.get("export", 0)
+    if run:
+        found.append(Need("disk for checkpoints and the export", run, _free(state_home())))
+    if cached := disk.get("cache"):
+        folder = Path(spec.cache_dir) if spec.cache_dir else cache_home()
+        found.append(Need("disk for caches", cached, _free(folder)))
+    return found
+
+
+def _free(path: Path) -> int:
+    """Bytes free where a directory is or will be."""
+    for one in (path, *path.parents):
+        try:
+            return shutil.disk_usage(one).free
+        except OSError:
+            continue
+    return 0
+
+
+def estimate(
+    spec: JobSpec,
+    server: Server,
+    *,
+    present: Sequence[Gpu] | None = None,
+    ours: Collection[int] = (),
+    claims: Mapping[str, int] | None = None,
+    card: int | None = None,
+    imagine: bool = True,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Estimate:
+    """Answers about a job on this machine.
+
+    Args:
+        spec: The job.
+        server: Predicts what is not in the cache.
+        present: GPUs of this machine; looked up if None.
+        ours: Pids of our jobs' processes.
+        claims: UUID → the job of ours that holds the GPU.
+        card: As in `place_of`.
+        imagine: As in `place_of`.
+        cancelled: Asked many times a second, in the thread of the caller.
+    """
+    gpus = devices.gpus() if present is None else present
+    place = place_of(spec, gpus, ours=ours, claims=claims, card=card, imagine=imagine)
+    return Estimate(spec, place, server, cancelled=cancelled)

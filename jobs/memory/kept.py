@@ -1,0 +1,129 @@
+"""The prediction in a run's directory: written at its start, and what was measured beside it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.memory.client import Server
+from jobs.memory.predicted import MEASURED_AS, Predicted
+from jobs.memory.question import predict, recall
+from jobs.rundir import read_json, write_atomic
+from jobs.tools import ToolError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from jobs.rundir import RunDir
+    from jobs.spec import JobSpec
+
+SCHEMA: Final = 1
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A phase: what was predicted, and what each rank measured, in bytes."""
+
+    phase: str
+    predicted: int
+    measured: tuple[int, ...] = ()
+
+    @property
+    def ratio(self) -> float | None:
+        """What the rank that took the most measured, over what was predicted."""
+        if not self.measured or self.predicted <= 0:
+            return None
+        return max(self.measured) / self.predicted
+
+
+def path_of(run_dir: RunDir) -> Path:
+    return run_dir.root / "prediction.json"
+
+
+def read(run_dir: RunDir) -> Predicted | None:
+    """What was predicted of a run; None while nothing was."""
+    found = read_json(path_of(run_dir)) or {}
+    try:
+        return Predicted.of(found["prediction"]) if found.get("schema") == SCHEMA else None
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def keep(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> None:
+    """See that a run that has just begun gets its prediction. Returns at once, and never fails.
+
+    What is not known already is predicted beside the run, in a thread; on CPU ranks it is not,
+    since they need the processors themselves. The thread and its process end with ours.
+    """
+    with suppress(Exception):  # whatever it is, no training may end of it
+        path_of(run_dir).unlink(missing_ok=True)  # of an attempt with other settings
+        known = recall(spec, strategy, ranks, on_gpus=on_gpus)
+        if known is not None:
+            _write(run_dir, known)
+        elif on_gpus:
+            work = (run_dir, spec, strategy, ranks)
+            threading.Thread(target=_predict, args=work, name="predict", daemon=True).start()
+
+
+def _predict(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int) -> None:
+    server = Server()
+    try:
+        with suppress(UserError, ToolError, OSError):
+            found = predict(spec, server, strategy=strategy, ranks=ranks, on_gpus=True)
+            if isinstance(found, Predicted):
+                _write(run_dir, found)
+    finally:
+        server.close()
+
+
+def _write(run_dir: RunDir, predicted: Predicted) -> None:
+    said = {"schema": SCHEMA, "t": round(time.time(), 3), "prediction": dict(predicted.values)}
+    write_atomic(path_of(run_dir), json.dumps(said) + "\n")
+
+
+def compare(
+    predicted: Predicted, measure: str, peaks: Mapping[str, Sequence[int]]
+) -> list[Compared]:
+    """Predicted beside measured, phase by phase. Pure.
+
+    Args:
+        predicted: Of one rank.
+        measure: What `peaks` counts. A resident set (`rss`, of CPU ranks) holds Python and its
+            libraries too, and is not compared.
+        peaks: The run's names of phases → bytes of each rank.
+    """
+    comparable = measure == "allocated"
+    return [
+        Compared(
+            phase.name,
+            phase.peak,
+            tuple(peaks.get(MEASURED_AS.get(phase.name, ""), ())) if comparable else (),
+        )
+        for phase in predicted.phases
+    ]
+
+
+def facts(
+    run_dir: RunDir, measure: str, peaks: Mapping[str, Sequence[int]]
+) -> dict[str, Any] | None:
+    """What `show --json` says of a run's prediction; None where there is none."""
+    predicted = read(run_dir)
+    if predicted is None:
+        return None
+    return {
+        "strategy": predicted.strategy,
+        "ranks": predicted.ranks,
+        "peak": predicted.peak,
+        "device": list(predicted.device),
+        "phases": [
+            {"name": one.phase, "predicted": one.predicted, "measured": list(one.measured),
+             "ratio": one.ratio and round(one.ratio, 4)}
+            for one in compare(predicted, measure, peaks)
+        ],
+    }  # fmt: skip

@@ -1,0 +1,244 @@
+"""What can be changed when a job does not fit: the ladder, the cheapest change first. Pure.
+
+Each rung is tried on top of those below it. One that does not apply, cannot run or does not help
+is left out, and tried again after another one has helped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from jobs.applicable import find_inapplicable
+from jobs.conflicts import find_conflicts
+from jobs.families import FAMILIES
+from jobs.prompts import requests_of
+from jobs.strategy import SHARDING, checkpoints_activations, world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jobs.memory.fit import Fit
+    from jobs.spec import JobSpec
+
+    Changes = dict[str, Any]
+
+# How much longer a step takes. Rough, from what each adds; nothing here is measured on the job.
+RECOMPUTE: Final = 1.30  # a second forward beside one forward and a backward of twice its work
+SMALLER_BATCH: Final = 1.10  # smaller matrices fill a GPU less well; the arithmetic is the same
+QUANTISED_STATE: Final = 1.00  # the step is short beside forward and backward
+REGATHER: Final = 1.10  # an all-gather more in backward, most of it beside the computing
+SHARD_ALL: Final = 1.20  # weights are gathered twice and gradients scattered, instead of one sum
+SHARD_WIDER: Final = 1.10  # the same over more ranks, and perhaps over slower links
+SHARD_ADAPTER: Final = 1.05  # small all-gathers
+HALF_PRECISION: Final = 0.50  # tensor cores: faster, less exact
+OFFLOAD: Final = 3.00  # weights, gradients and state cross PCIe, and the CPU does the step
+ENCODERS: Final = 1.00  # only captions are encoded slower, once
+AVERAGE_AWAY: Final = 1.05  # the average crosses PCIe after each step
+FEWER_TOKENS: Final = 0.60  # lower resolution or fewer frames: faster
+
+_HELPS: Final = 0.995  # of what was needed: a change that saves less is not worth its words
+_RESOLUTIONS: Final = (1024, 768, 512, 384, 256)
+_FRAMES: Final = (81, 49, 33, 17)  # of videos; 1 and a multiple of every family's step
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A kind of change.
+
+    Attributes:
+        title: For people.
+        slower: Seconds of a step after it, per second before.
+        change: What it changes in a job; None where there is nothing to change.
+        costs: What else it costs, in a few words.
+    """
+
+    title: str
+    slower: float
+    change: Callable[[JobSpec], Changes | None]
+    costs: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rung that was taken.
+
+    Attributes:
+        rung: Which.
+        changes: What it changed.
+        before: What was needed before it.
+        after: What is needed with it, and with all below it.
+        spec: The job with all of them.
+    """
+
+    rung: Rung
+    changes: Changes
+    before: Fit
+    after: Fit
+    spec: JobSpec
+
+    @property
+    def cost(self) -> str:
+        """About how much slower or faster a step is, and what else it costs."""
+        slower = self.rung.slower
+        pace = ""
+        if slower > 1.75:
+            pace = f"about {slower:.0f} times slower"
+        elif slower > 1.0:
+            pace = f"about {slower - 1:.0%} slower".replace("%", " %")
+        elif slower < 1.0:
+            pace = "faster"
+        return "; ".join(filter(None, [pace, self.rung.costs]))
+
+
+def climb(
+    spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit], bool]
+) -> Iterator[Step]:
+    """The steps from a job that does not fit to one that does, or to the end of the ladder.
+
+    Args:
+        spec: The job, its strategy and ranks settled.
+        fit: What a job comes to; None where that cannot be said.
+        enough: Whether no more is needed.
+    """
+    now = fit(spec)
+    while now is not None and not enough(now):
+        step = _next(spec, now, fit)
+        if step is None:
+            return
+        yield step
+        spec, now = step.spec, step.after
+
+
+def _next(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
+    for rung in LADDER:
+        changes = rung.change(spec)
+        changed = changes and _with(spec, changes)
+        if not changes or not changed:
+            continue
+        after = fit(changed)
+        if after is not None and after.high < now.high * _HELPS:
+            new = {key: value for key, value in changes.items() if value != getattr(spec, key)}
+            return Step(rung, new, now, after, changed)
+    return None
+
+
+def _with(spec: JobSpec, changes: Changes) -> JobSpec | None:
+    """The job with changes; None where one of them does nothing, or cannot run."""
+    try:
+        changed = type(spec).model_validate(spec.to_dict() | changes)
+    except ValidationError:
+        return None
+    before = {(conflict.key, conflict.message) for conflict in find_conflicts(spec)}
+    if any((one.key, one.message) not in before for one in find_conflicts(changed)):
+        return None
+    idle = find_inapplicable(changed)
+    means = [key for key in changes if changes[key] is not None and key not in idle]
+    return changed if means else None
+
+
+# -- the changes ---------------------------------------------------------------------------
+
+
+def _checkpointing(spec: JobSpec) -> Changes | None:
+    if checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "full":
+        return None
+    return {"gradient_checkpointing": True, "gradient_checkpointing_policy": "full"}
+
+
+def _encoders(spec: JobSpec) -> Changes | None:
+    several = world_size(spec) > 1 and spec.shard_text_encoders is False
+    return {"shard_text_encoders": True} if several else None
+
+
+def _average(spec: JobSpec) -> Changes | None:
+    here = spec.use_ema and spec.ema_device != "cpu" and spec.strategy not in SHARDING
+    return {"ema_device": "cpu"} if here else None
+
+
+def _batch(spec: JobSpec) -> Changes | None:
+    """The next smaller batch that leaves the global one as it is."""
+    batch = spec.train_batch_size
+    smaller = next((n for n in range(batch // 2, 0, -1) if batch % n == 0), None)
+    if smaller is None:
+        return None
+    times = batch // smaller
+    return {
+        "train_batch_size": smaller,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps * times,
+    }
+
+
+def _optimizer(spec: JobSpec) -> Changes | None:
+    fits = spec.optimizer == "adamw" and spec.device != "cpu"
+    return {"optimizer": "adamw_8bit"} if fits else None
+
+
+def _reshard(spec: JobSpec) -> Changes | None:
+    keeps = spec.strategy in SHARDING and spec.fsdp_reshard_after_forward is not True
+    return {"fsdp_reshard_after_forward": True} if keeps else None
+
+
+def _fsdp2(spec: JobSpec) -> Changes | None:
+    if world_size(spec) < 2 or spec.strategy not in ("ddp", "hsdp"):
+        return None
+    return {"strategy": "fsdp2", "dp_replicate_size": None, "fsdp_enable": None}
+
+
+def _placement(spec: JobSpec) -> Changes | None:
+    whole = spec.model_type == "lora" and spec.lora_placement != "sharded"
+    return {"lora_placement": "sharded"} if whole and spec.strategy in SHARDING else None
+
+
+def _precision(spec: JobSpec) -> Changes | None:
+    return {"mixed_precision": "bf16"} if spec.mixed_precision == "no" else None
+
+
+def _offload(spec: JobSpec) -> Changes | None:
+    here = spec.strategy in SHARDING and not spec.fsdp_cpu_offload and spec.device != "cpu"
+    if not here:
+        return None
+    number = spec.fsdp_reshard_after_forward
+    more = {} if isinstance(number, bool) else {"fsdp_reshard_after_forward": True}
+    return {"fsdp_cpu_offload": True, **more}
+
+
+def _samples(spec: JobSpec) -> Changes | None:
+    """Samples no larger than what is trained on."""
+    largest = max((max(one.width, one.height) for one in requests_of(spec)), default=0)
+    return {"validation_resolution": spec.resolution} if largest > spec.resolution else None
+
+
+def _frames(spec: JobSpec) -> Changes | None:
+    family = FAMILIES.get(spec.model_family)
+    if family is None or not family.frame_step:
+        return None
+    now = spec.num_frames or _FRAMES[0] + 1
+    fewer = next((count for count in _FRAMES if count < now), None)
+    return {"num_frames": fewer} if fewer else None
+
+
+def _resolution(spec: JobSpec) -> Changes | None:
+    smaller = next((side for side in _RESOLUTIONS if side < spec.resolution), None)
+    return {"resolution": smaller} if smaller else None
+
+
+LADDER: Final = (
+    Rung("encode captions with sharded encoders", ENCODERS, _encoders),
+    Rung("smaller samples", ENCODERS, _samples),
+    Rung("activation checkpointing", RECOMPUTE, _checkpointing),
+    Rung("moving average in host memory", AVERAGE_AWAY, _average),
+    Rung("smaller batch, more accumulation", SMALLER_BATCH, _batch, "same global batch"),
+    Rung("8-bit AdamW", QUANTISED_STATE, _optimizer,
+         "moments in 8 bits; needs fsdp-tui[optimizers]"),
+    Rung("free gathered weights after forward", REGATHER, _reshard),
+    Rung("shard over all ranks", SHARD_ALL, _fsdp2),
+    Rung("sharded LoRA", SHARD_ADAPTER, _placement),
+    Rung("compute in bf16", HALF_PRECISION, _precision, "less exact"),
+    Rung("offload to host memory", OFFLOAD, _offload),
+    Rung("shorter videos", FEWER_TOKENS, _frames, "learns less motion"),
+    Rung("lower resolution", FEWER_TOKENS, _resolution, "learns less detail"),
+)  # fmt: skip
+"""From the cheapest to the dearest."""

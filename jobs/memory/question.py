@@ -1,0 +1,137 @@
+"""What is predicted of a job as it stands: from the cache, else from the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from jobs.block_target import find_target
+from jobs.errors import SpecError, UserError
+from jobs.families import FAMILIES
+from jobs.memory import cache
+from jobs.memory.predicted import Predicted
+from jobs.strategy import SHARDING, world_size
+from jobs.tools import ToolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.memory.client import Server
+    from jobs.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why nothing is predicted for a strategy and a number of ranks."""
+
+    strategy: str
+    ranks: int
+    error: str
+    hint: str | None = None
+
+
+def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobSpec:
+    """The job with this strategy on so many ranks; what only concerned another one is gone.
+
+    Raises:
+        SpecError: A job cannot be so.
+    """
+    sharding = strategy in SHARDING
+    changes: dict[str, Any] = {
+        "strategy": strategy, "num_processes": ranks, "gpus": None, "fsdp_enable": None,
+        "device": "cuda" if on_gpus else "cpu",
+        "dp_replicate_size": (spec.dp_replicate_size or 2) if strategy == "hsdp" else None,
+    }  # fmt: skip
+    if not sharding:
+        changes |= {"lora_placement": "replicated", "context_parallel_size": 1}
+    if not (sharding and on_gpus):
+        changes["fsdp_cpu_offload"] = spec.fsdp_cpu_offload and sharding
+    number = spec.fsdp_reshard_after_forward
+    if type(number) is int and number != 1 and ranks % number:
+        changes["fsdp_reshard_after_forward"] = True
+    try:
+        return type(spec).model_validate(spec.to_dict() | changes)
+    except ValidationError as error:
+        raise SpecError(f"{strategy} on {ranks} ranks: {error.errors()[0]['msg']}") from None
+
+
+def key_of(spec: JobSpec) -> str:
+    """Names the prediction of a job whose strategy and ranks are settled.
+
+    Raises:
+        UserError: Its model is unknown, or not there.
+    """
+    # A snapshot of the cache and the hub id have the same config, and the same prediction.
+    found = find_target(
+        spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path or None
+    )
+    return cache.key_of(spec.to_dict(), found.config)
+
+
+def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predicted | None:
+    """What is known of a job already; starts no process and never fails."""
+    try:
+        return cache.recall(key_of(arranged(spec, strategy, ranks, on_gpus=on_gpus)))
+    except (UserError, OSError):
+        return None
+
+
+def predict(
+    spec: JobSpec,
+    server: Server,
+    *,
+    strategy: str,
+    ranks: int | None = None,
+    on_gpus: bool = True,
+    refresh: bool = False,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Predicted | Refused:
+    """What one rank of a job needs.
+
+    Args:
+        spec: The job; its model need not be on this machine if it is a published one.
+        server: Predicts what is not in the cache.
+        strategy: One of single, ddp, fsdp2, hsdp.
+        ranks: Other than the job's own.
+        on_gpus: Whether for GPUs, whatever this machine has.
+        refresh: Predict anew, and keep that instead.
+        cancelled: Asked many times a second, in the thread of the caller.
+
+    Raises:
+        SpecError: Nothing can be predicted for such a model.
+        ToolError: Predicting failed.
+        Cancelled: `cancelled` said so.
+    """
+    ranks = ranks or world_size(spec)
+    try:
+        job = arranged(spec, strategy, ranks, on_gpus=on_gpus)
+    except SpecError as error:
+        return Refused(strategy, ranks, error.message, error.hint)
+    key = key_of(job)
+    if not refresh and (known := cache.recall(key)) is not None:
+        return known
+    request = {"job": _complete(job), "ranks": [ranks], "strategies": [strategy]}
+    answer = server.ask(request, cancelled)
+    try:
+        for values in answer["predictions"]:
+            predicted = Predicted.of(values)
+            cache.remember(key, predicted)
+            return predicted
+        (first, *_) = answer["failed"]
+        return Refused(strategy, ranks, str(first["error"]), first.get("hint"))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ToolError(f"python -m engine.memory said something else: {error!r}") from None
+
+
+def _complete(spec: JobSpec) -> dict[str, Any]:
+    """The values of a job, with something where a file could be that no prediction reads."""
+    values = spec.to_dict()
+    if not (values["dataset"] or values["datasets"]):
+        values["dataset"] = "."
+    if not values["pretrained_model_name_or_path"]:
+        family = FAMILIES[spec.model_family]
+        flavour = spec.model_flavour or next(iter(family.flavours))
+        values["pretrained_model_name_or_path"] = family.flavours[flavour].hub_id
+    return values

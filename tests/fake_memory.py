@@ -1,0 +1,93 @@
+"""Answers like `python -m engine.memory`, from a formula instead of a model: fast, and no torch.
+
+`python fake_memory.py [LOG]` writes every request to LOG. A job of the name `crash` ends it, `hang`
+keeps it from answering, and `odd` is answered with what is no JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+GIB = 2**30
+PARAMETERS = 4 * 10**9
+CONTEXT = GIB // 2
+
+
+def predict(job: dict[str, Any], ranks: int, strategy: str) -> dict[str, Any]:
+    """A prediction whose every part moves as the real one does."""
+    sharded = strategy in ("fsdp2", "hsdp")
+    shards = ranks // (job["dp_replicate_size"] or 1) if strategy == "hsdp" else ranks
+    lora, width = job["model_type"] == "lora", 2 if job["mixed_precision"] == "bf16" else 4
+    trained = 10**7 * job["lora_rank"] // 16 if lora else PARAMETERS
+    state = {"adamw": 8, "adamw_8bit": 2}.get(job["optimizer"], 4)
+    whole = not sharded or (lora and job["lora_placement"] == "replicated")
+    mine = trained if whole else trained // shards
+    weights = PARAMETERS * (width if lora else 4) // (shards if sharded else 1) + mine * 4 * lora
+    offloaded = job["fsdp_cpu_offload"] and sharded
+    tokens = (job["resolution"] / 1024) ** 2 * job["train_batch_size"] * width / 2
+    kept = job["gradient_checkpointing"] or job["fsdp_activation_checkpointing"]
+    activations = int(30 * GIB * tokens / (6 if kept else 1))
+    gathered = 0
+    if sharded:
+        stays = job["fsdp_reshard_after_forward"] is not True
+        gathered = PARAMETERS * width if stays else GIB
+    fixed = {"parameters": 0 if offloaded else weights, "gathered": gathered, "gradients": 0,
+             "optimizer": 0 if offloaded else mine * state, "activations": activations,
+             "workspace": 0}  # fmt: skip
+    grown = fixed | {"gradients": 0 if offloaded else mine * 4}
+    phases = [
+        {"name": name, "peak": sum(parts.values()), "parts": parts, "note": ""}
+        for name, parts in (
+            ("forward", fixed), ("backward", grown),
+            ("optimizer", grown | {"gathered": 0, "activations": 0}),
+        )
+    ]  # fmt: skip
+    peak = max(phase["peak"] for phase in phases)
+    gpu = job["device"] != "cpu"
+    beside = {"cuda_context": CONTEXT} if gpu else {}
+    reserved = [peak, int(peak * 1.1)]
+    return {
+        "schema": 1, "model": "FakeTransformer", "parameters": PARAMETERS, "trained": trained,
+        "strategy": strategy, "ranks": ranks, "settings": {}, "phases": phases, "peak": peak,
+        "largest": "backward", "reserved": reserved,
+        "device": [one + sum(beside.values()) for one in reserved], "overheads": beside,
+        "host": {"rank": 2 * GIB, "machine": 2 * GIB * ranks}, "notes": ["Texts are the longest."],
+        "disk": {"checkpoint": 10**6, "checkpoints": 2 * 10**6, "export": 10**6},
+    }  # fmt: skip
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    job = request["job"]
+    if job["name"] == "refuse":
+        return {"id": request["id"], "error": "no such model", "hint": "name another"}
+    predictions, failed = [], []
+    for strategy in request["strategies"]:
+        for ranks in request["ranks"]:
+            if job["optimizer"] == "adafactor" and strategy == "fsdp2":
+                failed.append({"changes": {}, "strategy": strategy, "ranks": ranks,
+                               "error": "adafactor cannot be sharded", "hint": None})  # fmt: skip
+            else:
+                predictions.append(predict(job, ranks, strategy) | {"changes": {}})
+    return {"id": request["id"], "predictions": predictions, "failed": failed, "seconds": 0.0}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        if len(sys.argv) > 1:
+            with open(sys.argv[1], "a", encoding="utf-8") as log:
+                log.write(json.dumps(request | {"pid": os.getpid()}) + "\n")
+        name = request["job"]["name"]
+        if name == "crash":
+            sys.exit("out of luck")
+        while name == "hang":
+            time.sleep(3600)
+        print("odd" if name == "odd" else json.dumps(answer(request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

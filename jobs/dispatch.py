@@ -56,7 +56,7 @@ def dispatch(store: Store) -> None:
         for job, decision in zip(ready, decisions, strict=True):
             if not isinstance(decision, Start):
                 reasons[job.id] = decision.reason
-            elif store.claim(job.id, decision.gpus, _where(decision, indices)):
+            elif store.claim(job.id, decision.gpus, _where(decision, indices), job):
                 _start_supervisor(store.get(job.id))
         store.explain_all(reasons)
 

@@ -47,6 +47,11 @@ class Job:
     supervisor: ProcessId | None
     boot_id: str | None
 
+    @property
+    def request(self) -> tuple[object, ...]:
+        """What decides whether it may start now, and where."""
+        return self.ranks, self.wanted, self.shares, self.held
+
 
 @dataclass(frozen=True)
 class Terms:

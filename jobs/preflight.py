@@ -138,7 +138,7 @@ def check_devices(spec: JobSpec) -> int | list[str] | None:
         if spec.gpus is not None or spec.device == "cuda":
             raise SpecError(
                 "the job asks for GPUs, and this machine shows none",
-                "leave out gpus to run on CPU ranks",
+                "leave out gpus and set device: auto or cpu to run on CPU ranks",
             )
         return None
     if isinstance(spec.gpus, list):

@@ -19,6 +19,14 @@ _ENTRIES: Final[dict[str, type[BaseModel]]] = {
     "datasets": Dataset,
     "validation_prompts": ValidationPrompt,
 }
+# Pydantic's kinds of mistakes, in words of ours.
+_PLAIN: Final = {
+    "int_type": "a whole number is needed",
+    "int_parsing": "a whole number is needed",
+    "int_from_float": "a whole number is needed",
+    "float_type": "a number is needed",
+    "float_parsing": "a number is needed",
+}
 
 
 def key_of(error: ErrorDetails) -> str:
@@ -42,6 +50,7 @@ def in_words(error: ErrorDetails) -> str:
         allowed, meant = ", ".join(choices), did_you_mean(unquoted(str(value)), choices)
         return f'{key}: "{value}" is not one of {allowed}{meant}'
     message = error["msg"][0].lower() + error["msg"][1:]
+    message = _PLAIN.get(error["type"], message)
     if error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, dot, dash and underscore, beginning with a letter or digit"
     place = f"entry {' '.join(inner)}: " if inner else ""

@@ -212,16 +212,16 @@ class Store:
             self._change(db, job, after, reason)
             return True
 
-    def claim(self, job_id: int, gpus: Sequence[str], reason: str) -> bool:
+    def claim(self, job_id: int, gpus: Sequence[str], reason: str, seen: Job | None = None) -> bool:
         """Take GPUs for a queued job and move it to `starting`, all or nothing.
 
         Returns:
-            False when someone else holds one of the GPUs or the job is not queued any more.
+            False when someone holds one of the GPUs, or the job is not queued as it was `seen`.
         """
         try:
             with self._write() as db:
                 job = self._get(db, job_id)
-                if job.state is not State.QUEUED:
+                if job.state is not State.QUEUED or (seen and job.request != seen.request):
                     return False
                 db.executemany(
                     "INSERT INTO claims (device, job) VALUES (?,?)", [(g, job_id) for g in gpus]

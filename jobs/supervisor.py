@@ -246,7 +246,7 @@ class Supervisor:
             with suppress(OSError):
                 self.job.run_dir.clear_request(request)
         self.job.run_dir.forget_unfinished()
-        with suppress(OSError):  # a full disk
+        with suppress(Exception):  # whatever is wrong with a note of ours, the job has its end
             record(self.job.run_dir)
         self._say(f"{outcome.state}: {outcome.reason}")
         while self.store.path.exists():

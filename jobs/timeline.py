@@ -11,6 +11,7 @@ from jobs.rundir import PHASES
 
 _MOST: Final = 4000  # moments; a run of weeks has more, and nobody reads all of them
 _LEAST_SECONDS: Final = 1.0  # phases shorter than that are told only when there is more to say
+_LAST: Final = 1e11  # Unix seconds of the year 5138; no calendar has a name for much later ones
 _LONG_STORIES: Final = ("train",)  # phases that other moments tell
 
 
@@ -40,9 +41,10 @@ class Timeline(EventLog):
         if kind == "step" or not isinstance(kind, str):
             return
         try:
-            if words := in_words(kind, event):
-                self.moments.append(Moment(float(event["t"]), kind, words))
-        except (KeyError, TypeError, ValueError):
+            t = float(event["t"])
+            if 0 <= t < _LAST and (words := in_words(kind, event)):
+                self.moments.append(Moment(t, kind, words))
+        except (KeyError, TypeError, ValueError, OverflowError):
             return  # a line that some other version wrote
 
 
@@ -62,7 +64,7 @@ def in_words(kind: str, event: dict[str, Any]) -> str:
             return _phase(event)
         case "checkpoint":
             took = f", {float(event['seconds']):.1f} s" if "seconds" in event else ""
-            size = f" ({int(event['bytes']) / 2**30:.2f} GiB{took})" if "bytes" in event else ""
+            size = f" ({_size(int(event['bytes']))}{took})" if "bytes" in event else ""
             return f"saved step-{int(event['step'])}{size}"
         case "sample":
             count = len(event.get("files") or ())
@@ -102,3 +104,7 @@ def _took(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

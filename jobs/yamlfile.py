@@ -47,7 +47,10 @@ def read_mapping(path: Path, what: str = "job file") -> tuple[dict[str, Any], di
                 f"(first on line {lines[name]})"
             )
         lines[name] = key_node.start_mark.line + 1
-    return {normal_key(str(key)): value for key, value in data.items()}, lines
+    values = {normal_key(str(key)): value for key, value in data.items()}
+    for name in values:  # YAML reads `yes`, `0x10` and `<<` as something else than they say
+        lines.setdefault(name, node.start_mark.line + 1)
+    return values, lines
 
 
 def _read(path: Path, what: str) -> str:

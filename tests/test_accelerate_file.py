@@ -210,7 +210,7 @@ def test_settings_one_by_one(
         ({"fp8_config": {"backend": "TE"}}, "fp8 is not run here"),
         ({"mixed_precision": "fp8"}, 'mixed_precision: "fp8" is not one of no, bf16, fp16'),
         ({"num_procesess": 2}, 'unknown key "num_procesess" (did you mean "num_processes"?)'),
-        ({"num_processes": "many"}, "acc.yaml: num_processes: input should be a valid integer"),
+        ({"num_processes": "many"}, "acc.yaml: num_processes: a whole number is needed"),
         ({"fsdp_config": {"fsdp_sharding_strategy": "FULL"}}, '"FULL" is not one of FULL_SHARD'),
         ({"fsdp_config": {"fsdp_min_num_param": 3}}, '(did you mean "fsdp_min_num_params"?)'),
         ({"fsdp_config": [1]}, "fsdp_config should be a mapping"),

@@ -40,6 +40,8 @@ def free_port() -> int:
         ("127.0.0.1", "localhost:9000", "http://localhost:9000", False),  # ssh -L 9000:…
         ("::1", "[::1]:8000", "http://[::1]:8000", False),
         ("127.0.0.1", "evil.example:8000", None, True),  # its name server says 127.0.0.1
+        ("127.0.0.2", "evil.example:8000", None, True),
+        ("127.0.0.2", "127.0.0.2:8000", None, False),
         ("127.0.0.1", "127.0.0.1:8000", "http://evil.example", True),
         ("127.0.0.1", "127.0.0.1:8000", "http://127.0.0.1:3000", True),
         ("127.0.0.1", "127.0.0.1:8000", "null", True),

@@ -34,6 +34,7 @@ from jobs.memory.question import Refused, arranged
 from jobs.memory.question import predict as ask
 from jobs.procfs import started_at
 from jobs.spec import JobSpec
+from jobs.strategy import chosen_strategy
 from jobs.tools import Cancelled, ToolError
 from tui.cli_estimate import DOES_NOT_FIT, estimate_job
 
@@ -382,6 +383,22 @@ def test_auto_comes_to_the_fastest_that_fits(server: Server) -> None:
     full = spec.model_copy(update={"model_type": "full"})
     assert Estimate(full, place, server, Calibration()).strategy == "fsdp2"
     assert Estimate(full, place, server, Calibration()).advised == "hsdp"
+
+
+def test_auto_is_told_as_the_launch_will_decide(server: Server) -> None:
+    """What may fit is not risked, and ranks on the CPU shard, whatever fits."""
+    spec = job(num_processes=4, strategy="auto", gradient_checkpointing=True)
+    ddp = Estimate(spec, Place(True, (CARDS[80],)), server, Calibration()).predict("ddp", 4)
+    assert isinstance(ddp, Predicted)
+    low, high = ddp.device
+    assert low < high
+    tight = Place(True, (Room("GPU 0", (low + high) // 2),), here=False)
+    assert Estimate(spec, tight, server, Calibration()).candidate("ddp", 4).fit is not None
+    assert Estimate(spec, tight, server, Calibration()).strategy == "fsdp2"
+    cpu = spec.model_copy(update={"device": "cpu"})
+    host = Place(False, (Room("host memory", 4000 * GIB),))
+    told = Estimate(cpu, host, server, Calibration()).strategy
+    assert told == chosen_strategy(cpu)[0] == "fsdp2"
 
 
 def test_a_strategy_that_cannot_run_is_told_and_the_others_are_not_hurt(server: Server) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 from fake_memory import GIB, predict
 from tui_support import add_job, append_events, write_rank
 
+from jobs.cascade import settle
 from jobs.errors import UserError
 from jobs.gpu import Gpu
 from jobs.launchers.local import room_of
@@ -168,11 +171,12 @@ def test_a_damaged_or_odd_file_counts_as_far_as_it_can(store: Store) -> None:
     ended(store, "good", forward=100, backward=190, step=50)
     ended(store, "shared", forward=100, backward=900, step=50)  # is of something else
     with open(file(), "a", encoding="utf-8") as out:
-        out.write('{"schema": 99, "peak": 1.5}\n[]\n{"schema": 1, "peak": "x"}\n{"sche')
+        out.write('{"schema": 99, "peak": 1.5}\n[]\n{"schema": 1, "peak": "x"}\n')
+        out.write('{"schema": 1, "peak": 0.95, "phases": [1]}\n{"sche')
     found = read_calibration()
-    assert found.peak == (0.95,)
+    assert found.peak == (0.95, 0.95)
     assert found.factor == 1.0
-    assert found.in_words() == "on this machine runs took 5 % less than predicted (1 run)"
+    assert found.in_words() == "on this machine runs took 5 % less than predicted (2 runs)"
 
 
 def test_the_file_does_not_grow_for_ever(store: Store) -> None:
@@ -207,6 +211,23 @@ def test_auto_asks_nobody_when_it_is_launched(monkeypatch: pytest.MonkeyPatch) -
     found = known(spec, "ddp", 2)
     whole = predicted_ddp(spec, gpus)
     assert whole == Whole(found.device[1], 20 * GIB, found.device[1] <= 20 * GIB)
+
+
+def test_no_launch_fails_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, gpus = job(num_processes=2), [Gpu(0, "GPU-0", "H100", 80 * GIB, 0)]
+    known(spec, "ddp", 2)
+    monkeypatch.setattr("jobs.memory.auto.read_calibration", lambda: 1 / 0)
+    assert predicted_ddp(spec, gpus) is None
+
+
+def test_what_the_form_asked_is_known_when_the_job_starts() -> None:
+    """A queued job says what the form leaves open, and is the same job."""
+    spec = job(num_processes=2)
+    assert spec.cache_text_embeddings is None
+    found = known(spec, "ddp", 2)
+    queued = settle(spec)
+    assert queued.cache_text_embeddings
+    assert question.recall(queued, "ddp", 2, on_gpus=True) == found
 
 
 def test_a_launch_knows_the_prediction(
@@ -307,3 +328,20 @@ def test_a_dry_run_that_someone_stops_is_no_answer(
     FakeRuns(store, monkeypatch, (State.STOPPED, "asked to"))
     with pytest.raises(UserError, match="stopped"):
         dry_run.measure(store, job())
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_dry_run_whose_terminal_is_closed_leaves_no_endless_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
+    runs = FakeRuns(store, monkeypatch, (State.RUNNING, ""))
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit):
+            dry_run.measure(store, job(), lambda text: os.kill(os.getpid(), number))
+        assert signal.getsignal(number) == signal.SIG_IGN, "as it was"
+    finally:
+        signal.signal(number, before)
+    assert store.all() == []
+    assert not runs.root.exists()

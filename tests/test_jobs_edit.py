@@ -10,7 +10,9 @@ import pytest
 from tui_support import add_job, write_checkpoint
 
 from jobs import edit, service
+from jobs.dispatch import dispatch
 from jobs.errors import StateError, UserError
+from jobs.job import Terms
 from jobs.resume_plan import plan_submit
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
@@ -79,6 +81,30 @@ def test_a_start_between_the_check_and_the_change_wins(
         edit.change(store, waiting.id, changed(before, seed=3), before)
     assert waiting.run_dir.job_file.read_text() == text
     assert store.get(waiting.id).state is State.STARTING
+
+
+@pytest.mark.parametrize("how", ["changed", "held"])
+def test_nobody_starts_a_job_as_it_was_before(
+    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Between reading the queue and starting a job, the driver is asked, which takes its time."""
+    started: list[int] = []
+    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: started.append(job.ranks))
+    job = add_job(store, ranks=1)
+
+    def meanwhile() -> int:
+        if how == "held":
+            store.hold(job.id, held=True)
+        elif store.get(job.id).ranks == 1:
+            store.redescribe(job.id, name="cats", terms=Terms(3, None, 9), reason="changed",
+                             prepare=lambda: None)  # fmt: skip
+        return 1
+
+    monkeypatch.setattr("jobs.dispatch._cpu_slots", meanwhile)
+    dispatch(store)
+    assert store.get(job.id).state is State.QUEUED
+    dispatch(store)
+    assert started == ([3] if how == "changed" else [])
 
 
 def test_nobody_starts_a_job_that_is_half_changed(

@@ -141,6 +141,8 @@ def test_the_timeline_tells_what_happened_and_keeps_the_steps(store: Store) -> N
         event("error", rank=1, type="RuntimeError", step=3, phase="forward", message="no"),
         event("from-the-future", x=1),
         '{"kind": "checkpoint"}\n',
+        '{"kind": "warning", "t": 1e20, "message": "of no year"}\n',  # no calendar can show it
+        '{"kind": "checkpoint", "t": 1, "step": Infinity}\n',
         "torn",
     )
     log = Timeline(job.run_dir.events)

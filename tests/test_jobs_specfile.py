@@ -158,7 +158,7 @@ def test_a_flag_that_replaces_a_key_takes_its_line_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("resolution: tall", "resolution: input should be a valid integer"),
+        ("resolution: tall", "resolution: a whole number is needed"),
         ("resolution: 4", "resolution: input should be greater than or equal to 16 (got 4)"),
         (
             "optimizer: adam",

@@ -89,6 +89,9 @@ def test_values_may_be_written_as_people_do(write: Callable[[str], Path]) -> Non
         ("just words\n", "expected `key: value` lines, found none; the defaults count"),
         ("theme: a\ntheme: b\n", "given twice"),
         ("\x00", "the defaults count"),
+        ("yes: 1\n", 'unknown key "true"'),  # YAML reads these as something else
+        ("theme: nord\n0x10: 1\n", 'unknown key "16"'),
+        ("<<: {no_such: 1}\n", 'unknown key "no_such"'),
     ],
 )
 def test_what_is_wrong_is_told_and_has_its_default(

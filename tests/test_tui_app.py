@@ -150,6 +150,17 @@ async def test_a_state_on_the_screen_follows_the_store(store: Store) -> None:
         assert "rank 1 was killed by SIGKILL" in text
 
 
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_no_state_in_the_table_is_cut_off(store: Store, size: tuple[int, int]) -> None:
+    for state in State:
+        if state is not State.QUEUED:
+            add_job(store, f"is-{state}", state=state)
+    async with running(store, size) as (app, _):
+        text = shown(jobs_of(app))
+        for state in State:
+            assert state is State.QUEUED or f" {state} " in text
+
+
 async def test_loading_shows_a_moving_bar(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     append_events(job, event("phase", name="load", state="progress", done=10, total=40))
@@ -343,8 +354,9 @@ async def test_other_logs_can_be_shown(store: Store) -> None:
     [((80, 24), "avg 0.500 · val 0.432"), ((120, 40), "loss 0.5000 · avg 0.5000 · val 0.432")],
 )
 async def test_the_curve_names_the_loss_on_what_is_held_out(
-    store: Store, size: tuple[int, int], title: str
+    store: Store, size: tuple[int, int], title: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tui.dashboard.panels.redraw_after", lambda *_: 0.0)
     job = add_job(store, state=State.RUNNING)
     append_events(job, event("step", step=1, loss=0.5))
     async with running(store, size) as (app, pilot):
@@ -380,6 +392,23 @@ async def test_stop_says_what_happens_and_grows_firmer(store: Store) -> None:
         assert store.get(job.id).stop_level == 1
         await pilot.press("x")
         await until(pilot, lambda: any("SIGTERM" in t for t in said(app)))
+        assert store.get(job.id).stop_level == 2
+        await pilot.press("x")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert store.get(job.id).stop_level == 2, "nobody is killed unasked"
+        await pilot.press("n", "x")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
+        await until(pilot, lambda: store.get(job.id).stop_level == 3)
+
+
+async def test_a_key_pressed_thrice_in_haste_kills_nothing(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING)
+    async with running(store) as (app, pilot):
+        await pilot.press("x", "x", "x")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is app.dashboard)
         assert store.get(job.id).stop_level == 2
         assert "● running" in shown(jobs_of(app))  # only the store says that it stops
 

@@ -153,6 +153,15 @@ def test_a_restless_screen_stays_within_the_budget_and_answers_keys(tmp_path: Pa
         shown.wait_for(lambda text: "keys:z" in text)
 
 
+def test_a_name_that_is_no_utf8_is_shown_and_ends_nothing(tmp_path: Path) -> None:
+    odd = RESTLESS.replace(" keys:", " \\udce9keys:")
+    command = sys.executable, "-c", odd.format(root=str(ROOT), seen=str(tmp_path / "seen"))
+    with terminal(command, dict(os.environ)) as shown:
+        shown.wait_for(lambda text: "?keys:" in text)
+        shown.press("z")
+        shown.wait_for(lambda text: "?keys:z" in text)
+
+
 def test_only_a_real_terminal_has_the_budget(store: Store) -> None:
     assert FsdpTui(store).driver_class is GovernedDriver
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from spec_strategies import REQUIRED, VALUES
 
+from jobs.errors import UserError
 from jobs.spec import JobSpec, field_names
 from jobs.specfile import load_spec
 from tui.newjob import draft, pages, texts
@@ -221,6 +222,26 @@ def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
     path = draft.save_yaml(values, tmp_path / "job.yaml")
     spec = load_spec(path)
     assert (spec.max_train_steps, spec.to_dict()["validation_prompts"]) == (12, ["one, two"])
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "job.yaml", tmp_path / "link.yaml"
+    path.write_text("name: before\n")
+    link.symlink_to(path)
+    draft.save_yaml(GOOD, link)
+    assert link.is_symlink()
+    assert "dataset: d" in (before := path.read_text())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        draft.save_yaml({"name": "half", "dataset": "d"}, path)
+    assert path.read_text() == before
+    assert {one.name for one in tmp_path.iterdir()} == {"job.yaml", "link.yaml"}
 
 
 def test_an_unfinished_job_can_be_saved(tmp_path: Path) -> None:

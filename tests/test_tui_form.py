@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,18 @@ async def test_what_is_wrong_on_another_page_is_marked_told_and_led_to(
         await pilot.press("ctrl+r")
         await until(pilot, lambda: field(app, "adam_beta1").control.has_focus)
         assert store.all() == []
+
+
+async def test_the_first_of_several_wrong_fields_is_led_to(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    async with form(store) as (app, pilot):
+        for name in ("pretrained_model_name_or_path", "dataset"):
+            field(app, name).put(job_values[name])
+        field(app, "resolution").put("0")  # which the job checks first
+        field(app, "max_train_steps").put("many")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: field(app, "max_train_steps").control.has_focus)
 
 
 async def test_leaving_asks_only_when_something_was_typed(store: Store) -> None:
@@ -323,6 +336,22 @@ async def test_gpus_stay_as_the_job_names_them(
         assert field(app, "gpus").value == then
 
 
+async def test_a_file_is_replaced_only_when_asked_for(store: Store, tmp_path: Path) -> None:
+    there = tmp_path / "there.yaml"
+    there.write_text("name: precious\n")
+    async with form(store) as (app, pilot):
+        for key in ("n", "y"):
+            await pilot.press("ctrl+s")
+            await until(pilot, lambda: app.screen.query("#path"))
+            app.screen.query_one("#path").value = str(there)  # type: ignore[attr-defined]
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+            assert there.read_text() == "name: precious\n"
+            await pilot.press(key)
+            await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        await until(pilot, lambda: "precious" not in there.read_text())
+
+
 # -- templates -----------------------------------------------------------------------------
 
 
@@ -393,6 +422,30 @@ async def test_a_job_that_starts_meanwhile_becomes_a_copy(store: Store, waiting:
         await pilot.press("ctrl+r")
         await until(pilot, lambda: app.screen is app.dashboard)
         assert [(job.name, job.total_steps) for job in store.all()] == [("t-2", 77), ("t", 200)]
+
+
+async def test_who_leaves_while_a_job_is_queued_is_told_of_it(
+    store: Store, waiting: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the data may take long; leaving does not stop what it is for."""
+    go_on, change = threading.Event(), edit.change
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(60)
+        return change(*args)
+
+    monkeypatch.setattr(edit, "change", slow)
+    async with form(store, "e") as (app, pilot):
+        field(app, "max_train_steps").put(77)
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: screen(app)._busy)
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "leaving does not stop that" in app.screen.detail  # type: ignore[attr-defined]
+        await pilot.press("y")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        go_on.set()
+        await until(pilot, lambda: "job 1 is changed" in said(app))
 
 
 async def test_a_job_changed_elsewhere_is_not_overwritten(store: Store, waiting: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,13 @@ def test_the_last_part_of_a_path_is_completed(
     tree: Path, typed: str, suffixes: tuple[str, ...] | None, completed: str | None
 ) -> None:
     assert complete_path(typed, suffixes) == completed
+
+
+def test_what_is_no_text_is_not_proposed(tree: Path) -> None:
+    (tree / os.fsdecode(b"zo\xe9")).mkdir()
+    assert complete_path("z") is None
+    (tree / "zoé").mkdir()
+    assert complete_path("z") == "zoé/"
 
 
 async def test_other_words_are_proposed_where_no_path_begins_so(tree: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import base64
+import fcntl
 import json
 import re
 import threading
@@ -219,6 +220,24 @@ def test_two_dashboards_keep_each_others_choices(tmp_path: Path) -> None:
     assert not other.put("sort", "name"), "nothing new, nothing to write"
     both = UiState(tmp_path)
     assert (both.get("theme"), both.get("sort")) == ("nord", "name")
+
+
+def test_a_choice_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
+    """The dashboard's own thread chooses, while another one waits for the file."""
+    state = UiState(tmp_path)
+    state.put("theme", "nord")
+    writer = threading.Thread(target=state.save)
+    with open(tmp_path / "ui.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writer.start()
+        chooser = threading.Thread(target=state.put, args=("theme", "harbour"), daemon=True)
+        chooser.start()
+        chooser.join(20)
+        assert not chooser.is_alive()
+        assert writer.is_alive()
+    writer.join(20)
+    state.save()
+    assert UiState(tmp_path).get("theme") == "harbour"
 
 
 def test_many_writers_at_once_lose_nothing(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def test_levels_do_not_depend_on_the_pieces(size: int, chance: random.Random) ->
         ("^loss", ["loss 1", "Loss 2"]),
         (r"loss \d$", ["loss 1", "Loss 2"]),
         ("(", ["odd ("]),
+        ("a{99999999999}", []),  # what Python cannot make a pattern of
+        ("(" * 3000 + ")" * 3000, []),
         (r"1\s+L", []),  # not over the end of a line
         ("red", ["\x1b[31mred\x1b[0m"]),
         (r"\[31m", []),  # what is not printed is not found

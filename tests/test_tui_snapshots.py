@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
     from textual.pilot import Pilot
 
+THEMES: Final = (DARK.name, LIGHT.name)
 SIZES: Final = {"80x24": (80, 24), "120x40": (120, 40)}
 STILL: Final = 0.25  # seconds without change; what threads bring has come by then
 WITHIN: Final = 30.0  # seconds; a slow machine under load, not an expectation
@@ -67,21 +67,18 @@ async def _take_all(
     store = Store(state)
     cards = make_up(store, root / "data", clock)
     nobody_starts(patch, cards)
-    patch.setattr("jobs.service.ensure_runner", lambda store: None)
-    fake = (sys.executable, "-S", str(Path(__file__).with_name("fake_memory.py")))
-    patch.setattr("jobs.memory.client.COMMAND", fake)
     patch.setattr("textual.widgets.Input.cursor_blink", False)
     app = FsdpTui(store, select=3)
     async with app.run_test(size=size) as pilot:
         await _until(pilot, lambda: app.dashboard.snapshot.t > 0)
-        for scene in SCENES:
-            await pilot.press(*scene.keys)
-            for theme in (DARK, LIGHT):
-                app.theme = theme.name
-                taken[name, theme.name, scene.name] = await _still(pilot, scene)
-            app.theme = DARK.name
-            await pilot.press(*scene.leave)
-            await _until(pilot, lambda: app.screen is app.dashboard)
+        await pilot.pause(3.0)  # the curve is drawn anew after two seconds at the earliest
+        for theme in THEMES:
+            app.theme = theme
+            for scene in SCENES:
+                await pilot.press(*scene.keys)
+                taken[name, theme, scene.name] = await _still(pilot, scene)
+                await pilot.press(*scene.leave)
+                await _until(pilot, lambda: app.screen is app.dashboard)
 
 
 async def _still(pilot: Pilot[Any], scene: Scene) -> str:
@@ -106,7 +103,7 @@ async def _until(pilot: Pilot[Any], true: Any) -> None:
         await pilot.pause(0.02)
 
 
-@pytest.mark.parametrize("theme", [DARK.name, LIGHT.name])
+@pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_a_screen_looks_as_it_did(

@@ -18,12 +18,13 @@ from jobs.service import Progress
 from jobs.states import State
 from tui import format as fmt
 from tui import plot
-from tui.actions import ACTIONS, footer_actions
+from tui.actions import ACTIONS, footer_actions, footer_width
 from tui.collector import where_of
 from tui.dashboard.activity_rows import activity_rows
 from tui.dashboard.device_rows import device_rows
 from tui.dashboard.job_rows import columns, header_row, job_row
 from tui.dashboard.logs import log_sources, log_title
+from tui.newjob.keys import last_line
 from tui.snapshot import JobView, Snapshot, in_order
 
 if TYPE_CHECKING:
@@ -348,3 +349,13 @@ def test_the_footer_fits_80_columns() -> None:
     assert [action.shown for action in footer_actions(78)][-1] == "q"
     assert not {"r", "p"} & {action.shown for action in footer_actions(78)}
     assert {"r", "p", "c"} <= {action.shown for action in footer_actions(98)}
+
+
+@pytest.mark.parametrize("width", [20, 38, 58, 78])
+def test_where_there_is_little_room_help_and_the_way_out_stay(width: int) -> None:
+    actions = footer_actions(width)
+    assert footer_width(actions) <= width
+    assert [action.shown for action in actions][-2:] == ["?", "q"]
+    line = last_line("queue", width, narrow=True).plain
+    assert len(line) <= max(width, len("F1 keys  esc leave"))
+    assert line.endswith("F1 keys  esc leave")

@@ -205,7 +205,7 @@ def everywhere() -> list[BindingType]:
 def footer_actions(
     width: int | None = None, keymap: Mapping[str, str] | None = None
 ) -> list[Action]:
-    """What the footer shows, in its order; of spare actions, as many as so many columns hold.
+    """What the footer shows, in its order: as many actions as so many columns hold.
 
     Args:
         width: Columns.
@@ -216,9 +216,11 @@ def footer_actions(
         replace(one, shown=shown_key(keys)) if (keys := (keymap or {}).get(one.id)) else one
         for one in shown
     ]
-    spare = [action for action in shown if action.spare]
-    while spare and width is not None and footer_width(shown) > width:
-        shown.remove(spare.pop())
+    # Spare ones go first, then others from the right; help and the way out stay.
+    may_go = [action for action in shown if not action.spare and action.group != "app"]
+    may_go += [action for action in shown if action.spare]
+    while may_go and width is not None and footer_width(shown) > width:
+        shown.remove(may_go.pop())
     return shown
 
 

@@ -59,13 +59,23 @@ def main() -> NoReturn:
     except ToolError as error:
         _complain(str(error), 1)
     except click.ClickException as error:
-        _complain(error.format_message(), 2)
+        _complain(_with_way_out(error), 2)
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted", 130)
     except BrokenPipeError:  # `fsdp-tui list | head`
         sys.stderr.close()
         sys.exit(0)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _with_way_out(error: click.ClickException) -> str:
+    """What click says, and where to look where it proposes nothing."""
+    said = error.format_message()
+    if not said.startswith("No such") or "Did you mean" in said:
+        return said
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "fsdp-tui"
+    return f"{said.rstrip('.')}; `{path} --help` shows what there is"
 
 
 @click.group(

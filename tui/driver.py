@@ -69,6 +69,7 @@ class GovernedDriver(LinuxDriver):
 
     def write(self, data: str) -> None:
         """Send to the terminal; afterwards painting may have to wait."""
+        data = writable(data)
         count = _bytes(data)
         self._sent_bytes += count
         self._sent_writes += 1
@@ -121,6 +122,11 @@ class GovernedDriver(LinuxDriver):
     def _sight(self) -> tuple[Any, Any]:
         stack = self._app.screen_stack
         return (stack[-1] if stack else None), self._app.size
+
+
+def writable(text: str) -> str:
+    """The text as UTF-8 can have it; names of files may hold bytes that are none. Pure."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _bytes(text: str) -> int:

@@ -32,7 +32,8 @@ class UiState:
     def __init__(self, home: Path, *, writable: bool = True) -> None:
         self._home = home
         self._writable = writable
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while the disk is waited for
+        self._saving = threading.Lock()
         self._values = self._read()
         self._changed: dict[str, Any] = {}
 
@@ -55,14 +56,18 @@ class UiState:
         Raises:
             OSError: It cannot be written; what was chosen counts for this session.
         """
-        with self._lock, open(self._home / _LOCK, "a", encoding="utf-8") as lock:
+        with self._saving, open(self._home / _LOCK, "a", encoding="utf-8") as lock:
             # Freed when the file is closed, also when this process dies.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self._changed and not self._is_newer():
-                values = self._read() | self._changed
-                text = json.dumps({"version": _VERSION, "values": values}, indent=1)
+            with self._lock:
+                changed = dict(self._changed)
+            if changed and not self._is_newer():
+                text = json.dumps({"version": _VERSION, "values": self._read() | changed}, indent=1)
                 write_atomic(self._home / _FILE, text + "\n")
-            self._changed.clear()
+            with self._lock:  # what was chosen meanwhile is still to be written
+                for name, value in changed.items():
+                    if self._changed[name] == value:
+                        del self._changed[name]
 
     def _read(self) -> dict[str, Any]:
         """What is written; nothing where it is damaged or of a version with other meanings."""

@@ -86,11 +86,17 @@ def refuse(listening: str, host: str, origin: str | None) -> str:
         origin: The site whose page asks, if the browser says.
     """
     name = urlsplit(f"//{host}").hostname or ""
-    if listening in _NAMES_OF_LOOPBACK and name not in _NAMES_OF_LOOPBACK and not _is_address(name):
+    if _is_loopback(listening) and name not in _NAMES_OF_LOOPBACK and not _is_address(name):
         return f"this is not {name}; open http://127.0.0.1 with the port"
     if origin is not None and urlsplit(origin).netloc != host:
         return "pages of other sites may not use the dashboard"
     return ""
+
+
+def _is_loopback(listening: str) -> bool:
+    """Whether only this machine can reach the address, such as 127.0.0.2."""
+    named = listening in _NAMES_OF_LOOPBACK
+    return named or (_is_address(listening) and ipaddress.ip_address(listening).is_loopback)
 
 
 def _is_address(name: str) -> bool:

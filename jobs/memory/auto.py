@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jobs.memory.calibration import read_calibration
@@ -27,12 +28,14 @@ def predicted_ddp(spec: JobSpec, gpus: Sequence[Gpu]) -> Whole | None:
         The prediction where it is tightest; None while nobody has looked at the job, in the form
         or with `fsdp-tui estimate`.
     """
-    found = recall(spec, "ddp", world_size(spec), on_gpus=True)
-    if found is None or not gpus:
-        return None
-    factor = read_calibration().factor
-    fit = worst(
-        fit_of(found, room_of(gpu, (), {}, shares=True), on_gpus=True, factor=factor)
-        for gpu in gpus
-    )
-    return Whole(fit.high, fit.room.free, fit.verdict is Verdict.FITS)
+    with suppress(Exception):  # whatever is wrong with a file of ours, the job starts
+        found = recall(spec, "ddp", world_size(spec), on_gpus=True)
+        if found is None or not gpus:
+            return None
+        factor = read_calibration().factor
+        fit = worst(
+            fit_of(found, room_of(gpu, (), {}, shares=True), on_gpus=True, factor=factor)
+            for gpu in gpus
+        )
+        return Whole(fit.high, fit.room.free, fit.verdict is Verdict.FITS)
+    return None

@@ -103,7 +103,8 @@ def read_calibration(path: Path | None = None) -> Calibration:
     entries = [entry for entry in _entries(path or file()) if _believed(entry.get("peak"))]
     for entry in entries[-_NEWEST:]:
         peak.append(float(entry["peak"]))
-        for name, ratio in (entry.get("phases") or {}).items():
+        phases_of = entry.get("phases")
+        for name, ratio in phases_of.items() if isinstance(phases_of, dict) else ():
             if _believed(ratio):
                 phases.setdefault(str(name), []).append(float(ratio))
     told = {name: tuple(ratios) for name, ratios in phases.items()}

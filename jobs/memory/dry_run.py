@@ -5,8 +5,10 @@ The run is killed once it has measured itself, since its end would write a whole
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +21,7 @@ from jobs.states import State
 from jobs.tools import ToolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from jobs.spec import JobSpec
     from jobs.store import Job, Store
@@ -73,11 +75,12 @@ def measure(
     """
     values = spec.to_dict() | dict(_WITHOUT) | {"name": f"measure-{spec.name}"[:_LONGEST_NAME]}
     plan = plan_submit(store, type(spec).model_validate(values))
-    job = service.carry_out(store, plan)
-    try:
-        report, ended = _watch(store, job, tell)
-    finally:
-        _remove(store, job.id)
+    with _leaving_in_order():
+        job = service.carry_out(store, plan)
+        try:
+            report, ended = _watch(store, job, tell)
+        finally:
+            _remove(store, job.id)
     if ended is not None and "out of" in ended.reason and "memory" in ended.reason:
         return Measured(report.strategy, report.measure, report.peaks, True, ended.reason)
     if ended is not None:
@@ -85,6 +88,24 @@ def measure(
             raise UserError("the two steps were stopped before they were measured")
         raise ToolError(f"the two steps failed: {ended.reason}")
     return Measured(report.strategy, report.measure, report.peaks)
+
+
+@contextmanager
+def _leaving_in_order() -> Iterator[None]:
+    """A closed terminal or SIGTERM ends us like Ctrl-C, so that the endless run is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _watch(store: Store, job: Job, tell: Callable[[str], None]) -> tuple[RunReport, Job | None]:

@@ -20,7 +20,7 @@ from jobs.memory.fit import Fit, Room, Verdict, fit_of, room_of, worst
 from jobs.memory.ladder import climb
 from jobs.memory.question import Refused, arranged, predict
 from jobs.paths import cache_home, state_home
-from jobs.strategy import world_size
+from jobs.strategy import chosen_strategy, depends_on_memory, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -148,20 +148,11 @@ class Estimate:
 
     @cached_property
     def strategy(self) -> str:
-        """What the job runs with: its own strategy, else the fastest that fits, else fsdp2."""
-        if self.spec.strategy != "auto":
-            return self.spec.strategy
-        if world_size(self.spec) == 1:
-            return "single"
-        if self.spec.fsdp_enable is not None:
-            return "fsdp2" if self.spec.fsdp_enable else "ddp"
-        # `auto` needs no dp_replicate_size, and so never comes to hsdp.
-        found = [
-            self.candidate(one, world_size(self.spec))
-            for one in candidates(self.spec, world_size(self.spec)) if one != "hsdp"
-        ]  # fmt: skip
-        best = fastest(found)
-        return best.strategy if best is not None else "fsdp2"
+        """What the job runs with; `auto` comes to what it comes to at the launch."""
+        if not (self.place.on_gpus and depends_on_memory(self.spec)):
+            return chosen_strategy(self.spec)[0]
+        whole = self.candidate("ddp", world_size(self.spec)).fit
+        return "ddp" if whole is not None and whole.verdict is Verdict.FITS else "fsdp2"
 
     @cached_property
     def own(self) -> Found:

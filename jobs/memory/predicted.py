@@ -101,7 +101,7 @@ class Predicted:
                 notes=tuple(map(str, values["notes"])),
                 values=values,
             )
-        except (LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"a damaged prediction ({error!r})") from None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from jobs.block_target import find_target
+from jobs.cascade import settle
 from jobs.errors import SpecError, UserError
 from jobs.families import FAMILIES
 from jobs.memory import cache
@@ -52,7 +53,8 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
     if type(number) is int and number != 1 and ranks % number:
         changes["fsdp_reshard_after_forward"] = True
     try:
-        return type(spec).model_validate(spec.to_dict() | changes)
+        # As it is queued, so that what the form asks for is found again when the job starts.
+        return settle(type(spec).model_validate(spec.to_dict() | changes))
     except ValidationError as error:
         raise SpecError(f"{strategy} on {ranks} ranks: {error.errors()[0]['msg']}") from None
 

@@ -18,6 +18,7 @@ from tui.caches.panel import CachesPanel
 from tui.caches.rows import amount, freed, listed
 from tui.modals.confirm import ConfirmScreen
 from tui.widgets.key_line import key_line
+from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,6 +85,7 @@ class CachesScreen(Screen[None]):
         self._clearing = False
 
     def compose(self) -> ComposeResult:
+        set_size_classes(self)
         yield Static("caches", id="cache-title")
         yield Static("measuring …", id="cache-totals", markup=False)
         yield Static("", id="cache-problem", markup=False)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _MOST_LINES = 3
 _LEAST_BAR = 12  # columns
+# What the next request to stop would do, by how often it was asked for.
+_ON_X = {0: " · x again is firmer", 1: " · x again sends SIGTERM", 2: " · x again kills it"}
 
 
 def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
@@ -28,7 +30,7 @@ def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
         return ((*head, *_progress(view, width - _length(head))),)
     if job.state is State.STOPPING:
         words = f"stopping: {job.reason}" + (f" · {view.doing}" if view.doing else "")
-        words += " · x again is firmer" if job.stop_level < 3 else ""
+        words += _ON_X.get(job.stop_level, "")
         return _wrapped(head, words, width, "warn")
     if job.state is State.QUEUED:
         return _wrapped(head, f"queued: {job.reason or 'starts as soon as it may'}", width, "")

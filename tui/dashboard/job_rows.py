@@ -87,7 +87,7 @@ def job_row(view: JobView, shape: Columns, place: str = "") -> Row:
     spans = [
         Span(right(str(job.id), shape.id) + " ", "dim"),
         Span(left(job.name, shape.name) + " ", "strong" if live else ""),
-        Span(left(f"{glyph} {job.state} {place}", shape.state) + " ", role),
+        Span(left(f"{glyph} {job.state} {place}".rstrip(), shape.state) + " ", role),
     ]
     waits = job.state is State.QUEUED and not now.step
     if waits:

@@ -30,7 +30,6 @@ _EMPTY: tuple[Row, ...] = (
         Span("  fsdp-tui demo", "accent"),
         Span("  in a shell trains a toy model, to see how it goes", "dim"),
     ),
-    (),
 )
 
 

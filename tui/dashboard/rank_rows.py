@@ -132,10 +132,11 @@ def keeping_up(rank: RankStatus, furthest: int, now: float) -> Span:
 
 
 def rank_title(view: JobView, now: float) -> str:
-    """`ranks of #12 demo · 8 · late: 3,5`."""
+    """`ranks of #12 demo · 8 of 8 · late: 3,5`."""
     furthest = max((rank.step for rank in view.ranks), default=0)
     bad = [rank.rank for rank in view.ranks if keeping_up(rank, furthest, now).role == "bad"]
-    count = f"{len(view.ranks)} of {view.job.ranks}" if view.ranks else "none yet"
+    none = "ended" if view.job.state.ended else "none yet"
+    count = f"{len(view.ranks)} of {view.job.ranks}" if view.ranks else none
     late = f" · late: {ranges(bad)}" if bad else ""
     return f"ranks of #{view.job.id} {view.job.name} · {count}{late}"
 

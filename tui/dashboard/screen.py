@@ -22,7 +22,9 @@ from tui.dashboard.log_view import LogView
 from tui.dashboard.logs import log_sources, log_title
 from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
 from tui.snapshot import Snapshot
+from tui.stopping import stop_job
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
+from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +71,7 @@ class DashboardScreen(Screen[None]):
         self.job_tab = ""  # of the job screen, as it was left
 
     def compose(self) -> ComposeResult:
+        set_size_classes(self)
         yield self.title_bar
         with Container(id="body"):
             with Vertical(id="overview"):
@@ -200,7 +203,8 @@ class DashboardScreen(Screen[None]):
         self.app.push_screen(screen, answered)
 
     def action_stop_job(self) -> None:
-        self._do(partial(service.stop, self.store))
+        if (view := self.selected) is not None:
+            stop_job(self.app, self.store, view.job.id)
 
     def action_save_now(self) -> None:
         def save(job: int) -> str:

@@ -24,6 +24,7 @@ from tui.data.rows import looking_row
 from tui.data.words import changes, headlines
 from tui.widgets.key_line import key_line
 from tui.widgets.lines import Lines
+from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,6 +115,7 @@ class DataScreen(Screen[None]):
         self.key_line = Static("", id="data-keys")
 
     def compose(self) -> ComposeResult:
+        set_size_classes(self)
         yield Static(Content(self.heading), id="data-title")
         yield self.looking
         yield Static("", id="data-problem", markup=False)

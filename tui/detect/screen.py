@@ -23,6 +23,7 @@ from tui.detect.rows import looking_row
 from tui.detect.words import about, cautions, headline, outcome, paths, usable
 from tui.widgets.key_line import key_line
 from tui.widgets.lines import Lines
+from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,6 +110,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
         self.looking = Lines(id="detect-looking")
 
     def compose(self) -> ComposeResult:
+        set_size_classes(self)
         with Vertical(classes="dialog", id="detect") as dialog:
             dialog.border_title = "blocks to wrap"
             yield Static(str(self.model), id="detect-model", markup=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
@@ -24,6 +23,8 @@ from tui.job.pane import Pane
 from tui.job.panes import build_pane
 from tui.job.ranks import RanksPane
 from tui.job.tabs import NAMES, TABS, TabLine
+from tui.stopping import stop_job
+from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +96,7 @@ class JobScreen(Screen[None]):
         self._texts: dict[str, Content | str] = {}
 
     def compose(self) -> ComposeResult:
+        set_size_classes(self)
         yield Static("", id="job-title")
         yield self.tabs
         yield Static("", id="job-problem", markup=False)
@@ -205,7 +207,8 @@ class JobScreen(Screen[None]):
     # -- acting ----------------------------------------------------------------------------
 
     def action_stop_job(self) -> None:
-        self._act(partial(service.stop, self.store, self.job.id))
+        stop_job(self.app, self.store, self.job.id)
+        self.looker.wake()
 
     def action_start_job(self) -> None:
         def start() -> str:

@@ -39,7 +39,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     flags = re.MULTILINE | (re.NOFLAG if any(char.isupper() for char in text) else re.IGNORECASE)
     try:
         return re.compile(text, flags)
-    except re.error:
+    except (re.error, OverflowError, RecursionError):  # `a{99999999999}`, a thousand brackets
         return re.compile(re.escape(text), flags)
 
 

@@ -14,6 +14,7 @@ from jobs.cascade import FOLLOWING
 from jobs.conflicts import find_conflicts, find_warnings
 from jobs.errors import SpecError, UserError
 from jobs.families import FAMILIES
+from jobs.rundir import write_atomic
 from jobs.spec import JobSpec, field_names
 from jobs.spec_errors import key_of
 from jobs.specfile import dump_spec, load_spec
@@ -30,6 +31,7 @@ _NOT_OF_TEMPLATES: Final = (
     "name", "pretrained_model_name_or_path", "dataset", "datasets", "device", "gpus",
     "num_processes", *FOLLOWING,
 )  # fmt: skip
+_MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them
 _ROUNDS: Final = 3  # of keys that apply no more because others do not
 
 
@@ -244,6 +246,8 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         return True, f"a {spec.model_family} model"
     except UserError as error:
         return False, str(error)
+    except ValidationError:  # told as what is wrong with the field
+        return True, ""
 
 
 def model_of(values: Mapping[str, Any]) -> Model:
@@ -260,7 +264,7 @@ def ranks_of(values: Mapping[str, Any]) -> int:
     gpus = values.get("gpus")
     count = len(gpus) if isinstance(gpus, list) else gpus or values.get("num_processes")
     text = str(count).strip()
-    return max(1, int(text)) if text.isdecimal() else 1
+    return max(1, int(text)) if text.isdecimal() and len(text) < _MOST_DIGITS else 1
 
 
 def spec_of(values: Mapping[str, Any], *, ignoring: Collection[str] = ()) -> JobSpec:
@@ -293,7 +297,9 @@ def save_yaml(values: Mapping[str, Any], path: Path) -> Path:
     """
     path = path.expanduser()
     try:
-        path.write_text(as_yaml(values), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror or error})") from error
+        # A full disk must not cost what was there; what a link leads to is written, not the link.
+        write_atomic(path.resolve(), as_yaml(values))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write {path} ({reason})") from error
     return path

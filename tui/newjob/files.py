@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
+from jobs.paths import exists
 from jobs.specfile import load_spec
 from jobs.templates import save_template
 from tui.modals.ask_path import AskPathScreen
+from tui.modals.confirm import ConfirmScreen
 from tui.newjob import draft
 
 if TYPE_CHECKING:
@@ -38,15 +40,27 @@ def load(form: NewJobScreen) -> None:
 def save(form: NewJobScreen) -> None:
     """Ask for a path, and write what the form says there, complete or not."""
 
-    def chosen(path: Path | None) -> None:
-        if path is None:
-            return
+    def write(path: Path) -> None:
         try:
             saved = draft.save_yaml(form.values, path)
         except UserError as error:
             form.complain(str(error))
         else:
             form.notify(f"saved as {saved}", markup=False)
+
+    def chosen(path: Path | None) -> None:
+        if path is None:
+            return
+        if not exists(path):
+            write(path)
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                write(path)
+
+        detail = f"{path} is there already; what it says is lost."
+        form.app.push_screen(ConfirmScreen("Replace the file?", detail, "replace"), answered)
 
     name = form.values.get("name") or "job"
     form.app.push_screen(AskPathScreen("save as a job file", f"{name}.yaml"), chosen)

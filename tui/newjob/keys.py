@@ -52,6 +52,6 @@ _WIDE: Final = (
 )  # fmt: skip
 
 
-def last_line(verb: str, *, narrow: bool) -> Content:
+def last_line(verb: str, width: int, *, narrow: bool) -> Content:
     """The line of keys, the one that does what the form is for first."""
-    return key_line((("submit", "^r", verb), *(_NARROW if narrow else _WIDE)))
+    return key_line((("submit", "^r", verb), *(_NARROW if narrow else _WIDE)), width)

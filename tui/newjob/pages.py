@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.spec import field_group, field_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 BLOCKS: Final = "fsdp_transformer_layer_cls_to_wrap"
 PATHS: Final = ("pretrained_model_name_or_path", "dataset")
@@ -109,6 +109,11 @@ PAGES: Final[tuple[Page, ...]] = (
 def page_of(name: str) -> int:
     """The number of the page, from 0, on which a field stands."""
     return next(number for number, page in enumerate(PAGES) if name in page.fields)
+
+
+def first_of(names: Collection[str]) -> str:
+    """Which of these fields a person comes to first; "" if none is on a page."""
+    return next((name for page in PAGES for name in page.fields if name in names), "")
 
 
 def label(name: str) -> str:

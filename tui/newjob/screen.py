@@ -25,9 +25,10 @@ from tui.newjob.fit import FitBars
 from tui.newjob.keys import BINDINGS, last_line
 from tui.newjob.lines import Links, show
 from tui.newjob.looks import Looks
-from tui.newjob.pages import BLOCKS, PAGES, page_of
+from tui.newjob.pages import BLOCKS, PAGES, first_of, page_of
 from tui.newjob.preview import KINDS, Preview
 from tui.newjob.purpose import Purpose
+from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +97,8 @@ class NewJobScreen(Screen[int | None]):
     # -- layout ----------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
+        set_size_classes(self)
+        self._arrange()
         yield Static(self.purpose.heading, id="form-title", markup=False)
         yield Links("", id="form-tabs")
         with Container(id="form-body"):
@@ -245,17 +248,19 @@ class NewJobScreen(Screen[int | None]):
         problems = draft.find_problems(values)
         if not problems:
             return values
-        if key := next(filter(None, problems), ""):
+        if key := first_of({**problems, **self.looks.bad_paths}):
             await self.go_to(key)
         return None
 
     def _submit(self, purpose: Purpose, values: dict[str, Any]) -> None:
         """In a thread."""
+        app = self.app  # a form that was left has none
         try:
             job, told = purpose.carry_out(self.store, draft.spec_of(values))
-            self.post_message(self.Submitted(job))
+            if not self.post_message(self.Submitted(job)):  # left meanwhile, which stops nothing
+                app.post_message(app.Said(f"job {job} {purpose.done}"))
             if told:
-                self.app.post_message(self.app.Said("\n".join(told), "warning"))
+                app.post_message(app.Said("\n".join(told), "warning"))
         except UserError as error:
             late = isinstance(error, StateError) and purpose.job is not None
             self.post_message(self.Submitted(None, str(error), late))
@@ -351,9 +356,9 @@ class NewJobScreen(Screen[int | None]):
             if yes:
                 self.dismiss(None)
 
-        detail = "What you typed is lost. ^s keeps it as a job file, ^t as a template."
         self.app.push_screen(
-            ConfirmScreen("Leave the form?", detail, "leave", refuse="stay"), answered
+            ConfirmScreen("Leave the form?", texts.leaving(self._busy), "leave", refuse="stay"),
+            answered,
         )
 
     # -- inside ----------------------------------------------------------------------------
@@ -364,14 +369,15 @@ class NewJobScreen(Screen[int | None]):
 
     def _arrange(self) -> None:
         """Fields and preview beside each other, or one of them. Classes would restyle them all."""
-        width = self.size.width
+        width = self.app.size.width
         beside = width >= (_WIDE if self.fields.page == 0 else _WIDEST)
         self.preview.display = beside or self._reading
         self.fields.display = beside or not self._reading
         self.preview.set_class(not beside, "-alone")
 
     def _show_keys(self) -> None:
-        keys = last_line(self.purpose.verb, narrow=self.size.width < _WIDE)
+        width = self.size.width
+        keys = last_line(self.purpose.verb, width - 2, narrow=width < _WIDE)
         self.query_one("#form-keys", Static).update(keys)
 
     def _help(self, text: str) -> None:

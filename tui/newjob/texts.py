@@ -117,3 +117,10 @@ def from_text(name: str, text: str) -> Any:
         except ValueError:
             return text
     return text
+
+
+def leaving(queueing: bool) -> str:
+    """What becomes of what was typed when the form is left."""
+    if queueing:
+        return "The job is being queued already, and leaving does not stop that."
+    return "What you typed is lost. ^s keeps it as a job file, ^t as a template."

@@ -34,7 +34,7 @@ def complete_path(text: str, suffixes: Sequence[str] | None = ()) -> str | None:
         with os.scandir(folder) as entries:
             for entry in entries:
                 hidden = entry.name.startswith(".") and not tail.startswith(".")
-                if hidden or not entry.name.startswith(tail):
+                if hidden or not entry.name.startswith(tail) or not _is_text(entry.name):
                     continue
                 if entry.is_dir():
                     found.append((False, f"{entry.name}/"))
@@ -43,6 +43,11 @@ def complete_path(text: str, suffixes: Sequence[str] | None = ()) -> str | None:
     except (OSError, ValueError):
         return None
     return f"{head}{slash}{min(found)[1]}" if found else None
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name can be shown and stand in a job file: it is UTF-8 and printable."""
+    return name.isprintable()
 
 
 class PathSuggester(Suggester):

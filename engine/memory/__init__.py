@@ -1,0 +1,30 @@
+"""Predict the peak memory of a job on each rank, without weights and without a GPU.
+
+`trace_model` runs the real model, with the shapes that the job feeds it, on fake tensors: one block
+of each kind for real, the others as its echo. What it writes down, a `Trace`, is the memory of
+activations over one step, with a mark wherever an FSDP unit begins or ends. That takes seconds, and
+is the same for any number of ranks. `predict` then does the arithmetic for a strategy, a number of
+ranks, an optimizer and the rest of a job's settings, in milliseconds: it walks along the trace, and
+adds what each unit holds, gathers and reduces at every mark, and what the optimizer keeps.
+
+    report.py     what is answered: `Prediction`, `Phase`, `Parts`; JSON in and out, no torch
+    overheads.py  what no model explains: named constants, to be calibrated
+    shape.py      what of a job decides the trace, and nothing else
+    model.py      the job's own model on fake tensors: config, adapters, units, checkpointing
+    inputs.py     what the family's `predict` is fed
+    live.py       counts the bytes of live storages while something runs
+    cuda.py       what GPUs do otherwise than the CPU that fake tensors pretend to be
+    marks.py      where the units of FSDP2 begin and end
+    timeline.py   what happens to memory, between marks
+    assume.py     answers for what fake tensors cannot say
+    record.py     what one block does to memory
+    echo.py       runs a block once, and repeats what it did to memory
+    trace.py      `Trace`: one forward and one backward
+    sharding.py   what a unit of FSDP2 takes at each of its marks
+    optimizers.py state and temporary memory of each optimizer
+    walk.py       along a trace, with what units hold, gather and reduce
+    predict.py    `predict`
+    phases.py     loading, caching, sampling and saving
+    host.py       host memory and disk
+    estimator.py  traces kept, predictions from them; `python -m engine.memory` serves it
+"""

@@ -1,0 +1,139 @@
+"""`python -m engine.memory`: predict memory, as a server of JSON lines or once for a job file.
+
+Without arguments it reads requests from standard input, a JSON object a line, and answers each with
+a line: `{"id": …, "job": {…}, "ranks": […], "strategies": […], "changes": [{…}]}`. All but the job
+may be left out; every combination is answered. It ends at the end of the input, and never because
+of a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.command import OneLineParser
+from jobs.errors import UserError
+from jobs.specfile import load_spec
+
+if TYPE_CHECKING:
+    from engine.memory.estimator import Estimator
+    from jobs.spec import JobSpec
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0, or 2 for a bad job.
+    """
+    parser = OneLineParser(prog="python -m engine.memory", description=__doc__)
+    parser.add_argument("job", nargs="?", type=Path, metavar="JOB.yaml")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--ranks", help="such as 2,4,8")
+    parser.add_argument("--strategies", help="such as ddp,fsdp2")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args(arguments)
+    if asked.job is None:
+        with contextlib.redirect_stdout(sys.stderr):  # answers alone go to standard output
+            serve(sys.__stdin__, sys.__stdout__)
+        return 0
+    try:
+        changes = dict(change.split("=", 1) for change in asked.changes)
+        ranks = [int(number) for number in asked.ranks.split(",")] if asked.ranks else None
+        spec = load_spec(asked.job, changes)
+    except (UserError, ValueError) as error:
+        print(f"fsdp-tui: {error}", file=sys.stderr)
+        return 2
+    strategies = asked.strategies.split(",") if asked.strategies else None
+    with contextlib.redirect_stdout(sys.stderr):
+        found = answer(_estimator(), {"ranks": ranks, "strategies": strategies}, spec)
+    print(json.dumps(found) if asked.json else _table(found))
+    return 0 if found["predictions"] else 2
+
+
+def serve(requests: Any, answers: Any) -> None:
+    """Answer requests until there are no more."""
+    estimator: Estimator | None = None
+    for line in requests:
+        if not line.strip():
+            continue
+        name: Any = None
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict) or not isinstance(request.get("job"), dict):
+                raise UserError("a request is a JSON object with a job")
+            name = request.get("id")
+            spec = load_spec(None, request["job"])
+            estimator = estimator or _estimator()
+            found = {"id": name, **answer(estimator, request, spec)}
+        except Exception as error:  # whatever it was, the next request is another one
+            found = {"id": name, **_words(error)}
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+def answer(estimator: Estimator, request: dict[str, Any], spec: JobSpec) -> dict[str, Any]:
+    """Predictions for every combination of changes, strategies and ranks."""
+    begun = time.perf_counter()
+    predictions: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    for changes in request.get("changes") or [{}]:
+        for strategy in request.get("strategies") or [None]:
+            for ranks in request.get("ranks") or [None]:
+                about = {"changes": changes, "strategy": strategy, "ranks": ranks}
+                try:
+                    changed = changed_spec(spec, changes)
+                    found = estimator.estimate(changed, ranks, strategy)
+                    predictions.append(found.to_dict() | {"changes": changes})
+                except Exception as error:
+                    failed.append(about | _words(error))
+    seconds = round(time.perf_counter() - begun, 4)
+    return {"predictions": predictions, "failed": failed, "seconds": seconds}
+
+
+def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
+    """A job with other values for some keys.
+
+    Raises:
+        UserError: It cannot be run so.
+    """
+    return load_spec(None, spec.to_dict(only_set=True) | changes) if changes else spec
+
+
+def _estimator() -> Estimator:
+    # Not needed for any of this, and slow to import.
+    for name in ("torchao", "bitsandbytes"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from engine.memory.estimator import Estimator
+
+    return Estimator()
+
+
+def _words(error: Exception) -> dict[str, Any]:
+    if isinstance(error, UserError):
+        return {"error": error.message, "hint": error.hint}
+    words = " ".join(str(error).split())[:300]
+    return {"error": f"memory cannot be predicted ({type(error).__name__}: {words})", "hint": None}
+
+
+def _table(found: dict[str, Any]) -> str:
+    """A row for each prediction, in GiB."""
+    rows = []
+    for one in found["predictions"]:
+        phases = "  ".join(f"{p['name']} {p['peak'] / 2**30:.1f}" for p in one["phases"])
+        low, high = (size / 2**30 for size in one["device"])
+        rows.append(
+            f"{one['ranks']:5} {one['strategy']:6} {low:7.1f} to {high:.1f} GiB a GPU   {phases}"
+        )
+    rows += [f"{one['ranks']} {one['strategy']}: {one['error']}" for one in found["failed"]]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Predictions for a job and what could be changed in it; traces are kept by shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.memory.host import disk_of, host_of
+from engine.memory.overheads import OVERHEADS, Overheads
+from engine.memory.phases import autoencoder_bytes, decoding, latent_cache, text_cache
+from engine.memory.predict import layout_of, predict, strategy_of
+from engine.memory.report import Parts, Phase, Prediction
+from engine.memory.shape import Shape, shape_of
+from engine.memory.trace import Trace, trace_model
+from engine.precision import compute_dtype
+from engine.text_encoders import encoder_bytes
+from jobs.cascade import settle
+from jobs.errors import UserError
+from jobs.models import find_model
+from jobs.strategy import SHARDING, world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from pathlib import Path
+
+    from jobs.spec import JobSpec
+
+_KEPT: Final = 24  # traces; a few hundred KB each
+_NO_MODEL: Final = (
+    "the model is not on this machine: text encoders and autoencoder are not counted, and files "
+    "are taken to hold bf16"
+)
+
+
+class Estimator:
+    """Predicts, and remembers what took time.
+
+    Args:
+        overheads: What comes on top of tensors.
+    """
+
+    def __init__(self, overheads: Overheads = OVERHEADS) -> None:
+        self._overheads = overheads
+        self._traces: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def estimate(
+        self, spec: JobSpec, ranks: int | None = None, strategy: str | None = None
+    ) -> Prediction:
+        """What a job needs on the rank that needs the most.
+
+        Args:
+            spec: The job.
+            ranks: World size; the job's own when left out.
+            strategy: single, ddp, hsdp or fsdp2; what the job would run when left out.
+
+        Raises:
+            UserError: The job cannot run like that, or its model is not known.
+        """
+        ranks = ranks or world_size(spec)
+        strategy = strategy or strategy_of(spec, ranks)
+        sharded = strategy in SHARDING
+        trace = self._trace(spec, sharded=sharded, training=True)
+        assert trace is not None, "every job has steps"
+        sample = self._sample(spec, sharded=sharded)
+        root = _root(spec.pretrained_model_name_or_path)
+        layout = layout_of(spec, ranks, strategy)
+        beside = self._beside(spec, trace.shape, root, ranks) if root is not None else []
+        found = predict(
+            trace, spec, ranks, strategy, sample=sample, beside=beside,
+            resident=_resident(spec, root, ranks),
+            overheads=self._overheads, disk=disk_of(spec, trace),
+            notes=_notes(spec, root, sampled=sample is not None),
+        )  # fmt: skip
+        found = self._with_decoding(found, spec, root)
+        autoencoder = autoencoder_bytes(root) if root is not None else 0
+        host = host_of(spec, trace, layout, ranks, device=found.peak, autoencoder=autoencoder)
+        return replace(found, host=host)
+
+    def _trace(self, spec: JobSpec, *, sharded: bool, training: bool) -> Trace | None:
+        shape = shape_of(spec, sharded=sharded, training=training)
+        return None if shape is None else self._once(shape.key, lambda: trace_model(shape))
+
+    def _sample(self, spec: JobSpec, *, sharded: bool) -> Trace | None:
+        """A forward for samples; None too where a model asks numbers that fake tensors lack."""
+        try:
+            return self._trace(spec, sharded=sharded, training=False)
+        except UserError:
+            raise
+        except Exception:
+            return None
+
+    def _beside(self, spec: JobSpec, shape: Shape, root: Path, ranks: int) -> list[Phase]:
+        key = shape.key
+        texts = text_cache(spec, root, ranks)
+        latents = self._once(("latents", key), lambda: latent_cache(spec, root))
+        return [phase for phase in (texts, latents) if phase is not None]
+
+    def _with_decoding(self, found: Prediction, spec: JobSpec, root: Path | None) -> Prediction:
+        """A sample is decoded when no weights are gathered."""
+        shape = shape_of(spec, sharded=False, training=False)
+        if root is None or shape is None:
+            return found
+        more: Parts | None = self._once(("decoding", shape.key), lambda: decoding(spec, root))
+        known = found.phase("sample")
+        if more is None or known is None:
+            return found
+        held = Parts(parameters=known.parts.parameters, optimizer=known.parts.optimizer)
+        parts = replace(held, workspace=more.workspace)
+        if parts.total <= known.parts.total:
+            return found
+        phases = tuple(
+            Phase("sample", parts, "decoding") if one.name == "sample" else one
+            for one in found.phases
+        )
+        peak = max(one.peak for one in phases)
+        reserved = self._overheads.reserved(peak) if spec.device != "cpu" else (peak, peak)
+        return replace(found, phases=phases, reserved=reserved)
+
+    def _once(self, key: Hashable, make: Any) -> Any:
+        if key not in self._traces:
+            self._traces[key] = make()
+            while len(self._traces) > _KEPT:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(key)
+        return self._traces[key]
+
+
+@lru_cache(maxsize=64)
+def _root(name: str) -> Path | None:
+    """The model's directory; None where it is not here."""
+    try:
+        return find_model(name)
+    except UserError:
+        return None
+
+
+def _resident(spec: JobSpec, root: Path | None, ranks: int) -> int:
+    """Text encoders that stay while the model trains, which only a single rank's may."""
+    settled = settle(spec.model_copy(update={"num_processes": ranks}))
+    if root is None or settled.unload_text_encoder:
+        return 0
+    try:
+        return encoder_bytes(root, compute_dtype(spec))
+    except UserError:
+        return 0
+
+
+def _notes(spec: JobSpec, root: Path | None, *, sampled: bool) -> list[str]:
+    said = [] if root is not None else [_NO_MODEL]
+    if spec.validation_prompts and not sampled:
+        said.append("samples of this model cannot be traced, and are not counted")
+    if spec.torch_compile:
+        said.append("torch_compile keeps less than is counted here, and its workspaces are not")
+    if spec.context_parallel_size > 1:
+        said.append(
+            "context parallelism is counted as activations divided by its ranks; what attention "
+            "exchanges is not"
+        )
+    if spec.attention_backend == "math":
+        said.append("the math kernel of attention is counted as on a CPU")
+    return said

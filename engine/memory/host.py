@@ -1,0 +1,93 @@
+"""Host memory and disk of a job, from the sizes of what it trains."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Final
+
+from engine.memory.optimizers import state_bytes
+from engine.memory.predict import trained_of
+from engine.memory.sharding import Layout, cost_of
+from jobs.host_room import host_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.memory.trace import Trace
+    from jobs.spec import JobSpec
+
+# Of a rank on a GPU: Python, torch, diffusers, transformers and CUDA's own host side.
+PROCESS: Final = 2_500_000_000
+# The same on CPU ranks, without CUDA.
+PROCESS_ON_CPU: Final = 700_000_000
+_READERS: Final = 4 * 16 * 2**20  # buffers of `engine.weight_reader`
+_EXPORTED: Final = {"fp32": 4, "float32": 4, "bf16": 2, "fp16": 2}
+
+
+def host_of(
+    spec: JobSpec, trace: Trace, layout: Layout, ranks: int, *, device: int, autoencoder: int = 0
+) -> dict[str, int]:
+    """Bytes in host memory.
+
+    Args:
+        spec: The job.
+        trace: Of its step.
+        layout: How weights lie on the ranks.
+        ranks: World size; all of them are on this machine.
+        device: The most that a rank has on its device; on CPU ranks that is host memory too.
+        autoencoder: Bytes of the autoencoder, which waits there while samples are denoised.
+    """
+    trained = trained_of(trace, layout)
+    on_cpu = spec.device == "cpu"
+    copy = _saved(spec, trace, layout)
+    found = {"process": PROCESS_ON_CPU if on_cpu else PROCESS, "loading": _READERS}
+    if on_cpu:
+        found["tensors"] = device
+    if layout.offload:
+        shards = sum(cost_of(unit, layout).host for unit in trace.units)
+        found["offloaded_weights"] = shards
+        found["offloaded_gradients"] = sum(one.size for one in trained)
+        found["offloaded_optimizer"] = state_bytes(spec, trained)
+    if spec.use_ema and spec.ema_device == "cpu" and not on_cpu:
+        found["ema"] = sum(one.size for one in trained)
+    if spec.checkpointing_async is not False and spec.fsdp_state_dict_type != "FULL_STATE_DICT":
+        found["checkpoint_copy"] = copy
+    if spec.validation_prompts:
+        found["autoencoder"] = autoencoder
+    rank = sum(found.values())
+    needed = rank - (0 if spec.checkpointing_async else found.get("checkpoint_copy", 0))
+    # A copy is made only where there is room, unless the job insists.
+    return found | {
+        "rank": rank, "least": needed, "machine": rank * ranks, "machine_least": needed * ranks,
+        "present": host_bytes(),
+    }  # fmt: skip
+
+
+def disk_of(spec: JobSpec, trace: Trace, run_root: Path | None = None) -> dict[str, int]:
+    """Bytes on disk, whatever the number of ranks."""
+    whole = Layout(0)
+    checkpoint = _saved(spec, trace, whole)
+    every = spec.checkpointing_steps
+    saves = -(-spec.max_train_steps // every) if every else 1
+    kept = min(saves, spec.checkpoints_total_limit or saves)
+    numbers = trace.trained
+    auto = 4 if spec.model_type == "lora" else trace.shape.file_bytes
+    width = _EXPORTED.get(str(spec.export_dtype), auto)
+    formats = 1 if spec.model_type == "full" else max(1, len(spec.export_formats or [1, 1]))
+    found = {
+        "checkpoint": checkpoint,
+        "checkpoints": kept * checkpoint,
+        # One more is complete before the oldest is deleted.
+        "at_most": (kept + 1) * checkpoint,
+        "export": numbers * width * formats,
+    }
+    if run_root is not None:
+        found["free"] = shutil.disk_usage(run_root).free
+    return found
+
+
+def _saved(spec: JobSpec, trace: Trace, layout: Layout) -> int:
+    """Weights, optimizer state and average of what is trained, as a checkpoint has them."""
+    trained = trained_of(trace, layout)
+    numbers = sum(4 * one.numel for one in trained)
+    return numbers * (2 if spec.use_ema else 1) + state_bytes(spec, trained)

@@ -1,0 +1,143 @@
+"""What a family's `predict` is fed: shapes of latents and of encoded captions.
+
+Both follow from the denoiser's config but for a few numbers of the parts around it, which all
+published models of a family share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from engine.data.index import sizes_of
+from jobs.errors import UserError
+from jobs.families import get_family
+from jobs.prompts import requests_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jobs.spec import JobSpec
+
+_LONGEST_VIDEO: Final = 81  # frames; `engine.data.index` reads no more where a job does not say
+_CLIP_TOKENS: Final = 77
+_LLAMA_LAYERS: Final = 32  # of the Llama 3.1 8B that HiDream is used with
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The latents of a family.
+
+    Attributes:
+        side: Pixels of a latent's side.
+        frames: Frames of a latent, but for the first; 0 for pictures.
+    """
+
+    side: int = 8
+    frames: int = 0
+
+
+_CELLS: Final = {
+    "flux2": Cells(16), "sana": Cells(32),
+    "wan": Cells(8, 4), "hunyuanvideo": Cells(8, 4), "ltxvideo": Cells(32, 8),
+}  # fmt: skip
+_PACKED: Final = ("flux", "chroma", "qwen_image")  # their `in_channels` are of 2×2 latents
+
+
+def latents_shape(
+    spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], frames: int = 1
+) -> tuple[int, ...]:
+    """`(C, h, w)`, of families that train on videos `(C, f, h, w)`.
+
+    Args:
+        spec: The job.
+        config: The denoiser's.
+        size: Width and height in pixels.
+        frames: Of the video.
+    """
+    cells = _CELLS.get(spec.model_family, Cells())
+    if spec.model_family == "wan" and config["in_channels"] == 48:  # TI2V-5B has a VAE of its own
+        cells = Cells(16, 4)
+    width, height = (side // cells.side for side in size)
+    channels = config["in_channels"] // (4 if spec.model_family in _PACKED else 1)
+    if not cells.frames:
+        return channels, height, width
+    return channels, (frames - 1) // cells.frames + 1, height, width
+
+
+def caption_shapes(
+    spec: JobSpec, config: Mapping[str, Any]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name → shape and precision of what `Family.encode` gives at most, without a batch."""
+    from engine.precision import compute_dtype
+
+    dtype, length = compute_dtype(spec), spec.max_sequence_length
+    mask = {"prompt_attention_mask": ((length,), torch.int64)}
+
+    def text(width: str, tokens: int = length) -> dict[str, Any]:
+        return {"prompt_embeds": ((tokens, config[width]), dtype)}
+
+    def pooled(width: int) -> dict[str, Any]:
+        return {"pooled_prompt_embeds": ((width,), dtype)}
+
+    match spec.model_family:
+        case "flux":
+            return text("joint_attention_dim") | pooled(config["pooled_projection_dim"])
+        case "flux2":
+            return text("joint_attention_dim")
+        case "qwen_image":
+            masked = {"prompt_embeds_mask": ((length,), torch.bool)}
+            return text("joint_attention_dim") | masked
+        case "z_image":
+            return text("cap_feat_dim") | {"prompt_embeds_mask": ((length,), torch.bool)}
+        case "sd3":
+            tokens = _CLIP_TOKENS + length
+            return text("joint_attention_dim", tokens) | pooled(config["pooled_projection_dim"])
+        case "sdxl":
+            beside = 6 * config["addition_time_embed_dim"]
+            width = config["projection_class_embeddings_input_dim"] - beside
+            return text("cross_attention_dim", _CLIP_TOKENS) | pooled(width)
+        case "chroma":
+            return text("joint_attention_dim") | {"prompt_attention_mask": ((length,), dtype)}
+        case "lumina2":
+            return text("cap_feat_dim") | mask
+        case "auraflow":
+            return text("joint_attention_dim") | mask
+        case "sana" | "pixart_sigma" | "ltxvideo":
+            return text("caption_channels") | mask
+        case "wan":
+            return text("text_dim")
+        case "hunyuanvideo":
+            return text("text_embed_dim") | pooled(config["pooled_projection_dim"]) | mask
+        case "hidream":
+            t5, llama = config["caption_channels"]
+            return {
+                "prompt_embeds_t5": ((length, t5), dtype),
+                "prompt_embeds_llama3": ((_LLAMA_LAYERS, length, llama), dtype),
+            } | pooled(config["text_emb_dim"])
+    raise UserError(f"what {spec.model_family} is fed is not known to the memory prediction")
+
+
+def training_size(spec: JobSpec) -> tuple[int, int]:
+    """Width and height of the bucket with the most pixels; the squarest of them."""
+    sizes = sizes_of(spec)
+    return max(sizes, key=lambda size: (size[0] * size[1], -abs(size[0] - size[1])))
+
+
+def training_frames(spec: JobSpec) -> int:
+    """The frames of a sample; the most that a video may have where the job does not say."""
+    step = get_family(spec.model_family).frame_step
+    if not step:
+        return 1
+    return ((spec.num_frames or _LONGEST_VIDEO) - 1) // step * step + 1
+
+
+def sampled(spec: JobSpec) -> tuple[tuple[int, int], int] | None:
+    """Size and frames of the largest sample that the job makes; None if it makes none."""
+    requests = requests_of(spec)
+    if not requests:
+        return None
+    most = max(requests, key=lambda one: one.width * one.height * one.frames)
+    return (most.width, most.height), most.frames

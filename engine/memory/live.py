@@ -1,0 +1,160 @@
+"""Counts the bytes of tensors that are alive while something runs on fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BLOCK: Final = 512
+"""What CUDA's allocator rounds every allocation up to, in bytes."""
+
+
+def rounded(size: int) -> int:
+    """What the allocator counts for an allocation of so many bytes."""
+    return -(-size // BLOCK) * BLOCK
+
+
+class Live(TorchDispatchMode):
+    """Within, every storage that an operation makes is counted until it is freed.
+
+    What existed before is not counted. Gradients of parameters are counted apart from all else,
+    from the moment that they are attached.
+
+    Attributes:
+        activations: Bytes alive now, but for attached gradients.
+        gradients: Bytes of gradients attached to parameters.
+        most: The most that both were together, since `reset`.
+        most_activations: The most that `activations` was, since `reset`.
+        temporary: Function and arguments of an operation → bytes that it takes only while it runs.
+    """
+
+    def __init__(self, temporary: Callable[[Any, Any], int] = lambda function, given: 0) -> None:
+        super().__init__()
+        self.activations = 0
+        self.gradients = 0
+        self.most = 0
+        self.most_activations = 0
+        self.temporary = temporary
+        self._sizes: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
+        self._silent = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if extra := self.temporary(func, args):
+            self.simulate(extra)
+        for leaf in tree_iter(result):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return result
+
+    # -- counting --------------------------------------------------------------------------
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage, unless it is counted already; of a wrapper what it wraps."""
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is not None:  # a `DTensor` pretends to have all of it
+            for name in flatten()[0]:
+                inner = getattr(tensor, name)
+                if isinstance(inner, torch.Tensor):  # and not its mesh
+                    self.add(inner)
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = rounded(storage.nbytes())
+        reference = weakref.ref(storage, lambda _: self._forget(key))
+        self._sizes[key] = (reference, size, False)
+        self.activations += size
+        self._look()
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Never count a tensor's storage: it is counted elsewhere."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._sizes[key] = (weakref.ref(storage, lambda _: self._forget(key)), 0, False)
+
+    def attach(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage as a gradient from now on."""
+        self.add(tensor)
+        key = tensor.untyped_storage()._cdata
+        reference, size, attached = self._sizes[key]
+        if not attached:
+            self._sizes[key] = (reference, size, True)
+            self.activations -= size
+            self.gradients += size
+
+    def resized(self, storage: Any) -> None:
+        """Count a storage anew, whose size was changed in place."""
+        key = storage._cdata
+        if key in self._sizes:
+            reference, before, attached = self._sizes[key]
+            size = rounded(storage.nbytes())
+            self._sizes[key] = (reference, size, attached)
+            self.activations += size - before
+            self._look()
+
+    def drop(self, keys: set[int]) -> None:
+        """Count these storages no more, although they are alive."""
+        for key in keys:
+            self._forget(key)
+
+    def alive(self) -> set[int]:
+        """The storages that are counted now."""
+        return set(self._sizes)
+
+    def size(self, key: int) -> int:
+        """The bytes counted for a storage; 0 if it is not counted."""
+        return self._sizes[key][1] if key in self._sizes else 0
+
+    def _forget(self, key: int) -> None:
+        known = self._sizes.pop(key, None)
+        if known is None:
+            return
+        _, size, attached = known
+        if attached:
+            self.gradients -= size
+        else:
+            self.activations -= size
+
+    # -- peaks -----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Begin a new stretch."""
+        self.most = self.activations + self.gradients
+        self.most_activations = self.activations
+
+    def simulate(self, activations: int, together: int | None = None) -> None:
+        """Have it been so much more for a moment: of activations, and with gradients."""
+        self.most_activations = max(self.most_activations, self.activations + activations)
+        together = activations if together is None else together
+        self.most = max(self.most, self.activations + self.gradients + together)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Within, no new peaks are seen."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    def _look(self) -> None:
+        if not self._silent:
+            self.most = max(self.most, self.activations + self.gradients)
+            self.most_activations = max(self.most_activations, self.activations)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from others while it is alive."""
+    return tensor.untyped_storage()._cdata

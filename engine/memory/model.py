@@ -1,0 +1,219 @@
+"""The job's own model on fake tensors: config, adapters, units, checkpointing.
+
+Built as a rank builds it (`engine.run.build_model`), but for the weights: parameters are as they
+are when their unit is gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine import adapters, families
+from engine.backends import choose_attention
+from engine.memory.live import rounded
+from engine.parallel import _modules_to_wrap, build_plugin
+from engine.precision import compute_dtype, storage_dtype
+from engine.run import kept_whole
+from engine.weights import parameters_on_meta, trained_in_fp32
+from jobs.errors import UserError
+from jobs.models import find_model
+
+if TYPE_CHECKING:
+    from engine.families import Family
+    from engine.memory.shape import Shape
+
+_IN_FILE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter.
+
+    Attributes:
+        name: Its name in the adapted model.
+        shape: Its shape.
+        stored: Bytes of one number as a rank holds it.
+        gathered: Bytes of one number while its unit computes.
+        trained: Whether it is trained.
+        lora: Whether it is the adapter's.
+        fp32: Whether full training computes with it in fp32, so that it stays whole on every rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: int
+    gathered: int
+    trained: bool
+    lora: bool
+    fp32: bool
+
+    @cached_property
+    def numel(self) -> int:
+        """Numbers in it."""
+        count = 1
+        for side in self.shape:
+            count *= side
+        return count
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered together.
+
+    Attributes:
+        name: Of the module; the root's is empty.
+        weights: Its parameters, but for those of units inside of it.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model, and what it is made of.
+
+    Attributes:
+        model: On the meta device, with adapters; buffers are real.
+        family: Its family.
+        units: In the order of registration, the root last.
+        blocks: Names of the modules that are repeated, none inside of another.
+        buffers: Bytes of all buffers.
+    """
+
+    model: torch.nn.Module
+    family: Family
+    units: tuple[Unit, ...]
+    blocks: tuple[str, ...]
+    buffers: int
+
+
+def build(shape: Shape) -> Built:
+    """Build the model of a job without weights.
+
+    Raises:
+        UserError: The config describes no model, or the job's settings do not fit it.
+    """
+    spec = shape.spec
+    family = families.load(spec.model_family, spec.model_flavour, _root(shape), spec.fps)
+    model_class = family.transformer_class()
+    try:
+        with parameters_on_meta():
+            model = model_class.from_config(shape.config)
+    except Exception as error:  # whatever a constructor makes of numbers that do not fit
+        words = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{model_class.__name__} cannot be built from its config "
+            f"({type(error).__name__}: {words})",
+            "check the model's config.json",
+        ) from error
+    in_fp32 = {id(parameter) for parameter in trained_in_fp32(model)}
+    fp32 = {name for name, p in model.named_parameters() if id(p) in in_fp32}
+    _set_precision(model, shape, fp32)
+    choose_attention(model, spec)
+    if spec.model_type == "lora":
+        adapters.add_lora(model, spec, family.LORA_TARGETS)
+        fp32 = {name.replace(".base_layer.", ".") for name in fp32}
+    units, blocks = _units(model, shape, fp32)
+    buffers = sum(rounded(one.numel() * one.element_size()) for one in model.buffers())
+    return Built(model, family, units, blocks, buffers)
+
+
+def on_fake(built: Built, shape: Shape) -> None:
+    """Replace parameters and buffers by fake ones, as gathered; under a `FakeTensorMode`."""
+    spec = shape.spec
+    widths = {w.name: w.gathered for unit in built.units for w in unit.weights}
+    narrow = compute_dtype(spec)
+    made: dict[int, torch.Tensor] = {}
+    names = dict(built.model.named_parameters(remove_duplicate=False))
+    for name, parameter in names.items():
+        known = made.get(id(parameter))
+        if known is None:
+            narrowed = parameter.dtype is torch.float32 and widths.get(name) == narrow.itemsize
+            dtype = narrow if narrowed and shape.sharded else parameter.dtype
+            fake = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+            known = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            made[id(parameter)] = known
+        _set(built.model, name, known, "_parameters")
+    for name, buffer in dict(built.model.named_buffers(remove_duplicate=False)).items():
+        fake = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu")
+        _set(built.model, name, fake, "_buffers")
+
+
+def _root(shape: Shape) -> Any:
+    """The model's directory; None where only its published config is known."""
+    try:
+        return find_model(shape.spec.pretrained_model_name_or_path)
+    except UserError:
+        return None
+
+
+def _set_precision(model: torch.nn.Module, shape: Shape, fp32: set[str]) -> None:
+    """As `engine.weights.build_on_meta` does by the files, which need not be here."""
+    spec, in_file = shape.spec, _IN_FILE[shape.file_bytes]
+    made: dict[int, torch.nn.Parameter] = {}
+    for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():
+        if id(parameter) not in made:
+            dtype = storage_dtype(spec, in_file, keep_fp32=name in fp32)
+            trained = spec.model_type == "full" and parameter.requires_grad
+            made[id(parameter)] = torch.nn.Parameter(parameter.to(dtype), requires_grad=trained)
+        _set(model, name, made[id(parameter)], "_parameters")
+
+
+def _set(model: torch.nn.Module, name: str, tensor: torch.Tensor, where: str) -> None:
+    owner, _, leaf = name.rpartition(".")
+    getattr(model.get_submodule(owner), where)[leaf] = tensor
+
+
+def _units(
+    model: torch.nn.Module, shape: Shape, fp32: set[str]
+) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
+    spec = shape.spec
+    whole = set(kept_whole(model, spec))
+    plugin = build_plugin(spec, torch.device("cpu"))
+    chosen = _modules_to_wrap(model, spec, plugin, whole)
+    names = {module: name for name, module in model.named_modules()}
+    of_parameter = {
+        parameter: _weight(name, parameter, shape, fp32)
+        for name, parameter in model.named_parameters()
+    }
+    taken: set[torch.nn.Parameter] = set()
+    found = {}
+    for module in [*chosen, model]:  # inner ones first
+        own = [p for p in module.parameters() if p not in taken]
+        taken.update(own)
+        found[module] = Unit(names[module], tuple(of_parameter[p] for p in own))
+    units = [found[module] for module in names if module in found and module is not model]
+    return (*units, found[model]), _repeated(model, {names[module] for module in chosen}, names)
+
+
+def _repeated(
+    model: torch.nn.Module, units: set[str], names: dict[torch.nn.Module, str]
+) -> tuple[str, ...]:
+    """The outermost modules in lists that are units, or of a class that the family repeats."""
+    from jobs.families import FAMILIES
+
+    classes = {block for family in FAMILIES.values() for block in family.blocks}
+    found: list[str] = []
+    for module, name in names.items():
+        block = type(module).__name__ in classes or (name in units and name[-1:].isdigit())
+        if name and block and not any(name.startswith(outer + ".") for outer in found):
+            found.append(name)
+    return tuple(found)
+
+
+def _weight(name: str, parameter: torch.nn.Parameter, shape: Shape, fp32: set[str]) -> Weight:
+    spec = shape.spec
+    kept = name.replace(".base_layer.", ".") in fp32
+    stored = parameter.element_size()
+    full = spec.model_type == "full"
+    narrow = shape.sharded and full and not kept
+    gathered = compute_dtype(spec).itemsize if narrow else stored
+    lora = spec.model_type == "lora" and adapters.is_lora(name)
+    return Weight(
+        name, tuple(parameter.shape), stored, gathered, parameter.requires_grad, lora, kept and full
+    )

@@ -1,0 +1,103 @@
+"""State and temporary memory of each optimizer, from the shapes of what a rank trains.
+
+Formulas, since running one on the shards of a new number of ranks would take longer than a person
+waits for. `tests/test_memory_optimizers.py` runs the real ones beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from engine.memory.live import BLOCK, rounded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jobs.spec import JobSpec
+
+_QUANTISED_FROM: Final = 4096  # numbers; torchao keeps smaller tensors in fp32
+_QUANTISED_BLOCK: Final = 256  # numbers that share a scale
+_CODES: Final = 1024  # bytes of the table of an 8-bit state
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank trains of a parameter; all in fp32.
+
+    Attributes:
+        numel: Numbers of it here.
+        shape: Of the whole parameter.
+        starts_at_zero: Whether its first values are zeros.
+    """
+
+    numel: int
+    shape: tuple[int, ...]
+    starts_at_zero: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of a tensor like it."""
+        return rounded(4 * self.numel)
+
+
+def state_bytes(spec: JobSpec, trained: Sequence[Trained]) -> int:
+    """What the optimizer keeps once it has made a step."""
+    return sum(_STATES[spec.optimizer](one) for one in trained)
+
+
+def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool) -> int:
+    """The most that a step allocates on top."""
+    sizes = [one.size for one in trained]
+    if not sizes:
+        return 0
+    most = max(sizes)
+    following = max((a + b for a, b in pairwise(sizes)), default=most)
+    match spec.optimizer:
+        case "sgd":
+            # Foreach decays all weights at once.
+            return 0 if not spec.weight_decay else sum(sizes) if on_cuda else most
+        case "lion":
+            return 2 * most
+        case "prodigy":
+            return max(following, most)
+        case "adafactor":
+            # The last parameter's update is there until the next one's is made.
+            return max(max((a + 2 * b for a, b in pairwise(sizes)), default=0), 2 * most)
+        case "adamw_8bit":
+            return 0 if on_cuda else 6 * most  # compiled into one kernel, or step by step
+    return 0  # fused AdamW needs nothing
+
+
+def _adamw(one: Trained) -> int:
+    return 2 * one.size + BLOCK  # fused, the number of steps is a tensor on the device
+
+
+def _prodigy(one: Trained) -> int:
+    beginning = BLOCK if one.starts_at_zero else one.size
+    return 3 * one.size + beginning
+
+
+def _adafactor(one: Trained) -> int:
+    if len(one.shape) < 2:
+        return one.size
+    rows, columns = one.numel // one.shape[-1], one.numel // one.shape[-2]
+    return rounded(4 * rows) + rounded(4 * columns)
+
+
+def _adamw_8bit(one: Trained) -> int:
+    if one.numel < _QUANTISED_FROM or one.numel % _QUANTISED_BLOCK:
+        return 2 * one.size
+    scales = rounded(4 * (one.numel // _QUANTISED_BLOCK))
+    return 2 * (rounded(one.numel) + scales + _CODES)
+
+
+_STATES: Final[dict[str, Callable[[Trained], int]]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "sgd": lambda one: 0,
+    "lion": lambda one: one.size,
+    "prodigy": _prodigy,
+    "adafactor": _adafactor,
+}

@@ -1,0 +1,247 @@
+"""From a trace to a prediction: arithmetic for a strategy, a number of ranks, and a job's rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from engine.memory.live import rounded
+from engine.memory.optimizers import Trained, state_bytes, temporary_bytes
+from engine.memory.overheads import OVERHEADS, Overheads
+from engine.memory.report import Parts, Phase, Prediction
+from engine.memory.sharding import Layout, cost_of
+from engine.memory.walk import Walk
+from engine.precision import compute_dtype
+from jobs.conflicts import WHOLE_ONLY
+from jobs.errors import UserError
+from jobs.strategy import SHARDING, chosen_strategy, world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from engine.memory.trace import Trace
+    from jobs.spec import JobSpec
+
+_BUCKET = 64 << 20  # numbers; `engine.gradients` averages so many at a time
+_ADAPTER_B = ".lora_B."
+
+# What of a job is said beside a prediction.
+_SETTINGS = (
+    "model_family", "model_flavour", "pretrained_model_name_or_path", "model_type",
+    "mixed_precision", "resolution", "num_frames", "train_batch_size",
+    "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_policy",
+    "optimizer", "use_ema", "ema_device", "lora_rank", "lora_placement",
+    "fsdp_reshard_after_forward", "fsdp_cpu_offload", "context_parallel_size",
+    "max_sequence_length",
+)  # fmt: skip
+
+
+def predict(
+    trace: Trace,
+    spec: JobSpec,
+    ranks: int | None = None,
+    strategy: str | None = None,
+    *,
+    sample: Trace | None = None,
+    resident: int = 0,
+    beside: Sequence[Phase] = (),
+    overheads: Overheads = OVERHEADS,
+    host: Mapping[str, int] | None = None,
+    disk: Mapping[str, int] | None = None,
+    notes: Sequence[str] = (),
+) -> Prediction:
+    """What a job needs on the rank that needs the most.
+
+    Args:
+        trace: Of a step of the job, traced as the strategy gathers weights.
+        spec: The job.
+        ranks: World size; the job's own when left out.
+        strategy: single, ddp, hsdp or fsdp2; what the job would run when left out.
+        sample: A forward for its samples, if it makes any.
+        resident: Bytes of other models that stay on the device while it trains.
+        beside: Phases that no trace is needed for.
+        overheads: What comes on top.
+        host: Of `Prediction.host`.
+        disk: Of `Prediction.disk`.
+        notes: What was assumed so far.
+
+    Raises:
+        UserError: The job cannot run like that.
+    """
+    ranks = ranks or world_size(spec)
+    strategy = strategy or strategy_of(spec, ranks)
+    layout = layout_of(spec, ranks, strategy)
+    _check(spec, trace, layout, strategy, ranks)
+    said = list(notes)
+    on_cuda = spec.device != "cpu"
+    trained = trained_of(trace, layout)
+    held = sum(cost_of(unit, layout).held for unit in trace.units) + trace.buffers
+    state = 0 if layout.offload else state_bytes(spec, trained)
+    average = 0
+    if spec.use_ema and spec.ema_device != "cpu" and not layout.offload:
+        average = sum(one.size for one in trained)
+    base = Parts(parameters=held + resident, optimizer=state + average)
+    walk = _walk(trace, layout, base, spec)
+    walk.step(spec.gradient_accumulation_steps)
+    workspace = _workspace(spec, trace, layout, trained, ranks, on_cuda=on_cuda)
+    phases = {name: Phase(name, parts) for name, parts in walk.peaks.items()}
+    phases["optimizer"] = Phase(
+        "optimizer", replace(base, gradients=walk.gradients, workspace=workspace)
+    )
+    phases["load"] = Phase("load", Parts(parameters=held))
+    phases["save"] = Phase("save", base)
+    if sample is not None:
+        walk = _walk(sample, layout, base, spec)
+        walk.micro_batch()
+        parts = walk.peaks["sample"]
+        if sample.companion:
+            parts = replace(parts, parameters=parts.parameters + _companion(spec, trace, layout))
+        phases["sample"] = Phase("sample", parts, "denoising")
+    for phase in beside:
+        if phase.name not in phases or phase.peak > phases[phase.name].peak:
+            phases[phase.name] = phase
+    peak = max(phase.peak for phase in phases.values())
+    return Prediction(
+        model=trace.model,
+        parameters=trace.parameters,
+        trained=trace.trained,
+        strategy=strategy,
+        ranks=ranks,
+        settings=_settings(spec),
+        phases=_in_order(phases),
+        reserved=overheads.reserved(peak) if on_cuda else (peak, peak),
+        overheads=overheads.beside(_communicators(spec, strategy, ranks)) if on_cuda else {},
+        host=dict(host or {}),
+        disk=dict(disk or {}),
+        notes=tuple(said),
+    )
+
+
+def strategy_of(spec: JobSpec, ranks: int) -> str:
+    """What a job runs on so many ranks, as far as that is known without GPUs."""
+    if ranks == 1 and spec.strategy in ("auto", "ddp", "single"):
+        return "single"
+    return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]
+
+
+def layout_of(spec: JobSpec, ranks: int, strategy: str) -> Layout:
+    """How weights lie on each of the ranks. Pure."""
+    if strategy not in SHARDING:
+        return Layout(0)
+    replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
+    shards = max(1, ranks // replicas)
+    again = spec.fsdp_reshard_after_forward
+    return Layout(
+        shards=shards,
+        lora_whole=spec.lora_placement == "replicated",
+        casts=spec.model_type == "full" and spec.mixed_precision != "no",
+        offload=spec.fsdp_cpu_offload,
+        smaller=0 if isinstance(again, bool) else int(again),
+    )
+
+
+def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
+    """What a rank trains, parameter by parameter."""
+    return [
+        Trained(layout.local(weight), weight.shape, _ADAPTER_B in weight.name)
+        for unit in trace.units
+        for weight in unit.weights
+        if weight.trained
+    ]
+
+
+def _walk(trace: Trace, layout: Layout, base: Parts, spec: JobSpec) -> Walk:
+    return Walk(
+        trace, layout, base,
+        reshard=bool(spec.fsdp_reshard_after_forward),
+        ahead=spec.fsdp_forward_prefetch,
+        behind=spec.fsdp_backward_prefetch,
+        context=spec.context_parallel_size,
+    )  # fmt: skip
+
+
+def _companion(spec: JobSpec, trace: Trace, layout: Layout) -> int:
+    """The other denoiser, frozen, in the compute precision, sharded alike."""
+    base = [w for unit in trace.units for w in unit.weights if not w.lora]
+    width = compute_dtype(spec).itemsize
+    return sum(rounded(layout.local(weight) * width) for weight in base)
+
+
+def _workspace(
+    spec: JobSpec, trace: Trace, layout: Layout, trained: Sequence[Trained], ranks: int, *,
+    on_cuda: bool,
+) -> int:  # fmt: skip
+    """The most that a step takes between backward and the next forward, besides gradients."""
+    if layout.offload:
+        trained = [
+            Trained(w.numel, w.shape)
+            for unit in trace.units
+            for w in unit.weights
+            if w.trained and not layout.is_sharded(w)
+        ]
+    return max(
+        temporary_bytes(spec, trained, on_cuda=on_cuda),
+        _averaging(trace, layout) if ranks > 1 else 0,
+    )
+
+
+def _averaging(trace: Trace, layout: Layout) -> int:
+    """Two flat buckets of gradients: the next one is filled before the last one is freed."""
+    numbers = [
+        w.numel
+        for unit in trace.units
+        for w in unit.weights
+        if w.trained and not layout.is_sharded(w)
+    ]
+    buckets = [0]
+    for number in numbers:
+        if buckets[-1] and buckets[-1] + number > _BUCKET:
+            buckets.append(0)
+        buckets[-1] += number
+    sizes = [rounded(4 * number) for number in (0, *buckets)]
+    return max(a + b for a, b in pairwise(sizes))
+
+
+def _communicators(spec: JobSpec, strategy: str, ranks: int) -> int:
+    """How many groups of ranks NCCL keeps buffers for."""
+    if ranks == 1:
+        return 0
+    more = (strategy == "hsdp") * 2 + (spec.context_parallel_size > 1) * 2
+    return 1 + (strategy in SHARDING) + more
+
+
+def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: int) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        UserError: Says what does not fit.
+    """
+    if bool(layout.shards) != trace.shape.sharded:
+        raise ValueError(f"{strategy} needs a trace of {'sharded' if layout.shards else 'whole'}")
+    if strategy == "single" and ranks > 1:
+        raise UserError(f"strategy: single is one rank, not {ranks}", "set strategy: ddp or fsdp2")
+    sharded = [w for unit in trace.units for w in unit.weights if w.trained]
+    if spec.optimizer in WHOLE_ONLY and any(layout.is_sharded(w) for w in sharded):
+        raise UserError(
+            f"optimizer: {spec.optimizer} cannot train sharded parameters: "
+            f"{WHOLE_ONLY[spec.optimizer]}",
+            "use adamw, adamw_8bit, lion or sgd",
+        )
+    replicas = spec.dp_replicate_size or 1
+    if strategy == "hsdp" and (replicas < 2 or ranks % replicas):
+        raise UserError(
+            f"hsdp: dp_replicate_size {replicas} does not divide {ranks} ranks into replicas",
+            "set dp_replicate_size to a divisor of the ranks, 2 or more",
+        )
+
+
+def _in_order(phases: Mapping[str, Phase]) -> tuple[Phase, ...]:
+    from engine.memory.report import PHASES
+
+    return tuple(phases[name] for name in PHASES if name in phases)
+
+
+def _settings(spec: JobSpec) -> dict[str, Any]:
+    values = spec.model_dump(mode="json", include=set(_SETTINGS))
+    return {name: values[name] for name in _SETTINGS}

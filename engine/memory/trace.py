@@ -1,0 +1,218 @@
+"""One forward and one backward of a job's model, as a timeline of bytes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine.activation_checkpointing import checkpoint_activations
+from engine.data.loader import MicroBatch
+from engine.memory import cuda
+from engine.memory.assume import Assume
+from engine.memory.echo import Echo
+from engine.memory.inputs import caption_shapes, latents_shape
+from engine.memory.live import Live
+from engine.memory.marks import watch
+from engine.memory.model import Built, Unit, build, on_fake
+from engine.memory.timeline import Entry, Recorder
+from engine.precision import autocast
+from engine.step import Stepper
+from engine.training import Training
+from engine.world import World
+from jobs.prompts import requests_of
+from jobs.strategy import checkpoints_activations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.memory.shape import Shape
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step does to memory, whatever the number of ranks.
+
+    Attributes:
+        shape: Of what.
+        model: Class of the denoiser.
+        units: What FSDP gathers together, the root last.
+        buffers: Bytes of its buffers.
+        timeline: Activations and whole gradients, with a mark wherever a unit begins or ends.
+        companion: Whether samples need another denoiser besides, as large as this one.
+    """
+
+    shape: Shape
+    model: str
+    units: tuple[Unit, ...]
+    buffers: int
+    timeline: tuple[Entry, ...]
+    companion: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, without its adapter."""
+        return sum(w.numel for unit in self.units for w in unit.weights if not w.lora)
+
+    @property
+    def trained(self) -> int:
+        """How many are trained."""
+        return sum(w.numel for unit in self.units for w in unit.weights if w.trained)
+
+
+def trace_model(shape: Shape, *, echo: bool = True) -> Trace:
+    """Run a step of training, or a forward for a sample, on fake tensors. Takes seconds.
+
+    Args:
+        shape: Of what.
+        echo: Trace one block of each kind, and repeat it; else all of them.
+
+    Raises:
+        UserError: The model cannot be built, or the job's settings do not fit it.
+    """
+    built = build(shape)
+    on_cuda = shape.spec.device != "cpu"
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        on_fake(built, shape)
+        alone = shape.spec.train_batch_size == 1 or not shape.training
+        stack.enter_context(Assume(all_true=alone))
+        live = stack.enter_context(Live(cuda.temporary if on_cuda else lambda *_: 0))
+        if on_cuda:
+            stack.enter_context(cuda.AsOnCuda())
+        recorder = Recorder(live)
+        for tensor in (*built.model.parameters(), *built.model.buffers()):
+            live.ignore(tensor)
+        _prepare(built, shape, recorder, echo=echo)
+        if shape.training:
+            _train(built, shape, recorder)
+        else:
+            _sample(built, shape, recorder)
+    return Trace(
+        shape, type(built.model).__name__, built.units, built.buffers, tuple(recorder.entries),
+        companion=built.family.companion is not None,
+    )  # fmt: skip
+
+
+def _prepare(built: Built, shape: Shape, recorder: Recorder, *, echo: bool) -> None:
+    """Have the model play its blocks, and mark where units begin and end."""
+    model, spec = built.model, shape.spec
+    player = Echo(recorder)
+    blocks = {model.get_submodule(name): name for name in built.blocks} if echo else {}
+    if checkpoints_activations(spec) and shape.training:
+        checkpoint_activations(model, spec)
+        if blocks:
+            _echo_checkpoints(model, player, blocks)
+    for module, name in blocks.items():
+        original = module.forward
+        module.forward = partial(_play, player, module, name, original, "plain")
+    watch(model, [unit.name for unit in built.units], recorder, player.release)
+    model.train(shape.training)
+
+
+def _echo_checkpoints(model: Any, player: Echo, blocks: dict[torch.nn.Module, str]) -> None:
+    """Play a block with its recomputation as one."""
+    for module in model.modules():
+        run = getattr(module, "_gradient_checkpointing_func", None)
+        if run is not None:
+            module._gradient_checkpointing_func = partial(_run, player, blocks, run)
+
+
+def _run(
+    player: Echo, blocks: dict[torch.nn.Module, str], run: Any, block: Any, *inputs: Any
+) -> Any:
+    name = blocks.get(block) if isinstance(block, torch.nn.Module) else None
+    if name is None:
+        return run(block, *inputs)
+    return player.play(block, name, partial(run, block), "checkpointed", inputs, {})
+
+
+def _play(
+    player: Echo, module: torch.nn.Module, name: str, call: Any, how: str, *args: Any, **kwargs: Any
+) -> Any:
+    return player.play(module, name, call, how, args, kwargs)
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
+    """What `engine.step` does with a micro-batch."""
+    spec = shape.spec.model_copy(update={"gradient_accumulation_steps": 1})
+    device = torch.device("cpu")
+    world = World(rank=0, size=1, device=device, strategy="single", token="")
+    optimizer: Any = None
+    training = Training(built.model, optimizer, optimizer)
+    loader: Any = _Loader(built, shape)
+    phases: Any = _Phases(recorder)
+    objective: Any = _objective(built, shape)
+    recorder.begin()
+    Stepper(spec, built.family, objective, training, loader, world, phases)._accumulate(0)
+    recorder.flush()
+
+
+def _sample(built: Built, shape: Shape, recorder: Recorder) -> None:
+    """A denoising step: latents, and a prediction from them."""
+    # With guidance, some pipelines put both prompts into one batch.
+    guided = any(request.guided for request in requests_of(shape.spec))
+    count = 2 if guided and built.family.GUIDED_FORWARDS == 1 else 1
+    batch = _batch(built, shape, count)
+    level = torch.full((count,), 0.5)
+    recorder.begin()
+    with torch.no_grad(), autocast(shape.spec, torch.device("cpu")):
+        recorder.mark("begin", "sample")
+        built.family.predict(
+            built.model, batch.latents, level, batch.condition, shape.spec.validation_guidance
+        )
+        recorder.mark("end", "sample")
+
+
+class _Phases:
+    """`engine.peaks.Peaks`, but for bytes on fake tensors."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._recorder.mark("begin", name)
+        yield
+        self._recorder.mark("end", name)
+
+
+class _Loader:
+    """`engine.data.loader.Loader` with a batch of fake tensors."""
+
+    def __init__(self, built: Built, shape: Shape) -> None:
+        self._built, self._shape = built, shape
+
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        yield _batch(self._built, self._shape, self._shape.spec.train_batch_size)
+
+
+def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
+    spec, config = shape.spec, shape.config
+    latents = torch.empty(count, *latents_shape(spec, config, shape.size, shape.frames))
+    condition = {
+        name: torch.empty((count, *size), dtype=dtype)
+        for name, (size, dtype) in caption_shapes(spec, config).items()
+    }
+    return MicroBatch(range(count), latents, condition)
+
+
+def _objective(built: Built, shape: Shape) -> Any:
+    spec, family = shape.spec, built.family
+    if family.facts.objective == "flow":
+        from engine.flow import Flow
+
+        # No shift is looked up: it changes numbers, and what there is of a model may not say it.
+        return Flow(spec, lambda height, width, frames: 1.0)
+    from diffusers import DDPMScheduler
+
+    from engine.denoising import Denoising
+
+    return Denoising(DDPMScheduler(), spec.snr_gamma)

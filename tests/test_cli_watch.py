@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tui_support import add_job
 
+from jobs import service
 from tui.watch import changed_objects, changed_sentences, in_words, sentence
 
 if TYPE_CHECKING:
@@ -101,11 +102,8 @@ def test_it_goes_on_until_it_is_interrupted(watching: subprocess.Popen[str], sto
     assert "job 1 cats is " in first
     assert first.isascii()
     assert "\x1b" not in first
-    add_job(store, "dogs", reason="")
-    store.hold(2, True)
-    line = first
-    while "dogs" not in line:
-        line = watching.stdout.readline()
+    service.stop(store, 1)
+    assert "job 1 cats is stopped" in watching.stdout.readline()
     watching.send_signal(signal.SIGINT)
     assert watching.wait(20) == 0
     assert watching.stderr.read() == ""

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from engine.memory.record import Record, Slot, record_block, view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from engine.memory.record import Asked
     from engine.memory.timeline import Recorder
 
 
@@ -26,11 +27,20 @@ class Echo:
 
     Args:
         recorder: Where to.
+        asked: Block → which of its tensors have a gradient in backward, where not all have: what
+            the last block makes of the text may be of no use to anybody.
+
+    Attributes:
+        differs: What `asked` should have said of other blocks.
+        unused: Parameters that got no gradient.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, asked: Mapping[str, Asked] | None = None) -> None:
         self.recorder = recorder
         self.held: list[torch.Tensor] = []
+        self.differs: dict[str, Asked] = {}
+        self.unused: set[str] = set()
+        self._asked = dict(asked or {})
         self._records: dict[Hashable, Record] = {}
         self._kinds: dict[torch.nn.Module, Hashable] = {}
         self._recording = False
@@ -53,12 +63,16 @@ class Echo:
         if self._recording:
             return call(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
-        key = (how, self._kind(module), tree, *map(_meta, leaves), _circumstances(module))
+        asked = self._asked.get(name)
+        facts = (how, asked, self._kind(module), _circumstances(module), tree)
+        key = (*facts, *map(_meta, leaves))
         record = self._records.get(key)
         if record is None:
             self._recording = True
             try:
-                record = record_block(self.recorder, name, module, call, leaves, tree)
+                record = record_block(
+                    self.recorder, name, module, call, leaves, tree, asked
+                )  # fmt: skip
                 self._records[key] = record
                 self._hold(record.evicted)
             finally:
@@ -94,8 +108,11 @@ class Echo:
         kept += [storages[number] for number in record.saved_outputs]
         return outputs, kept
 
-    def backward(self, record: Record, name: str) -> list[torch.Tensor | None]:
-        """The gradients of its tensors."""
+    def backward(self, record: Record, name: str, asked: Asked) -> list[torch.Tensor | None]:
+        """The gradients of its tensors, when some of its outputs have one."""
+        if asked != record.asked:
+            self.differs[name] = asked
+        self.unused |= {f"{name}.{parameter}" for parameter in record.unused}
         self.recorder.replay(record.backward, _renamed(record.name, name))
         live = self.recorder.live
         with live.silent():
@@ -147,7 +164,13 @@ class _Played(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         echo, record, name = ctx.played
-        return None, None, None, None, *echo.backward(record, name)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *echo.backward(record, name, tuple(g is not None for g in gradients)),
+        )
 
 
 def _meta(leaf: Any) -> Hashable:

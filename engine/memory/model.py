@@ -41,6 +41,7 @@ class Weight:
         trained: Whether it is trained.
         lora: Whether it is the adapter's.
         fp32: Whether full training computes with it in fp32, so that it stays whole on every rank.
+        unused: Whether it gets no gradient although it is trained.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Weight:
     trained: bool
     lora: bool
     fp32: bool
+    unused: bool = False
 
     @cached_property
     def numel(self) -> int:

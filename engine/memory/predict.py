@@ -142,12 +142,16 @@ def layout_of(spec: JobSpec, ranks: int, strategy: str) -> Layout:
 
 
 def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
-    """What a rank trains, parameter by parameter."""
+    """What a rank trains, parameter by parameter.
+
+    What gets no gradient has no state either, but where gradients are averaged over replicas: there
+    it counts as zero (`engine.gradients`).
+    """
     return [
         Trained(layout.local(weight), weight.shape, _ADAPTER_B in weight.name)
         for unit in trace.units
         for weight in unit.weights
-        if weight.trained
+        if weight.trained and not (weight.unused and layout.is_sharded(weight))
     ]
 
 

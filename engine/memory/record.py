@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from engine.memory.timeline import Entry, Recorder
 
 
+Asked = tuple[bool, ...]
+
+
 @dataclass(frozen=True)
 class Slot:
     """Where a tensor lies.
@@ -58,6 +61,8 @@ class Record:
         gradients: Bytes of gradients of its parameters.
         input_gradients: Gradients of its inputs; None for those without.
         gradient_sizes: Bytes of each storage among them.
+        asked: Which of its output tensors have a gradient.
+        unused: Trained parameters that get none.
     """
 
     name: str
@@ -74,13 +79,25 @@ class Record:
     gradients: int = 0
     input_gradients: list[Slot | None] = field(default_factory=list)
     gradient_sizes: list[int] = field(default_factory=list)
+    asked: Asked = ()
+    unused: tuple[str, ...] = ()
 
 
 def record_block(
     recorder: Recorder, name: str, module: torch.nn.Module, call: Callable[..., Any],
-    leaves: list[Any], tree: TreeSpec,
+    leaves: list[Any], tree: TreeSpec, asked: Asked | None,
 ) -> Record:  # fmt: skip
-    """Run a block by itself."""
+    """Run a block by itself.
+
+    Args:
+        recorder: Whose clock it runs by.
+        name: The block's name.
+        module: The block.
+        call: Calls it.
+        leaves: What it is called with.
+        tree: Arguments that these are the leaves of.
+        asked: Which of its output tensors have a gradient; None for all that can.
+    """
     live = recorder.live
     recorder.flush()
     numbers = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -116,10 +133,16 @@ def record_block(
     record.kept = sum(sizes[key] for key in sizes.keys() & left - fresh.keys())
     record.saved_inputs = sorted(places[key] for key in places.keys() & left)
     record.saved_outputs = sorted(fresh[key] for key in fresh.keys() & saved)
-    ends = [one for one in found if isinstance(one, torch.Tensor) and one.requires_grad]
+    outputs = [one for one in found if isinstance(one, torch.Tensor)]
+    record.asked = asked or tuple(one.requires_grad for one in outputs)
+    ends = [one for one, wanted in zip(outputs, record.asked, strict=True) if wanted]
     found.clear()
+    outputs.clear()
     if ends and torch.is_grad_enabled():
         _record_backward(record, watch, ends)
+        record.unused = tuple(
+            name for name, p in module.named_parameters() if p.requires_grad and p.grad is None
+        )
         module.zero_grad(set_to_none=True)
     live.drop(live.alive() - before)
     live.reset()  # of all this, nothing has happened to the model

@@ -89,7 +89,7 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
     ranks = layout.shards
     shards = [(w, layout.local(w)) for w in mine]
     held = sum(rounded(number * w.stored) for w, number in shards)
-    trained = [(w, number) for w, number in shards if w.trained]
+    trained = [(w, number) for w, number in shards if w.trained and not w.unused]
     padded = sum(number * ranks for _, number in trained)
     kept = sum(rounded(w.numel * w.stored) for w in others)
     output = rounded(padded // ranks * _REDUCED) if ranks else 0
@@ -104,7 +104,9 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
         if layout.smaller
         else 0,
         gradients=sum(rounded(w.numel * w.gathered) for w, _ in trained),
-        kept_gradients=sum(rounded(w.numel * w.stored) for w in others if w.trained),
+        kept_gradients=sum(
+            rounded(w.numel * w.stored) for w in others if w.trained and not w.unused
+        ),
         summed=sum(rounded(w.numel * _REDUCED) for w, _ in trained),
         reduce=rounded(padded * _REDUCED),
         output=output,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,9 @@ from jobs.prompts import requests_of
 from jobs.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
+    from engine.memory.record import Asked
     from engine.memory.shape import Shape
 
 
@@ -64,12 +65,15 @@ class Trace:
         return sum(w.numel for unit in self.units for w in unit.weights if w.trained)
 
 
-def trace_model(shape: Shape, *, echo: bool = True) -> Trace:
+def trace_model(
+    shape: Shape, *, echo: bool = True, asked: Mapping[str, Asked] | None = None
+) -> Trace:
     """Run a step of training, or a forward for a sample, on fake tensors. Takes seconds.
 
     Args:
         shape: Of what.
         echo: Trace one block of each kind, and repeat it; else all of them.
+        asked: As of `engine.memory.echo.Echo`; found out when left out.
 
     Raises:
         UserError: The model cannot be built, or the job's settings do not fit it.
@@ -87,21 +91,45 @@ def trace_model(shape: Shape, *, echo: bool = True) -> Trace:
         recorder = Recorder(live)
         for tensor in (*built.model.parameters(), *built.model.buffers()):
             live.ignore(tensor)
-        _prepare(built, shape, recorder, echo=echo)
+        player = Echo(recorder, asked)
+        blocks = _prepare(built, shape, player, echo=echo)
         if shape.training:
             _train(built, shape, recorder)
         else:
             _sample(built, shape, recorder)
+        unused = player.unused | _without_gradient(built.model, blocks, shape)
+    if player.differs and asked is None:
+        return trace_model(shape, asked=player.differs)
+    units = tuple(_marked(unit, unused) for unit in built.units)
     return Trace(
-        shape, type(built.model).__name__, built.units, built.buffers, tuple(recorder.entries),
+        shape, type(built.model).__name__, units, built.buffers, tuple(recorder.entries),
         companion=built.family.companion is not None,
     )  # fmt: skip
 
 
-def _prepare(built: Built, shape: Shape, recorder: Recorder, *, echo: bool) -> None:
-    """Have the model play its blocks, and mark where units begin and end."""
+def _without_gradient(model: torch.nn.Module, blocks: Collection[str], shape: Shape) -> set[str]:
+    """Trained parameters outside of played blocks that got no gradient."""
+    if not shape.training:
+        return set()
+    within = tuple(f"{name}." for name in blocks)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None and not name.startswith(within)
+    }
+
+
+def _marked(unit: Unit, unused: Collection[str]) -> Unit:
+    """A unit that knows which of its weights get no gradient."""
+    if not any(weight.name in unused for weight in unit.weights):
+        return unit
+    weights = (replace(weight, unused=weight.name in unused) for weight in unit.weights)
+    return Unit(unit.name, tuple(weights))
+
+
+def _prepare(built: Built, shape: Shape, player: Echo, *, echo: bool) -> list[str]:
+    """Have the model play its blocks, and mark where units begin and end; the blocks' names."""
     model, spec = built.model, shape.spec
-    player = Echo(recorder)
     blocks = {model.get_submodule(name): name for name in built.blocks} if echo else {}
     if checkpoints_activations(spec) and shape.training:
         checkpoint_activations(model, spec)
@@ -110,8 +138,9 @@ def _prepare(built: Built, shape: Shape, recorder: Recorder, *, echo: bool) -> N
     for module, name in blocks.items():
         original = module.forward
         module.forward = partial(_play, player, module, name, original, "plain")
-    watch(model, [unit.name for unit in built.units], recorder, player.release)
+    watch(model, [unit.name for unit in built.units], player.recorder, player.release)
     model.train(shape.training)
+    return list(blocks.values())
 
 
 def _echo_checkpoints(model: Any, player: Echo, blocks: dict[torch.nn.Module, str]) -> None:

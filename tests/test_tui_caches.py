@@ -277,8 +277,8 @@ async def test_the_palette_leads_to_the_caches(store: Store, caches: Caches) -> 
     app = FsdpTui(store)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.dashboard.snapshot.t > 0)
-        titles = {command.title: command for command in app.get_system_commands(app.dashboard)}
-        titles["Caches  (C)"].callback()
+        commands = app.get_system_commands(app.dashboard)
+        await next(command for command in commands if command.title.endswith("(C)")).callback()
         await until(pilot, lambda: isinstance(app.screen, CachesScreen))
 
 

@@ -88,8 +88,10 @@ def watching(store: Store) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tui", "list", "--watch", "--interval", "0.2"]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+        # A worker of a parallel run ignores Ctrl-C, and what it starts would do so too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     yield process
     process.kill()
     process.communicate()

@@ -18,7 +18,6 @@ from PIL import Image
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jobs import processes
-from jobs.memory import client
 from jobs.specfile import load_spec
 from jobs.store import Store
 
@@ -44,11 +43,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # Nobody predicts memory behind the test's back, which takes torch and seconds.
     fake = (sys.executable, "-S", str(Path(__file__).with_name("fake_memory.py")))
     monkeypatch.setattr("jobs.memory.client.COMMAND", fake)
+    monkeypatch.setattr("jobs.memory.client._shared", servers := [])
     # No queue keeper behind the test's back, and a short-lived one in its child processes.
     monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
     monkeypatch.setenv("FSDP_TUI_RUNNER_IDLE", "1")
     yield path
-    client.shared().close()
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture

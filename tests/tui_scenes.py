@@ -216,6 +216,7 @@ def nobody_starts(patch: pytest.MonkeyPatch, cards: FakeGpus) -> None:
     patch.setattr("jobs.service.ensure_runner", lambda store: None)
     fake = (sys.executable, "-S", str(Path(__file__).with_name("fake_memory.py")))
     patch.setattr("jobs.memory.client.COMMAND", fake)
+    patch.setattr("jobs.memory.client._shared", [])  # another test has closed its own for good
     disk = _Disk(2 << 40, 1 << 40, 1 << 40)
     patch.setattr("shutil.disk_usage", lambda path: disk)
     patch.setenv("TZ", "UTC")

@@ -92,7 +92,7 @@ def shard(
         "ignored_params": set(replicated),
     }
     units = []
-    chosen = _modules_to_wrap(model, spec, plugin, options["ignored_params"])
+    chosen = modules_to_wrap(model, spec, plugin, options["ignored_params"])
     if own_policy(spec) is not None:
         _check_agreement(model, chosen, world)
     for module in chosen:
@@ -124,7 +124,7 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def _modules_to_wrap(
+def modules_to_wrap(
     model: torch.nn.Module,
     spec: JobSpec,
     plugin: FullyShardedDataParallelPlugin,

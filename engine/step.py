@@ -95,7 +95,7 @@ class Stepper:
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
-        losses, waited = self._accumulate(step)
+        losses, waited = self.accumulate(step)
         with self._measured("step"):
             average_gradients(self._trained, self._world)
             if training.scaler is not None:
@@ -115,8 +115,13 @@ class Stepper:
         """Whether the memory of the next step is measured; the same on every rank."""
         return self._done < _MEASURED_FIRST or self._done % _MEASURED_EVERY == 0
 
-    def _accumulate(self, step: int) -> tuple[torch.Tensor, float]:
-        """Forward and backward of each micro-batch.
+    def accumulate(self, step: int) -> tuple[torch.Tensor, float]:
+        """Forward and backward of each micro-batch; gradients are left on the parameters.
+
+        FSDP2 reduces and scatters the gradients of each micro-batch, and sums the shards in fp32:
+        a rank never holds more of them than its shard and a unit's. Waiting for the last backward
+        would save communication and keep the whole model's gradients in fp32 on every rank. What
+        is whole on a rank anyway is summed up there, and averaged once.
 
         Returns:
             The mean loss, a scalar on the device, and the seconds of waiting for data.
@@ -130,8 +135,10 @@ class Stepper:
             batch = next(batches)
             waited += time.perf_counter() - asked
             if isinstance(model, FSDPModule):
-                # FSDP reduces gradients only after the last backward of a step.
-                model.set_requires_gradient_sync(number == count)
+                # HSDP's replicas meet once a step: until then each sums up its shards' gradients,
+                # on the device. Where these are to be in host memory they meet each time.
+                last = number == count or self._spec.fsdp_cpu_offload
+                model.set_requires_all_reduce(last)
             with self._measured("forward"):
                 loss = self._loss(batch, step) / count
             del batch  # before the next one comes to the device

@@ -1,20 +1,13 @@
 """Context parallelism on gloo ranks: each case compared with one process on the whole batch.
 
-Run as a script, `context_parallel_ranks.py RESULTS.json`: libraries are imported once, then ranks
-are forked, two and then four. Diffusers wants GPUs for this; `bend` lets it do without.
+Diffusers wants GPUs for this; `bend` lets it do without.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
-import tempfile
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +37,7 @@ from jobs.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
 Inputs = dict[str, Any]
 SIDE, TEXT, BATCH = 4, 8, 2  # tokens along a side, tokens of text, samples of a micro-batch
@@ -324,6 +318,8 @@ def _turned(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def work(rank: int, ranks: int, meeting: str, results: Path) -> None:
     """A rank's life: all cases of this number of ranks, one after another."""
+    torch.set_num_threads(1)
+    bend()
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=60),
@@ -351,46 +347,3 @@ def _world(rank: int, case: Case) -> World:
         rank=rank, size=case.ranks, device=torch.device("cpu"), strategy=strategy, token="",
         mesh=build_mesh(spec, strategy, case.ranks, "cpu"), context_size=case.context,
     )  # fmt: skip
-
-
-def run(ranks: int, results: Path) -> bool:
-    """Fork the ranks and wait; when one fails, end the others.
-
-    Returns:
-        Whether all went well.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        alive = {_fork(rank, ranks, f"{directory}/meeting", results) for rank in range(ranks)}
-        well = True
-        while alive:
-            child, status = os.wait()
-            alive.discard(child)
-            if status and well:
-                well = False
-                for other in alive:
-                    os.kill(other, signal.SIGKILL)
-    return well
-
-
-def _fork(rank: int, ranks: int, meeting: str, results: Path) -> int:
-    """Start a rank.
-
-    Returns:
-        Its process id.
-    """
-    if child := os.fork():
-        return child
-    status = 1
-    try:
-        work(rank, ranks, meeting, results)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    os._exit(status)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    bend()
-    sys.exit(not all(run(ranks, Path(sys.argv[1])) for ranks in (2, 4)))

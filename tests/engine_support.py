@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import socket
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from jobs.specfile import load_spec
+
+PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 
 # What a forkserver imports once, so that the ranks it forks have no need to. Modules of the tests
 # are not found there. Nothing of this computes, so no thread is lost in a fork.
@@ -23,11 +28,41 @@ PRELOADED: Final = [
 ]
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from torch.multiprocessing.spawn import ProcessContext
 
     from engine.training import Training
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def start_ranks(target: Callable[..., None], ranks: int, *words: Any) -> ProcessContext:
+    """Fork `target(rank, ranks, *words)` from a server that has imported the libraries."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = torch.multiprocessing.start_processes(
+        target, (ranks, *words), nprocs=ranks, start_method="forkserver", join=False
+    )
+    assert context is not None
+    return context
+
+
+def join_ranks(context: ProcessContext) -> None:
+    """Wait until all ranks have left.
+
+    Raises:
+        torch.multiprocessing.spawn.ProcessException: One of them failed; the others are ended.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not context.join(timeout=1):
+        assert time.monotonic() < deadline, "ranks hang"
 
 
 def toy_values(toy: Path, **changes: Any) -> dict[str, Any]:

@@ -1,17 +1,19 @@
-"""Two ranks that train every family, one job after another: `torchrun … family_ranks.py JOBS.json`.
+"""Ranks that train every family, one job after another: for `test_families_ranks.py`.
 
-The file maps run directories to jobs. A job that fails leaves `error.txt` in its directory, and the
-ranks go: the others would wait for one in a collective.
+A job that fails leaves `error.txt` in its directory, and the ranks go: the others would wait for
+one in a collective.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
+
+from checkpoint_ranks import join
 
 from engine.run import run_job
 from engine.telemetry import Telemetry
@@ -20,12 +22,17 @@ from jobs.rundir import RunDir
 from jobs.specfile import load_spec
 
 
-def main() -> None:
+def train(rank: int, ranks: int, port: int, jobs: dict[str, dict[str, Any]], output: Path) -> None:
+    """Do jobs: run directory → what stands in its file. What ranks print goes to `output`."""
+    said = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(said, stream.fileno())
+    join(rank, ranks, port)
     gc.freeze()  # each job collects garbage several times; what was imported is none
-    for name, values in json.loads(Path(sys.argv[1]).read_text()).items():
+    for name, values in jobs.items():
         run_dir = RunDir(Path(name))
         run_dir.create()
-        telemetry = Telemetry(run_dir, int(os.environ["RANK"]))
+        telemetry = Telemetry(run_dir, rank)
         try:
             spec = load_spec(None, values)
             run_job(spec, run_dir, start_world(spec), telemetry)
@@ -34,7 +41,3 @@ def main() -> None:
             os._exit(1)
         telemetry.close()
     leave_world()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,26 @@ from engine.world import World
 from jobs.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.memory.shape import Shape
     from jobs.spec import JobSpec
+
+
+def small_toy(root: Path, **sizes: int) -> Path:
+    """The toy with a block of each kind and one more: what takes time here is their number.
+
+    Args:
+        root: An empty directory.
+        sizes: Others of `engine.toy.flux.FluxSizes`.
+    """
+    from engine.toy import write_toy
+    from engine.toy.flux import FluxSizes, write_flux
+
+    write_toy(root, "flux", pictures=4, size=64)
+    shutil.rmtree(root / "model")
+    write_flux(root / "model", seed=0, sizes=FluxSizes(layers=1, single_layers=2, **sizes))
+    return root
 
 
 def resizes(live: Live) -> Any:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from context_parallel_ranks import CASES, Case
+from context_parallel_ranks import CASES, Case, work
+from engine_support import join_ranks, start_ranks
 
 from engine.context_parallel import (
     MODELS,
@@ -23,23 +20,17 @@ from engine.context_parallel import (
 )
 from jobs.errors import UserError
 
-TESTS = Path(__file__).resolve().parent
-PATIENCE = 900.0  # seconds; a slow machine under load, not an expectation
 EXACT = 1e-5  # relative; fp32 rounding
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the ranks found, by case."""
-    path = tmp_path_factory.mktemp("context") / "results.json"
-    search = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "context_parallel_ranks.py"), str(path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search},
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(path.read_text())
+    root = tmp_path_factory.mktemp("context")
+    for ranks in (2, 4):
+        join_ranks(start_ranks(work, ranks, f"{root}/meeting-{ranks}", root / "results.json"))
+    found: dict[str, dict[str, Any]] = json.loads((root / "results.json").read_text())
+    return found
 
 
 @pytest.mark.e2e

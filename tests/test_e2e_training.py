@@ -282,7 +282,16 @@ def test_what_ran_and_why_is_told(bench: Bench, full: Run) -> None:
 def test_stop_saves_within_a_step_and_resume_equals_never_stopping(
     bench: Bench, straight: Run
 ) -> None:
+    """All of its processes are hung up on meanwhile, which none of them notices.
+
+    Elastic would end the ranks: its launcher has a handler of its own for SIGHUP.
+    """
     job = bench.submit(name="halves", max_train_steps=12, train_batch_size=2)
+    bench.wait_for_step(job, 1)
+    supervisor = bench.store.get(job).supervisor
+    assert supervisor is not None
+    for process in (supervisor, *with_run_id(bench.store.get(job).run_id)):
+        process.signal(signal.SIGHUP)
     bench.wait_for_step(job, 3)
     service.stop(bench.store, job)  # as `fsdp-tui stop` does, which takes seconds to begin
     asked = EventLog(bench.store.get(job).run_dir.events).read_all().steps[-1].step
@@ -300,6 +309,33 @@ def test_stop_saves_within_a_step_and_resume_equals_never_stopping(
     steps = [s.step for s in EventLog(resumed.files.events).read_all().steps]
     assert steps == list(range(1, 13)), "the next step follows, none is missing or twice"
     assert resumed.losses == straight.losses, "bit for bit"
+
+
+def test_a_killed_rank_costs_steps_and_changes_nothing(bench: Bench, straight: Run) -> None:
+    job = bench.submit(
+        name="shot", max_restarts=1, max_train_steps=12, train_batch_size=2, checkpointing_steps=4
+    )
+    files = bench.store.get(job).run_dir
+    bench.until(lambda: files.latest_checkpoint() is not None)
+    rank = next(status for status in files.rank_statuses() if status.rank == 1)
+    assert rank.step < 12, "too late"
+    os.kill(rank.pid, signal.SIGKILL)
+
+    facts = bench.wait(job, "completed", "stopped", "failed", "lost")
+    assert facts["state"] == "completed", facts["reason"]
+    reasons = [change.reason for change in bench.store.history(job)]
+    assert any(r.startswith("restart 1 of 1 after: rank 1 was killed by SIGKILL") for r in reasons)
+    starts = [
+        record["step"]
+        for line in files.events.read_text().splitlines()
+        if (record := json.loads(line))["kind"] == "start"
+    ]
+    assert starts[0] == 0
+    assert starts[1:] in ([4], [8]), "it went on after a checkpoint"
+    shot = Run(job, RunDir(files.root))
+    assert shot.losses == straight.losses, "bit for bit"
+    assert shot.norms == straight.norms, "bit for bit"
+    assert not bench.processes(job)
 
 
 def test_the_processes_of_a_run_and_what_becomes_of_it_without_some(bench: Bench) -> None:

@@ -164,7 +164,7 @@ def wrapped_by_the_engine(
     plugin = parallel.build_plugin(spec, torch.device("cpu"))
     taken: set[nn.Parameter] = set()
     sizes = []
-    units = parallel._modules_to_wrap(model, spec, plugin)
+    units = parallel.modules_to_wrap(model, spec, plugin)
     for module in units:
         own = set(module.parameters()) - taken
         sizes.append(sum(parameter.numel() for parameter in own))
@@ -344,3 +344,4 @@ def test_a_process_complains_in_one_line(tmp_path: Path) -> None:
     assert last.startswith("fsdp-tui: diffusers")
     assert "has no model class NoSuchModel" in last
     assert done.stdout == ""
+    assert done.stderr.count("step 0 3") == 1, "nor is it tried again"

@@ -18,6 +18,7 @@ from tui_support import add_job, append_events, write_rank
 from jobs.cascade import settle
 from jobs.errors import UserError
 from jobs.gpu import Gpu
+from jobs.launchers import local
 from jobs.launchers.local import room_of
 from jobs.memory import cache, client, dry_run, kept, question
 from jobs.memory.auto import predicted_ddp
@@ -26,7 +27,7 @@ from jobs.memory.predicted import Predicted
 from jobs.rundir import RunDir, event
 from jobs.spec import JobSpec
 from jobs.states import State
-from jobs.strategy import Room, Whole, chosen_strategy
+from jobs.strategy import STRATEGY_VARIABLE, Room, Whole, chosen_strategy
 from tui import cli
 
 if TYPE_CHECKING:
@@ -248,6 +249,31 @@ def test_a_launch_knows_the_prediction(
     assert room is not None
     assert room.whole is not None
     assert room.whole.fits
+
+
+def test_a_restart_goes_on_with_what_auto_came_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else is known by then, unless it has other ranks or says what it wants."""
+    spec, run_dir, gpus = job(num_processes=2), RunDir(tmp_path), ["GPU-0", "GPU-1"]
+    rooms = iter([Room(10**9, 80 << 30), Room(10**12, 80 << 30), Room(10**12, 80 << 30)])
+    monkeypatch.setattr("jobs.launchers.local.room_of", lambda spec, gpus: next(rooms))
+
+    def launch(one: JobSpec, on: list[str]) -> tuple[str, str]:
+        started = local.build(one, run_dir, gpus=on, run_id="r")
+        record = {"environment": started.environment, "gpus": on}
+        run_dir.launch_file.write_text(json.dumps(record))
+        return started.strategy, started.environment[STRATEGY_VARIABLE]
+
+    first, told = launch(spec, gpus)
+    assert first == "ddp"
+    assert [launch(spec, gpus) for _ in range(2)] == [
+        ("ddp", f"{told}, as at its first launch")
+    ] * 2
+    more = spec.model_copy(update={"num_processes": 4})
+    assert launch(more, [*gpus, "GPU-2", "GPU-3"])[0] == "fsdp2", "it is decided anew"
+    asked = more.model_copy(update={"strategy": "ddp"})
+    assert launch(asked, [*gpus, "GPU-2", "GPU-3"]) == ("ddp", "ddp: as asked")
 
 
 # -- two real steps ------------------------------------------------------------------------

@@ -63,6 +63,34 @@ def test_each_step_of_the_ladder_needs_less_than_the_one_before(server: Server) 
     assert set(titles) <= {rung.title for rung in LADDER}
 
 
+@pytest.mark.parametrize(
+    ("changes", "helps"),
+    [({}, True), ({"gradient_checkpointing": True, "resolution": 256}, False)],
+    ids=["many activations", "few activations"],
+)
+def test_accumulation_is_named_where_it_helps(
+    server: Server, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], helps: bool
+) -> None:
+    """A smaller batch has fewer activations, and its second half begins with gradients there."""
+    spec = estimate(
+        server, **{"model_type": "full", "device": "cuda", "resolution": 512} | changes,
+        train_batch_size=4,
+    ).spec  # fmt: skip
+    (rung,) = (one for one in LADDER if one.title == "smaller batch, more accumulation")
+    after = spec.model_copy(update=rung.change(spec))
+    found = [predict(one, server, strategy="fsdp2", ranks=4) for one in (spec, after)]
+    high = [one.device[1] for one in found if isinstance(one, Predicted)]
+    assert (high[1] < high[0]) is helps
+    place = Place(True, (CARDS[24],), here=False)
+
+    def fit(one: JobSpec) -> Any:
+        found = predict(one, server, strategy=one.strategy, ranks=4)
+        return place.fit(found) if isinstance(found, Predicted) else None
+
+    monkeypatch.setattr("jobs.memory.ladder.LADDER", (rung,))
+    assert bool(list(islice(climb(spec, fit, enough=lambda fit: False), 1))) is helps
+
+
 def test_sharding_holds_less_than_copies(server: Server) -> None:
     found = estimate(server, model_type="full", gradient_checkpointing=True, resolution=512)
     need = {name: found.candidate(name, 4).fit for name in ("ddp", "hsdp", "fsdp2")}

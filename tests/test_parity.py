@@ -1,9 +1,10 @@
 """The parity table: any strategy on any number of ranks trains what one process would.
 
 Six steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
-of four, through the same code as a real job (`engine.run.run_job`). With SGD every loss and every
-trained tensor must agree; with AdamW, which turns the rounding of a gradient near zero into a whole
-step, every loss. SGD trains in every layout here, AdamW in some; `tests/bench/parity.py` has all.
+of four, of eight where four ranks accumulate, through the same code as a real job
+(`engine.run.run_job`). With SGD every loss and every trained tensor must agree; with AdamW, which
+turns the rounding of a gradient near zero into a whole step, every loss. SGD trains in every layout
+here, AdamW in some; `tests/bench/parity.py` has all.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ ROUNDING: Final = {"bf16": 1e-2, "fp16": 5e-3}
 PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 
 COMMON: Final = {"max_train_steps": STEPS, "max_grad_norm": 0.05}
-REFERENCE: Final = {
-    "num_processes": 1, "train_batch_size": 2, "gradient_accumulation_steps": 2,
-}  # fmt: skip
+ALONE: Final = {"num_processes": 1, "train_batch_size": 2}
+REFERENCES: Final = {
+    "one process": ALONE | {"gradient_accumulation_steps": 2},
+    "one process, of eight": ALONE | {"gradient_accumulation_steps": 4},
+}
 SHARDED: Final = {"num_processes": 2, "train_batch_size": 2, "strategy": "fsdp2"}
 FOUR: Final = {"num_processes": 4, "train_batch_size": 1}
 
@@ -70,6 +73,12 @@ FULL_ONLY: Final[dict[str, dict[str, Any]]] = {
     | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 100_000},
     "fsdp2 2, compiled": SHARDED | {"torch_compile": True, "torch_compile_backend": "eager"},
     "fsdp2 4, reshard to 2": FOUR | {"strategy": "fsdp2", "fsdp_reshard_after_forward": 2},
+    "fsdp2 2, cpu offload, accumulated": LAYOUTS["fsdp2 2, accumulated"]
+    | {"fsdp_cpu_offload": True},
+    # Four ranks accumulate a batch of eight.
+    "hsdp 2x2, accumulated, of eight": LAYOUTS["hsdp 2x2"] | {"gradient_accumulation_steps": 2},
+    "hsdp 2x2, cpu offload, accumulated, of eight": LAYOUTS["hsdp 2x2"]
+    | {"gradient_accumulation_steps": 2, "fsdp_cpu_offload": True},
 }
 # What must be the same on any number of ranks, and is not part of plain training. Samples are
 # taken in between: a forward without backward leaves FSDP's root gathered.
@@ -110,10 +119,11 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        return replace(self, layout="one process")
+        eight = ", of eight" if self.layout.endswith(", of eight") else ""
+        return replace(self, layout=f"one process{eight}")
 
     def values(self, toy: Path) -> dict[str, Any]:
-        layouts = {"one process": REFERENCE} | LAYOUTS | LORA_ONLY | FULL_ONLY
+        layouts = REFERENCES | LAYOUTS | LORA_ONLY | FULL_ONLY
         return toy_values(
             toy, model_type=self.model_type, mixed_precision=self.precision,
             **COMMON | OPTIMIZERS[self.optimizer] | layouts[self.layout]

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = _look(config, options.config.parent, lean=lean)
     except Exception as error:
-        if lean:  # which may be why it failed
+        if lean and not _is_final(error):  # being lean may be why it failed
             return _again()
         if not isinstance(error, UserError):
             raise
@@ -63,6 +63,13 @@ def _look(config: dict[str, Any], directory: Path, *, lean: bool) -> dict[str, A
     found = report(model)
     _tell(3)
     return found
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether a process that imports everything would fail in the same way, seconds later."""
+    from engine.blocks.build import NoSuchClassError  # imports torch
+
+    return isinstance(error, NoSuchClassError)
 
 
 def _tell(done: int) -> None:

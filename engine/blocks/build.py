@@ -16,6 +16,10 @@ class CannotBuildError(UserError):
     """The config describes no model that can be built here."""
 
 
+class NoSuchClassError(CannotBuildError):
+    """No library has the class, whatever is imported with it."""
+
+
 def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
     """A model on the meta device, buffers and all.
 
@@ -55,7 +59,8 @@ def _build_diffusers(config: dict[str, Any]) -> torch.nn.Module:
     found: Any = getattr(diffusers, str(name), None)
     known = isinstance(found, type) and issubclass(found, ModelMixin)
     if not known:
-        raise CannotBuildError(
+        kind = CannotBuildError if hasattr(diffusers, str(name)) else NoSuchClassError
+        raise kind(
             f"diffusers {diffusers.__version__} has no model class {name}",
             "check _class_name in config.json, or update diffusers",
         )

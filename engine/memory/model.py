@@ -15,7 +15,7 @@ import torch
 from engine import adapters, families
 from engine.backends import choose_attention
 from engine.memory.live import rounded
-from engine.parallel import _modules_to_wrap, build_plugin
+from engine.parallel import build_plugin, modules_to_wrap
 from engine.precision import compute_dtype, storage_dtype
 from engine.run import kept_whole
 from engine.weights import parameters_on_meta, trained_in_fp32
@@ -177,7 +177,7 @@ def _units(
     spec = shape.spec
     whole = set(kept_whole(model, spec))
     plugin = build_plugin(spec, torch.device("cpu"))
-    chosen = _modules_to_wrap(model, spec, plugin, whole)
+    chosen = modules_to_wrap(model, spec, plugin, whole)
     names = {module: name for name, module in model.named_modules()}
     of_parameter = {
         parameter: _weight(name, parameter, shape, fp32)

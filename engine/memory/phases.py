@@ -6,6 +6,7 @@ where only its published config is known.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,8 +19,9 @@ from engine.memory.inputs import sampled, training_frames, training_size
 from engine.memory.live import Live, rounded
 from engine.memory.report import Parts, Phase
 from engine.precision import compute_dtype
-from engine.text_encoders import encoder_bytes
-from engine.weights import parameters_on_meta
+from engine.sharded_encoder import is_quantised
+from engine.text_encoders import encoder_bytes, encoder_names
+from engine.weights import parameters_on_meta, stored_tensors
 from jobs.errors import UserError
 from jobs.rundir import read_json
 
@@ -30,16 +32,57 @@ if TYPE_CHECKING:
     from jobs.spec import JobSpec
 
 _TEXT_NOTE: Final = "weights of the text encoders; their activations are small beside them"
+_CROWDED_NOTE: Final = "of text encoders in shards; where a GPU has room for them they stay whole"
+# A block's tensors have its number in their names, the first one there.
+_BLOCK: Final = re.compile(r"(.*?\.\d+)\.")
 
 
 def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     """Text encoders on the device; None where their size is not known."""
+    dtype = compute_dtype(spec)
     try:
-        size = encoder_bytes(root, compute_dtype(spec))
+        size = encoder_bytes(root, dtype)
+        parts = Parts(parameters=size)
+        if ranks == 1 or not _in_shards(spec, root):
+            return Phase("text_cache", parts, _TEXT_NOTE)
+        held, gathered = _sharded_encoders(root, dtype, ranks)
     except UserError:
         return None
-    shared = spec.shard_text_encoders and ranks > 1
-    return Phase("text_cache", Parts(parameters=size // ranks if shared else size), _TEXT_NOTE)
+    # What a job leaves open is decided by the GPUs' room (`engine.text_encoders`): this much it
+    # needs in any case.
+    note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
+    return Phase("text_cache", Parts(parameters=held, gathered=gathered), note)
+
+
+def _in_shards(spec: JobSpec, root: Path) -> bool:
+    if spec.shard_text_encoders is not None:
+        return spec.shard_text_encoders
+    able = not any(is_quantised(root / name) for name in encoder_names(root))
+    return able and spec.device != "cpu"
+
+
+def _sharded_encoders(root: Path, dtype: torch.dtype, ranks: int) -> tuple[int, int]:
+    """Bytes of a rank's shards, and the most that is gathered while an encoder runs.
+
+    From the headers of the files: a block is a unit, and what is in none is the root, which is
+    whole meanwhile. A unit is received into a buffer before it is in place, and the buffer of the
+    unit before is there until then.
+    """
+    held, gathered = 0, 0
+    for name in encoder_names(root):
+        units: dict[str, int] = {}
+        for place in stored_tensors(root / name).values():
+            width = (dtype if place.dtype.is_floating_point else place.dtype).itemsize
+            rows = place.shape[0] if place.shape else 1
+            local = -(-rows // ranks) * (place.elements // max(1, rows)) * width
+            held += rounded(local)
+            found = _BLOCK.match(place.name)
+            unit = found[1] if found else ""
+            units[unit] = units.get(unit, 0) + local * ranks
+        rest = units.pop("", 0)
+        block = max(units.values(), default=0)
+        gathered = max(gathered, rest + max(rest, block) + 2 * block)
+    return held, gathered
 
 
 def latent_cache(spec: JobSpec, root: Path) -> Phase | None:

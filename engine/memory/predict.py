@@ -90,7 +90,7 @@ def predict(
         "optimizer", replace(base, gradients=walk.gradients, workspace=workspace)
     )
     phases["load"] = Phase("load", Parts(parameters=held))
-    phases["save"] = Phase("save", base)
+    phases["save"] = Phase("save", replace(base, workspace=_gathering(spec, trace, layout)))
     if sample is not None:
         walk = _walk(sample, layout, base, spec)
         walk.micro_batch()
@@ -138,6 +138,7 @@ def layout_of(spec: JobSpec, ranks: int, strategy: str) -> Layout:
         casts=spec.model_type == "full" and spec.mixed_precision != "no",
         offload=spec.fsdp_cpu_offload,
         smaller=0 if isinstance(again, bool) else int(again),
+        replicated=replicas > 1,
     )
 
 
@@ -205,6 +206,14 @@ def _averaging(trace: Trace, layout: Layout) -> int:
         buckets[-1] += number
     sizes = [rounded(4 * number) for number in (0, *buckets)]
     return max(a + b for a, b in pairwise(sizes))
+
+
+def _gathering(spec: JobSpec, trace: Trace, layout: Layout) -> int:
+    """The largest tensor of a checkpoint, where whole ones are gathered one after the other."""
+    if spec.fsdp_state_dict_type != "FULL_STATE_DICT":
+        return 0
+    weights = [w for unit in trace.units for w in unit.weights if w.trained]
+    return max((rounded(4 * w.numel) for w in weights if layout.is_sharded(w)), default=0)
 
 
 def _communicators(spec: JobSpec, strategy: str, ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from engine.memory.live import rounded, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engine.memory.timeline import Entry, Recorder
 
@@ -153,13 +154,29 @@ def _record_backward(record: Record, watch: _Watch, ends: list[torch.Tensor]) ->
     """Run the backward of outputs, which are taken away."""
     seed = _Seed.apply(watch, *ends)
     ends.clear()
-    # Autocast ends with forward; what is recomputed enters its own.
-    with watch.recorder.apart() as entries, torch.autocast("cpu", enabled=False):
+    with watch.recorder.apart() as entries, _outside_of_autocast():
         watch.begin = entries
         seed.backward()
         watch.finish()
     record.backward, record.gradients = watch.entries, watch.gradients
     record.input_gradients, record.gradient_sizes = watch.slots, watch.sizes
+
+
+@contextmanager
+def _outside_of_autocast() -> Iterator[None]:
+    """Autocast ends with forward. What is recomputed enters its own, and with the outermost one
+    ends what it kept: so none may be around.
+    """
+    enabled, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
+    torch.set_autocast_enabled("cpu", False)
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
+        torch.set_autocast_enabled("cpu", enabled)
 
 
 def _stand_ins(tensors: list[torch.Tensor], watch: _Watch) -> list[torch.Tensor]:

@@ -1,22 +1,22 @@
-"""What is predicted: bytes per rank, phase by phase, as JSON values. Imports no torch."""
+"""What is predicted: bytes per rank, phase by phase, as JSON values. Imports no torch.
+
+`jobs.memory.predicted` reads what is said here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.memory.predicted import SCHEMA
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-SCHEMA: Final = 1
 
 PHASES: Final = (
     "load", "text_cache", "latent_cache", "forward", "backward", "optimizer", "sample", "save",
 )  # fmt: skip
 """In the order of a run. Those that a job does not have, such as `sample`, are left out."""
-
-MEASURED_AS: Final = {"forward": "forward", "backward": "backward", "optimizer": "step"}
-"""Phase → its name in the `memory` events of a run (`engine.peaks`)."""
 
 
 @dataclass(frozen=True)
@@ -145,35 +145,3 @@ class Prediction:
             "disk": dict(self.disk),
             "notes": list(self.notes),
         }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Prediction:
-        """What `to_dict` gave.
-
-        Raises:
-            ValueError: It is of another version, or damaged.
-        """
-        try:
-            if values["schema"] != SCHEMA:
-                raise ValueError(f"a prediction of version {values['schema']}, not {SCHEMA}")
-            phases = tuple(
-                Phase(phase["name"], Parts(**phase["parts"]), phase.get("note", ""))
-                for phase in values["phases"]
-            )
-            low, high = values["reserved"]
-            return cls(
-                model=values["model"],
-                parameters=values["parameters"],
-                trained=values["trained"],
-                strategy=values["strategy"],
-                ranks=values["ranks"],
-                settings=values["settings"],
-                phases=phases,
-                reserved=(low, high),
-                overheads=values["overheads"],
-                host=values["host"],
-                disk=values["disk"],
-                notes=tuple(values["notes"]),
-            )
-        except (LookupError, TypeError) as error:
-            raise ValueError(f"a damaged prediction ({error!r})") from None

@@ -28,6 +28,7 @@ class Layout:
         casts: Whether weights are gathered in another precision than they are kept in.
         offload: Whether shards are kept in host memory.
         smaller: Ranks over which weights are sharded again after forward; 0 for all of them.
+        replicated: Whether there are several copies of the sharded weights (hsdp).
     """
 
     shards: int
@@ -35,6 +36,7 @@ class Layout:
     casts: bool = False
     offload: bool = False
     smaller: int = 0
+    replicated: bool = False
 
     def is_sharded(self, weight: Weight) -> bool:
         """Whether a weight is sharded at all."""
@@ -61,7 +63,6 @@ class Cost:
         again: Weights after forward where they are sharded again over fewer ranks.
         gradients: Whole gradients of what is sharded.
         kept_gradients: Gradients of what is whole on every rank.
-        summed: Whole gradients in fp32, as micro-batches are summed up.
         reduce: What gradients are sent from.
         output: What they are received into.
         reduced: Of that, what stays: the gradients of the shards.
@@ -75,7 +76,6 @@ class Cost:
     again: int
     gradients: int
     kept_gradients: int
-    summed: int
     reduce: int
     output: int
     reduced: int
@@ -107,7 +107,6 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
         kept_gradients=sum(
             rounded(w.numel * w.stored) for w in others if w.trained and not w.unused
         ),
-        summed=sum(rounded(w.numel * _REDUCED) for w, _ in trained),
         reduce=rounded(padded * _REDUCED),
         output=output,
         reduced=0 if layout.offload else output,

@@ -180,7 +180,7 @@ def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
     phases: Any = _Phases(recorder)
     objective: Any = _objective(built, shape)
     recorder.begin()
-    Stepper(spec, built.family, objective, training, loader, world, phases)._accumulate(0)
+    Stepper(spec, built.family, objective, training, loader, world, phases).accumulate(0)
     recorder.flush()
 
 

@@ -48,24 +48,23 @@ class Walk:
         self._order = sorted(gathered, key=lambda name: name.startswith("up_blocks."))
         self._kept = sum(cost.kept_gradients for cost in self._costs.values())
         self._sums = any(cost.gradients for cost in self._costs.values())
-        self._summed = 0  # whole gradients of the micro-batches before
+        self._reduced = 0  # gradients of shards
         self._phase = ""
 
     def step(self, micro_batches: int) -> None:
-        """All forwards and backwards of an optimizer step; more than three are like three."""
-        count = min(3, micro_batches)
-        for number in range(count):
-            self.micro_batch(first=number == 0, last=number == count - 1)
+        """All forwards and backwards of an optimizer step; more than two are like two."""
+        for number in range(min(2, micro_batches)):
+            self.micro_batch(first=number == 0)
 
-    def micro_batch(self, *, first: bool = True, last: bool = True) -> None:
-        """One forward and backward."""
-        self._first, self._last = first, last
+    def micro_batch(self, *, first: bool = True) -> None:
+        """One forward and backward; where it is not the first, it adds to what is there."""
+        self._first = first
         self._gathered: dict[str, int] = {}  # unit → its whole weights
         self._pending: dict[str, int] = {}  # unit → what is received for it
         self._again: dict[str, int] = {}  # unit → its weights, sharded over fewer ranks
         self._received = 0  # what the unit before was received into
         self._sending = 0  # what gradients of the unit before are sent from
-        self._reduced = 0  # gradients of shards
+        self._held = 0  # what replicas have summed up, until backward ends
         self._taken = 0  # gradients of the trace that are whole no more
         self._forwards: list[str] = []
         self._ended: set[str] = set()
@@ -78,7 +77,7 @@ class Walk:
         own = self._now.gradients - self._taken if first else self._kept
         if not self.layout.shards:
             own = self._now.gradients
-        self.gradients = own + self._reduced + self._summed
+        self.gradients = own + self._reduced
 
     # -- marks -----------------------------------------------------------------------------
 
@@ -131,31 +130,26 @@ class Walk:
         self._gathered.pop(name, None)
         self._pending.pop(name, None)
         self._again.pop(name, None)
-        if not self._last:
-            self._taken += cost.gradients
-            self._summed += cost.summed if self._first else 0
-            self._look()
-            return
         self._sending = 0
+        if not self._first:
+            self._taken += cost.kept_gradients  # added to those that are there
         if not cost.gradients:
             return
-        if not self._first:
-            self._taken += cost.gradients
         self._look(gradients=cost.reduce)
-        if self._first:
-            self._taken += cost.gradients
-        else:
-            self._summed -= cost.summed
+        self._taken += cost.gradients
         self._sending = cost.reduce
         self._look(gradients=cost.output)
-        self._reduced += cost.reduced
+        if self.layout.replicated and self.layout.offload:
+            self._held += cost.output
+        if self._first:
+            self._reduced += cost.reduced
 
     def _finish(self) -> None:
         """What torch does when backward has ended: the root, and units that it did not end in."""
         for name in ("", *self._order):
             if self.layout.shards and name not in self._ended and self._costs[name].whole:
                 self._done(name, self._costs[name])
-        self._sending = 0
+        self._sending = self._held = 0
 
     # -- gathering -------------------------------------------------------------------------
 
@@ -205,7 +199,7 @@ class Walk:
             return of_trace if self._first else self.gradients
         before = 0 if self._first else self._kept
         own = of_trace - self._taken if self._first or self._sums else 0
-        return before + max(0, own) + self._sending + self._reduced + self._summed
+        return before + max(0, own) + self._sending + self._held + self._reduced
 
     def _compare(self, activations: int, gradients: int, gathered: int) -> None:
         if not self._phase:

@@ -10,7 +10,7 @@ from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDi
 from engine.toy import parts
 from engine.toy.encoders import build_t5
 from engine.toy.streams import quieten
-from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
+from engine.toy.vae import LATENT_CHANNELS
 from engine.toy.vocabulary import build_t5_tokenizer
 from engine.toy.weights import one_thread
 
@@ -27,7 +27,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     tokenizer = build_t5_tokenizer(parts.captions())
     pipeline = ChromaPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=1.0),
-        vae=build_vae(as_tensor(parts.sample_images(seed)), seed=seed),
+        vae=parts.picture_vae(seed),
         text_encoder=build_t5(tokenizer, TEXT_DIM, seed=seed),
         tokenizer=tokenizer,
         transformer=_build_transformer(seed, HEADS * hidden_scale),

@@ -16,7 +16,7 @@ from diffusers import (
 from engine.toy import parts
 from engine.toy.encoders import build_clip, build_t5
 from engine.toy.streams import open_gates, quieten
-from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
+from engine.toy.vae import LATENT_CHANNELS
 from engine.toy.vocabulary import (
     build_clip_tokenizer,
     build_t5_tokenizer,
@@ -25,10 +25,7 @@ from engine.toy.vocabulary import (
 from engine.toy.weights import fill_random, one_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
-
-    from PIL import Image
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ def write_flux(
     seed: int,
     dtype: str = "float32",
     sizes: FluxSizes | None = None,
-    sample_images: Sequence[Image.Image] | None = None,
     max_shard_size: int | str | None = None,
     pipeline_class: type[FluxPipeline | FluxKontextPipeline] = FluxPipeline,
 ) -> None:
@@ -93,7 +89,6 @@ def write_flux(
         seed: Same seed, same bytes (on one machine: the autoencoder is fitted).
         dtype: Of all weights: float32, bfloat16 or float16.
         sizes: Of the transformer; the defaults make about 2 million parameters.
-        sample_images: Pictures of one size to make the autoencoder for; else the toy's own.
         max_shard_size: Split larger weights over several files, such as "500KB".
         pipeline_class: Named in `model_index.json`.
     """
@@ -102,7 +97,7 @@ def write_flux(
     clip_tokenizer = build_clip_tokenizer(captions)
     t5_tokenizer = build_t5_tokenizer(captions)
     wanted = getattr(torch, dtype)
-    vae = build_vae(as_tensor(sample_images or parts.sample_images(seed)), seed=seed)
+    vae = parts.picture_vae(seed)
     pipeline = pipeline_class(
         scheduler=build_scheduler() if sizes.guidance else build_fixed_scheduler(),
         vae=parts.cast(vae, wanted),

@@ -14,10 +14,10 @@ from diffusers import (
 
 from engine.toy.encoders import build_clip_with_projection, build_t5
 from engine.toy.language_models import build_llama_lm
-from engine.toy.parts import captions, random_model, sample_images, save
+from engine.toy.parts import captions, picture_vae, random_model, save
 from engine.toy.streams import open_gates
 from engine.toy.tokenizers import build_llama3_tokenizer, build_other_clip_tokenizer
-from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
+from engine.toy.vae import LATENT_CHANNELS
 from engine.toy.vocabulary import build_t5_tokenizer, save_clip_vocabulary
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     t5, llama = build_t5_tokenizer(captions()), build_llama3_tokenizer(captions())
     pipeline = HiDreamImagePipeline(
         scheduler=build_scheduler(flavour),
-        vae=build_vae(as_tensor(sample_images(seed)), seed=seed),
+        vae=picture_vae(seed),
         text_encoder=build_clip_with_projection(clip, TEXT_DIM, seed=seed),
         tokenizer=clip,
         text_encoder_2=build_clip_with_projection(clip, TEXT_DIM, seed=seed + 1, hidden_act="gelu"),

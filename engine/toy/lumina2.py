@@ -12,10 +12,10 @@ from diffusers import (
 )
 
 from engine.toy.language_models import build_gemma2
-from engine.toy.parts import captions, random_model, sample_images, save
+from engine.toy.parts import captions, picture_vae, random_model, save
 from engine.toy.streams import open_gates
 from engine.toy.tokenizers import build_gemma_tokenizer
-from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
+from engine.toy.vae import LATENT_CHANNELS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     pipeline = Lumina2Pipeline(
         transformer=build_transformer(HEADS * hidden_scale, seed=seed),
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=6.0),
-        vae=build_vae(as_tensor(sample_images(seed)), seed=seed),
+        vae=picture_vae(seed),
         text_encoder=build_gemma2(tokenizer, GEMMA_DIM, seed=seed),
         tokenizer=tokenizer,
     )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
 from engine.toy.pictures import toy_captions, toy_pictures
-from engine.toy.vae import as_tensor
+from engine.toy.vae import as_tensor, build_vae
 from engine.toy.weights import fill_random
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from diffusers import AutoencoderKL
     from PIL import Image
 
 # What the vocabularies are made from: the same for every seed, and enough to hold every word.
@@ -32,15 +34,27 @@ def captions() -> tuple[str, ...]:
     return tuple(toy_captions(CAPTIONS, seed=0))
 
 
-def sample_images(seed: int) -> list[Image.Image]:
+@cache
+def sample_images(seed: int) -> tuple[Image.Image, ...]:
     """Square toy pictures at the resolution that toy jobs train at."""
     pictures = toy_pictures(PICTURES, size=PICTURE_SIZE, seed=seed)
-    return [picture for picture in pictures if picture.width == picture.height]
+    return tuple(picture for picture in pictures if picture.width == picture.height)
 
 
 def sample_pixels(seed: int, count: int = 16) -> torch.Tensor:
     """Some of them, `(count, 3, H, W)` in [-1, 1]."""
     return as_tensor(sample_images(seed)[:count])
+
+
+def picture_vae(seed: int) -> AutoencoderKL:
+    """The autoencoder of most families' toys, the caller's own to change."""
+    return deepcopy(fitted_vae(seed))
+
+
+@cache  # fitting takes two seconds, and tests write the toys of many families in a row
+def fitted_vae(seed: int) -> AutoencoderKL:
+    """The same, shared by all callers: only to be looked at."""
+    return build_vae(as_tensor(sample_images(seed)), seed=seed)
 
 
 def random_model(

@@ -15,7 +15,7 @@ from engine.toy import parts
 from engine.toy.encoders import build_clip_with_projection, build_t5
 from engine.toy.streams import open_gates, quieten
 from engine.toy.tokenizers import build_other_clip_tokenizer
-from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
+from engine.toy.vae import LATENT_CHANNELS
 from engine.toy.vocabulary import build_clip_tokenizer, build_t5_tokenizer, save_clip_vocabulary
 from engine.toy.weights import one_thread
 
@@ -44,7 +44,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     pipeline = StableDiffusion3Pipeline(
         transformer=_build_transformer(seed, HEADS * hidden_scale, **SWITCHES[flavour]),
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0),
-        vae=build_vae(as_tensor(parts.sample_images(seed)), seed=seed),
+        vae=parts.picture_vae(seed),
         text_encoder=build_clip_with_projection(clip, CLIP_DIM, seed=seed),
         tokenizer=clip,
         text_encoder_2=build_clip_with_projection(

@@ -10,7 +10,7 @@ from engine.toy import parts
 from engine.toy.language_models import build_qwen3
 from engine.toy.streams import open_gates, quieten
 from engine.toy.tokenizers import build_qwen_tokenizer
-from engine.toy.vae import LATENT_CHANNELS, as_tensor, build_vae
+from engine.toy.vae import LATENT_CHANNELS
 from engine.toy.weights import one_thread
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
         scheduler=FlowMatchEulerDiscreteScheduler(
             num_train_timesteps=1000, shift=3.0 if flavour == "turbo" else 6.0
         ),
-        vae=build_vae(as_tensor(parts.sample_images(seed)), seed=seed),
+        vae=parts.picture_vae(seed),
         text_encoder=build_qwen3(tokenizer, TEXT_DIM, seed=seed),
         tokenizer=tokenizer,
         transformer=_build_transformer(seed, HEADS * hidden_scale),

@@ -17,7 +17,7 @@ from jobs.errors import UserError
 from jobs.extra_args import words_of
 from jobs.families import component_of
 from jobs.launchers.config import accelerate_config, fsdp_options
-from jobs.memory.auto import predicted_ddp
+from jobs.memory.auto import chosen_before, predicted_ddp
 from jobs.models import count_parameters, find_model
 from jobs.processes import RUN_ID_VARIABLE
 from jobs.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
@@ -54,7 +54,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         run_id: Marks every process of the run in its environment.
     """
     ranks = world_size(spec)
-    strategy, reason = chosen_strategy(spec, room_of(spec, gpus))
+    strategy, reason = chosen_before(spec, run_dir) or chosen_strategy(spec, room_of(spec, gpus))
     cores = psutil.cpu_count() or 1
     threads = max(1, cores // ranks if not gpus else min(8, cores // ranks))
     flags = {

@@ -1,20 +1,50 @@
-"""What `strategy: auto` goes by where a prediction is known already. It waits for none."""
+"""What `strategy: auto` goes by: what it came to before, else a prediction that is known already.
+
+It waits for none.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jobs.memory.calibration import read_calibration
 from jobs.memory.fit import Verdict, fit_of, room_of, worst
 from jobs.memory.question import recall
-from jobs.strategy import Whole, world_size
+from jobs.rundir import read_json
+from jobs.strategy import STRATEGY_VARIABLE, Whole, depends_on_memory, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.gpu import Gpu
+    from jobs.rundir import RunDir
     from jobs.spec import JobSpec
+
+_KEPT: Final = ", as at its first launch"
+
+
+def chosen_before(spec: JobSpec, run_dir: RunDir) -> tuple[str, str] | None:
+    """What `auto` came to when the job was launched the last time, and why.
+
+    A restart or a resumed job goes on with it: what else is on the GPUs by then, or has been
+    predicted meanwhile, is no reason to train in another way.
+
+    Returns:
+        Strategy and reason; None where it was not launched yet, or on another number of ranks, or
+        where its settings leave no choice.
+    """
+    if not depends_on_memory(spec):
+        return None
+    record = read_json(run_dir.launch_file) or {}
+    environment, gpus = record.get("environment"), record.get("gpus")
+    if not (isinstance(environment, dict) and isinstance(gpus, list)):
+        return None
+    strategy, _, reason = str(environment.get(STRATEGY_VARIABLE, "")).partition(": ")
+    chosen = strategy in ("ddp", "fsdp2") and reason != "as asked"  # before it said auto
+    if len(gpus) != world_size(spec) or not chosen:
+        return None
+    return strategy, reason.removesuffix(_KEPT) + _KEPT
 
 
 def predicted_ddp(spec: JobSpec, gpus: Sequence[Gpu]) -> Whole | None:

@@ -114,8 +114,13 @@ def facts(
 ) -> dict[str, Any] | None:
     """What `show --json` says of a run's prediction; None where there is none."""
     predicted = read(run_dir)
-    if predicted is None:
-        return None
+    return facts_of(predicted, measure, peaks) if predicted is not None else None
+
+
+def facts_of(
+    predicted: Predicted, measure: str, peaks: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """A prediction beside what was measured, as JSON values. Pure."""
     return {
         "strategy": predicted.strategy,
         "ranks": predicted.ranks,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA: Final = 1  # of `engine.memory.report`
+SCHEMA: Final = 1  # of what `engine.memory.report` says
 
 # Phase → its name in a run's `memory` events (`engine.peaks`).
 MEASURED_AS: Final = {

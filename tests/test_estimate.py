@@ -466,6 +466,14 @@ def test_what_does_not_fit_is_told_with_the_ladder_and_its_own_status() -> None:
 
 
 @pytest.mark.usefixtures("_faked")
+def test_a_job_that_names_no_ranks_is_told_of_on_the_fewest_that_do() -> None:
+    words = (*FULL[:2], "--gradient_checkpointing=true", "--card", "24", "--json", "--ranks")
+    facts = [json.loads(run(*words, ranks).output) for ranks in ("8,2,4,64", "1,2")]
+    assert [one["ranks"] for one in facts] == [4, 2]
+    assert [one["status"] for one in facts] == [0, 4]
+
+
+@pytest.mark.usefixtures("_faked")
 @pytest.mark.parametrize(("words", "match"), [
     ((*FULL, "--ranks", "2,x"), "expected numbers of ranks"),
     ((*FULL, "--ranks", "0"), "expected numbers of ranks"),

@@ -76,17 +76,29 @@ def estimate_job(
         progress(0, 1, "…")
         server = Server()
         try:
-            asked = estimate(spec, server, card=int(card) if card else None)
+            asked = _of_ranks(spec, ranks, server, int(card) if card else None)
             facts = _facts(asked, ranks or [world_size(spec)], progress)
         finally:
             server.close()
-    measured = dry_run.measure(Store(), spec, _tell) if measure else None
+    measured = dry_run.measure(Store(), asked.spec, _tell) if measure else None
     status = _status(asked, measured)
     if as_json:
         click.echo(json.dumps(_as_json(asked, facts, measured) | {"status": status}))
     else:
         click.echo(_as_text(asked, facts, measured))
     return status
+
+
+def _of_ranks(spec: JobSpec, ranks: Sequence[int], server: Server, card: int | None) -> Estimate:
+    """The job on its own ranks; if it names none, on the fewest of these on which it fits."""
+    if not ranks or spec.num_processes is not None or spec.gpus is not None:
+        return estimate(spec, server, card=card)
+    for count in sorted(ranks):
+        asked = estimate(spec.model_copy(update={"num_processes": count}), server, card=card)
+        own = asked.own
+        if isinstance(own, Predicted) and asked.fit(own).verdict is not Verdict.TOO_LARGE:
+            break
+    return asked
 
 
 class _Facts:

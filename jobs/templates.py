@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from jobs.errors import UserError
+from jobs.errors import NotFoundError, UserError
 from jobs.families import FAMILIES
 from jobs.old_keys import translate
 from jobs.paths import config_home, ensure_private_dir
 from jobs.rundir import write_atomic
 from jobs.spec import field_names
+from jobs.spellings import did_you_mean
 from jobs.yamlfile import read_mapping
 
 if TYPE_CHECKING:
@@ -39,10 +40,26 @@ class Template:
     values: Mapping[str, Any]
     path: Path | None = None
 
+    @property
+    def name(self) -> str:
+        """What the command line calls it: `my flux`, `wan/2.2`."""
+        if self.path is not None:
+            return self.title
+        return f"{self.values['model_family']}/{self.values['model_flavour']}"
+
 
 def templates_home() -> Path:
     """Where a person's templates are. Not created here."""
     return config_home() / "templates"
+
+
+def path_of(name: str) -> Path:
+    """The file of a person's template of this name, whether there is one or not."""
+    return templates_home() / f"{_plain(name)}.yaml"
+
+
+def _plain(name: str) -> str:
+    return name.strip().removesuffix(".yaml")
 
 
 def list_templates() -> tuple[list[Template], list[str]]:
@@ -55,18 +72,37 @@ def list_templates() -> tuple[list[Template], list[str]]:
     return [*own, *_of_families()], problems
 
 
+def find_template(name: str) -> Template:
+    """The template of this name, or title, in any case; a person's own goes first.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    found, _ = list_templates()
+    wanted = _plain(name).lower()
+    for one in found:
+        if wanted in (one.name.lower(), one.title.lower()):
+            return one
+    names = [one.name for one in found]
+    raise NotFoundError(
+        f'there is no template "{name}"{did_you_mean(name, names)}',
+        "`fsdp-tui templates` lists them",
+    )
+
+
 def save_template(name: str, values: Mapping[str, Any]) -> Path:
     """Keep values under a name; what was kept under it before is replaced.
 
     Raises:
         UserError: It cannot be a file's name, or the file cannot be written.
     """
-    name = name.strip().removesuffix(".yaml")
+    name = _plain(name)
     if not _NAME.fullmatch(name):
         raise UserError(
             f'"{name}" cannot be the name of a template: letters, digits, spaces and . _ + - can'
         )
-    path = ensure_private_dir(templates_home()) / f"{name}.yaml"
+    path = path_of(name)
+    ensure_private_dir(path.parent)
     text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
     try:
         write_atomic(path, text, durable=True)

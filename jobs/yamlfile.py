@@ -23,7 +23,15 @@ def read_mapping(path: Path, what: str = "job file") -> tuple[dict[str, Any], di
     Raises:
         SpecError: It cannot be read, or has no keys, or one twice.
     """
-    text = _read(path, what)
+    return parse_mapping(_read(path, what), path)
+
+
+def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Values by normal key, and the line of each key, of a text that stands in a file.
+
+    Raises:
+        SpecError: It has no keys, or one twice.
+    """
     if path.suffix.lower() == ".json":
         text = text.replace("\t", "  ")
     try:

@@ -11,17 +11,20 @@ import asyncio
 import os
 import sys
 import tempfile
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import pytest  # noqa: E402
-from tui_scenes import SCENES, Clock, make_up, nobody_starts  # noqa: E402
+from tui_scenes import SCENES, leave, opened, running, show  # noqa: E402
+
+from jobs.store import Store  # noqa: E402
+from tui.app import FsdpTui  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from textual.pilot import Pilot
 
 SIZES = "80x24,120x40"
 
@@ -37,57 +40,35 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated scenes")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as scratch:
-        for size in options.sizes.split(","):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("FSDP_TUI_HOST", options.host)
-                patch.setenv("FSDP_TUI_PICTURES", "blocks")
-                asyncio.run(take(options, size, Path(scratch) / size, patch))
+    for size in options.sizes.split(","):
+        for jobs in (True,) if options.home is not None else (True, False):
+            with tempfile.TemporaryDirectory(prefix="server-", dir="/tmp") as scratch:
+                asyncio.run(take(options, size, jobs, Path(scratch)))
 
 
-async def take(
-    options: argparse.Namespace, size: str, scratch: Path, patch: pytest.MonkeyPatch
-) -> None:
-    """Every scene at one size."""
-    from jobs.store import Store
-    from tui.app import FsdpTui
-
-    home = options.home or scratch / "state"
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    patch.setenv("FSDP_TUI_HOME", str(home))
-    store, select = Store(home), options.select
-    if options.home is None:
-        for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
-            patch.setenv(name, str(scratch / name.lower()))
-        clock = Clock()
-        patch.setattr("time.time", clock)
-        nobody_starts(patch, make_up(store, scratch / "data", clock))
-        select = 3
-    app = FsdpTui(store, select=select)
-    if options.theme:
-        app.theme = options.theme
+async def take(options: argparse.Namespace, size: str, jobs: bool, scratch: Path) -> None:
+    """Every scene of a server with jobs, or of one without, at one size."""
     wanted = options.only.split(",") if options.only else [scene.name for scene in SCENES]
+    scenes = [one for one in SCENES if one.name in wanted and one.jobs is jobs]
+    if not scenes:
+        return
     columns, rows = map(int, size.split("x"))
-    async with app.run_test(size=(columns, rows)) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t)
-        await pilot.pause(3.0)  # the curve is drawn anew after two seconds at the earliest
-        for scene in SCENES:
-            if scene.name in wanted:
-                await pilot.press(*scene.keys)
-                await pilot.pause(0.6)
-                await until(pilot, lambda: not app.screen.has_class("-looking"))
-                await pilot.pause(0.6)  # what was found is drawn after the look has ended
-                path = options.out / f"{scene.name}-{size}.svg"
-                path.write_text(app.export_screenshot(title="fsdp-tui"), encoding="utf-8")
-                print(os.path.relpath(path))
-                await pilot.press(*scene.leave)
-
-
-async def until(pilot: Any, true: Callable[[], object]) -> None:
-    for _ in range(500):
-        if true():
-            return
-        await pilot.pause(0.02)
+    async with AsyncExitStack() as stack:
+        if options.home is None:
+            app_on = opened(scratch, (columns, rows), jobs=jobs, host=options.host)
+        else:
+            os.environ |= {"FSDP_TUI_HOST": options.host, "FSDP_TUI_HOME": str(options.home)}
+            app_on = running(FsdpTui(Store(options.home), select=options.select), (columns, rows))
+        pilot: Pilot[None] = await stack.enter_async_context(app_on)
+        if options.theme:
+            pilot.app.theme = options.theme
+        for scene in scenes:
+            await show(pilot, scene)
+            picture = pilot.app.export_screenshot(title="fsdp-tui")
+            path = options.out.resolve() / f"{scene.name}-{size}.svg"
+            path.write_text(picture.replace(scratch.name, "server-0"), encoding="utf-8")
+            print(path)
+            await leave(pilot, scene)
 
 
 if __name__ == "__main__":

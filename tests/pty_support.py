@@ -6,14 +6,17 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import termios
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from screen_support import EmulatedScreen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 _ESCAPES = re.compile(
     r"\x1b(\[[0-9;?<>=$]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[P_^][^\x1b]*\x1b\\|.)"
 )
+# Every terminal answers this; the program would wait for it.
+_ATTRIBUTES_QUERY, _ATTRIBUTES = b"\x1b[c", b"\x1b[?64;1;2;6;9;15;18;21;22c"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -49,7 +54,9 @@ class Terminal:
         )
         os.close(slave)
         self.received = 0
+        self._size = size
         self._kept = bytearray()
+        self._all = bytearray()
         self._came = threading.Condition()
         self._going = threading.Event()
         self._going.set()
@@ -62,9 +69,12 @@ class Terminal:
                 data = os.read(self._master, 1 << 16)
             except OSError:  # the program ended
                 data = b""
+            if _ATTRIBUTES_QUERY in data:
+                os.write(self._master, _ATTRIBUTES)
             with self._came:
                 self.received += len(data)
                 self._kept += data
+                self._all += data
                 self._came.notify_all()
             if not data:
                 return
@@ -74,6 +84,21 @@ class Terminal:
         """What was received since `forget`, without escape codes."""
         with self._came:
             return _ESCAPES.sub(" ", self._kept.decode(errors="replace"))
+
+    @property
+    def raw(self) -> str:
+        """What was received since `forget`, as it came."""
+        with self._came:
+            return self._kept.decode(errors="replace")
+
+    def shows(self, what: str) -> bool:
+        """Whether this stands on the screen now; a program sends only what is not there yet."""
+        with self._came:
+            data = self._all.decode(errors="replace")
+        screen = EmulatedScreen(self._size)
+        with suppress(AssertionError):  # the last code has come in part
+            screen.feed(data)
+        return any(what in line for line in screen.lines)
 
     def forget(self) -> None:
         with self._came:
@@ -100,6 +125,12 @@ class Terminal:
 
     def press(self, keys: str) -> None:
         os.write(self._master, keys.encode())
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Another number of columns and rows."""
+        self._size = size
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+        self.process.send_signal(signal.SIGWINCH)  # the terminal is not of its session
 
     def stall(self) -> None:
         """Read no more, as a laptop that went to sleep; one read may still be under way."""

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import LONG
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 400  # lines
@@ -128,3 +129,7 @@ def test_machine_paths_are_recognised() -> None:
         assert MACHINE_PATHS.search("/".join(parts))
     for text in ("network/work/x", "/workspace/x", "a/root/b"):
         assert not MACHINE_PATHS.search(text)
+
+
+def test_the_files_that_are_begun_first_are_there() -> None:
+    assert [name for name in LONG if not (ROOT / "tests" / f"{name}.py").is_file()] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from tui_support import add_job
 
 from jobs import service
-from tui.watch import changed_objects, changed_sentences, in_words, sentence
+from jobs.errors import UserError
+from tui.watch import changed_objects, changed_sentences, in_words, sentence, watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,6 +81,36 @@ def test_objects_that_changed() -> None:
     assert [json.loads(line) for line in changed_objects([], seen)] == [
         {"id": 3, "state": "removed"}
     ]
+
+
+@pytest.mark.parametrize(
+    "error", [sqlite3.OperationalError("database is locked"), UserError("no such directory"),
+              FileNotFoundError(2, "gone")],
+)  # fmt: skip
+def test_what_passes_does_not_end_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    no_gpus: None, error: Exception,
+) -> None:  # fmt: skip
+    add_job(store, "cats")
+    store.hold(1, True)
+    looks = [error, error, None]
+
+    def refresh(store: Store) -> None:
+        if (failure := looks.pop(0)) is not None:
+            raise failure
+
+    def sleep(seconds: float) -> None:
+        if not looks:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("jobs.service.refresh", refresh)
+    monkeypatch.setattr("tui.watch.time.sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        watch(store, 0.2)
+    out, err = capsys.readouterr()
+    assert "job 1 cats is queued" in out
+    assert err.count("cannot look") == 1
+    assert "looks again" in err
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from checkpoint_support import save_checkpoint
 from click.testing import CliRunner
 from hypothesis import HealthCheck, example, given, settings
 from spec_strategies import REQUIRED, VALUES
-from test_tui_app import form, until
+from test_tui_app import form
+from tui_support import until
 
 from jobs import service
 from jobs.conflicts import find_warnings

@@ -85,10 +85,11 @@ def test_values_may_be_written_as_people_do(write: Callable[[str], Path]) -> Non
         ("ascii: maybe\n", 'ascii: "maybe" is not auto, true or false'),
         ("keymap: [a]\n", "keymap: input should be a valid dictionary"),
         ("keymap: {a: [b]}\n", "keymap: a: input should be a valid string"),
-        ("theme: [\n", "line 2 is not valid YAML"),
-        ("just words\n", "expected `key: value` lines, found none; the defaults count"),
+        ("theme: [\n", "line 1 is not `key: value` in YAML: theme: ["),
+        ("just words\n", "line 1 is not `key: value` in YAML: just words"),
         ("theme: a\ntheme: b\n", "given twice"),
-        ("\x00", "the defaults count"),
+        ("\x00", "line 1 is not `key: value` in YAML: ?"),
+        ("pictures: kity\n", "pictures: \"kity\" is not 'auto', 'kitty', 'sixel' or"),
         ("yes: 1\n", 'unknown key "true"'),  # YAML reads these as something else
         ("theme: nord\n0x10: 1\n", 'unknown key "16"'),
         ("<<: {no_such: 1}\n", 'unknown key "no_such"'),
@@ -113,6 +114,52 @@ def test_a_mistake_in_one_key_leaves_the_others(write: Callable[[str], Path]) ->
     assert len(read.problems) == 2
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "theme: [nord\n",  # ends nowhere
+        "theme nord\n",
+        "mouse: false\nmouse: true\n",
+        "theme: a: b\n",
+        "no_such_key: 1\n",
+        "keymap: {jobs.stop_job: [x]}\n",
+        "# caf\xe9\ntheme: 3: 4\n",
+        "refresh_seconds: 2026-99-99\n",
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mistake_anywhere_leaves_read_only(home: Path, wrong: str, first: bool) -> None:
+    path = settings_file()
+    path.parent.mkdir(parents=True)
+    careful = "read_only: true\nkeymap:\n  jobs.start_job: ctrl+s\n"
+    if "keymap" in wrong:
+        careful = "read_only: true\n"
+    text = careful + wrong if first else wrong + careful
+    path.write_bytes(text.encode("latin-1"))
+    read = read_settings()
+    assert read.settings.read_only
+    assert read.settings.keymap == ({} if "keymap" in wrong else {"jobs.start_job": "ctrl+s"})
+    assert len(read.problems) == 1
+    assert str(path) in read.problems[0]
+
+
+def test_a_wrong_entry_of_the_keymap_leaves_the_others(write: Callable[[str], Path]) -> None:
+    write("keymap:\n  jobs.stop_job: [x]\n  jobs.new_job: ctrl+n\n")
+    read = read_settings()
+    assert read.settings.keymap == {"jobs.new_job": "ctrl+n"}
+    assert len(read.problems) == 1
+
+
+@pytest.mark.parametrize("text", ["read_only: [\n", "read_only: true\nread_only: false\n",
+                                  "read_only: false\nread_only: true\n", "read-only: : true\n",
+                                  "read_only: true\n\ttheme: nord\n"])  # fmt: skip
+def test_in_doubt_it_is_read_only(write: Callable[[str], Path], text: str) -> None:
+    write(text)
+    read = read_settings()
+    assert read.settings.read_only
+    assert len(read.problems) == 1
+
+
 def test_who_wants_to_be_careful_and_misspells_it_is_careful(write: Callable[[str], Path]) -> None:
     write("read_only: yess\n")
     read = read_settings()
@@ -126,7 +173,8 @@ def test_a_file_that_cannot_be_read_is_told(write: Callable[[str], Path]) -> Non
     path.mkdir()
     read = read_settings()
     assert read.settings == Settings()
-    assert len(read.problems) == 1
+    (problem,) = read.problems
+    assert problem.endswith("nothing in it counts, not even read_only")
 
 
 def test_every_setting_has_help_and_stands_in_the_file_to_edit() -> None:

@@ -17,6 +17,8 @@ from tui_support import (
     FakeGpus,
     add_job,
     append_events,
+    nothing_starts,
+    until,
     write_checkpoint,
     write_log,
     write_rank,
@@ -43,7 +45,7 @@ from tui.newjob.screen import NewJobScreen
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from textual.pilot import Pilot
 
@@ -58,9 +60,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     """Nothing starts, and a snapshot is made every few milliseconds."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    nothing_starts(monkeypatch)
     monkeypatch.setattr("tui.dashboard.log_view._LOOK_EVERY", 0.02)
     monkeypatch.setenv("FSDP_TUI_HOST", "node")
     # Predicting memory takes a process with torch.
@@ -76,14 +76,6 @@ async def running(
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.dashboard.snapshot.t > 0)
         yield app, pilot
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 5.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 def shown(panel: Lines) -> str:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pty_support import terminal
 from rich.cells import cell_len
+from screen_support import EmulatedScreen
 from tui_support import add_job, write_log
 
 from jobs.states import State
@@ -62,6 +63,20 @@ class Restless(App):
 Restless(driver_class=GovernedDriver).run()
 """
 
+# The dashboard; after each picture a file holds all that the screen consists of.
+WATCHED = """
+import os, sys
+from jobs.store import Store
+from tui.app import FsdpTui
+def show_all(app):
+    lines = enumerate(app.screen._compositor.render_strips(), 1)
+    with open({seen!r} + ".new", "w") as file:
+        file.write("".join(f"\\x1b[{{y}};1H{{line.render(app.console)}}" for y, line in lines))
+    os.replace({seen!r} + ".new", {seen!r})
+FsdpTui.post_display_hook = show_all
+FsdpTui(Store()).run()
+"""
+
 
 def environment(store: Store, base: dict[str, str]) -> dict[str, str]:
     here = dict.fromkeys(("FSDP_TUI_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"), str(store.home))
@@ -103,6 +118,17 @@ def test_nothing_changes_and_nothing_is_sent(store: Store, nvml_stub: StubNvml) 
         assert shown.received - before < 8000  # the lines that changed, not the screen
 
 
+def test_f5_sends_all_again(store: Store, nvml_stub: StubNvml) -> None:
+    """What another program wrote on the terminal is not known to us, and must go."""
+    nvml_stub.write(2)
+    store.hold(add_job(store, "quiet").id, held=True)
+    with dashboard(store, nvml_stub.environment) as shown:
+        shown.wait_quiet(2.0)
+        shown.forget()
+        shown.press("\x1b[15~")
+        shown.wait_for(lambda text: "quiet" in text and "GPU" in text)
+
+
 def test_a_screen_over_the_dashboard_comes_to_rest(store: Store, nvml_stub: StubNvml) -> None:
     """A look at the screen below would repaint the one on top, to be held back again."""
     nvml_stub.write(2)
@@ -112,7 +138,7 @@ def test_a_screen_over_the_dashboard_comes_to_rest(store: Store, nvml_stub: Stub
         shown.press("i")
         shown.wait_for(lambda text: "overview" in text)
         shown.press("3")
-        shown.wait_for(lambda text: "number 199" in text)
+        shown.wait_for(lambda _: shown.shows("number 199"))
         shown.wait_quiet(2.0)
 
 
@@ -160,6 +186,44 @@ def test_a_name_that_is_no_utf8_is_shown_and_ends_nothing(tmp_path: Path) -> Non
         shown.wait_for(lambda text: "?keys:" in text)
         shown.press("z")
         shown.wait_for(lambda text: "?keys:z" in text)
+
+
+def test_the_terminal_shows_what_the_screen_consists_of(
+    store: Store, nvml_stub: StubNvml, tmp_path: Path
+) -> None:
+    nvml_stub.write(2)
+    job = add_job(store, "quiet", state=State.COMPLETED, reason="trained 200 steps")
+    write_log(job, "".join(f"line {n} \x1b[3{n % 7}m漢字 é\x1b[0m of it\n" for n in range(300)))
+    seen, size = tmp_path / "seen", (100, 30)
+    command = sys.executable, "-c", WATCHED.format(seen=str(seen))
+    env = environment(store, nvml_stub.environment | {"XDG_CACHE_HOME": str(tmp_path)})
+    with open(store.home / "runner.lock", "a") as lock, terminal(command, env, size) as shown:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def is_shown(what: str) -> Callable[[str], bool]:
+            """Whether the terminal shows this, and every cell as it is to be."""
+
+            def check(_: str) -> bool:
+                got, wanted = EmulatedScreen(size), EmulatedScreen(size)
+                wanted.feed(seen.read_text() if seen.exists() else "")
+                with suppress(AssertionError):  # the last code has come in part
+                    got.feed(shown.raw)
+                return got.cells == wanted.cells and any(what in line for line in got.lines)
+
+            return check
+
+        shown.wait_for(is_shown("line 299 漢字"))
+        shown.press("\x1b[?2026;2$y")  # it can take a picture at once
+        for key, what in (("?", "esc closes"), ("?", "╭─ devices"), ("l", "line 298"),
+                          ("g", "line 0 漢字"), ("q", "╭─ devices"), ("n", "family"),
+                          ("\x1b", "╭─ devices")):  # fmt: skip
+            shown.press(key)
+            shown.wait_for(is_shown(what))
+        shown.wait_quiet(0.3)
+        shown.forget()
+        size = (80, 24)
+        shown.resize(size)
+        shown.wait_for(is_shown("line 299 漢字"))
 
 
 def test_only_a_real_terminal_has_the_budget(store: Store) -> None:

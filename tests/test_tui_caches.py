@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 from textual.geometry import Region
 from textual.widgets import Static
-from tui_support import add_job
+from tui_support import add_job, nothing_starts, until
 
 from jobs.caches import Cache, Cleared
 from jobs.errors import StateError, UserError
@@ -26,7 +25,7 @@ from tui.format import plain
 from tui.modals.confirm import ConfirmScreen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from textual.pilot import Pilot
 
@@ -38,8 +37,7 @@ SIZES = [(80, 24), (120, 40), (200, 60)]
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     """No job starts."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
+    nothing_starts(monkeypatch)
 
 
 class Caches:
@@ -93,14 +91,6 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Caches:
     monkeypatch.setattr("tui.caches.screen.list_caches", fake.list)
     monkeypatch.setattr("tui.caches.screen.clear", fake.clear)
     return fake
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 @asynccontextmanager

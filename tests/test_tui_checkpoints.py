@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoint_support import save_checkpoint
 from textual.geometry import Region
-from tui_support import add_job
+from tui_support import add_job, nothing_starts, until
 
 from jobs.checkpoint_list import Listed
 from jobs.checkpoints import set_aside
@@ -21,7 +20,6 @@ from jobs.resume_plan import plan_resume
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from jobs.tools import Cancelled
-from tui import collector
 from tui.app import FsdpTui
 from tui.checkpoints.pane import CheckpointsPane
 from tui.checkpoints.rows import checkpoint_rows, progress_row
@@ -46,9 +44,7 @@ SIZES = [(80, 24), (120, 40), (200, 60)]
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     """No job starts, and everything is looked at every few milliseconds."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    nothing_starts(monkeypatch)
     monkeypatch.setattr("tui.checkpoints.pane._EVERY", 0.05)
     monkeypatch.setattr("tui.job.look.PERIOD", 0.1)
 
@@ -61,14 +57,6 @@ def job(store: Store, job_values: dict[str, Any]) -> Job:
     for step in (10, 20, 30):
         save_checkpoint(job.run_dir, step, spec.to_dict())
     return job
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import psutil
 import pytest
 from PIL import Image, ImageDraw
 from textual.geometry import Region
-from tui_support import add_job
+from tui_support import add_job, nothing_starts, until
 
 from jobs.eventlog import Phase
 from jobs.look import STRIP_GAP
@@ -21,7 +20,6 @@ from jobs.service import Progress
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from jobs.tools import DataLook
-from tui import collector
 from tui.app import FsdpTui
 from tui.dashboard.activity_rows import activity_rows
 from tui.data.buckets_panel import BucketsPanel
@@ -50,18 +48,8 @@ BACK = (24, 26, 30)
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     """No job starts, a snapshot is made every few milliseconds, pictures are drawn at once."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    nothing_starts(monkeypatch)
     monkeypatch.setattr("tui.data.pictures_panel._DRAW_AFTER", 0.005)
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from detect_support import DOUBLE, SINGLE, flux
 from rich.cells import cell_len
 from textual.geometry import Region
 from textual.widgets import Static
+from tui_support import nothing_starts, until
 
 from jobs.errors import UserError
 from jobs.specfile import load_spec
@@ -44,8 +45,7 @@ SIZES = [(80, 24), (120, 40), (200, 60)]
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     """No job starts."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
+    nothing_starts(monkeypatch)
 
 
 class Detector:
@@ -84,14 +84,6 @@ def detector(monkeypatch: pytest.MonkeyPatch) -> Detector:
     fake = Detector()
     monkeypatch.setattr("tui.detect.screen.detect_blocks", fake)
     return fake
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 @asynccontextmanager

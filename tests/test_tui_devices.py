@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nvml_stub.stub import gpu as played
-from tui_support import GIB, FakeGpus, add_job, write_rank, write_steps
+from tui_support import GIB, FakeGpus, add_job, nothing_starts, until, write_rank, write_steps
 
 from jobs import devices
 from jobs.devices import Gpu, GpuProcess
@@ -31,7 +31,7 @@ from tui.history import EVERY, History
 from tui.snapshot import JobView, Snapshot, in_order
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from nvml_stub.stub import StubNvml
     from textual.pilot import Pilot
@@ -281,9 +281,7 @@ def test_a_curve_is_drawn_again_when_it_has_grown_by_a_column() -> None:
 async def running(
     store: Store, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> AsyncIterator[tuple[FsdpTui, Pilot[None]]]:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    nothing_starts(monkeypatch)
     monkeypatch.setattr("jobs.devices.gpus", FakeGpus(4))
     gpus = FakeGpus(4).gpus
     job = add_job(store, state=State.RUNNING, gpus=[gpu.uuid for gpu in gpus[:2]])
@@ -296,13 +294,6 @@ async def running(
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.dashboard.query_one(DevicesPanel).rows)
         yield app, pilot
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 def text_of(panel: Lines) -> str:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from test_tui_app import _no_processes, field, form, until
+from test_tui_app import _no_processes, field, form
 from textual.widgets import Select
+from tui_support import until
 
 from jobs.specfile import load_spec
 from tui.newjob import draft

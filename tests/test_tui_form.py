@@ -8,24 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 from test_tui_app import _no_processes, error_of, field, form, running, said
-from test_tui_app import until as until_soon
 from textual.command import CommandPalette
 from textual.widgets import Static
-from tui_support import FakeGpus, add_job
+from tui_support import FakeGpus, add_job, until
 
 from jobs import edit
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
-from jobs.templates import save_template
+from jobs.templates import path_of, save_template, templates_home
 from tui.modals.confirm import ConfirmScreen
-from tui.newjob.gpu_picker import GpuPicker
+from tui.newjob.fit import Look
+from tui.newjob.gpu_picker import GpuPicker, users_of
 from tui.newjob.pages import PAGES
 from tui.newjob.screen import NewJobScreen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from textual.pilot import Pilot
 
     from jobs.store import Job, Store
@@ -46,10 +45,6 @@ def text_of(app: FsdpTui, name: str) -> str:
 
 def note_of(app: FsdpTui, name: str) -> str:
     return str(field(app, name).query_one(".note", Static).content)
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object]) -> None:
-    await until_soon(pilot, true, 20.0)
 
 
 async def go(app: FsdpTui, pilot: Pilot[None], name: str) -> None:
@@ -374,10 +369,25 @@ async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[
         await pilot.press(*"save")
         await until(pilot, lambda: palette_shows(app, "Save"))
         await pilot.press("enter")
-        await until(pilot, lambda: app.screen.query("#path"))
-        app.screen.query_one("#path").value = "mine"  # type: ignore[attr-defined]
+        await until(pilot, lambda: app.screen.query("#name"))
+        app.screen.query_one("#name").value = "tiny"  # type: ignore[attr-defined]
         await pilot.press("enter")
-        await until(pilot, lambda: any("mine.yaml" in text for text in said(app)))
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "seed: 9" in path_of("tiny").read_text()
+        screen(app).fields.put({"lora_rank": 8})
+        await pilot.press("y")
+        await until(pilot, lambda: any("tiny.yaml" in text for text in said(app)))
+        assert int(yaml.safe_load(path_of("tiny").read_text())["lora_rank"]) == 8
+
+
+async def test_a_template_keeps_to_its_directory(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        screen(app).save_as_template()
+        await until(pilot, lambda: app.screen.query("#name"))
+        app.screen.query_one("#name").value = "../out"  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: "cannot be the name" in text_of(app, "form-error"))
+        assert not templates_home().parent.joinpath("out.yaml").exists()
 
 
 async def test_a_flavour_is_a_template_as_well(store: Store) -> None:
@@ -482,6 +492,68 @@ async def test_a_job_file_that_cannot_be_read_is_told(
         await pilot.press("D", "e")
         await until(pilot, lambda: len([text for text in said(app) if "YAML" in text]) == 2)
         assert app.screen is app.dashboard
+
+
+# -- the machine, meanwhile ----------------------------------------------------------------
+
+
+async def test_the_form_sees_who_comes_and_goes(
+    store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = FakeGpus(2)
+    monkeypatch.setattr("jobs.devices.gpus", cards)
+    looked: list[Any] = []
+
+    def look(values: Any, snapshot: Any, *_: Any) -> Look:
+        looked.append(users_of(snapshot))
+        return Look(values)
+
+    monkeypatch.setattr("tui.newjob.fit.look", look)
+    job = add_job(store, "t", state=State.RUNNING, gpus=[cards.gpus[0].uuid],
+                  job_file=dump_spec(load_spec(None, job_values)))  # fmt: skip
+    async with form(store, "D") as (app, pilot):
+        picker = field(app, "gpus").control
+        assert isinstance(picker, GpuPicker)
+        await until(pilot, lambda: looked)
+        assert "job 1" in str(picker.content)
+        drawn: list[str] = []
+        monkeypatch.setattr(picker, "update", drawn.append)
+        seen = app.collector.wake
+        for _ in range(3):
+            seen()
+            await pilot.pause(0.05)
+        assert not drawn, "nobody came or went"
+        assert len(looked) == 1
+        store.change(job.id, State.COMPLETED, "all steps")
+        await until(pilot, lambda: drawn)
+        assert "job 1" not in str(drawn[-1])
+        await until(pilot, lambda: len(looked) == 2)
+        assert looked == [{cards.gpus[0].uuid: "job 1"}, {}]
+
+
+async def test_a_slow_disk_does_not_hold_the_form_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch, job_values: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_spec(load_spec(None, job_values | {"seed": 77})))
+    go_on = threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert go_on.wait(20)
+        return load_spec(*args, **options)
+
+    monkeypatch.setattr("tui.newjob.files.load_spec", slow)
+    async with form(store) as (app, pilot):
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: app.screen.query("#path"))
+        app.screen.query_one("#path").value = str(path)  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: app.screen is screen(app))
+        await pilot.press("alt+2")
+        await until(pilot, lambda: screen(app).fields.page == 1)
+        assert screen(app).values["seed"] != 77
+        go_on.set()
+        await until(pilot, lambda: screen(app).values["seed"] == 77)
 
 
 # -- preview -------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from test_tui_app import _no_processes, field, form, until
+from test_tui_app import _no_processes, field, form
+from tui_support import until
 
 from tui.widgets.path_input import PathSuggester, complete_path
 

@@ -15,24 +15,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from detect_support import flux
 from rich.cells import cell_len
 from rich.segment import Segment
+from textual.binding import Binding
 from textual.color import Color
-from tui_support import add_job, write_log, write_rank, write_steps
+from textual.widgets import Static
+from tui_support import add_job, nothing_starts, until, write_log, write_rank, write_steps
 
 from jobs import service
-from jobs.errors import StateError
+from jobs.errors import StateError, UserError
 from jobs.rundir import RankStatus
 from jobs.states import State
-from tui import collector
 from tui.actions import ACTING, ACTIONS
 from tui.app import FsdpTui
 from tui.ascii_filter import AsciiFilter, known, to_ascii
+from tui.caches.screen import CachesScreen
 from tui.clipboard import copy
-from tui.keymap import known_bindings
+from tui.data.screen import DataScreen
+from tui.detect.screen import DetectScreen
+from tui.detect.words import Model
+from tui.keymap import known_bindings, places
 from tui.modals.confirm import ConfirmScreen
 from tui.modals.help import HelpScreen
-from tui.notify import Watch, desktop_message, ring
+from tui.newjob.choice import Choice
+from tui.notify import Bell, Watch, desktop_message, ring
 from tui.palette import JobsProvider
 from tui.screen_keys import EVERYWHERE, screen_keys
 from tui.settings import Settings
@@ -54,9 +61,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    nothing_starts(monkeypatch)
     monkeypatch.setenv("FSDP_TUI_HOST", "node")
     for name in ("NO_COLOR", "TMUX", "STY"):
         monkeypatch.delenv(name, raising=False)
@@ -71,14 +76,6 @@ async def running(
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.dashboard.snapshot.t > 0)
         yield app, pilot
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 def said(app: FsdpTui) -> list[str]:
@@ -108,9 +105,9 @@ async def test_help_lists_the_keys_of_the_screen_it_is_asked_on(store: Store) ->
         await pilot.press("question_mark")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         text = str(app.screen.query_one("#keys").content).lower()
-        assert "clear all" in text
+        assert "delete what all caches hold" in text
         assert "stop the job" not in text
-        assert text.index("clear all") < text.index(EVERYWHERE.lower())
+        assert text.index("all caches") < text.index(EVERYWHERE.lower())
 
 
 async def test_f1_explains_a_question_too(store: Store) -> None:
@@ -430,13 +427,76 @@ def test_ranks_that_stand_still_are_told_once_until_they_move(store: Store) -> N
 
 async def test_the_app_tells_and_rings(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     rung: list[tuple[str, str]] = []
-    monkeypatch.setattr("tui.app.ring", lambda app, text, how: rung.append((text, how)))
+    monkeypatch.setattr("tui.notify.ring", lambda app, text, how: rung.append((text, how)))
+    monkeypatch.setattr("tui.notify._TOGETHER", 0.01)
     job = add_job(store, "cats", state=State.RUNNING)
     async with running(store, notifications="osc9") as (app, pilot):
         store.change(job.id, State.COMPLETED, "all steps")
         await until(pilot, lambda: rung)
         assert rung == [(f"job {job.id} “cats” is completed", "osc9")]
         assert said(app) == [rung[0][0]]
+
+
+def test_what_happens_within_a_second_rings_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rung: list[str] = []
+    monkeypatch.setattr("tui.notify.ring", lambda app, text, how: rung.append(text))
+    due: list[Callable[[], None]] = []
+
+    class App:
+        def set_timer(self, seconds: float, then: Callable[[], None]) -> None:
+            due.append(then)
+
+    bell = Bell(App(), "bell")  # type: ignore[arg-type]
+    for text in ("job 1 failed", "job 2 failed", "job 3 is lost"):
+        bell.tell(text)
+    assert len(due) == 1
+    due.pop()()
+    assert rung == ["3 messages: job 1 failed · job 2 failed · job 3 is lost"]
+    bell.tell("job 4 failed")
+    due.pop()()
+    assert rung[1:] == ["job 4 failed"]
+
+
+# -- bindings ------------------------------------------------------------------------------
+
+
+def test_every_key_can_be_given_to_another_action() -> None:
+    """Each has an id for the keymap, and says what it does; the letters of a choice are typed."""
+    for place in places():
+        for binding in Binding.make_bindings(vars(place)["BINDINGS"]):
+            if place is Choice and binding.action.startswith("letter("):
+                continue
+            told = f"{place.__name__}: {binding.key} {binding.action}"
+            assert binding.id, told
+            assert binding.description or (binding.tooltip and not binding.show), told
+
+
+@pytest.mark.parametrize(
+    "screen", [DataScreen, CachesScreen, DetectScreen], ids=lambda one: one.__name__
+)
+async def test_a_narrow_screen_still_says_how_to_leave_it(store: Store, screen: Any) -> None:
+    made = {
+        DataScreen: lambda: DataScreen("data", lambda: (_ for _ in ()).throw(UserError("none"))),
+        CachesScreen: lambda: CachesScreen(store),
+        DetectScreen: lambda: DetectScreen(Model("flux", "dev", None), [], 2),
+    }[screen]()
+    if screen is DetectScreen:
+        made._look = lambda **_: None
+    async with running(store, (60, 24)) as (app, pilot):
+        await app.push_screen(made)
+        if screen is DetectScreen:
+            made.post_message(DetectScreen.Found(flux()))
+        if screen is DataScreen:
+            made.add_class("-looked")
+            made.on_resize()
+        line = made.query_one({DataScreen: "#data-keys", CachesScreen: "#cache-keys",
+                               DetectScreen: "#detect-keys"}[screen], Static)  # fmt: skip
+
+        def fits() -> bool:
+            text = str(line.content)
+            return "esc" in text and "r " in text and cell_len(text) <= line.size.width
+
+        await until(pilot, fits)
 
 
 def test_a_desktop_message_is_wrapped_for_what_is_around_it() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkpoint_support import save_checkpoint
+from made_up_server import predict
 from textual.geometry import Region
 from tui_support import (
     GIB,
     add_job,
     append_events,
+    nothing_starts,
+    until,
     write_facts,
     write_log,
     write_rank,
@@ -23,7 +27,6 @@ from tui_support import (
 from jobs.rundir import event
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
-from tui import collector
 from tui.app import FsdpTui
 from tui.format import plain
 from tui.job.config_rows import command_rows
@@ -36,7 +39,7 @@ from tui.log.screen import LogScreen
 from tui.plots.pick_runs import PickRunsScreen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from textual.pilot import Pilot
 
@@ -50,9 +53,7 @@ SIZES = [(80, 24), (120, 40)]
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
     """Nothing starts, and everything is looked at every few milliseconds."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    nothing_starts(monkeypatch)
     monkeypatch.setattr("tui.job.look.PERIOD", 0.1)
 
 
@@ -82,14 +83,6 @@ def job(store: Store, job_values: dict[str, Any]) -> Job:
     job.run_dir.launcher_log.write_text("the launcher speaks\n")
     save_checkpoint(job.run_dir, 30, spec.to_dict())
     return job
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 @asynccontextmanager
@@ -191,7 +184,7 @@ async def test_nothing_is_painted_while_nothing_changes(store: Store, job: Job) 
         await until(pilot, lambda: "stopped" in shown(lines_of(screen)))
         pane = lines_of(screen)
         painted: list[int] = []
-        pane.repaint = painted.append  # type: ignore[method-assign]
+        pane.repaint = painted.extend  # type: ignore[method-assign]
         assert screen.look is not None
         seen = screen.look.t
         await until(pilot, lambda: screen.look.t > seen + 0.1)  # type: ignore[union-attr]
@@ -390,6 +383,43 @@ async def test_logs_open_on_the_whole_screen(store: Store, job: Job) -> None:
             await pilot.press("escape")
             await until(pilot, lambda: app.screen is screen)
         assert pane.index == 1, "the log that was read last"
+
+
+@pytest.mark.parametrize(("tab", "key", "kind"), [("4", "c", PickRunsScreen),
+                                                  ("7", "o", PickJobScreen)])  # fmt: skip
+async def test_a_locked_database_does_not_hold_keys_up(
+    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch, tab: str, key: str, kind: Any
+) -> None:
+    go_on, read = threading.Event(), store.all
+
+    def slow() -> list[Job]:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(20)
+        return read()
+
+    async with opened(store, (80, 24), tab) as (app, pilot, screen):
+        await until(pilot, lambda: screen.look is not None)
+        monkeypatch.setattr(store, "all", slow)
+        await pilot.press(key)
+        await pilot.press("1")
+        await until(pilot, lambda: screen.tab == "overview")
+        await pilot.press(tab)
+        go_on.set()
+        await until(pilot, lambda: isinstance(app.screen, kind))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is screen)
+
+
+async def test_what_was_predicted_stands_beside_what_is_measured(store: Store, job: Job) -> None:
+    write_facts(job)
+    async with opened(store, (120, 40), "1") as (_, pilot, screen):
+        await until(pilot, lambda: "most memory" in shown(lines_of(screen)))
+        assert "memory: predicted" not in shown(lines_of(screen))
+        predict(job)  # beside the run, while it is looked at
+        await until(pilot, lambda: "predicted 72.0 GiB to 79.0 GiB" in shown(lines_of(screen)))
+        (line,) = (one for one in shown(lines_of(screen)).splitlines() if "forward" in one
+                   and "measured" in one)  # fmt: skip
+        assert line.split() == ["forward", "60.0", "GiB", "measured", "61.0", "GiB", "+1.7", "%"]
 
 
 # -- plots ---------------------------------------------------------------------------------

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import asynccontextmanager
 from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
-from tui_support import add_job, write_log
+from tui_support import add_job, nothing_starts, until, write_log
 
 from jobs.states import State
-from tui import collector
 from tui.app import FsdpTui
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.log_view import LogView
@@ -39,18 +37,9 @@ LINES[200] = "ERROR the second one"
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None, tmp_path: Path) -> None:
     """Nothing starts, and the log is looked at every few milliseconds."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    nothing_starts(monkeypatch)
     monkeypatch.setattr("tui.dashboard.log_view._LOOK_EVERY", 0.02)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 @pytest.fixture
@@ -250,6 +239,22 @@ async def test_a_search_that_finds_nothing_says_so_and_stays(store: Store, job: 
         await until(pilot, lambda: "0 lines" in status(screen, "found"))
         assert reader.following
         assert any("no line has “no such (”" in str(n.message) for n in pilot.app._notifications)
+
+
+@pytest.mark.parametrize("key", ["slash", "ampersand"])
+async def test_a_pattern_without_end_is_given_up(
+    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr("tui.log.guarded.SECONDS", 0.2)
+    write_log(job, "a" * 40 + "b\n", append=True)
+    async with reading(store) as (screen, reader, pilot):
+        await typed(pilot, key, "(a+)+$")
+        await until(pilot, lambda: any("too long" in str(n.message)
+                                       for n in pilot.app._notifications))  # fmt: skip
+        assert screen.finding.pattern == ""
+        assert not screen.finding.filter
+        assert reader.count == len(LINES) + 1
+        assert "looking" not in status(screen, "found")
 
 
 async def test_a_filter_shows_its_lines_alone_and_grows(store: Store, job: Job) -> None:

@@ -8,7 +8,6 @@ import os
 import pty
 import sys
 import threading
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from textual.app import App
 from textual.geometry import Region
-from tui_support import add_job
+from tui_support import add_job, nothing_starts, until
 
 from jobs.samples import Sample
 from jobs.states import State
-from tui import collector
 from tui.app import FsdpTui
 from tui.job.screen import JobScreen
 from tui.pictures import protocol
@@ -36,7 +34,7 @@ from tui.samples.screen import SampleScreen
 from tui.samples.table import ZOOMS, Place, Table, about, shape_of, window
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from textual.pilot import Pilot
@@ -341,9 +339,7 @@ async def test_every_protocol_has_a_widget_that_fits(
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.1)
+    nothing_starts(monkeypatch)
     monkeypatch.setattr("tui.job.look.PERIOD", 0.1)
 
 
@@ -365,14 +361,6 @@ def job(store: Store) -> Job:
             write(job, step, number)
     (job.run_dir.samples / "step-500" / "00.png").write_bytes(b"half")
     return job
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 @asynccontextmanager

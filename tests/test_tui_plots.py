@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import csv
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from tui_support import add_job, append_events, write_steps
+from tui_support import add_job, append_events, nothing_starts, until, write_steps
 
 from jobs.rundir import event
 from jobs.states import State
-from tui import collector
 from tui.app import FsdpTui
 from tui.format import plain
 from tui.plots import panel, reading
@@ -21,7 +19,7 @@ from tui.plots.pick_runs import PickRunsScreen
 from tui.plots.screen import PlotsScreen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from textual.pilot import Pilot
@@ -33,19 +31,10 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None, tmp_path: Path) -> None:
     """Nothing starts, and events are read every few milliseconds."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
+    nothing_starts(monkeypatch)
     monkeypatch.setattr(reading, "_EVERY", 0.02)
     monkeypatch.setattr(panel, "_REDRAW_EVERY", 0.02)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
 
 
 @asynccontextmanager

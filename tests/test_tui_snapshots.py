@@ -8,105 +8,75 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from pytest_textual_snapshot import SVGImageExtension, normalize_svg
-from tui_scenes import SCENES, Clock, Scene, make_up, nobody_starts
+from textual.screen import Screen
+from tui_scenes import SCENES, Scene, leave, opened, show
 
-from jobs.store import Store
-from tui.app import FsdpTui
 from tui.themes import DARK, LIGHT
 
 if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
-    from textual.pilot import Pilot
 
 THEMES: Final = (DARK.name, LIGHT.name)
 SIZES: Final = {"80x24": (80, 24), "120x40": (120, 40)}
-STILL: Final = 0.25  # seconds without change; what threads bring has come by then
-WITHIN: Final = 30.0  # seconds; a slow machine under load, not an expectation
 
-Pictures = dict[tuple[str, str, str], str]
+
+class Album:
+    """The pictures, by size, theme and scene, and which kinds of screen they show."""
+
+    def __init__(self) -> None:
+        self.pictures: dict[tuple[str, str, str], str] = {}
+        self.screens: set[type[Screen[Any]]] = set()
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Pictures:
+def album() -> Album:
     """All of them: opening one screen after another takes far less time than an app for each."""
-    taken: Pictures = {}
-    for name, size in SIZES.items():
-        # Of the same length wherever the tests run: what has no room is cut off.
-        root = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                asyncio.run(_take_all(root, name, size, taken, patch))
-        finally:
-            shutil.rmtree(root)
-        for key, picture in taken.items():
-            taken[key] = picture.replace(root.name, "server-0")
-    time.tzset()
+    taken = Album()
+    for name in SIZES:
+        for jobs in (True, False):
+            # Of the same length wherever the tests run: what has no room is cut off.
+            root = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
+            try:
+                asyncio.run(_take_all(root, name, jobs, taken))
+            finally:
+                shutil.rmtree(root)
+            for key, picture in taken.pictures.items():
+                taken.pictures[key] = picture.replace(root.name, "server-0")
     return taken
 
 
-async def _take_all(
-    root: Path, name: str, size: tuple[int, int], taken: Pictures, patch: pytest.MonkeyPatch
-) -> None:
-    state = root / "state"
-    state.mkdir(mode=0o700)
-    patch.setenv("FSDP_TUI_HOST", "gpu-server")
-    patch.setenv("FSDP_TUI_HOME", str(state))
-    patch.setenv("FSDP_TUI_PICTURES", "blocks")
-    for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
-        patch.setenv(variable, str(root / variable[4:9].lower()))
-    for variable in ("NO_COLOR", "TMUX", "SSH_CONNECTION", "SSH_TTY"):
-        patch.delenv(variable, raising=False)
-    clock = Clock()
-    patch.setattr("time.time", clock)
-    store = Store(state)
-    cards = make_up(store, root / "data", clock)
-    nobody_starts(patch, cards)
-    patch.setattr("textual.widgets.Input.cursor_blink", False)
-    app = FsdpTui(store, select=3)
-    async with app.run_test(size=size) as pilot:
-        await _until(pilot, lambda: app.dashboard.snapshot.t > 0)
-        await pilot.pause(3.0)  # the curve is drawn anew after two seconds at the earliest
+async def _take_all(root: Path, name: str, jobs: bool, taken: Album) -> None:
+    async with opened(root, SIZES[name], jobs=jobs) as pilot:
         for theme in THEMES:
-            app.theme = theme
+            pilot.app.theme = theme
             for scene in SCENES:
-                await pilot.press(*scene.keys)
-                taken[name, theme, scene.name] = await _still(pilot, scene)
-                await pilot.press(*scene.leave)
-                await _until(pilot, lambda: app.screen is app.dashboard)
-
-
-async def _still(pilot: Pilot[Any], scene: Scene) -> str:
-    """The picture, once the screen stands still."""
-    last, deadline = None, time.monotonic() + WITHIN
-    while pilot.app.screen.has_class("-looking") or last != (last := _sight(pilot)):
-        assert time.monotonic() < deadline, f"{scene.name} does not stand still"
-        await pilot.pause(STILL)
-    return normalize_svg(pilot.app.export_screenshot(title="fsdp-tui"))
-
-
-def _sight(pilot: Pilot[Any]) -> list[Any]:
-    """What is shown, for comparison; a picture takes a tenth of a second to make."""
-    lines = pilot.app.screen._compositor.render_strips()
-    return [list(strip) for strip in lines]
-
-
-async def _until(pilot: Pilot[Any], true: Any) -> None:
-    deadline = time.monotonic() + WITHIN
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.02)
+                if scene.jobs is jobs:
+                    await show(pilot, scene)
+                    picture = pilot.app.export_screenshot(title="fsdp-tui")
+                    taken.pictures[name, theme, scene.name] = normalize_svg(picture)
+                    taken.screens.add(type(pilot.app.screen))
+                    await leave(pilot, scene)
 
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_a_screen_looks_as_it_did(
-    pictures: Pictures, snapshot: SnapshotAssertion, scene: Scene, size: str, theme: str
+    album: Album, snapshot: SnapshotAssertion, scene: Scene, size: str, theme: str
 ) -> None:
-    assert pictures[size, theme, scene.name] == snapshot.use_extension(SVGImageExtension)
+    picture = album.pictures[size, theme, scene.name]
+    assert picture == snapshot.use_extension(SVGImageExtension)
+
+
+def test_every_screen_has_its_picture(album: Album) -> None:
+    ours = {kind for kind in _kinds(Screen) if kind.__module__.startswith("tui.")}
+    assert not ours - album.screens
+
+
+def _kinds(of: type[Any]) -> set[type[Any]]:
+    return {one for kind in of.__subclasses__() for one in (kind, *_kinds(kind))}

@@ -1,58 +1,39 @@
-"""A made-up server with jobs, and every screen of the dashboard with the keys that open it.
+"""Every screen of the dashboard with the keys that open it, on a made-up server.
 
-For snapshot tests and for `screenshots/make.py`: the same each time, down to the clock.
+For snapshot tests and for `screenshots/make.py`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import struct
-import sys
 import time
-from collections import namedtuple
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from PIL import Image, ImageDraw
-from tui_support import (
-    GIB,
-    FakeGpus,
-    add_job,
-    append_events,
-    write_checkpoint,
-    write_facts,
-    write_log,
-    write_rank,
-    write_steps,
-)
+import pytest
+from made_up_server import Clock, make_up, nobody_starts
+from textual._context import visible_screen_stack
+from textual.command import CommandPalette
+from tui_support import FakeGpus, until
 
-from jobs.rundir import event
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
+from jobs.memory.fit import Verdict
+from jobs.store import Store
+from tui.app import FsdpTui
+from tui.newjob.fit import FitBars
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from textual.app import App
+    from textual.pilot import Pilot
+    from textual.strip import Strip
 
-BEGIN: Final = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
-_Disk = namedtuple("_Disk", "total used free")
-PROMPTS: Final = ("a red circle on a blue background", "two green squares", "a yellow star")
-
-
-class Clock:
-    """Stands in for `time.time`: moves on with every look while jobs are made up, then stands."""
-
-    def __init__(self) -> None:
-        self.now = BEGIN
-        self.pace = 0.4  # seconds from one look to the next
-
-    def __call__(self) -> float:
-        self.now += self.pace
-        return self.now
+RUNNING: Final = 3  # the job that is selected
+STILL: Final = 0.25  # seconds without change; what threads bring has come by then
+WITHIN: Final = 30.0  # seconds; a slow machine under load, not an expectation
+_UNSET: Final = ("NO_COLOR", "TMUX", "SSH_CONNECTION", "SSH_TTY")
+_HOMES: Final = ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME")
 
 
 @dataclass(frozen=True)
@@ -61,163 +42,169 @@ class Scene:
 
     Attributes:
         name: Of its pictures.
-        keys: What opens it from the dashboard.
+        keys: What opens it from the dashboard; a function must be true before the next key.
         leave: What closes it again.
+        jobs: Whether the server has any.
     """
 
     name: str
-    keys: tuple[str, ...] = ()
+    keys: tuple[str | Callable[[FsdpTui], object], ...] = ()
     leave: tuple[str, ...] = ("escape",)
+    jobs: bool = True
 
+
+def sees(text: str) -> Callable[[FsdpTui], bool]:
+    """Whether this stands on the screen."""
+
+    def seen(app: FsdpTui) -> bool:
+        return any(text in "".join(segment.text for segment in line) for line in _strips(app))
+
+    return seen
+
+
+def _strips(app: App[Any]) -> list[Strip]:
+    """The lines of the screen. What shines through a question is remembered, once it is drawn."""
+    visible_screen_stack.set(app._background_screens)
+    return app.screen._compositor.render_strips()
+
+
+def has_left_palette(app: FsdpTui) -> bool:
+    return not isinstance(app.screen, CommandPalette)
+
+
+def does_not_fit(app: FsdpTui) -> bool:
+    """Whether the form knows that its job is too large."""
+    found = app.screen.query_one(FitBars).found
+    return found is not None and getattr(found.worst, "verdict", None) is Verdict.TOO_LARGE
+
+
+def stopped_twice(app: FsdpTui) -> int:
+    """The job that runs was asked to stop, and got SIGTERM."""
+    return app.store.raise_stop_level(RUNNING, 2)
+
+
+_NEW: Final = ("n", sees("8 running"))  # drawn before something lies over it
+_COPY: Final = ("D", sees("8 running"))
+_FIND_RESOLUTION: Final = ("ctrl+f", *"resolution", sees("resolution "), "enter", has_left_palette)
+_SAVE_TEMPLATE: Final = ("ctrl+t", *"save these", sees("Save these"), "enter", has_left_palette)
 
 SCENES: Final = (
     Scene("dashboard", (), ()),
     Scene("ranks", ("R",), ("R",)),
     Scene("log", ("l",)),
     Scene("log-search", ("l", "slash", *"WARN", "enter"), ("escape", "escape")),
+    Scene("log-filter", ("l", "ampersand", *"WARN", "enter"), ("escape", "escape")),
+    Scene("log-go-to", ("l", "colon"), ("escape", "escape")),
     Scene("plots", ("v",)),
+    Scene("plots-all", ("v", "a")),
+    Scene("plots-compare", ("v", "c"), ("escape", "escape")),
     Scene("job-overview", ("i", "1")),
     Scene("job-ranks", ("i", "2")),
     Scene("job-logs", ("i", "3")),
     Scene("job-plots", ("i", "4")),
     Scene("job-samples", ("i", "5")),
     Scene("job-sample", ("i", "5", "enter"), ("escape", "escape")),
+    Scene("job-sample-compare", ("i", "5", "enter", "v"), ("escape", "escape")),
     Scene("job-checkpoints", ("i", "6")),
     Scene("job-config", ("i", "7")),
+    Scene("job-compare", ("i", "7", "o"), ("escape", "escape")),
+    Scene("job-diff", ("i", "7", "o", sees("flux-night-run"), "G", "enter")),
     Scene("job-history", ("i", "8")),
     Scene("new-job", ("n",)),
     Scene("job-copy", ("D",)),
     Scene("job-copy-fsdp", ("D", "alt+2")),
     Scene("job-copy-command", ("D", "f3")),
-    Scene("templates", ("n", "ctrl+t"), ("escape", "escape")),
+    Scene("detect", (*_COPY, "ctrl+b"), ("escape", "escape")),
+    Scene("fields", (*_COPY, "ctrl+f", *"lora"), ("escape", "escape")),
+    Scene("templates", (*_NEW, "ctrl+t"), ("escape", "escape")),
+    Scene("ask-path", (*_COPY, "ctrl+s"), ("escape", "escape")),
+    Scene("ask-template", (*_COPY, *_SAVE_TEMPLATE), ("escape", "escape")),
+    Scene("leave-question", (*_NEW, "x", "escape"), ("y",)),
+    Scene(
+        "too-large-question",
+        (*_COPY, *_FIND_RESOLUTION, "end", "ctrl+u", *"8192", does_not_fit, "ctrl+r"),
+        ("n", "escape", "y"),
+    ),
+    Scene("edit-question", ("e",)),
     Scene("data", ("d",)),
     Scene("caches", ("C",)),
     Scene("help", ("question_mark",)),
     Scene("palette", ("ctrl+p", *"check")),
-    Scene("stop-question", ("x",)),
+    Scene("themes", ("ctrl+p", *"theme", sees("Choose one"))),
+    Scene("remove-question", ("G", "r"), ("n", "g")),
+    Scene("stop-question", (stopped_twice, "x", sees("Kill job"))),
+    Scene("no-jobs", (), (), jobs=False),
+    Scene("no-jobs-new", ("n",), jobs=False),
 )
 
 
-def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
-    """Fill a state directory with jobs that nobody ran.
+@asynccontextmanager
+async def opened(
+    root: Path, size: tuple[int, int], *, jobs: bool = True, host: str = "gpu-server"
+) -> AsyncIterator[Pilot[None]]:
+    """The dashboard of a made-up server, with all of its panels filled.
 
     Args:
-        store: An empty one.
-        folder: Where a model and a dataset may be written.
-        clock: What `time.time` is; stopped when all is made up.
-
-    Returns:
-        The server's GPUs.
+        root: An empty directory.
+        size: Columns and lines.
+        jobs: Whether there are any.
+        host: What the machine is called.
     """
-    cards = FakeGpus(4)
-    uuids = [gpu.uuid for gpu in cards.gpus]
-    old = add_job(
-        store, "flux-shapes-r8", state=State.COMPLETED, reason="trained 200 steps", gpus=uuids[:2]
-    )
-    write_steps(old, 200, seed=3)
-    add_job(
-        store, "flux-large-batch", state=State.FAILED, gpus=uuids[2:3],
-        reason="rank 1 ran out of GPU memory at step 12 during backward: 138.1 of 139.8 GiB",
-    )  # fmt: skip
-    spec = describe(folder)
-    running = add_job(
-        store, "cats-and-shapes", state=State.RUNNING, gpus=uuids[1:3], total_steps=240,
-        job_file=dump_spec(spec),
-    )  # fmt: skip
-    fill(running, spec, uuids[1:3])
-    add_job(store, "flux-night-run", reason="waits for a GPU: 2 wanted, 1 free", wanted=2)
-    add_job(store, "sweep-lr3e-4", reason="waits for job 3 on GPU 1", wanted=[uuids[1]])
-    if clock is not None:
+    state = root / "state"
+    state.mkdir(mode=0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_TUI_HOST", host)
+        patch.setenv("FSDP_TUI_HOME", str(state))
+        patch.setenv("FSDP_TUI_PICTURES", "blocks")
+        for variable in _HOMES:
+            patch.setenv(variable, str(root / variable[4:9].lower()))
+        for variable in _UNSET:
+            patch.delenv(variable, raising=False)
+        patch.chdir(root)
+        patch.setattr("time.time", clock := Clock())
+        patch.setattr("textual.widgets.Input.cursor_blink", False)
+        store = Store(state)
+        cards = make_up(store, root / "data", clock) if jobs else FakeGpus(4)
         clock.pace = 0.0
-        stamp(store.home, clock.now - 60)
-    for rank in range(2):
-        write_rank(
-            running, rank, step=131, device_uuid=uuids[1 + rank], device=f"cuda:{rank}",
-            allocated=30 * GIB, reserved=33 * GIB, peak=36 * GIB,
-        )  # fmt: skip
-    return cards
-
-
-def describe(folder: Path) -> JobSpec:
-    """The job that runs, with a dataset of pictures."""
-    data = folder / "pictures"
-    data.mkdir(parents=True, exist_ok=True)
-    for number in range(6):
-        picture(number, 64 + 32 * (number % 3)).save(data / f"{number}.png")
-        (data / f"{number}.txt").write_text(PROMPTS[number % 3])
-    model = folder / "FLUX.1-dev"
-    for part in ("transformer", "vae"):
-        (model / part).mkdir(parents=True, exist_ok=True)
-        (model / part / "config.json").write_text("{}")
-        weights = model / part / "diffusion_pytorch_model.safetensors"
-        weights.write_bytes(struct.pack("<Q", 2) + b"{}")  # without a tensor
-    (model / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    return load_spec(
-        None,
-        {
-            "name": "cats-and-shapes", "pretrained_model_name_or_path": str(model),
-            "dataset": str(data), "num_processes": 2, "max_train_steps": 240,
-            "learning_rate": 0.0003, "strategy": "fsdp2", "checkpointing_steps": 100,
-            "validation_prompts": list(PROMPTS), "validation_steps": 60,
-        },
-    )  # fmt: skip
-
-
-def fill(job: Job, spec: JobSpec, uuids: list[str]) -> None:
-    """The traces of a run: steps, logs, samples, checkpoints."""
-    write_facts(job)
-    write_steps(job, 131, seconds=0.37)
-    lines = ["fsdp2: 57 of 57 parameters are DTensors, local size 1/2; 610.2 MiB on each rank\n"]
-    lines += [
-        f"step {step}/240  loss {0.38 + 0.5 / (step / 20 + 1):.4f}  lr 1.0e-03  0.37 s/step\n"
-        for step in range(1, 132)
-    ]
-    lines.insert(60, "WARNING: caption of picture 17 is longer than 77 tokens; its end is cut\n")
-    lines.insert(100, "WARNING: picture 4 is smaller than the resolution and was enlarged\n")
-    write_log(job, "".join(lines))
-    write_log(job, "".join(lines[:40]), 1)
-    job.run_dir.launcher_log.write_text("two ranks on cuda:0, cuda:1\n")
-    for step in (60, 120):
-        folder = job.run_dir.samples / f"step-{step}"
-        folder.mkdir(parents=True)
-        for number, prompt in enumerate(PROMPTS):
-            picture(number, 128, step).save(folder / f"{number:02}.png")
-            facts = {"prompt": prompt, "seed": number, "step": step, "width": 128, "height": 128}
-            (folder / f"{number:02}.json").write_text(json.dumps(facts))
-        append_events(job, event("sample", step=step, directory=str(folder), files=len(PROMPTS)))
-    path = write_checkpoint(job, 100, spec=spec.to_dict())
-    append_events(job, event("checkpoint", step=100, path=str(path), bytes=1024, seconds=2.4))
-
-
-def picture(number: int, side: int, step: int = 120) -> Image.Image:
-    """A shape, clearer with every step."""
-    paper, ink = (("navy", "crimson"), ("white", "seagreen"), ("black", "gold"))[number % 3]
-    image = Image.new("RGB", (side, side), paper)
-    edge = side * (240 - step) // 600
-    draw = ImageDraw.Draw(image)
-    shape = draw.ellipse if number % 3 == 0 else draw.rectangle
-    shape((edge, edge, side - edge, side - edge), fill=ink)
-    return image
-
-
-def stamp(root: Path, t: float) -> None:
-    """Give every file below this time of change."""
-    for path in [root, *root.rglob("*")]:
-        if path.name != "jobs.db" and not path.name.startswith("jobs.db-"):
-            os.utime(path, (t, t), follow_symlinks=False)
-
-
-def nobody_starts(patch: pytest.MonkeyPatch, cards: FakeGpus) -> None:
-    """Take every process and the machine's own GPUs out of the picture."""
-    patch.setattr("jobs.devices.gpus", cards)
-    patch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    patch.setattr("jobs.dispatch.dispatch", lambda store: None)
-    patch.setattr("jobs.service.ensure_runner", lambda store: None)
-    fake = (sys.executable, "-S", str(Path(__file__).with_name("fake_memory.py")))
-    patch.setattr("jobs.memory.client.COMMAND", fake)
-    patch.setattr("jobs.memory.client._shared", [])  # another test has closed its own for good
-    disk = _Disk(2 << 40, 1 << 40, 1 << 40)
-    patch.setattr("shutil.disk_usage", lambda path: disk)
-    patch.setenv("TZ", "UTC")
+        nobody_starts(patch, cards)
+        async with running(FsdpTui(store, select=RUNNING if jobs else None), size) as pilot:
+            yield pilot
     time.tzset()
+
+
+@asynccontextmanager
+async def running(app: FsdpTui, size: tuple[int, int]) -> AsyncIterator[Pilot[None]]:
+    """The app, once all of its panels have something to show."""
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.dashboard.snapshot.t > 0, WITHIN)
+        await pilot.pause(3.0)  # the curve is drawn anew after two seconds at the earliest
+        yield pilot
+
+
+async def show(pilot: Pilot[None], scene: Scene) -> None:
+    """Open a scene, and wait until it stands still."""
+    app = pilot.app
+    assert isinstance(app, FsdpTui)
+    for key in scene.keys:
+        if isinstance(key, str):
+            await pilot.press(key)
+        else:
+            await until(pilot, lambda true=key: true(app), WITHIN)  # type: ignore[misc]
+    last, deadline = None, time.monotonic() + WITHIN
+    while app.screen.has_class("-looking") or last != (last := _sight(pilot)):
+        assert time.monotonic() < deadline, f"{scene.name} does not stand still"
+        await pilot.pause(STILL)
+
+
+async def leave(pilot: Pilot[None], scene: Scene) -> None:
+    """Back to the dashboard."""
+    app = pilot.app
+    assert isinstance(app, FsdpTui)
+    for key in scene.leave:
+        await pilot.press(key)
+    await until(pilot, lambda: app.screen is app.dashboard, WITHIN)
+
+
+def _sight(pilot: Pilot[None]) -> list[Any]:
+    """What is shown, for comparison; a picture takes a tenth of a second to make."""
+    return [list(strip) for strip in _strips(pilot.app)]

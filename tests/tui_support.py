@@ -1,4 +1,4 @@
-"""Fake run directories for tests of the dashboard: real files, no process."""
+"""For tests of the dashboard: made-up run directories (real files, no process), and waiting."""
 
 from __future__ import annotations
 
@@ -14,12 +14,30 @@ from jobs.states import State
 from jobs.store import Terms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    import pytest
+    from textual.pilot import Pilot
 
     from jobs.store import Job, Store
 
 GIB = 2**30
+
+
+async def until(pilot: Pilot[Any], true: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for a condition; fail when it does not come true."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        await pilot.pause(0.01)
+
+
+def nothing_starts(patch: pytest.MonkeyPatch) -> None:
+    """No job gets a process, and none is missed; jobs are looked at every few milliseconds."""
+    patch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
+    patch.setattr("tui.collector.PERIOD", 0.05)
 
 
 def add_job(

@@ -163,6 +163,8 @@ ACTIONS: Final[tuple[Action, ...]] = (
            "What is cached, how large it is, and clearing it", "app"),
     Action("switch_theme", "t", "t", "theme", "Switch between the dark and the light theme",
            "app"),
+    Action("app.redraw", "f5", "F5", "redraw",
+           "Draw the screen anew, where something else has written on it", "app", everywhere=True),
     Action("app.suspend_process", "ctrl+z", "^z", "suspend",
            "Back to the shell for a while; `fg` comes back", "app", everywhere=True),
     Action("quit_app", "q", "q", "quit", "Leave the dashboard; jobs go on without it", "app",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 from textual.app import App, SystemCommand
 from textual.message import Message
 from textual.screen import SystemModalScreen
+from textual.signal import Signal
 from textual.worker import Worker, WorkerState
 
 from jobs.errors import UserError
@@ -22,7 +23,7 @@ from tui.ascii_filter import AsciiFilter
 from tui.collector import Collector
 from tui.dashboard.screen import DashboardScreen
 from tui.keymap import known_bindings, settle_keymap
-from tui.notify import Watch, ring
+from tui.notify import Bell, Watch
 from tui.palette import JobsProvider
 from tui.screen_keys import screen_keys
 from tui.settings import Settings
@@ -93,6 +94,8 @@ class FsdpTui(App[None]):
         store.read_only = store.read_only or self.settings.read_only
         self.ui = UiState(store.home, writable=not self.settings.read_only)
         self.watch_jobs = Watch()
+        self.bells = Bell(self, self.settings.notifications)
+        self.snapshots: Signal[Snapshot] = Signal(self, "snapshots")  # for other screens
         period = self.settings.refresh_seconds if self.settings.refresh_is_set else None
         self.collector = Collector(store, select, period)
         self.animation_level = "none"  # one animated page of log costs an SSH link a megabyte
@@ -188,7 +191,8 @@ class FsdpTui(App[None]):
     def on_fsdp_tui_looked(self, message: Looked) -> None:
         for news in self.watch_jobs.news(message.snapshot):
             self.say(news.text, news.severity)
-            ring(self, news.text, self.settings.notifications)
+            self.bells.tell(news.text)
+        self.snapshots.publish(message.snapshot)
         if self.dashboard.is_mounted and not self.dashboard.is_covered():
             self.dashboard.update_from(message.snapshot)
 
@@ -248,6 +252,14 @@ class FsdpTui(App[None]):
 
     def switch_theme(self) -> None:
         self.theme = other_theme(self.theme, dark=self.current_theme.dark)
+
+    def action_redraw(self) -> None:
+        """Send every cell again: another program may have written on the terminal."""
+        from tui.driver import GovernedDriver
+
+        if isinstance(self._driver, GovernedDriver):
+            self._driver.forget()
+        self.screen.refresh()
 
     def action_show_help(self) -> None:
         """The keys of this screen, and back."""

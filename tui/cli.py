@@ -33,6 +33,7 @@ from tui.cli_data import data
 from tui.cli_detect import detect
 from tui.cli_diff import diff
 from tui.cli_doctor import doctor
+from tui.cli_edit import edit
 from tui.cli_estimate import estimate_job
 from tui.cli_export import export
 from tui.cli_families import families
@@ -42,8 +43,9 @@ from tui.cli_keys import keys
 from tui.cli_queue import COMMANDS
 from tui.cli_samples import samples
 from tui.cli_settings import settings
+from tui.cli_templates import templates
 from tui.cli_web import web
-from tui.cli_words import FLAGS, ID, JSON, WORDS, JobCommand, read_job
+from tui.cli_words import FLAGS, ID, JSON, TEMPLATE, WORDS, JobCommand, read_job
 from tui.follow import follow_job, follow_log
 from tui.start import open_dashboard
 from tui.tables import describe, gpu_table, job_table
@@ -130,9 +132,10 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
 @cli.command(cls=JobCommand, context_settings=FLAGS)
 @click.option("--dry-run", "--dry_run", is_flag=True,
               help="Check and print the whole job; queue nothing.")  # fmt: skip
+@TEMPLATE
 @JSON
 @WORDS
-def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json: bool) -> None:
     """Queue a job, and print its id.
 
     Every key of a job file is also a flag (`fsdp-tui keys` lists them); flags win over the file.
@@ -144,8 +147,9 @@ def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     fsdp-tui submit job.yaml --gpus=0,1 --strategy=fsdp2
     fsdp-tui submit job.yaml --fsdp-state-dict-type full --no-gradient-checkpointing
     fsdp-tui submit job.yaml --accelerate_config=my_config.yaml --dry-run
+    fsdp-tui submit --template "my flux" --dataset=cats
     """
-    store, spec = Store(), read_job(words)
+    store, spec = Store(), read_job(words, template=template)
     plan = plan_submit(store, spec)
     tell(plan)
     if dry_run:
@@ -161,8 +165,9 @@ def submit(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
 
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
+@TEMPLATE
 @WORDS
-def run(words: tuple[str, ...]) -> int:
+def run(words: tuple[str, ...], template: str | None) -> int:
     """Queue a job, and follow it to its end.
 
     Flags are those of submit. Ctrl-C asks it to stop (again: more firmly).
@@ -171,7 +176,7 @@ def run(words: tuple[str, ...]) -> int:
     \b
     fsdp-tui run job.yaml --max_train_steps=10 && fsdp-tui list
     """
-    store, spec = Store(), read_job(words)
+    store, spec = Store(), read_job(words, template=template)
     plan = plan_submit(store, spec)
     tell(plan)
     return follow_job(store, service.carry_out(store, plan).id)
@@ -284,7 +289,7 @@ def gpus(as_json: bool) -> None:
 
 for command in (
     data, detect, doctor, estimate_job, families, cache, resume, checkpoints, export, import_job,
-    keys, completion, settings, web, samples, diff, *COMMANDS,
+    keys, completion, settings, web, samples, diff, edit, templates, *COMMANDS,
 ):  # fmt: skip
     cli.add_command(command)
 

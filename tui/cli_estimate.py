@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from jobs.memory.dry_run import Measured
+    from jobs.spec import JobSpec
 
 DOES_NOT_FIT: Final = 4  # exit status
 _IGNORED: Final = (*NOT_NEEDED, "dataset")

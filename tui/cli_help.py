@@ -7,10 +7,10 @@ from typing import Final
 import click
 
 _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "Begin": ("demo", "toy", "doctor", "import", "families", "detect", "keys"),
+    "Begin": ("demo", "toy", "doctor", "import", "families", "detect", "templates", "keys"),
     "Train": ("submit", "run", "data", "estimate", "resume", "export"),
     "Look": ("list", "show", "logs", "samples", "diff", "checkpoints", "gpus", "web"),
-    "Steer": ("stop", "save-now", "sample-now", "hold", "release", "move", "pause"),
+    "Steer": ("edit", "stop", "save-now", "sample-now", "hold", "release", "move", "pause"),
     "Tidy up": ("remove", "prune", "cache"),
     "Set up": ("settings", "completion"),
 }
@@ -27,8 +27,8 @@ Examples:
 STATUSES: Final = """\b
 Exit status:
   0  done; of run: the job completed     2    bad input: one line says what is wrong
-  1  failed; of run: the job failed      130  interrupted
-  3  of run: the job was stopped
+  1  failed; of run: the job failed      4    of estimate: the job does not fit
+  3  of run: the job was stopped         130  interrupted
 """
 
 

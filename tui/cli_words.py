@@ -16,6 +16,7 @@ from jobs.flags import parse_flags
 from jobs.spec import JobSpec, field_group, field_words, is_switch
 from jobs.specfile import load_spec
 from jobs.store import Store
+from jobs.templates import find_template, list_templates
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 FLAGS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
 JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 _PATHS: Final = ("pretrained_model_name_or_path", "dataset", "cache_dir", "accelerate_config")
+_MOST_NAMED: Final = 3
+_MOST_DIGITS: Final = 18  # that a database's number has room for
 _SUMMARY: Final = 72  # characters of help beside a completion
 
 
@@ -68,24 +71,58 @@ def _job_ids(ctx: click.Context, param: click.Parameter, start: str) -> list[Com
     return [CompletionItem(str(job.id), help=f"{job.state} {job.name}") for job in found]
 
 
-ID: Final = click.argument("job_id", metavar="ID", type=int, shell_complete=_job_ids)
+def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """The number of a job, `3` or `#3`."""
+    if value is None:
+        return None
+    digits = value.removeprefix("#")
+    if digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS:
+        return int(digits)
+    named = [str(job.id) for job in Store().all() if job.name == value][:_MOST_NAMED]
+    meant = f" (job {' or '.join(named)} has this name)" if named else ""
+    raise click.BadParameter(f'"{value}" is no job\'s number{meant}; `fsdp-tui list` shows them')
+
+
+ID: Final = click.argument(
+    "job_id", metavar="ID", callback=_read_id, shell_complete=_job_ids
+)  # fmt: skip
 WORDS: Final = click.argument(
     "words", nargs=-1, type=click.UNPROCESSED, shell_complete=_job_files,
     metavar="[JOB.yaml] [--key=value …]",
 )  # fmt: skip
 
 
-def read_job(words: tuple[str, ...], *, ignoring: Collection[str] = ()) -> JobSpec:
+def _templates(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
+    begun = start.lower()
+    return [
+        CompletionItem(one.name, help=one.about[:_SUMMARY])
+        for one in list_templates()[0]
+        if one.name.lower().startswith(begun)
+    ]
+
+
+TEMPLATE: Final = click.option(
+    "--template", metavar="NAME", shell_complete=_templates,
+    help="Begin from a template in place of a file; `fsdp-tui templates` lists them.",
+)  # fmt: skip
+
+
+def read_job(
+    words: tuple[str, ...], *, ignoring: Collection[str] = (), template: str | None = None
+) -> JobSpec:
     """The job of `[JOB.yaml] [--key=value …]`; warnings about it go to standard error.
 
     Args:
         words: What stands on the command line.
         ignoring: Keys whose conflicts do not matter here.
+        template: The name of one to begin from, in place of a file.
 
     Raises:
         UserError: It cannot be run as written.
     """
     values, others = parse_flags(words)
+    if template is not None:
+        values, others = _from_template(template, values, others)
     if len(others) > 1:
         raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
     if not others and not values:
@@ -94,6 +131,20 @@ def read_job(words: tuple[str, ...], *, ignoring: Collection[str] = ()) -> JobSp
     for warning in find_warnings(spec):
         warn(warning)
     return settle(spec)
+
+
+def _from_template(
+    name: str, values: dict[str, Any], others: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The words that a template stands for, with those beside it."""
+    if others:
+        raise UserError(
+            f'"{others[0]}" and the template "{name}" cannot both be begun from', "name one"
+        )
+    found = find_template(name)
+    if found.path is not None:
+        return values, [str(found.path)]
+    return {**found.values, **values}, []
 
 
 def warn(text: str) -> None:

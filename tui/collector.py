@@ -51,6 +51,7 @@ class Collector:
         self._logs: OrderedDict[int, EventLog] = OrderedDict()
         self._ended: dict[int, tuple[float | None, Progress]] = {}
         self._resting: dict[int, JobView] = {}  # of jobs that do not run
+        self._present: dict[str, int] = {}  # GPUs, by their UUID
         self._curve = Curve(-1)
         self._budget = _ENDED_PER_LOOK
         self._history = History()
@@ -94,6 +95,10 @@ class Collector:
         host = None
         try:
             gpus, host = devices.gpus(), devices.host()
+            present = {gpu.uuid: gpu.index for gpu in gpus}
+            if present != self._present:
+                self._present = present
+                self._resting.clear()
             self._history.add(time.time(), gpus)
             jobs = in_order(self.store.all())
             chosen = self._chosen(jobs)
@@ -131,6 +136,9 @@ class Collector:
             return JobView(job, where=where_of(job, gpus))
 
     def _view(self, job: Job, gpus: Sequence[Gpu], chosen: bool) -> JobView:
+        known = self._resting.get(job.id)
+        if known is not None and known.job is job and job.id in self._ended and not chosen:
+            return known  # for a thousand ended jobs more would be a load
         where = where_of(job, gpus)
         if job.state.active:
             log = self._follow(job)
@@ -141,7 +149,6 @@ class Collector:
         if chosen:
             return JobView(job, service.progress(job, self._follow(job)), where)
         view = JobView(job, self._ended_progress(job), where)
-        known = self._resting.get(job.id)
         # The same view as long as nothing changed, so that its row need not be made anew.
         if known and (known.job, known.progress, known.where) == (job, view.progress, where):
             return known

@@ -2,7 +2,8 @@
 
 Over the budget nothing is painted: what changes meanwhile is painted together, later. A key may
 borrow, so that its answer is seen at once, and a terminal that takes nothing (a laptop that
-sleeps) never blocks the loop that handles keys and snapshots.
+sleeps) never blocks the loop that handles keys and snapshots. Of what is painted, only cells that
+the terminal does not show yet are sent.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from contextlib import ExitStack
 from typing import IO, TYPE_CHECKING, Any
 
 from textual import events
+from textual._ansi_sequences import SYNC_END, SYNC_START
 from textual.drivers.linux_driver import LinuxDriver
 
 from tui.byte_budget import ByteBudget
+from tui.terminal_cells import TerminalCells
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, TimerHandle
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 _BY_A_PERSON = (events.Key, events.MouseDown, events.MouseScrollUp, events.MouseScrollDown,
                 events.Paste, events.Resize)  # fmt: skip
+# After these the terminal may show something else than it was sent.
+_MAY_DISTURB = (events.Resize, events.AppFocus)
 
 
 class _Meter:
@@ -57,6 +62,9 @@ class GovernedDriver(LinuxDriver):
         self._meter = _Meter(self._file)
         self._file = self._meter  # type: ignore[assignment]  # has what the writing thread uses
         self._budget = ByteBudget(time.monotonic())
+        self._cells = TerminalCells()
+        self._disturbed = False  # set by the thread that reads keys
+        self._before_picture = ""  # what is sent only if a picture follows
         self._sent_bytes = self._sent_writes = 0
         self._held = ExitStack()
         self._timer: TimerHandle | None = None
@@ -68,8 +76,10 @@ class GovernedDriver(LinuxDriver):
         return self._loop
 
     def write(self, data: str) -> None:
-        """Send to the terminal; afterwards painting may have to wait."""
-        data = writable(data)
+        """Send what the terminal does not show yet; afterwards painting may have to wait."""
+        data = self._shortened(writable(data))
+        if not data:
+            return
         count = _bytes(data)
         self._sent_bytes += count
         self._sent_writes += 1
@@ -78,12 +88,35 @@ class GovernedDriver(LinuxDriver):
         if self._timer is None and (wait := self._wait()):
             self._hold(wait)
 
+    def forget(self) -> None:
+        """Take nothing of what the terminal shows as known: something else may have written."""
+        self._cells.forget()
+
     def process_message(self, message: Message) -> None:
         """In the thread that reads keys: what a person does may be answered at once."""
+        if isinstance(message, _MAY_DISTURB):
+            self._disturbed = True
         if isinstance(message, _BY_A_PERSON):
             self._budget.asked_at = time.monotonic()
             self.loop.call_soon_threadsafe(self._look)
         super().process_message(message)
+
+    def _shortened(self, data: str) -> str:
+        """What of it is to be sent now."""
+        if data == SYNC_START:
+            self._before_picture = data
+            return ""
+        before, self._before_picture = self._before_picture, ""
+        if data == SYNC_END:
+            return "" if before else data  # with no picture between the two
+        if self._disturbed:
+            self._disturbed = False
+            self._cells.forget()
+        width, height = self._app.size
+        if shorter := self._cells.shorten(data, (width, height)):
+            return before + shorter
+        self._before_picture = before
+        return ""
 
     # -- holding, in the loop ----------------------------------------------------------------
 

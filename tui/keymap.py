@@ -54,7 +54,7 @@ class Keymap:
 def known_bindings() -> dict[str, Known]:
     """Every binding of every screen that has an id. Imports all screens: 0.1 s."""
     found: dict[str, Known] = {}
-    for place in _places():
+    for place in places():
         keys: dict[str, list[Binding]] = {}
         for binding in Binding.make_bindings(vars(place)["BINDINGS"]):
             if binding.id:
@@ -69,7 +69,7 @@ def known_bindings() -> dict[str, Known]:
     return found
 
 
-def _places() -> Iterator[type[Any]]:
+def places() -> Iterator[type[Any]]:
     """Screens, widgets and the application, as far as they have bindings of their own."""
     for module in pkgutil.walk_packages(tui.__path__, "tui."):
         if module.name.count(".") < 2 and module.name != _APP:

@@ -25,6 +25,7 @@ Severity = Literal["information", "warning", "error"]
 _STILL_SECONDS: Final = 120.0
 _STILL_STEPS: Final = 10
 _STILL_AT_FIRST: Final = 600.0
+_TOGETHER: Final = 1.0  # seconds
 _LONGEST: Final = 160  # characters that a desktop's message shows
 _SEVERITIES: Final[dict[State, Severity]] = {
     State.COMPLETED: "information", State.STOPPED: "information", State.FAILED: "error",
@@ -100,6 +101,31 @@ _WORDS: Final = {
     State.COMPLETED: "is completed", State.STOPPED: "has stopped", State.FAILED: "failed",
     State.LOST: "is lost",
 }  # fmt: skip
+
+
+class Bell:
+    """Tells the terminal what happens within a second at once, so that it rings once.
+
+    Args:
+        app: Whose terminal.
+        how: As it was set.
+    """
+
+    def __init__(self, app: App[Any], how: Notifications) -> None:
+        self._app = app
+        self._how = how
+        self._waiting: list[str] = []
+
+    def tell(self, text: str) -> None:
+        """Ring in a moment, unless it is about to ring already."""
+        self._waiting.append(text)
+        if len(self._waiting) == 1:
+            self._app.set_timer(_TOGETHER, self._ring)
+
+    def _ring(self) -> None:
+        texts, self._waiting = self._waiting, []
+        several = f"{len(texts)} messages: " if len(texts) > 1 else ""
+        ring(self._app, several + " · ".join(texts), self._how)
 
 
 def ring(app: App[Any], text: str, how: Notifications) -> None:

@@ -14,19 +14,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from jobs.errors import SpecError
 from jobs.fields import SAID, choice, read_bool, refuse
 from jobs.paths import config_home
-from jobs.spellings import as_choice, did_you_mean, unquoted
-from jobs.yamlfile import read_mapping
+from jobs.spellings import as_choice, did_you_mean, normal_key, unquoted
+from jobs.yamlfile import parse_mapping
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from pydantic_core import ErrorDetails
 
 Notifications = Literal["bell", "osc9", "off"]
 Colours = Literal["auto", "16", "256", "truecolor"]
+Pictures = Literal["auto", "kitty", "sixel", "blocks"]
 
 _FILE: Final = "settings.yaml"
 _AUTO: Final = "auto"
+_CAREFUL: Final = "read_only"
+_GOES_ON: Final = "-}]"  # begins a line without beginning a key
+_MARKS: Final = ("---", "...")  # of YAML, around a document
 
 
 def _read_notifications(value: Any) -> Any:
@@ -84,6 +89,11 @@ class Settings(BaseModel):
         description="How many colours the terminal has, where it does not say (sshd does not "
         "pass COLORTERM on): auto, 16, 256 or truecolor.",
     )
+    pictures: Annotated[Pictures, choice(Pictures)] = Field(
+        "auto",
+        description="How samples are drawn: auto asks the terminal; kitty, sixel (Kitty's protocol "
+        "and DEC's) or blocks where its answer is not to be trusted.",
+    )
     mouse: Switch = Field(
         True, description="Whether the mouse works; without it the terminal selects text itself."
     )
@@ -117,31 +127,76 @@ def read_settings(path: Path | None = None) -> Read:
     """The settings of a file; what cannot be understood has its default, and is told."""
     path = path or settings_file()
     try:
-        if not path.exists() or not _says_something(path):
-            return Read(Settings())
-        values, lines = read_mapping(path, "settings file")
-    except (SpecError, OSError, ValueError) as error:
-        return Read(Settings(), (f"{error}; the defaults count",))
+        text = path.read_bytes().decode("utf-8-sig", "replace") if path.exists() else ""
+    except OSError as error:
+        problem = f"{path} cannot be read ({error.strerror}); nothing in it counts, not even"
+        return Read(Settings(), (f"{problem} read_only",))
+    problems: list[str] = []
+    try:
+        values, lines = parse_mapping(text, path) if any(_blocks(text)) else ({}, {})
+    except SpecError:
+        values, lines, problems = _read_blocks(text, path)
     # A key without a value means its default.
     values = {key: value for key, value in values.items() if value is not None}
-    problems: list[str] = []
     while True:
         try:
             return Read(Settings(**values), tuple(problems))
         except ValidationError as error:
             for one in error.errors():
                 key = str(one["loc"][0])
-                if values.pop(key, None) is None:
+                if _without(values, one["loc"]) is None:
                     continue  # two things are wrong with it
                 problems.append(f"{path}: line {lines[key]}: {_in_words(key, one)}")
-                if key == "read_only":  # someone wanted to be careful
+                if key == _CAREFUL:  # someone wanted to be careful
                     values[key] = True
 
 
-def _says_something(path: Path) -> bool:
-    """Whether there is more than comments."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return any(line.strip() and not line.lstrip().startswith("#") for line in lines)
+def _read_blocks(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int], list[str]]:
+    """What can be read of a file that YAML refuses: values and lines by key, and what cannot."""
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    problems: list[str] = []
+    for number, block in _blocks(text):
+        try:
+            found, _ = parse_mapping(block, path)
+        except SpecError:
+            first = "".join(one if one.isprintable() else "?" for one in block.splitlines()[0])
+            problems.append(f"{path}: line {number} is not `key: value` in YAML: {first[:60]}")
+            named = normal_key(first.partition(":")[0]) == _CAREFUL
+            found = {_CAREFUL: True} if named else {}  # someone wanted to be careful
+        for key, value in found.items():
+            if key in values:
+                problems.append(
+                    f'{path}: line {number}: "{key}" is given twice (first on line {lines[key]}); '
+                    "the first counts"
+                )
+            if key not in values or (key == _CAREFUL and value):
+                values[key], lines[key] = value, number
+    return values, lines, problems
+
+
+def _blocks(text: str) -> Iterator[tuple[int, str]]:
+    """Each key with what belongs to it, and its line; comments before the first one are none."""
+    block: list[str] = []
+    begin = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#") or line.rstrip() in _MARKS:
+            continue
+        if not line[0].isspace() and line[0] not in _GOES_ON:
+            if block:
+                yield begin, "\n".join(block)
+            block, begin = [], number
+        block.append(line)
+    if block:
+        yield begin or 1, "\n".join(block)
+
+
+def _without(values: dict[str, Any], place: tuple[int | str, ...]) -> Any:
+    """Take out what is wrong: one entry of a mapping, or the whole value; None if it is gone."""
+    inside = values.get(str(place[0]))
+    if isinstance(inside, dict) and len(place) > 1 and place[1] in inside:
+        return inside.pop(place[1]) or ""
+    return values.pop(str(place[0]), None)
 
 
 def _in_words(key: str, error: ErrorDetails) -> str:

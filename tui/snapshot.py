@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jobs.rundir import PHASES
@@ -77,8 +79,12 @@ class Snapshot:
     def find(self, job_id: int | None) -> JobView | None:
         return next((view for view in self.jobs if view.job.id == job_id), None)
 
+    @cached_property
+    def _in_state(self) -> Mapping[State, int]:
+        return Counter(view.job.state for view in self.jobs)
+
     def count(self, *states: State) -> int:
-        return sum(view.job.state in states for view in self.jobs)
+        return sum(self._in_state[state] for state in states)
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -64,7 +65,8 @@ def open_dashboard(
     app = FsdpTui(
         store, select=select, settings=settings.model_copy(update=changes), problems=read.problems
     )
-    prepare_pictures()  # asks the terminal, which nobody else may be reading then
+    prepare_pictures(settings.pictures)  # asks the terminal, which nobody else may be reading then
+    gc.freeze()  # what was imported stays: to look through it for garbage would hold keys up
     app.run(mouse=settings.mouse)
 
 

@@ -6,12 +6,14 @@ Nothing moves: no colours, no signs, no cursor; only what changed is printed.
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from jobs import devices, service
+from jobs.errors import UserError
 from jobs.states import ENDED
 from tui.format import number, pace
 
@@ -33,11 +35,21 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
         as_json: A job's object a line instead of a sentence.
     """
     seen: dict[int, str] = {}
-    first = True
+    first, problem = True, ""
     while True:
-        service.refresh(store)
-        present = devices.gpus()
-        rows = [service.as_dict(job, present) for job in reversed(store.all())]
+        before = problem
+        try:
+            rows, problem = look(store), ""
+        except (UserError, OSError, sqlite3.Error) as error:  # passes, as a locked database does
+            problem = str(error) or type(error).__name__
+            if problem != before:
+                click.echo(
+                    f"fsdp-tui: warning: cannot look: {problem}; it is tried again", err=True
+                )
+            time.sleep(every)
+            continue
+        if before:
+            click.echo("fsdp-tui: looks again", err=True)
         if as_json:
             lines = list(changed_objects(rows, seen))
         else:
@@ -46,6 +58,13 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
             click.echo(line if as_json else f"{time.strftime('%H:%M')}  {line}")
         first = False
         time.sleep(every)
+
+
+def look(store: Store) -> list[dict[str, Any]]:
+    """All jobs as scripts see them, the oldest first."""
+    service.refresh(store)
+    present = devices.gpus()
+    return [service.as_dict(job, present) for job in reversed(store.all())]
 
 
 def changed_objects(rows: Sequence[Mapping[str, Any]], seen: dict[int, str]) -> Iterator[str]:

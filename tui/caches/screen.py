@@ -36,6 +36,7 @@ _KEYS: Final = (  # action, keys as people read them, what it does
     ("look", "r", "look again"),
     ("dismiss", "esc", "close"),
 )
+_MARGIN: Final = 2  # columns beside the keys
 
 
 class CachesScreen(Screen[None]):
@@ -45,16 +46,20 @@ class CachesScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = "#caches"
     BINDINGS: ClassVar = [
-        Binding("escape,q,C,shift+c", "dismiss", "close"),
-        Binding("j,down", "go(1)", "next"),
-        Binding("k,up", "go(-1)", "previous"),
-        Binding("home,g", "go(-1000000)", "first"),
-        Binding("end,G", "go(1000000)", "last"),
-        Binding("x,delete,enter", "clear", "clear"),
-        Binding("a", "clear_all", "clear all"),
-        Binding("r", "look", "look again"),
-        Binding("t", "switch_theme", "theme"),
-    ]
+        Binding("escape,q,C,shift+c", "dismiss", "close", id="caches.close",
+                tooltip="Back to the dashboard"),
+        Binding("j,down", "go(1)", "next cache", id="caches.down"),
+        Binding("k,up", "go(-1)", "previous cache", id="caches.up"),
+        Binding("home,g", "go(-1000000)", "first cache", id="caches.first"),
+        Binding("end,G,shift+g", "go(1000000)", "last cache", id="caches.last"),
+        Binding("x,delete,enter", "clear", "clear", id="caches.clear",
+                tooltip="Delete what the highlighted cache holds, after a question"),
+        Binding("a", "clear_all", "clear all", id="caches.clear_all",
+                tooltip="Delete what all caches hold, after a question"),
+        Binding("r", "look", "look again", id="caches.look", tooltip="Measure them again"),
+        Binding("t", "switch_theme", "theme", id="caches.switch_theme",
+                tooltip="Switch between the dark and the light theme"),
+    ]  # fmt: skip
 
     app: FsdpTui
 
@@ -93,11 +98,13 @@ class CachesScreen(Screen[None]):
         yield Static("", id="cache-about", markup=False)
         yield Static("", id="cache-status", markup=False)
         self.key_line.auto_links = False  # they would all get one colour
-        self.key_line.update(key_line(_KEYS))
         yield self.key_line
 
     def on_mount(self) -> None:
         self.action_look()
+
+    def on_resize(self) -> None:
+        self.key_line.update(key_line(_KEYS, self.size.width - _MARGIN))
 
     # -- looking ---------------------------------------------------------------------------
 

@@ -57,12 +57,13 @@ def device_rows(
     homeless = [s for s in seats if s.rank.device_uuid not in by_gpu]
     together = len(snapshot.gpus) + len(seats) <= room
     shape = columns(width, named=len({gpu.name for gpu in snapshot.gpus}) > 1)
+    active = [view for view in snapshot.jobs if view.job.state.active]
     gpu_rows, rank_rows, mixed = [], [], []
     for gpu in snapshot.gpus:
         here = by_gpu[gpu.uuid]
         mine = [gpu_rank_row(seat, snapshot.t, width, indent=together) for seat in here]
         hint = hint_of(gpu, shape)
-        tag = tag_of(gpu, here, snapshot.jobs, shape.tag - 1 - len(hint))
+        tag = tag_of(gpu, here, active, shape.tag - 1 - len(hint))
         split = split_of(gpu, here, selected, tag.role == "accent")
         row = gpu_row(gpu, hint, tag, split, snapshot.busy.get(gpu.uuid, ()), shape)
         gpu_rows.append(row)

@@ -43,13 +43,17 @@ class LogView(ScrollView, can_focus=True):
     }
     """
     BINDINGS: ClassVar = [
-        Binding("j", "scroll_down", show=False),
-        Binding("k", "scroll_up", show=False),
-        Binding("g", "scroll_home", show=False),
-        Binding("G,shift+g", "scroll_end", show=False),
-        Binding("ctrl+d", "page_down", show=False),
-        Binding("ctrl+u", "page_up", show=False),
-    ]
+        Binding("j", "scroll_down", show=False, tooltip="Scroll down", id="log_panel.down"),
+        Binding("k", "scroll_up", show=False, tooltip="Scroll up", id="log_panel.up"),
+        Binding("g", "scroll_home", show=False, tooltip="Scroll to the first line",
+                id="log_panel.first"),
+        Binding("G,shift+g", "scroll_end", show=False, tooltip="Scroll to the last line",
+                id="log_panel.last"),
+        Binding("ctrl+d", "page_down", show=False, tooltip="Scroll a page down",
+                id="log_panel.page_down"),
+        Binding("ctrl+u", "page_up", show=False, tooltip="Scroll a page up",
+                id="log_panel.page_up"),
+    ]  # fmt: skip
     following: reactive[bool] = reactive(True)
 
     @dataclass

@@ -34,8 +34,8 @@ class DevicesPanel(Lines, can_focus=True):
 
     BORDER_TITLE = "devices"
     BINDINGS: ClassVar = [
-        Binding("j,down", "scroll_down", show=False),
-        Binding("k,up", "scroll_up", show=False),
+        Binding("j,down", "scroll_down", show=False, tooltip="Scroll down", id="panel.down"),
+        Binding("k,up", "scroll_up", show=False, tooltip="Scroll up", id="panel.up"),
     ]
 
     def __init__(self) -> None:

@@ -21,13 +21,14 @@ class FindingsPanel(Lines, can_focus=True):
     """What was left out, what was converted, and what may surprise."""
 
     BINDINGS: ClassVar = [
-        Binding("j,down", "scroll_down", show=False),
-        Binding("k,up", "scroll_up", show=False),
-        Binding("pagedown,space", "page_down", show=False),
-        Binding("pageup", "page_up", show=False),
-        Binding("home,g", "scroll_home", show=False),
-        Binding("end,G", "scroll_end", show=False),
-    ]
+        Binding("j,down", "scroll_down", "scroll down", show=False, id="findings.down"),
+        Binding("k,up", "scroll_up", "scroll up", show=False, id="findings.up"),
+        Binding("pagedown,space,ctrl+d", "page_down", "page down", show=False,
+                id="findings.page_down"),
+        Binding("pageup,ctrl+u", "page_up", "page up", show=False, id="findings.page_up"),
+        Binding("home,g", "scroll_home", "first line", show=False, id="findings.first"),
+        Binding("end,G,shift+g", "scroll_end", "last line", show=False, id="findings.last"),
+    ]  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__(id="findings")

@@ -44,6 +44,7 @@ _KEYS: Final = (  # action, keys as people read them, what it does
     ("dismiss", "esc", "close"),
 )
 _KEYS_WITHOUT: Final = _KEYS[-2:]  # what can be done while there is nothing to see
+_MARGIN: Final = 2  # columns beside the keys
 _STATES: Final = ("-looking", "-failed", "-looked")
 
 
@@ -55,18 +56,23 @@ class DataScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = ""
     BINDINGS: ClassVar = [
-        Binding("escape,q,d", "dismiss", "close"),
-        Binding("j,down", "go(1)", "next bucket"),
-        Binding("k,up", "go(-1)", "previous bucket"),
-        Binding("ctrl+d,pagedown", "go(10)", "ten buckets on"),
-        Binding("ctrl+u,pageup", "go(-10)", "ten buckets back"),
-        Binding("home,g", "first", "first bucket"),
-        Binding("end,G", "last", "last bucket"),
-        Binding("l,right", "turn(1)", "next pictures"),
-        Binding("h,left", "turn(-1)", "previous pictures"),
-        Binding("r", "look_again", "look again"),
-        Binding("t", "switch_theme", "theme"),
-    ]
+        Binding("escape,q,d", "dismiss", "close", id="data.close",
+                tooltip="Back to where you came from"),
+        Binding("j,down", "go(1)", "next bucket", id="data.down"),
+        Binding("k,up", "go(-1)", "previous bucket", id="data.up"),
+        Binding("ctrl+d,pagedown", "go(10)", "ten buckets on", id="data.page_down"),
+        Binding("ctrl+u,pageup", "go(-10)", "ten buckets back", id="data.page_up"),
+        Binding("home,g", "first", "first bucket", id="data.first"),
+        Binding("end,G,shift+g", "last", "last bucket", id="data.last"),
+        Binding("l,right", "turn(1)", "next pictures", id="data.next_pictures",
+                tooltip="More pictures of the bucket"),
+        Binding("h,left", "turn(-1)", "previous pictures", id="data.previous_pictures",
+                tooltip="The pictures of the bucket before these"),
+        Binding("r", "look_again", "look again", id="data.look_again",
+                tooltip="Read the data again, as it is now"),
+        Binding("t", "switch_theme", "theme", id="data.switch_theme",
+                tooltip="Switch between the dark and the light theme"),
+    ]  # fmt: skip
 
     app: FsdpTui
 
@@ -183,7 +189,15 @@ class DataScreen(Screen[None]):
     def _become(self, state: str) -> None:
         for name in _STATES:
             self.set_class(name == state, name)
-        self.key_line.update(key_line(_KEYS if state == "-looked" else _KEYS_WITHOUT))
+        self._show_keys()
+
+    def on_resize(self) -> None:
+        self._show_keys()
+
+    def _show_keys(self) -> None:
+        """As many as there is room for."""
+        keys = _KEYS if self.has_class("-looked") else _KEYS_WITHOUT
+        self.key_line.update(key_line(keys, self.size.width - _MARGIN))
 
     # -- moving ----------------------------------------------------------------------------
 

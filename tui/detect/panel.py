@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 class BlocksPanel(PickList):
     """Classes with a box each, one of them highlighted. A search leaves some out."""
 
-    BINDINGS: ClassVar = [Binding("space", "check", "check")]
+    BINDINGS: ClassVar = [
+        Binding("space", "check", "check", id="detect.check",
+                tooltip="Check the highlighted class, or uncheck it")
+    ]  # fmt: skip
 
     @dataclass
     class Toggled(Message):

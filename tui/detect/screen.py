@@ -59,18 +59,23 @@ class DetectScreen(ModalScreen[list[str] | None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall"), (50, "-high")]  # noqa: RUF012
     AUTO_FOCUS = "#detect-blocks"
     BINDINGS: ClassVar = [
-        Binding("escape", "leave", "cancel"),
-        Binding("enter", "apply", "apply"),
-        Binding("a", "recommended", "all recommended"),
-        Binding("r", "refresh", "look again"),
-        Binding("slash", "search", "search"),
-        Binding("j,down", "go(1)", "next"),
-        Binding("k,up", "go(-1)", "previous"),
-        Binding("ctrl+d,pagedown", "go(10)", "ten on"),
-        Binding("ctrl+u,pageup", "go(-10)", "ten back"),
-        Binding("home,g", "go(-1000000)", "first"),
-        Binding("end,G", "go(1000000)", "last"),
-    ]
+        Binding("escape", "leave", "cancel", id="detect.leave",
+                tooltip="Out of the search, out of a second look, back to the form"),
+        Binding("enter", "apply", "apply", id="detect.apply",
+                tooltip="Take the checked classes into the form"),
+        Binding("a", "recommended", "recommended", id="detect.recommended",
+                tooltip="Check all that are recommended, and only these"),
+        Binding("r", "refresh", "look again", id="detect.refresh",
+                tooltip="Build the model without weights once more, and count"),
+        Binding("slash", "search", "search", id="detect.search",
+                tooltip="List only classes with a part of a name or a path"),
+        Binding("j,down", "go(1)", "next class", id="detect.down"),
+        Binding("k,up", "go(-1)", "previous class", id="detect.up"),
+        Binding("ctrl+d,pagedown", "go(10)", "ten classes on", id="detect.page_down"),
+        Binding("ctrl+u,pageup", "go(-10)", "ten classes back", id="detect.page_up"),
+        Binding("home,g", "go(-1000000)", "first class", id="detect.first"),
+        Binding("end,G,shift+g", "go(1000000)", "last class", id="detect.last"),
+    ]  # fmt: skip
 
     @dataclass
     class Progressed(Message):
@@ -275,6 +280,9 @@ class DetectScreen(ModalScreen[list[str] | None]):
 
     # -- inside ----------------------------------------------------------------------------
 
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._show_keys)  # the dialog has its new width then
+
     @on(DescendantFocus)
     def _show_keys(self) -> None:
         if self.query_one("#detect-search").has_focus:
@@ -283,4 +291,5 @@ class DetectScreen(ModalScreen[list[str] | None]):
             keys = _KEYS_LOOKING if self.found is None else _KEYS_LOOKING_AGAIN
         else:
             keys = _KEYS if self.found is not None else _KEYS_WITHOUT
-        self.query_one("#detect-keys", Static).update(key_line(keys))
+        line = self.query_one("#detect-keys", Static)
+        line.update(key_line(keys, line.size.width or None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -139,20 +140,21 @@ class ConfigPane(TextPane):
         self._show("set" if self.shown == "command" else "command")
 
     def action_compare(self) -> None:
+        if self.look is not None:
+            work = self._choose(self.look.job)
+            self.run_worker(work, group="diff", exclusive=True, exit_on_error=False)
+
+    async def _choose(self, job: Job) -> None:
+        """Ask with which job; they are read in a thread, since someone may hold the database."""
         from tui.job.pick_job import PickJobScreen
 
-        if self.look is not None:
-            job = self.look.job
-            others = [one for one in self.store.all() if one.id != job.id]
-            screen = PickJobScreen(others, f"compare job {job.id} with")
-            self.app.push_screen(screen, self._picked)
-
-    def _picked(self, other: Job | None) -> None:
-        if other is not None and self.look is not None:
-            work = partial(self._compare, self.look.job, other)
-            self.run_worker(work, group="diff", exclusive=True, exit_on_error=False, thread=True)
+        others = [one for one in await asyncio.to_thread(self.store.all) if one.id != job.id]
+        screen = PickJobScreen(others, f"compare job {job.id} with")
+        if (other := await self.app.push_screen_wait(screen)) is not None:
+            await asyncio.to_thread(self._compare, job, other)
 
     def _compare(self, ours: Job, theirs: Job) -> None:
+        """In a thread."""
         try:
             found = differences(
                 load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file)

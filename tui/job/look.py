@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
 from jobs.errors import NotFoundError, UserError
+from jobs.memory import kept
 from jobs.report import RunReport
 from jobs.samples import Samples
 from jobs.timeline import Timeline
@@ -17,6 +18,7 @@ from tui.snapshot import Curve, JobView
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from jobs.memory.predicted import Predicted
     from jobs.samples import Sample
     from jobs.store import Change, Job, Store
     from jobs.timeline import Moment
@@ -40,6 +42,7 @@ class Look:
         newest: The step of its newest complete checkpoint.
         exported: Whether there is an export.
         samples: What it made of its prompts; the same tuple while nothing has changed.
+        predicted: The memory that was predicted of a rank, if it was.
         problem: What could not be read, in one line.
     """
 
@@ -53,6 +56,7 @@ class Look:
     samples: tuple[Sample, ...] = ()
     newest: int | None = None
     exported: bool = False
+    predicted: Predicted | None = None
     problem: str = ""
 
     @property
@@ -70,6 +74,7 @@ class Looker:
         self._samples = Samples(job.run_dir)
         self._moments: tuple[Moment, ...] = ()
         self._curve = Curve(-1)
+        self._predicted: tuple[int | None, Predicted | None] = (None, None)  # when, and what
         self._wake, self._closed = Event(), Event()
         self._last = Look(time.time(), JobView(job))
 
@@ -124,5 +129,15 @@ class Looker:
         return Look(
             time.time(), view, tuple(self._store.history(job.id)), self._moments, report, errors,
             self._curve, self._samples.look(), saved[0] if saved else None,
-            job.run_dir.export.is_dir(),
+            job.run_dir.export.is_dir(), self._prediction(),
         )  # fmt: skip
+
+    def _prediction(self) -> Predicted | None:
+        """It may come while the job runs, and again for another attempt."""
+        try:
+            changed = kept.path_of(self._job.run_dir).stat().st_mtime_ns
+        except OSError:
+            changed = None
+        if changed != self._predicted[0]:
+            self._predicted = changed, kept.read(self._job.run_dir)
+        return self._predicted[1]

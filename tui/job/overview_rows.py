@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.advice import advice
 from jobs.diagnosis import causes_of
+from jobs.memory.kept import facts_of
 from jobs.states import State
 from tui.dashboard.job_rows import GLYPHS
 from tui.format import Span, bar, duration, number, pace, size
 from tui.job.rank_rows import late_words
 from tui.job.words import fact, heading, moment
-from tui.tables import memory_table
+from tui.tables import memory_table, prediction_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +36,7 @@ def overview_rows(look: Look, gpus: str, width: int) -> list[Row]:
     """
     rows = [*_state(look, width), *_progress(look, width), *_trouble(look, width)]
     rows += [_BLANK, *_how(look, gpus, width)]
-    rows += _memory(look)
+    rows += [*_memory(look), *_predicted(look)]
     return [*rows, _BLANK, *_paths(look, width)]
 
 
@@ -159,6 +160,16 @@ def _memory(look: Look) -> list[Row]:
     head, *lines = memory_table(peaks).splitlines()
     table: list[Row] = [(Span(f"  {head}", "dim"),), *((Span(f"  {line}"),) for line in lines)]
     return [_BLANK, heading(title), *table]
+
+
+def _predicted(look: Look) -> list[Row]:
+    """What was predicted of a rank before it ran, beside what has been measured."""
+    if look.predicted is None:
+        return []
+    peaks, measure = peaks_of(look)
+    first, *phases = prediction_lines(**facts_of(look.predicted, measure, peaks))
+    title = f"memory: {' '.join(first.split())}"
+    return [_BLANK, heading(title), *((Span(line),) for line in phases)]
 
 
 def _paths(look: Look, width: int) -> list[Row]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from tui.log.finders import LevelFinder, PatternFinder, TimeFinder, compile_pattern
+from tui.log.finders import LevelFinder, TimeFinder, compile_pattern
+from tui.log.guarded import marked_up_to, pattern_finders
 from tui.log.levels import Level
 from tui.log.places import Filter, Line, Share, both
 from tui.log.scan import TAIL, Hits, step_from
@@ -88,7 +89,8 @@ class Finding:
     def search(self, text: str) -> None:
         """Search from here on; from the end back when that is followed. Nothing ends the search."""
         self.pattern = text
-        self.reader.mark(compile_pattern(text) if text else None)
+        pattern = compile_pattern(text)
+        self.reader.mark(pattern if text else None, marked_up_to(pattern.pattern))
         self._ask_search()
         if text:
             self._jump("search", self._here(forward=not self.reader.following, stay=True))
@@ -123,7 +125,7 @@ class Finding:
     def _ask_search(self) -> None:
         make = None
         if self.pattern:
-            make = both(partial(PatternFinder, compile_pattern(self.pattern)), self.filter.finder())
+            make = both(pattern_finders(self.pattern), self.filter.finder())
         self._ask("search", make)
 
     def _ask_errors(self) -> None:
@@ -147,6 +149,9 @@ class Finding:
         model = self.reader.model
         if self._numbers.get(name) != found.number or model is None:
             return  # of what is looked for no more
+        if found.problem:
+            self._give_up(name, found.problem)
+            return
         if found.hits.generation != model.generation:
             return
         self.hits[name] = found.hits
@@ -154,6 +159,14 @@ class Finding:
             self._show(found.hits)
         elif jump := self._jumps.get(name):
             self._jump(name, jump)
+
+    def _give_up(self, name: Name, problem: str) -> None:
+        """It takes too long to find: look for it no more, and say so."""
+        self._tell(problem)
+        if name == "filter" or self.filter.pattern:
+            self.show_only(Filter(least=self.filter.least))
+        if name == "search":
+            self.search("")
 
     def _show(self, hits: Hits) -> None:
         keep = self._keep

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
-from tui.log.finders import Both, LevelFinder, PatternFinder, compile_pattern
+from tui.log.finders import Both, LevelFinder
+from tui.log.guarded import pattern_finders
 from tui.log.levels import Level
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ class Filter:
         if self.least > Level.PLAIN:
             makes.append(lambda: LevelFinder(self.least))
         if self.pattern:
-            pattern = compile_pattern(self.pattern)
-            makes.append(lambda: PatternFinder(pattern))
+            makes.append(pattern_finders(self.pattern))
         return both(*makes) if makes else None
 
 

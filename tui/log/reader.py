@@ -74,6 +74,7 @@ class LogReader(LogView, inherit_bindings=False):
         self.cursor = 0
         self.origin: int | None = None
         self.marked: re.Pattern[str] | None = None
+        self._marked_up_to = 0
         self._page: tuple[object, Page] = None, []
 
     # -- rows ------------------------------------------------------------------------------
@@ -214,11 +215,12 @@ class LogReader(LogView, inherit_bindings=False):
         return pieces_of(strip.cell_length, self.size.width, GUTTER)
 
     def _paint(self, line: str) -> Strip:
-        return paint(line, self._style, self.app.console, gutter=True, marked=self.marked)
+        marked = self.marked if len(line) <= self._marked_up_to else None
+        return paint(line, self._style, self.app.console, gutter=True, marked=marked)
 
-    def mark(self, pattern: re.Pattern[str] | None) -> None:
-        """Mark what matches in every line."""
-        self.marked = pattern
+    def mark(self, pattern: re.Pattern[str] | None, up_to: int) -> None:
+        """Mark what matches in every line of so many characters at most."""
+        self.marked, self._marked_up_to = pattern, up_to
         self._strips.clear()
         self.refresh()
 

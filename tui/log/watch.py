@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Final
 
+from tui.log.guarded import TooSlowError
 from tui.log.scan import TAIL, Scan
 from tui.logmodel import Change
 
@@ -31,11 +32,15 @@ class Looked:
 
 @dataclass(frozen=True)
 class Found:
-    """What a question has found so far. `number` is the one that `ask` gave to it."""
+    """What a question has found so far. `number` is the one that `ask` gave to it.
+
+    `problem` says why nothing more is looked for.
+    """
 
     name: str
     number: int
     hits: Hits
+    problem: str = ""
 
 
 @dataclass
@@ -112,6 +117,12 @@ class Watch:
                 self._wake.clear()
         self.model.close()
 
+    def _drop(self, name: str, number: int) -> None:
+        """Look for it no more, unless something else is asked for by now."""
+        with self._lock:
+            if (now := self._questions.get(name)) is not None and now.number == number:
+                del self._questions[name]
+
     # -- inside ----------------------------------------------------------------------------
 
     def _look(self, post: Callable[[Looked | Found], None]) -> None:
@@ -140,7 +151,12 @@ class Watch:
                 now = self._questions.get(name)
                 return self._closed.is_set() or now is None or now.number != number
 
-            goes_on = scan.work(_WORK, cancelled)
+            try:
+                goes_on = scan.work(_WORK, cancelled)
+            except TooSlowError as error:
+                self._drop(name, question.number)
+                post(Found(name, question.number, scan.hits, str(error)))
+                continue
             hits = scan.hits
             more = more or goes_on
             # While much is looked through, telling each bit of it would keep the screen busy.

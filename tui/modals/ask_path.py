@@ -21,7 +21,7 @@ class AskPathScreen(ModalScreen[Path | None]):
     """Returns the path, or None when the person thought better of it."""
 
     CSS_PATH = "modals.tcss"
-    BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel")]
+    BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel", id="ask.cancel")]
 
     def __init__(self, question: str, proposal: str) -> None:
         super().__init__()

@@ -19,12 +19,12 @@ class ConfirmScreen(ModalScreen[bool]):
 
     CSS_PATH = "modals.tcss"
     BINDINGS: ClassVar = [
-        Binding("y", "answer(True)", "yes"),
-        Binding("n,escape", "answer(False)", "no"),
-        Binding("j,down", "scroll(1)", show=False),
-        Binding("k,up", "scroll(-1)", show=False),
-        Binding("left,h", "app.focus_previous", show=False),
-        Binding("right,l", "app.focus_next", show=False),
+        Binding("y", "answer(True)", "yes", id="confirm.yes"),
+        Binding("n,escape", "answer(False)", "no", id="confirm.no"),
+        Binding("j,down", "scroll(1)", "scroll down", show=False, id="confirm.down"),
+        Binding("k,up", "scroll(-1)", "scroll up", show=False, id="confirm.up"),
+        Binding("left,h", "app.focus_previous", "other answer", show=False, id="confirm.left"),
+        Binding("right,l", "app.focus_next", "other answer", show=False, id="confirm.right"),
     ]
     AUTO_FOCUS = "#no"
 

@@ -44,11 +44,13 @@ class HelpScreen(ModalScreen[None]):
 
     CSS_PATH = "modals.tcss"
     BINDINGS: ClassVar = [
-        Binding("escape,q,question_mark,f1,enter", "dismiss", "close"),
-        Binding("j,down", "scroll(1)", "scroll on"),
-        Binding("k,up", "scroll(-1)", "scroll back"),
-        Binding("ctrl+d,pagedown,space", "scroll(10)", "ten lines on"),
-        Binding("ctrl+u,pageup", "scroll(-10)", "ten lines back"),
+        Binding("escape,q,question_mark,f1,enter", "dismiss", "close", id="help.close"),
+        Binding("j,down", "scroll(1)", "scroll down", id="help.down"),
+        Binding("k,up", "scroll(-1)", "scroll up", id="help.up"),
+        Binding("ctrl+d,pagedown,space", "scroll(10)", "ten lines on", id="help.page_down"),
+        Binding("ctrl+u,pageup", "scroll(-10)", "ten lines back", id="help.page_up"),
+        Binding("home,g", "scroll(-1000000)", "first line", id="help.first"),
+        Binding("end,G,shift+g", "scroll(1000000)", "last line", id="help.last"),
     ]
 
     def __init__(self, about: Screen[Any]) -> None:

@@ -26,8 +26,8 @@ class Choice(Static, can_focus=True):
     """
 
     BINDINGS: ClassVar = [
-        Binding("right,space,enter", "go(1)", "next", show=False),
-        Binding("left", "go(-1)", "previous", show=False),
+        Binding("right,space,enter", "go(1)", "next word", show=False, id="choice.next"),
+        Binding("left", "go(-1)", "previous word", show=False, id="choice.previous"),
         # Letters are no keys of the screen here, as little as in an input.
         *(Binding(one, f"letter('{one}')", show=False) for one in ascii_lowercase + digits),
     ]
@@ -97,8 +97,8 @@ class DropDown(Select[Any]):
     """A list that enter or space opens; the arrows go to the next field, as everywhere."""
 
     BINDINGS: ClassVar = [
-        Binding("down", "app.focus_next", show=False),
-        Binding("up", "app.focus_previous", show=False),
+        Binding("down", "app.focus_next", "next field", show=False, id="fields.down"),
+        Binding("up", "app.focus_previous", "field before", show=False, id="fields.up"),
     ]
 
 

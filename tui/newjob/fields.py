@@ -30,8 +30,8 @@ class Fields(VerticalScroll, can_focus=False):
     """
 
     BINDINGS: ClassVar = [  # instead of scrolling by a line
-        Binding("down", "app.focus_next", show=False),
-        Binding("up", "app.focus_previous", show=False),
+        Binding("down", "app.focus_next", "next field", show=False, id="fields.down"),
+        Binding("up", "app.focus_previous", "field before", show=False, id="fields.up"),
     ]
 
     def __init__(self, values: Mapping[str, Any], snapshot: Snapshot) -> None:

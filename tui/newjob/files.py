@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
 from jobs.paths import exists
 from jobs.specfile import load_spec
-from jobs.templates import save_template
+from jobs.templates import path_of, save_template, templates_home
+from tui.modals.ask_name import AskNameScreen
 from tui.modals.ask_path import AskPathScreen
 from tui.modals.confirm import ConfirmScreen
 from tui.newjob import draft
@@ -22,19 +24,23 @@ def load(form: NewJobScreen) -> None:
     """Ask for a job file, and show what it says."""
 
     def chosen(path: Path | None) -> None:
-        if path is None:
-            return
-        notes: list[str] = []
-        try:
-            values = load_spec(path, told=notes.append).to_dict()
-        except UserError as error:
-            form.complain(str(error))
-            return
-        for note in notes:
-            form.notify(note, severity="warning", markup=False)
-        form.fill(values)
+        if path is not None:
+            form.run_worker(_load(form, path), group="load", exclusive=True, exit_on_error=False)
 
     form.app.push_screen(AskPathScreen("load a job file", "job.yaml"), chosen)
+
+
+async def _load(form: NewJobScreen, path: Path) -> None:
+    """Read in a thread, since it may lie on a disk that hangs."""
+    notes: list[str] = []
+    try:
+        spec = await asyncio.to_thread(load_spec, path, told=notes.append)
+    except UserError as error:
+        form.complain(str(error))
+        return
+    for note in notes:
+        form.notify(note, severity="warning", markup=False)
+    form.fill(spec.to_dict())
 
 
 def save(form: NewJobScreen) -> None:
@@ -69,17 +75,31 @@ def save(form: NewJobScreen) -> None:
 def save_as_template(form: NewJobScreen) -> None:
     """Ask for a name, and keep what differs from the defaults under it."""
 
-    def chosen(path: Path | None) -> None:
-        if path is None:
-            return
+    def write(name: str) -> None:
         try:
             values = draft.told(form.values)
             values.pop("name", None)
-            saved = save_template(path.name, values)
+            saved = save_template(name, values)
         except UserError as error:
             form.complain(str(error))
         else:
             form.notify(f"saved as {saved}", markup=False)
 
+    def chosen(name: str | None) -> None:
+        if name is None:
+            return
+        if not exists(path_of(name)):
+            write(name)
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                write(name)
+
+        detail = f"There is a template “{name}” already; what it says is lost."
+        form.app.push_screen(ConfirmScreen("Replace the template?", detail, "replace"), answered)
+
     family = form.values.get("model_family") or "mine"
-    form.app.push_screen(AskPathScreen("keep as the template called", f"my {family}"), chosen)
+    about = f"what differs from the defaults, in {templates_home()}"
+    form.app.push_screen(AskNameScreen("keep as the template called", f"my {family}", about),
+                         chosen)  # fmt: skip

@@ -90,9 +90,13 @@ class FitBars(Static):
             values: Of the job, by key.
             snapshot: The machine as it is.
         """
-        if values == self._values:
-            return
-        self._values, self._snapshot = dict(values), snapshot
+        if values != self._values:
+            self._values = dict(values)
+            self.look_again(snapshot)
+
+    def look_again(self, snapshot: Snapshot) -> None:
+        """Predict for the same values; others use the GPUs now."""
+        self._snapshot = snapshot
         if self._due is not None:
             self._due.stop()
         self._due = self.set_timer(_SETTLES_IN, self._begin)

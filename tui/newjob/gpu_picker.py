@@ -30,13 +30,15 @@ class GpuPicker(Static, can_focus=True):
     """
 
     BINDINGS: ClassVar = [
-        Binding("left", "move(-1)", "previous GPU", show=False),
-        Binding("right", "move(1)", "next GPU", show=False),
-        Binding("space,enter", "turn_here", "take this GPU, or leave it", show=False),
-        Binding("a", "all", "all GPUs, or none", show=False),
-        Binding("f", "free", "the GPUs that nobody uses", show=False),
-        *(Binding(str(n), f"turn({n})", f"GPU {n}", show=False) for n in range(10)),
-    ]
+        Binding("left", "move(-1)", "previous GPU", show=False, id="gpus.left"),
+        Binding("right", "move(1)", "next GPU", show=False, id="gpus.right"),
+        Binding("space,enter", "turn_here", "take this GPU, or leave it", show=False,
+                id="gpus.toggle"),
+        Binding("a", "all", "all GPUs, or none", show=False, id="gpus.all"),
+        Binding("f", "free", "the GPUs that nobody uses", show=False, id="gpus.free"),
+        *(Binding(str(n), f"turn({n})", f"GPU {n}", show=False, id=f"gpus.toggle_{n}")
+          for n in range(10)),
+    ]  # fmt: skip
 
     @dataclass
     class Changed(Message):
@@ -85,6 +87,11 @@ class GpuPicker(Static, can_focus=True):
         if isinstance(name, int):
             return name if name in self.indices else None
         return next((gpu.index for gpu in self.gpus if gpu.uuid.startswith(name)), None)
+
+    def used_by(self, users: Mapping[str, str]) -> None:
+        """Show who sits on the GPUs now, by UUID."""
+        self.users = dict(users)
+        self._draw()
 
     def on_mount(self) -> None:
         self._draw()

@@ -14,14 +14,13 @@ from textual.widgets import Input, Static
 
 from jobs.edit import free_name
 from jobs.errors import StateError, UserError
-from jobs.look import NOT_NEEDED
-from jobs.spellings import as_list
 from tui import clipboard
-from tui.newjob import draft, files, texts
+from tui.newjob import draft, files, subscreens, texts
 from tui.newjob.field_row import FieldRow
 from tui.newjob.fields import Fields
 from tui.newjob.finding import fields_palette, templates_palette
 from tui.newjob.fit import FitBars
+from tui.newjob.gpu_picker import GpuPicker, users_of
 from tui.newjob.keys import BINDINGS, last_line
 from tui.newjob.lines import Links, show
 from tui.newjob.looks import Looks
@@ -73,7 +72,7 @@ class NewJobScreen(Screen[int | None]):
 
         job: int | None
         problem: str = ""
-        too_late: bool = False
+        free_name: str = ""  # for a copy, where the job can be changed no more
 
     def __init__(
         self, store: Store, values: Mapping[str, Any], snapshot: Snapshot, purpose: Purpose
@@ -81,6 +80,7 @@ class NewJobScreen(Screen[int | None]):
         super().__init__()
         self.store = store
         self.snapshot = snapshot
+        self._users = users_of(snapshot)
         self.purpose = purpose
         self.fields = Fields(values, snapshot)
         self.preview = Preview()
@@ -92,7 +92,7 @@ class NewJobScreen(Screen[int | None]):
         self._reading = False  # whether the preview is asked for where it has no room
         self._refused = ""
         self._tried = False  # an empty form is no mistake before someone submits it
-        self._chosen_of: Model | None = None  # the model whose blocks were chosen
+        self.chosen_of: Model | None = None  # the model whose blocks were chosen
 
     # -- layout ----------------------------------------------------------------------------
 
@@ -114,6 +114,17 @@ class NewJobScreen(Screen[int | None]):
         self._opened = self.fields.said
         self.query_one("#field-name").focus()
         self._check()
+        self.app.snapshots.subscribe(self, self._looked)
+
+    def _looked(self, snapshot: Snapshot) -> None:
+        """The machine as it is now. Nothing is drawn anew while the GPUs have the same users."""
+        users = users_of(snapshot)
+        if users == self._users:
+            return
+        self._users, self.snapshot = users, snapshot
+        if (row := self.fields.row("gpus")) and isinstance(row.control, GpuPicker):
+            row.control.used_by(users)
+        self.query_one(FitBars).look_again(snapshot)
 
     async def action_show_page(self, number: int) -> None:
         """Turn to a page, and to its first field."""
@@ -262,8 +273,11 @@ class NewJobScreen(Screen[int | None]):
             if told:
                 app.post_message(app.Said("\n".join(told), "warning"))
         except UserError as error:
-            late = isinstance(error, StateError) and purpose.job is not None
-            self.post_message(self.Submitted(None, str(error), late))
+            name = ""
+            if isinstance(error, StateError) and purpose.job is not None:
+                taken = [job.name for job in self.store.all()]
+                name = free_name(str(values.get("name", "job")), taken)
+            self.post_message(self.Submitted(None, str(error), name))
         except Exception as error:  # the edge: what was typed must not go with a crash
             self.post_message(self.Submitted(None, f"{type(error).__name__}: {error}"))
 
@@ -274,45 +288,25 @@ class NewJobScreen(Screen[int | None]):
             return
         self._help("")
         self._refused = message.problem
-        if message.too_late:
-            self._become_copy()
+        if message.free_name:
+            self._become_copy(message.free_name)
         self.complain(self._refused)
 
-    def _become_copy(self) -> None:
+    def _become_copy(self, name: str) -> None:
         """The job can be changed no more: what was typed can still become another."""
-        taken = [job.name for job in self.store.all()]
         self.purpose = Purpose(heading=f"copy of job {self.purpose.job}")
-        self.fields.put({"name": free_name(str(self.values.get("name", "job")), taken)})
+        self.fields.put({"name": name})
         self.query_one("#form-title", Static).update(self.purpose.heading)
         self._show_keys()
         self._refused += "; ^r now queues what you typed as a job of its own"
 
     async def action_data(self) -> None:
         if (values := await self._complete()) is not None:
-            from tui.data.screen import DataScreen
-
-            heading = f"data of the new job “{values.get('name', '')}”"
-            read = partial(draft.spec_of, values, ignoring=NOT_NEEDED)
-            self.app.push_screen(DataScreen(heading, read))
+            subscreens.show_data(self, values)
 
     @on(Input.Submitted, f"#field-{BLOCKS}")
     def action_blocks(self) -> None:
-        """Choose which classes of the model become FSDP units."""
-        from tui.detect.screen import DetectScreen
-
-        values = self.values
-        row = self.fields.rows[BLOCKS]
-        model = draft.model_of(values)
-        # A blank field is a choice as well, once it was made.
-        names = as_list(row.value) or ([] if model == self._chosen_of else None)
-
-        def chosen(names: list[str] | None) -> None:
-            if names is not None:
-                self._chosen_of = model
-                row.put(names or None)
-                row.control.focus()
-
-        self.app.push_screen(DetectScreen(model, names, draft.ranks_of(values)), chosen)
+        subscreens.choose_blocks(self)
 
     def action_find(self) -> None:
         self.app.push_screen(fields_palette())
@@ -349,17 +343,8 @@ class NewJobScreen(Screen[int | None]):
     def action_leave(self) -> None:
         if draft.same(self.fields.said, self._opened):
             self.dismiss(None)
-            return
-        from tui.modals.confirm import ConfirmScreen
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self.dismiss(None)
-
-        self.app.push_screen(
-            ConfirmScreen("Leave the form?", texts.leaving(self._busy), "leave", refuse="stay"),
-            answered,
-        )
+        else:
+            subscreens.ask_to_leave(self, busy=self._busy)
 
     # -- inside ----------------------------------------------------------------------------
 

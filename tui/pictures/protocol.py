@@ -33,8 +33,8 @@ def prepare(wanted: str | None = None) -> Protocol:
     """Find out what the terminal can do. Reads its answer, so that nothing else may be reading.
 
     Args:
-        wanted: kitty, sixel or blocks, whatever the terminal says; else `$FSDP_TUI_PICTURES`, else
-            it is asked.
+        wanted: kitty, sixel or blocks, whatever the terminal says; `$FSDP_TUI_PICTURES` goes
+            before it. Where neither names one, the terminal is asked.
     """
     global _chosen, _cell
     answers: list[bytes] = []
@@ -88,7 +88,7 @@ def choose(
         interactive: Whether both ends are a terminal.
         ask: Asks the terminal; returns its answers.
     """
-    wish = (wanted or environment.get(VARIABLE, "")).strip().lower()
+    wish = (environment.get(VARIABLE, "").strip() or wanted or "").lower()
     for protocol in get_args(Protocol):
         if wish == protocol and interactive:
             return protocol  # type: ignore[no-any-return]

@@ -66,13 +66,7 @@ class PlotsScreen(Screen[None]):
             self.dismiss()
 
     def action_compare(self) -> None:
-        from tui.plots.pick_runs import PickRunsScreen
+        from tui.plots.comparing import choose_runs
 
-        jobs = {job.id: job for job in self.store.all()}
-
-        def picked(chosen: list[int] | None) -> None:
-            if chosen is not None:
-                self.panel.compare([self.job, *(jobs[job] for job in chosen)])
-
-        shown = [job.id for job in self.panel.jobs]
-        self.app.push_screen(PickRunsScreen(list(jobs.values()), shown, self.job), picked)
+        work = choose_runs(self.panel, self.store, self.job)
+        self.run_worker(work, group="compare", exclusive=True, exit_on_error=False)

@@ -38,15 +38,23 @@ class TitleBar(_Line):
         super().__init__("titlebar")
         self.host = host
         self.read_only = False
+        self._shown: tuple[int, int, int, str, int] | None = None
 
     def update_from(self, snapshot: Snapshot) -> None:
+        clock = time.strftime("%H:%M", time.localtime(snapshot.t))
         running, queued = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
-        devices = f"{len(snapshot.gpus)} GPU{'s' * (len(snapshot.gpus) != 1)}"
+        shown = (running, queued, len(snapshot.gpus), clock, self.size.width)
+        if shown != self._shown:
+            self._shown = shown
+            self._draw(*shown)
+
+    def _draw(self, running: int, queued: int, gpus: int, clock: str, width: int) -> None:
+        devices = f"{gpus} GPU{'s' * (gpus != 1)}"
         left = Content.from_markup(
             "[b $primary]fsdp-tui[/] [$foreground 60%]on[/] [b]$host[/]"
             " [$foreground 60%]· $gpus[/]" + " [b $warning]· read-only[/]" * self.read_only,
             host=self.host,
-            gpus=devices if snapshot.gpus else "CPU only",
+            gpus=devices if gpus else "CPU only",
         )
         right = Content.from_markup(
             "[$green]● $running running[/]  [$foreground 60%]◌ $queued queued  $clock[/]".replace(
@@ -54,9 +62,9 @@ class TitleBar(_Line):
             ),
             running=str(running),
             queued=str(queued),
-            clock=time.strftime("%H:%M", time.localtime(snapshot.t)),
+            clock=clock,
         )
-        gap = max(2, self.size.width - len(left.plain) - len(right.plain))
+        gap = max(2, width - len(left.plain) - len(right.plain))
         self.say(Content.assemble(left, " " * gap, right))
 
 

@@ -11,7 +11,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.style import Style
 
@@ -65,16 +65,24 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
             self.virtual_size = Size(self.size.width, len(self.rows))
             self.refresh(layout=True)
             return
-        for index, (old, new) in enumerate(zip(before, self.rows, strict=True)):
-            if old is not new and old != new:
-                self.repaint(index, changed_cells(old, new))
+        changed = {
+            index: changed_cells(old, new)
+            for index, (old, new) in enumerate(zip(before, self.rows, strict=True))
+            if old is not new and old != new
+        }
+        self.repaint(changed)
 
-    def repaint(self, index: int, cells: range | None = None) -> None:
-        """Paint one row again, or some of its cells, if it can be seen."""
-        y = index if index < self.fixed else index - self.scroll_offset.y
-        if (0 if index < self.fixed else self.fixed) <= y < self.size.height:
-            wanted = cells or range(self.size.width)
-            self.refresh(Region(wanted.start, y, len(wanted), 1))
+    def repaint(self, rows: Mapping[int, range | None]) -> None:
+        """Paint rows again that can be seen: some cells of each, or all of them."""
+        width, height = self.size
+        regions = []
+        for index, cells in rows.items():
+            y = index if index < self.fixed else index - self.scroll_offset.y
+            if (0 if index < self.fixed else self.fixed) <= y < height:
+                wanted = cells or range(width)
+                regions.append(Region(wanted.start, y, len(wanted), 1))
+        if regions:
+            self.refresh(*regions)
 
     def row_at(self, y: int) -> int:
         """The row that is painted in line `y` of the widget."""
@@ -85,14 +93,16 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
         return False
 
     def render_line(self, y: int) -> Strip:
-        index = self.row_at(y)
+        index, width = self.row_at(y), self.size.width
         if index >= len(self.rows):
-            return Strip.blank(self.size.width, self._style("", False))
+            return Strip.blank(width, self._style("", False))
         marked = self.is_marked(index)
         segments = [Segment(span.text, self._style(span.role, marked)) for span in self.rows[index]]
-        return (
-            Strip(segments).adjust_cell_length(self.size.width, self._style("", marked)).simplify()
-        )
+        cells = sum(cell_len(segment.text) for segment in segments)
+        if cells < width:
+            segments.append(Segment(" " * (width - cells), self._style("", marked)))
+        strip = Strip(segments, max(cells, width))
+        return strip if cells <= width else strip.crop(0, width)
 
     def notify_style_update(self) -> None:
         self._palette.clear()
@@ -117,11 +127,9 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
 def changed_cells(old: Row, new: Row) -> range | None:
     """From the first to the last cell whose span differs; None where that cannot be told.
 
-    Textual sends a line up to the last cell that is to be painted, so rows have what changes most
-    in front.
+    Textual draws a line up to the last cell that is to be painted, so rows have what changes most
+    in front. A terminal is sent even less, see `terminal_cells`; a browser is not.
     """
-    if any(not text.isascii() and cell_len(text) != len(text) for text, _ in (*old, *new)):
-        return None
     same = 0
     start = 0
     for before, after in zip(old, new, strict=False):
@@ -129,9 +137,11 @@ def changed_cells(old: Row, new: Row) -> range | None:
             break
         same += 1
         start += len(after.text)
-    ends = sum(len(span.text) for span in old), sum(len(span.text) for span in new)
-    end = max(ends)
-    if ends[0] == ends[1]:  # what follows stands where it stood
+    texts = "".join([span.text for span in old]), "".join([span.text for span in new])
+    if any(not text.isascii() and cell_len(text) != len(text) for text in texts):
+        return None
+    end = max(map(len, texts))
+    if len(texts[0]) == len(texts[1]):  # what follows stands where it stood
         for before, after in zip(reversed(old[same:]), reversed(new[same:]), strict=False):
             if before != after:
                 break

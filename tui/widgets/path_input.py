@@ -103,7 +103,10 @@ async def in_daemon(look: Callable[[], Any]) -> Any:
 class PathInput(Input):
     """An input whose tab key takes the proposal first, and goes on when there is none."""
 
-    BINDINGS: ClassVar = [Binding("tab", "take", "complete", show=False)]
+    BINDINGS: ClassVar = [
+        Binding("tab", "take", "complete", show=False, id="path.complete",
+                tooltip="Take what is proposed, or go to the next field")
+    ]  # fmt: skip
 
     def action_take(self) -> None:
         if self._suggestion and self.cursor_at_end and self._suggestion != self.value:

@@ -1,0 +1,47 @@
+"""`fsdp-tui templates`: what a new job can begin from, beside a job file of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import click
+
+from jobs.templates import list_templates, templates_home
+from tui.cli_words import JSON, warn
+from tui.format import cut
+
+if TYPE_CHECKING:
+    from jobs.templates import Template
+
+
+@click.command()
+@JSON
+def templates(as_json: bool) -> None:
+    """What `submit --template NAME` begins from: templates of yours, and of the families.
+
+    Yours are kept in the dashboard's form (^t), or are job files in the directory that is named
+    at the end; they need not be complete.
+    """
+    found, problems = list_templates()
+    for problem in problems:
+        warn(problem)
+    if as_json:
+        click.echo(json.dumps([_facts(one) for one in found]))
+        return
+    longest = max(len(one.name) for one in found)
+    room = max(20, shutil.get_terminal_size((100, 24)).columns - longest - 2)
+    for one in found:
+        click.echo(f"{one.name.ljust(longest)}  {cut(one.about, room)}".rstrip())
+    click.echo(f"\nYours are in {templates_home()}")
+
+
+def _facts(one: Template) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "title": one.title,
+        "about": one.about,
+        "path": str(one.path) if one.path else None,
+        "values": dict(one.values),
+    }

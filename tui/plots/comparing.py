@@ -1,0 +1,27 @@
+"""Choose the runs that a panel of curves compares."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from tui.plots.pick_runs import PickRunsScreen
+
+if TYPE_CHECKING:
+    from jobs.store import Job, Store
+    from tui.plots.panel import PlotsPanel
+
+
+async def choose_runs(panel: PlotsPanel, store: Store, job: Job) -> None:
+    """Ask which runs are shown beside a job's, in a worker.
+
+    Args:
+        panel: What shows them.
+        store: Where they are; read in a thread, since someone may hold it.
+        job: The one that stays.
+    """
+    jobs = {one.id: one for one in await asyncio.to_thread(store.all)}
+    shown = [one.id for one in panel.jobs]
+    chosen = await panel.app.push_screen_wait(PickRunsScreen(list(jobs.values()), shown, job))
+    if chosen is not None:
+        panel.compare([job, *(jobs[one] for one in chosen)])

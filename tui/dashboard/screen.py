@@ -25,6 +25,7 @@ from tui.snapshot import Snapshot
 from tui.stopping import stop_job
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
 from tui.widgets.size_classes import set_size_classes
+from tui.widgets.sparse_compositor import SparseCompositor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +56,7 @@ class DashboardScreen(Screen[None]):
 
     def __init__(self, store: Store, host: str, selected: int | None) -> None:
         super().__init__()
+        self._compositor = SparseCompositor()
         self.store = store
         self.snapshot = Snapshot(t=0)
         self.title_bar = TitleBar(host)

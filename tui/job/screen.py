@@ -25,6 +25,7 @@ from tui.job.ranks import RanksPane
 from tui.job.tabs import NAMES, TABS, TabLine
 from tui.stopping import stop_job
 from tui.widgets.size_classes import set_size_classes
+from tui.widgets.sparse_compositor import SparseCompositor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,6 +85,7 @@ class JobScreen(Screen[None]):
 
     def __init__(self, store: Store, job: Job, tab: str = NAMES[0]) -> None:
         super().__init__()
+        self._compositor = SparseCompositor()
         self.store = store
         self.job = job
         self.tab = ""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["nvml_stub.fixture"]
 
 ROOT = Path(__file__).resolve().parent.parent
+SLOWLY = 120.0  # seconds; every look puts a whole screen together again
 # Paints the whole screen sixty times a second; a key adds to what it shows, and to a file.
 RESTLESS = """
 import os, sys
@@ -212,18 +213,18 @@ def test_the_terminal_shows_what_the_screen_consists_of(
 
             return check
 
-        shown.wait_for(is_shown("line 299 漢字"))
+        shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
         shown.press("\x1b[?2026;2$y")  # it can take a picture at once
         for key, what in (("?", "esc closes"), ("?", "╭─ devices"), ("l", "line 298"),
                           ("g", "line 0 漢字"), ("q", "╭─ devices"), ("n", "family"),
                           ("\x1b", "╭─ devices")):  # fmt: skip
             shown.press(key)
-            shown.wait_for(is_shown(what))
+            shown.wait_for(is_shown(what), SLOWLY)
         shown.wait_quiet(0.3)
         shown.forget()
         size = (80, 24)
         shown.resize(size)
-        shown.wait_for(is_shown("line 299 漢字"))
+        shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
 
 
 def test_only_a_real_terminal_has_the_budget(store: Store) -> None:

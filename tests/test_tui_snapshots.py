@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
 
 THEMES: Final = (DARK.name, LIGHT.name)
+NAMED: Final = re.compile(r"server-[a-z0-9_]{1,8}")
 SIZES: Final = {"80x24": (80, 24), "120x40": (120, 40)}
 
 
@@ -45,8 +47,8 @@ def album() -> Album:
                 asyncio.run(_take_all(root, name, jobs, taken))
             finally:
                 shutil.rmtree(root)
-            for key, picture in taken.pictures.items():
-                taken.pictures[key] = picture.replace(root.name, "server-0")
+            for key, picture in taken.pictures.items():  # the name may be cut off
+                taken.pictures[key] = NAMED.sub("server-0", picture)
     return taken
 
 

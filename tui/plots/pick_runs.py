@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.segment import Segment
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
+from textual.strip import Strip
 from textual.widgets import SelectionList, Static
 from textual.widgets.selection_list import Selection
 
@@ -20,6 +22,23 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
 
     from jobs.store import Job
+
+
+CHOSEN, FREE = "■", "□"
+
+
+class _Runs(SelectionList[int]):
+    """Tells by a sign what is chosen; Textual's list tells it by colour alone."""
+
+    def render_line(self, y: int) -> Strip:
+        line = super().render_line(y)
+        index = self.scroll_offset.y + y
+        if index >= self.option_count:
+            return line
+        _, _, _, gap, *rest = line
+        chosen = self.get_option_at_index(index).value in self.selected
+        sign = Segment(f" {CHOSEN if chosen else FREE} ", gap.style)
+        return Strip([sign, gap, *rest], line.cell_length)
 
 
 class PickRunsScreen(ModalScreen["list[int] | None"]):
@@ -49,7 +68,7 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
         super().__init__()
         others = sorted((job for job in jobs if job.id != first.id), key=lambda job: -job.id)
         self.first = first
-        self.list = SelectionList[int](
+        self.list = _Runs(
             *(
                 Selection(
                     Content(f"{job.id:>3}  {job.name}  {job.state}"), job.id, job.id in chosen

@@ -91,14 +91,19 @@ class Terminal:
         with self._came:
             return self._kept.decode(errors="replace")
 
-    def shows(self, what: str) -> bool:
-        """Whether this stands on the screen now; a program sends only what is not there yet."""
+    @property
+    def lines(self) -> list[str]:
+        """What stands on the screen now; a program sends only what is not there yet."""
         with self._came:
             data = self._all.decode(errors="replace")
         screen = EmulatedScreen(self._size)
         with suppress(AssertionError):  # the last code has come in part
             screen.feed(data)
-        return any(what in line for line in screen.lines)
+        return screen.lines
+
+    def shows(self, what: str) -> bool:
+        """Whether this stands on the screen now."""
+        return any(what in line for line in self.lines)
 
     def forget(self) -> None:
         with self._came:

@@ -95,11 +95,8 @@ async def _press(pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pre
                 screen.set_focus(focused)
             for key, (node, binding, enabled, _) in list(screen.active_bindings.items()):
                 where = type(node).__name__
-                if (
-                    enabled
-                    and type(node).__module__.startswith("tui.")
-                    and (where, key) not in done
-                ):
+                ours = enabled and binding.id in known_bindings()
+                if ours and (where, key) not in done:
                     reached.clear()
                     await pilot.press(key)
                     done[where, key] = Pressed(

@@ -131,11 +131,12 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
-    def resize(self, size: tuple[int, int]) -> None:
-        """Another number of columns and rows."""
+    def resize(self, size: tuple[int, int], *, tell: bool = True) -> None:
+        """Another number of columns and rows, of which the program is told."""
         self._size = size
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-        self.process.send_signal(signal.SIGWINCH)  # the terminal is not of its session
+        if tell:
+            self.process.send_signal(signal.SIGWINCH)  # the terminal is not of its session
 
     def stall(self) -> None:
         """Read no more, as a laptop that went to sleep; one read may still be under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import sys
 import time
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from pty_support import terminal
 from rich.cells import cell_len
 from screen_support import EmulatedScreen
+from textual.app import App
+from textual.timer import Timer
 from tui_support import add_job, write_log
 
 from jobs.states import State
@@ -24,6 +27,7 @@ from tui.app import FsdpTui
 from tui.byte_budget import ByteBudget
 from tui.driver import GovernedDriver
 from tui.format import Span, plain
+from tui.single_timers import keep_single_timers
 from tui.widgets.lines import changed_cells
 
 if TYPE_CHECKING:
@@ -39,7 +43,7 @@ pytest_plugins = ["nvml_stub.fixture"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOWLY = 120.0  # seconds; every look puts a whole screen together again
-# Paints the whole screen sixty times a second; a key adds to what it shows, and to a file.
+# Changes every cell sixty times a second; a key adds to what it shows, and to a file.
 RESTLESS = """
 import os, sys
 sys.path.insert(0, {root!r})
@@ -58,10 +62,32 @@ class Restless(App):
         with open({seen!r} + ".new", "w") as file:
             file.write(f"{{self.count}} {{self.keys}}")
         os.replace({seen!r} + ".new", {seen!r})
-        self.text.update((f"{{self.count}} keys:{{self.keys}}: " * 300)[:4000])
+        turned = f"keys:{{self.keys}}0123456789-" * 300
+        self.text.update(turned[self.count % 16:][:4000])
     def on_key(self, event):
         self.keys += event.character or ""
 Restless(driver_class=GovernedDriver).run()
+"""
+
+# A key makes a picture at once, but just then the terminal can take nothing.
+HELD = """
+import sys
+sys.path.insert(0, {root!r})
+from textual.app import App
+from textual.widgets import Static
+from tui.driver import GovernedDriver
+class Held(App):
+    def compose(self):
+        yield Static("keys:")
+    def on_key(self, event):
+        self._driver._hold(0.2)
+        text = self.query_one(Static)
+        text.update("keys:" + event.character)
+        self.screen._compositor.update_widgets({{text}})
+        self.screen._compositor_refresh()
+    def post_display_hook(self):
+        self._driver.picture_ended()
+Held(driver_class=GovernedDriver).run()
 """
 
 # The dashboard; after each picture a file holds all that the screen consists of.
@@ -74,7 +100,8 @@ def show_all(app):
     with open({seen!r} + ".new", "w") as file:
         file.write("".join(f"\\x1b[{{y}};1H{{line.render(app.console)}}" for y, line in lines))
     os.replace({seen!r} + ".new", {seen!r})
-FsdpTui.post_display_hook = show_all
+    ended(app)
+ended, FsdpTui.post_display_hook = FsdpTui.post_display_hook, show_all
 FsdpTui(Store()).run()
 """
 
@@ -147,7 +174,7 @@ def test_keys_are_handled_while_the_terminal_takes_nothing(tmp_path: Path) -> No
     seen = tmp_path / "seen"
 
     def wait_until(true: Callable[[int, str], bool]) -> tuple[int, str]:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + SLOWLY
         while True:
             count, _, keys = seen.read_text().partition(" ") if seen.exists() else ("0", "", "")
             if true(int(count), keys):
@@ -171,7 +198,7 @@ def test_a_restless_screen_stays_within_the_budget_and_answers_keys(tmp_path: Pa
     with terminal(restless(tmp_path / "seen"), dict(os.environ), (120, 40)) as shown:
         shown.wait_for(lambda text: "keys:" in text)
         begun, before = time.monotonic(), shown.received
-        shown.wait_for(lambda _: shown.received - before >= 150_000)
+        shown.wait_for(lambda _: shown.received - before >= 150_000, SLOWLY)
         got = shown.received - before
         spare = byte_budget.SAVED + 20_000  # one picture goes over the line
         assert time.monotonic() - begun >= (got - spare) / byte_budget.RATE
@@ -181,7 +208,7 @@ def test_a_restless_screen_stays_within_the_budget_and_answers_keys(tmp_path: Pa
 
 
 def test_a_name_that_is_no_utf8_is_shown_and_ends_nothing(tmp_path: Path) -> None:
-    odd = RESTLESS.replace(" keys:", " \\udce9keys:")
+    odd = RESTLESS.replace('"keys:', '"\\udce9keys:')
     command = sys.executable, "-c", odd.format(root=str(ROOT), seen=str(tmp_path / "seen"))
     with terminal(command, dict(os.environ)) as shown:
         shown.wait_for(lambda text: "?keys:" in text)
@@ -197,7 +224,9 @@ def test_the_terminal_shows_what_the_screen_consists_of(
     write_log(job, "".join(f"line {n} \x1b[3{n % 7}m漢字 é\x1b[0m of it\n" for n in range(300)))
     seen, size = tmp_path / "seen", (100, 30)
     command = sys.executable, "-c", WATCHED.format(seen=str(seen))
-    env = environment(store, nvml_stub.environment | {"XDG_CACHE_HOME": str(tmp_path)})
+    # A shell may have told its programs a size that the terminal had once.
+    odd = {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "70", "LINES": "20"}
+    env = environment(store, nvml_stub.environment | odd)
     with open(store.home / "runner.lock", "a") as lock, terminal(command, env, size) as shown:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
@@ -225,6 +254,36 @@ def test_the_terminal_shows_what_the_screen_consists_of(
         size = (80, 24)
         shown.resize(size)
         shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
+        shown.wait_quiet(0.3)
+        shown.forget()  # a window dragged to and fro may have lost what it showed
+        shown.resize((90, 24))
+        shown.resize(size)
+        shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
+        shown.forget()
+        size = (100, 30)
+        shown.resize(size, tell=False)  # as in a container, whose end of it gets no signal
+        shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
+
+
+def test_a_picture_made_while_nothing_may_be_painted_is_made_again() -> None:
+    with terminal((sys.executable, "-c", HELD.format(root=str(ROOT))), dict(os.environ)) as shown:
+        shown.wait_for(lambda _: shown.shows("keys:"))
+        shown.press("a")
+        shown.wait_for(lambda _: shown.shows("keys:a"))
+
+
+async def test_a_timer_that_ticks_once_ticks_though_it_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep_single_timers()
+    ticks: list[int] = []
+    async with App[None]().run_test() as pilot:
+        timer = Timer(pilot.app, 0.01, callback=lambda: ticks.append(1), repeat=0)
+        seconds = itertools.count()
+        with monkeypatch.context() as slow:
+            slow.setattr("textual.timer._time.get_time", lambda: next(seconds))
+            await timer._run()
+    assert ticks == [1]
 
 
 def test_only_a_real_terminal_has_the_budget(store: Store) -> None:

@@ -27,6 +27,7 @@ from tui.notify import Bell, Watch
 from tui.palette import JobsProvider
 from tui.screen_keys import screen_keys
 from tui.settings import Settings
+from tui.single_timers import keep_single_timers
 from tui.themes import ANSI, DARK, THEMES, other_theme
 from tui.ui_state import UiState
 
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from textual.screen import Screen
 
     from jobs.store import Store
+    from tui.driver import GovernedDriver
     from tui.snapshot import Snapshot
 
 _THREADS: Final = 32  # at most; one is started when it is needed
+_LAID_OUT_IN: Final = 0.1  # seconds after a change of the terminal's size
 Severity = Literal["information", "warning", "error"]
 
 
@@ -86,6 +89,7 @@ class FsdpTui(App[None]):
             settings: What the person has set for good.
             problems: What was wrong with that; told when the dashboard is open.
         """
+        keep_single_timers()
         # Without colours Textual draws in shades of grey, unless they are the terminal's own.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self.settings = settings or Settings()
@@ -123,6 +127,12 @@ class FsdpTui(App[None]):
         chosen = super().get_driver_class()
         return GovernedDriver if chosen is LinuxDriver else chosen
 
+    @property
+    def _governed(self) -> GovernedDriver | None:
+        from tui.driver import GovernedDriver
+
+        return self._driver if isinstance(self._driver, GovernedDriver) else None
+
     def get_default_screen(self) -> Screen[None]:
         return self.dashboard
 
@@ -141,6 +151,20 @@ class FsdpTui(App[None]):
         self._run("look")
         if not self.settings.read_only:
             self._run("tend")
+
+    def on_resize(self) -> None:
+        """Send every cell again when the layout has been made anew.
+
+        A terminal may move or lose cells though it has its old size again, as after a window was
+        dragged to and fro, for which Textual would paint nothing.
+        """
+        if self._governed:
+            self._governed.resized()
+            self.set_timer(_LAID_OUT_IN, lambda: self.screen.refresh())
+
+    def post_display_hook(self) -> None:
+        if self._governed:
+            self._governed.picture_ended()
 
     def on_unmount(self) -> None:
         self.collector.close()
@@ -189,6 +213,8 @@ class FsdpTui(App[None]):
         self.collector.run(publish)
 
     def on_fsdp_tui_looked(self, message: Looked) -> None:
+        if self._governed:
+            self._governed.follow_size()
         for news in self.watch_jobs.news(message.snapshot):
             self.say(news.text, news.severity)
             self.bells.tell(news.text)
@@ -255,10 +281,8 @@ class FsdpTui(App[None]):
 
     def action_redraw(self) -> None:
         """Send every cell again: another program may have written on the terminal."""
-        from tui.driver import GovernedDriver
-
-        if isinstance(self._driver, GovernedDriver):
-            self._driver.forget()
+        if self._governed:
+            self._governed.forget()
         self.screen.refresh()
 
     def action_show_help(self) -> None:

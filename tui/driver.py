@@ -8,6 +8,7 @@ the terminal does not show yet are sent.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from typing import IO, TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from typing import IO, TYPE_CHECKING, Any
 from textual import events
 from textual._ansi_sequences import SYNC_END, SYNC_START
 from textual.drivers.linux_driver import LinuxDriver
+from textual.geometry import Size
 
 from tui.byte_budget import ByteBudget
-from tui.terminal_cells import TerminalCells
+from tui.terminal_cells import TerminalCells, is_picture
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, TimerHandle
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
     from textual.message import Message
 
 _BY_A_PERSON = (events.Key, events.MouseDown, events.MouseScrollUp, events.MouseScrollDown,
-                events.Paste, events.Resize)  # fmt: skip
-# After these the terminal may show something else than it was sent.
-_MAY_DISTURB = (events.Resize, events.AppFocus)
+                events.Paste)  # fmt: skip
 
 
 class _Meter:
@@ -58,17 +58,20 @@ class GovernedDriver(LinuxDriver):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # What Textual begins with; another first size would have it lay out both, again and again.
+        self._size = self._get_terminal_size()
         assert self._file is not None  # standard error; the dashboard asked that it is a terminal
         self._meter = _Meter(self._file)
         self._file = self._meter  # type: ignore[assignment]  # has what the writing thread uses
         self._budget = ByteBudget(time.monotonic())
         self._cells = TerminalCells()
         self._disturbed = False  # set by the thread that reads keys
+        self._wrote = False  # a picture, since the last one ended
+        self._lost = False  # a picture that Textual made while none could be sent
         self._before_picture = ""  # what is sent only if a picture follows
         self._sent_bytes = self._sent_writes = 0
         self._held = ExitStack()
         self._timer: TimerHandle | None = None
-        self._seen: tuple[Any, Any] = (None, None)  # screen and size when the hold began
 
     @property
     def loop(self) -> AbstractEventLoop:
@@ -92,9 +95,26 @@ class GovernedDriver(LinuxDriver):
         """Take nothing of what the terminal shows as known: something else may have written."""
         self._cells.forget()
 
+    def resized(self) -> None:
+        """The terminal has another size; its cells may have moved, and a person waits for it."""
+        self.forget()
+        self._budget.asked_at = time.monotonic()
+        self._look()
+
+    def follow_size(self) -> None:
+        """Look at the terminal's size: not everything between it and us passes on its signal."""
+        size = Size(*self._get_terminal_size())
+        if size != self._app.size and not self._in_band_window_resize:
+            self._app.post_message(events.Resize(size, size))
+
+    def picture_ended(self) -> None:
+        """Textual made a picture; it throws away those it makes while painting is held back."""
+        self._lost = self._lost or (self._timer is not None and not self._wrote)
+        self._wrote = False
+
     def process_message(self, message: Message) -> None:
         """In the thread that reads keys: what a person does may be answered at once."""
-        if isinstance(message, _MAY_DISTURB):
+        if isinstance(message, events.AppFocus):  # others may have drawn on it meanwhile
             self._disturbed = True
         if isinstance(message, _BY_A_PERSON):
             self._budget.asked_at = time.monotonic()
@@ -109,6 +129,7 @@ class GovernedDriver(LinuxDriver):
         before, self._before_picture = self._before_picture, ""
         if data == SYNC_END:
             return "" if before else data  # with no picture between the two
+        self._wrote = self._wrote or is_picture(data)
         if self._disturbed:
             self._disturbed = False
             self._cells.forget()
@@ -117,6 +138,13 @@ class GovernedDriver(LinuxDriver):
             return before + shorter
         self._before_picture = before
         return ""
+
+    def _get_terminal_size(self) -> tuple[int, int]:
+        """The terminal's own word. Textual asks COLUMNS and LINES first, which never change."""
+        try:
+            return os.get_terminal_size(self.fileno)
+        except OSError:
+            return super()._get_terminal_size()
 
     # -- holding, in the loop ----------------------------------------------------------------
 
@@ -127,7 +155,6 @@ class GovernedDriver(LinuxDriver):
 
     def _hold(self, wait: float) -> None:
         """Stop painting, and look again after so many seconds."""
-        self._seen = self._sight()
         self._held.enter_context(self._app.batch_update())
         self._timer = self.loop.call_later(wait, self._look)
 
@@ -144,17 +171,15 @@ class GovernedDriver(LinuxDriver):
     def _release(self) -> None:
         self._timer = None
         self._held.close()
-        screen, _ = sight = self._sight()
-        if screen is not None and sight != self._seen:
-            screen.refresh()  # Textual drops the first picture of a screen that comes in a batch
-        if screen is not None:
-            # Paints what waited. Not of the screens below: a look at one of those repaints the
-            # one on top, which would be held back again, and so on without end.
-            screen.check_idle()
-
-    def _sight(self) -> tuple[Any, Any]:
-        stack = self._app.screen_stack
-        return (stack[-1] if stack else None), self._app.size
+        if not self._app.screen_stack:
+            return
+        screen = self._app.screen_stack[-1]
+        if self._lost:
+            self._lost = False
+            screen.refresh()
+        # Paints what waited. Not of the screens below: a look at one of those repaints the
+        # one on top, which would be held back again, and so on without end.
+        screen.check_idle()
 
 
 def writable(text: str) -> str:

@@ -63,7 +63,7 @@ class TerminalCells:
         if size != self._size:  # its cells may have moved
             self._size = size
             self.forget()
-        if _PICTURE.match(data) is None:
+        if not is_picture(data):
             if _HARMLESS.fullmatch(data) is None:
                 self.forget()
             return data
@@ -194,6 +194,11 @@ def _parts(style: str) -> dict[str, str] | None:
 
 
 _narrow: set[str] = set()  # characters of one cell that have been seen
+
+
+def is_picture(data: str) -> bool:
+    """Whether this draws on cells, as Textual says it."""
+    return _PICTURE.match(data) is not None
 
 
 def is_plain(text: str) -> bool:

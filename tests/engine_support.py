@@ -54,13 +54,13 @@ def start_ranks(target: Callable[..., None], ranks: int, *words: Any) -> Process
     return context
 
 
-def join_ranks(context: ProcessContext) -> None:
-    """Wait until all ranks have left.
+def join_ranks(context: ProcessContext, patience: float = PATIENCE) -> None:
+    """Wait until all ranks have left, for so many seconds.
 
     Raises:
         torch.multiprocessing.spawn.ProcessException: One of them failed; the others are ended.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not context.join(timeout=1):
         assert time.monotonic() < deadline, "ranks hang"
 

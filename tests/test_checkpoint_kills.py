@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import torch
 from checkpoint_ranks import check, numbered, save_for_ever
-from engine_support import PRELOADED, toy_values
+from engine_support import PRELOADED, free_port, toy_values
 from test_engine_model import ALONE
 
 from engine import checkpoint
@@ -29,12 +28,6 @@ if TYPE_CHECKING:
 KILLS: Final = 50
 LONGEST: Final = 0.25  # seconds between two moments; a save takes a few hundredths
 PATIENCE: Final = 400.0  # seconds until ranks have saved once more; a slow machine under load
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def newest(run_dir: RunDir) -> int:

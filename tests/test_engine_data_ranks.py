@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import data_ranks
 import pytest
 import torch
-from engine_support import PRELOADED, toy_values
+from engine_support import join_ranks, start_ranks, toy_values
 
 from engine.data.cache import TensorCache
 from jobs.rundir import RunDir
@@ -35,21 +34,6 @@ VARIED: Final[dict[str, Any]] = {
     "random_flip": True, "crop": "random", "crop_variants": 2, "caption_dropout_probability": 0.1,
     "validation_prompts": ["a red circle"], "max_train_steps": 60,
 }  # fmt: skip
-
-
-def start(target: Callable[..., None], ranks: int, *words: Any) -> ProcessContext:
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    context = torch.multiprocessing.start_processes(
-        target, (ranks, *words), nprocs=ranks, start_method="forkserver", join=False
-    )
-    assert context is not None
-    return context
-
-
-def join(context: ProcessContext) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, "ranks hang"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -75,7 +59,7 @@ class Folder:
         self, token: str, ranks: int, changes: dict[str, Any] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
         """An attempt at the folder's run: what each rank says it did."""
-        join(self.start(token, ranks, changes, **options))
+        join_ranks(self.start(token, ranks, changes, **options), PATIENCE)
         files = [self.root / "run" / f"{token}-{rank}.json" for rank in range(ranks)]
         return [json.loads(file.read_text()) for file in files]
 
@@ -83,7 +67,7 @@ class Folder:
         self, token: str, ranks: int, changes: dict[str, Any] | None = None, **options: Any
     ) -> ProcessContext:
         values = self.values(ranks, **changes or {})
-        return start(data_ranks.fill, ranks, values, self.root / "run", token, options)
+        return start_ranks(data_ranks.fill, ranks, values, self.root / "run", token, options)
 
     def stop(
         self, token: str, ranks: int, kind: str, options: dict[str, Any]
@@ -95,7 +79,7 @@ class Folder:
         wait_until(lambda: len(self.files(kind)) >= 3)
         RunDir(self.root / "run").request("stop")
         asked = time.time()
-        join(context)
+        join_ranks(context, PATIENCE)
         RunDir(self.root / "run").clear_request("stop")  # as the next attempt's launch does
         facts = [
             json.loads((self.root / "run" / f"{token}-{rank}.json").read_text())
@@ -166,7 +150,7 @@ def test_no_encoder_is_left_in_any_rank(folder: Folder) -> None:
 def test_a_rank_that_is_killed_loses_only_its_current_file(folder: Folder) -> None:
     context = folder.start("killed", 2, dies=30, delay=0.01)
     with pytest.raises(torch.multiprocessing.ProcessExitedException) as end:
-        join(context)  # as a launcher does, this ends the other rank too
+        join_ranks(context, PATIENCE)  # as a launcher does, this ends the other rank too
     assert end.value.signal_name == "SIGKILL"
     kept = {kind: folder.files(kind) for kind in ("text", "latents")}
     assert sum(map(len, kept.values())) >= 30
@@ -270,7 +254,7 @@ def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder)
     )  # fmt: skip
     wait_until(lambda: len(folder.files("text")) >= 3)
     RunDir(folder.root / "run").request("stop")
-    join(context)
+    join_ranks(context, PATIENCE)
     end = folder.events[-1]
     assert (end["kind"], end["reason"], end["step"]) == ("end", "stopped", 0)
     assert not [e for e in folder.events if e.get("name") == "encode" and e["state"] == "end"]
@@ -288,7 +272,7 @@ class Late:
 
     def end_of(self, phase: str) -> dict[str, Any]:
         """The event with which a phase ended, once the job has."""
-        join(self.context)
+        join_ranks(self.context, PATIENCE)
         events = read_events(self.root)
         assert (events[-1]["kind"], events[-1]["reason"]) == ("end", "completed")
         (end,) = [
@@ -313,7 +297,7 @@ def start_training(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return start(data_ranks.train, 2, values, root, port, options)
+    return start_ranks(data_ranks.train, 2, values, root, port, options)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_memory import GIB
+from tui_support import nothing_starts
 
 from jobs.gpu import Gpu, GpuProcess
 from jobs.memory import client
 from jobs.memory.fit import Fit, Room
-from tui import collector
 from tui.app import FsdpTui
 from tui.modals.confirm import ConfirmScreen
 from tui.newjob import fit as form_fit
@@ -23,13 +21,13 @@ from tui.newjob.screen import NewJobScreen
 from tui.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from textual.pilot import Pilot
 
     from jobs.store import Store
 
-FAKE = Path(__file__).resolve().parent / "fake_memory.py"
 HUB_ID = "black-forest-labs/FLUX.1-dev"
 VALUES = {
     "name": "cats", "pretrained_model_name_or_path": HUB_ID, "dataset": "pictures",
@@ -47,19 +45,10 @@ def some_gpus() -> list[Gpu]:
 
 
 @pytest.fixture(autouse=True)
-def _fake_server(
-    home: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[None]:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-    monkeypatch.setattr("jobs.dispatch._unsupervised", lambda job: False)
+def _fake_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing_starts(monkeypatch)
     monkeypatch.setattr("jobs.devices.gpus", some_gpus)
-    monkeypatch.setattr(collector, "PERIOD", 0.05)
     monkeypatch.setattr(form_fit, "_SETTLES_IN", 0.02)
-    monkeypatch.setattr(client, "COMMAND", (sys.executable, "-S", str(FAKE)))
-    monkeypatch.setattr(client, "_shared", [])
-    yield
-    for server in client._shared:
-        server.close()
 
 
 @asynccontextmanager

@@ -87,7 +87,7 @@ async def _press(pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pre
         reached.append(f"{type(default_namespace).__name__}.{action}")
         return True
 
-    screen = pilot.app.screen
+    screen, known = pilot.app.screen, known_bindings()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pilot.app, "run_action", record)
         for focused in (screen.focused, *screen.focus_chain):
@@ -95,7 +95,7 @@ async def _press(pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pre
                 screen.set_focus(focused)
             for key, (node, binding, enabled, _) in list(screen.active_bindings.items()):
                 where = type(node).__name__
-                ours = enabled and binding.id in known_bindings()
+                ours = enabled and binding.id in known
                 if ours and (where, key) not in done:
                     reached.clear()
                     await pilot.press(key)

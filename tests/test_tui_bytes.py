@@ -265,6 +265,17 @@ def test_the_terminal_shows_what_the_screen_consists_of(
         shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
 
 
+def test_a_terminal_that_has_no_size_yet_gets_the_usual_one(
+    store: Store, nvml_stub: StubNvml
+) -> None:
+    nvml_stub.write(2)
+    add_job(store, "quiet", state=State.COMPLETED, reason="trained 200 steps")
+    with dashboard(store, nvml_stub.environment, (0, 0)) as shown:  # as in a container
+        shown.forget()
+        shown.resize((120, 40), tell=False)
+        shown.wait_for(lambda _: shown.shows("╭─ devices") and len(shown.lines[1]) == 120)
+
+
 def test_a_picture_made_while_nothing_may_be_painted_is_made_again() -> None:
     with terminal((sys.executable, "-c", HELD.format(root=str(ROOT))), dict(os.environ)) as shown:
         shown.wait_for(lambda _: shown.shows("keys:"))

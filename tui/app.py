@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from textual.driver import Driver
     from textual.filter import LineFilter
     from textual.screen import Screen
+    from textual.timer import Timer
 
     from jobs.store import Store
     from tui.driver import GovernedDriver
@@ -104,6 +105,7 @@ class FsdpTui(App[None]):
         self.collector = Collector(store, select, period)
         self.animation_level = "none"  # one animated page of log costs an SSH link a megabyte
         self._ascii = AsciiFilter()
+        self._sends_all: Timer | None = None
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = DARK.name
@@ -160,7 +162,9 @@ class FsdpTui(App[None]):
         """
         if self._governed:
             self._governed.resized()
-            self.set_timer(_LAID_OUT_IN, lambda: self.screen.refresh())
+            if self._sends_all:
+                self._sends_all.stop()
+            self._sends_all = self.set_timer(_LAID_OUT_IN, lambda: self.screen.refresh())
 
     def post_display_hook(self) -> None:
         if self._governed:

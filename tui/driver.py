@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from textual import events
@@ -141,10 +141,11 @@ class GovernedDriver(LinuxDriver):
 
     def _get_terminal_size(self) -> tuple[int, int]:
         """The terminal's own word. Textual asks COLUMNS and LINES first, which never change."""
-        try:
-            return os.get_terminal_size(self.fileno)
-        except OSError:
-            return super()._get_terminal_size()
+        with suppress(OSError):
+            size = os.get_terminal_size(self.fileno)
+            if all(size):  # a container's terminal has none at first
+                return size
+        return super()._get_terminal_size()
 
     # -- holding, in the loop ----------------------------------------------------------------
 

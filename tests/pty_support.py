@@ -109,7 +109,7 @@ class Terminal:
         with self._came:
             self._kept.clear()
 
-    def wait_for(self, true: Callable[[str], object], seconds: float = 30.0) -> float:
+    def wait_for(self, true: Callable[[str], object], seconds: float = 120.0) -> float:
         """Seconds until what was received since `forget` makes this true."""
         begun = time.monotonic()
         while not true(self.text):
@@ -119,7 +119,7 @@ class Terminal:
                 self._came.wait(min(left, 0.25))
         return time.monotonic() - begun
 
-    def wait_quiet(self, seconds: float, most: float = 30.0) -> None:
+    def wait_quiet(self, seconds: float, most: float = 120.0) -> None:
         """Wait until nothing has come for so long."""
         deadline = time.monotonic() + most
         while True:
@@ -163,7 +163,7 @@ class Terminal:
     def close(self) -> None:
         self._going.set()
         self.process.terminate()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=60)
         os.close(self._master)
 
 

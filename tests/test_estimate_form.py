@@ -66,7 +66,7 @@ async def form(
         yield app, pilot, screen.query_one(FitBars)
 
 
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 30.0) -> None:
+async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "waited in vain"

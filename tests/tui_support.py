@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-async def until(pilot: Pilot[Any], true: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(pilot: Pilot[Any], true: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for a condition; fail when it does not come true."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def eventually(
-    condition: Callable[[], object], seconds: float = 30.0, *, told: Callable[[], object] = str
+    condition: Callable[[], object], seconds: float = 60.0, *, told: Callable[[], object] = str
 ) -> None:
     """Return as soon as the condition holds.
 

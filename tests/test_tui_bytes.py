@@ -18,6 +18,9 @@ from pty_support import terminal
 from rich.cells import cell_len
 from screen_support import EmulatedScreen
 from textual.app import App
+from textual.events import Resize
+from textual.geometry import Size
+from textual.screen import Screen
 from textual.timer import Timer
 from tui_support import add_job, write_log
 
@@ -27,6 +30,7 @@ from tui.app import FsdpTui
 from tui.byte_budget import ByteBudget
 from tui.driver import GovernedDriver
 from tui.format import Span, plain
+from tui.present_size import keep_present_size
 from tui.single_timers import keep_single_timers
 from tui.widgets.lines import changed_cells
 
@@ -295,6 +299,32 @@ async def test_a_timer_that_ticks_once_ticks_though_it_is_late(
             slow.setattr("textual.timer._time.get_time", lambda: next(seconds))
             await timer._run()
     assert ticks == [1]
+
+
+async def test_two_sizes_at_once_come_to_rest_at_the_present_one() -> None:
+    keep_present_size()
+
+    class Counting(Screen[None]):
+        resizes = 0
+
+        def on_resize(self) -> None:
+            self.resizes += 1
+            if self.resizes > 100:  # nothing else would ever run again
+                self.app.exit()
+                raise RuntimeError("one layout calls for the next")
+
+    screen = Counting()
+    app = App[None]()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await app.push_screen(screen)
+        with app.batch_update():
+            for size in (Size(70, 20), Size(80, 24)):
+                screen.post_message(Resize(size, size))
+                screen.call_later(lambda: None)
+            await pilot.pause(0.1)
+        await pilot.pause()
+        assert screen.size == (80, 24)
+    assert screen.resizes < 10
 
 
 def test_only_a_real_terminal_has_the_budget(store: Store) -> None:

@@ -25,6 +25,7 @@ from tui.dashboard.screen import DashboardScreen
 from tui.keymap import known_bindings, settle_keymap
 from tui.notify import Bell, Watch
 from tui.palette import JobsProvider
+from tui.present_size import keep_present_size
 from tui.screen_keys import screen_keys
 from tui.settings import Settings
 from tui.single_timers import keep_single_timers
@@ -91,6 +92,7 @@ class FsdpTui(App[None]):
             problems: What was wrong with that; told when the dashboard is open.
         """
         keep_single_timers()
+        keep_present_size()
         # Without colours Textual draws in shades of grey, unless they are the terminal's own.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self.settings = settings or Settings()

@@ -58,7 +58,7 @@ class GovernedDriver(LinuxDriver):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # What Textual begins with; another first size would have it lay out both, again and again.
+        # What Textual begins with; it would lay out another first size in vain.
         self._size = self._get_terminal_size()
         assert self._file is not None  # standard error; the dashboard asked that it is a terminal
         self._meter = _Meter(self._file)

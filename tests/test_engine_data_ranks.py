@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import data_ranks
 import pytest
 import torch
-from engine_support import join_ranks, start_ranks, toy_values
+from engine_support import free_port, join_ranks, start_ranks, toy_values
 
 from engine.data.cache import TensorCache
 from jobs.rundir import RunDir
@@ -294,10 +293,7 @@ def start_training(
     values = toy_values(toy, num_processes=2, strategy="fsdp2", **changes)
     RunDir(root).create()
     RunDir(root).job_file.write_text(dump_spec(load_spec(None, values)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return start_ranks(data_ranks.train, 2, values, root, port, options)
+    return start_ranks(data_ranks.train, 2, values, root, free_port(), options)
 
 
 @pytest.fixture(scope="module", autouse=True)

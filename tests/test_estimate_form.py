@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_memory import GIB
-from tui_support import nothing_starts
+from tui_support import nothing_starts, until
 
 from jobs.gpu import Gpu, GpuProcess
 from jobs.memory import client
@@ -21,7 +20,7 @@ from tui.newjob.screen import NewJobScreen
 from tui.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from textual.pilot import Pilot
@@ -64,13 +63,6 @@ async def form(
         assert isinstance(screen, NewJobScreen)
         screen.fill(values)
         yield app, pilot, screen.query_one(FitBars)
-
-
-async def until(pilot: Pilot[None], true: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.02)
 
 
 def text(bars: FitBars) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from engine.optim import WHOLE_ONLY, build_optimizer, explain_load_failure
 from jobs.errors import UserError
 from jobs.spec import JobSpec
-from tests.support.paths import RANKS
+from tests.support.paths import RANKS, ROOT
 from tests.support.ranks.optim import CPU, RATES, Run, round_trip
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, li
     """Two ranks that work while this process does the tests that need none."""
     directory = tmp_path_factory.mktemp("ranks")
     script = RANKS / "optim.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent.parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ranks = []
     for rank in range(2):
         command = [sys.executable, str(script), str(rank), str(directory)]

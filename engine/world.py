@@ -150,8 +150,9 @@ def start_world(spec: JobSpec) -> World:
             f"{state.num_processes}",
             "launch with the same --num_processes",
         )
-    # All CPU ranks compute on the one CPU, which accelerate numbers.
-    device = torch.device("cpu") if state.device.type == "cpu" else torch.device(state.device)
+    # All CPU ranks compute on the one CPU, which accelerate numbers. Of a single GPU it leaves the
+    # number out.
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     common = [uuid.uuid4().hex[:12], *_strategy(spec)]
     if state.num_processes > 1:
         dist.broadcast_object_list(common, src=0)

@@ -12,7 +12,6 @@ import threading
 import traceback
 from collections import namedtuple
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,7 +33,6 @@ from engine.families import load
 from engine.optim import build_optimizer, build_scheduler
 from engine.telemetry import Telemetry
 from engine.training import Training
-from engine.world import start_world
 from jobs.checkpoints import STATE_FILE, find_damage, list_checkpoints, read_checkpoint
 from jobs.errors import UserError
 from jobs.rundir import RunDir
@@ -734,14 +732,3 @@ def test_a_rank_that_could_not_gather_a_tensor_ends_and_does_not_wait_for_the_ot
         together(leave, others)
     with pytest.raises(SaveError, match="OutOfMemoryError: full"):
         together(leave, ALONE)
-
-
-def test_a_device_has_its_number_though_accelerate_leaves_it_out(
-    toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A single GPU, as the launcher starts it: no LOCAL_RANK, and accelerate says `cuda`."""
-    state = SimpleNamespace(device=torch.device("cuda"), num_processes=1, process_index=0)
-    monkeypatch.setattr("engine.world.PartialState", lambda **options: state)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert start_world(toy_spec(toy, device="cuda")).device == torch.device("cuda", 0)

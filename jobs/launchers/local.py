@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from jobs import devices
+from jobs import devices, flight
 from jobs.errors import UserError
 from jobs.extra_args import words_of
 from jobs.families import component_of
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from jobs.spec import JobSpec
 
 _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "fsdp-tui")
+# Its options, by their present name and the former one; torch takes both until 3.0.
+ALLOCATOR_VARIABLES: Final = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,13 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         "DIFFUSERS_VERBOSITY": "error",
         # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
+        **flight.environment(run_dir),
         # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
     }
     if gpus:
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the person's own choice stays
-            environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if not ALLOCATOR_VARIABLES & os.environ.keys():  # the person's own choice stays
+            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus), strategy)

@@ -18,8 +18,8 @@ from engine import checkpoint
 from jobs.checkpoints import find_damage, list_checkpoints
 from jobs.rundir import RunDir
 from jobs.specfile import load_spec
-from tests.support.engine import ALONE, PRELOADED, free_port, toy_values
-from tests.support.ranks.checkpoint import check, numbered, save_for_ever
+from tests.support.engine import ALONE, PRELOADED, free_port, join_ranks, start_ranks, toy_values
+from tests.support.ranks.checkpoint import check, numbered, save_for_ever, save_with_trouble
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,36 @@ if TYPE_CHECKING:
 KILLS: Final = 50
 LONGEST: Final = 0.25  # seconds between two moments; a save takes a few hundredths
 PATIENCE: Final = 400.0  # seconds until ranks have saved once more; a slow machine under load
+
+
+@pytest.mark.parametrize(
+    ("part", "layout"),
+    [("engine.checkpoint.saver.collect", "SHARDED_STATE_DICT"),
+     ("engine.checkpoint.write.sha256", "SHARDED_STATE_DICT"),
+     ("engine.checkpoint.full.own_files", "FULL_STATE_DICT")],
+)  # fmt: skip
+@pytest.mark.parametrize("times", [1, 2])
+def test_ranks_agree_on_a_save_that_only_one_of_them_could_not_do(
+    tmp_path: Path, part: str, layout: str, times: int
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    values = toy_values(
+        tmp_path, num_processes=2, strategy="ddp", fsdp_state_dict_type=layout
+    )  # fmt: skip
+    context = start_ranks(save_with_trouble, 2, free_port(), values, str(run_dir.root), part, times)
+    join_ranks(context, PATIENCE)
+    came = {(run_dir.root / f"came.{rank}").read_text() for rank in (0, 1)}
+    if times == 1:
+        assert came == {"saved"}
+    else:
+        assert came == {
+            "cannot save step-0: rank 1: ZeroDivisionError: odd (tried twice); "
+            "there is no other checkpoint"
+        }
+    steps = [0, 1] if times == 1 else [1]
+    assert [one.step for one in list_checkpoints(run_dir)] == steps
+    assert [find_damage(one.path) for one in list_checkpoints(run_dir)] == [None] * len(steps)
 
 
 def newest(run_dir: RunDir) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from diffusers.training_utils import compute_snr
 from engine.denoising import Denoising
 from engine.draws import drops_caption, sample_generators
 from engine.flow import Flow
-from engine.objective import Problem, loss_of
+from engine.objective import Problem, build_objective, loss_of
 from jobs.errors import UserError
 from jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LATENTS = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
 
@@ -76,6 +81,46 @@ def schedule(prediction: str) -> DDPMScheduler:
 def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
     with pytest.raises(UserError, match="prediction_type: sample"):
         Denoising(schedule("sample"), None)
+
+
+def family_of(objective: str) -> Any:
+    return SimpleNamespace(
+        facts=SimpleNamespace(objective=objective),
+        shift_of=lambda height, width, frames: 2.5,
+        sigma_range=lambda: (0.1, 0.9),
+    )
+
+
+def test_a_family_of_flows_is_trained_on_its_own_shift_and_sigmas(tmp_path: Path) -> None:
+    objective = build_objective(JobSpec(), family_of("flow"), tmp_path)
+    assert isinstance(objective, Flow)
+    assert objective.sigmas == (0.1, 0.9)
+    assert objective.shift_for(LATENTS) == 2.5
+
+
+def test_a_model_is_trained_on_the_noise_schedule_in_its_directory(tmp_path: Path) -> None:
+    schedule("v_prediction").save_pretrained(tmp_path / "scheduler")
+    objective = build_objective(JobSpec(snr_gamma=5.0), family_of("denoise"), tmp_path)
+    assert isinstance(objective, Denoising)
+    assert torch.equal(objective.scheduler.alphas_cumprod, schedule("epsilon").alphas_cumprod)
+    assert objective.scheduler.config.prediction_type == "v_prediction"
+    assert objective.snr_gamma == 5.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler"),
+     ({}, "none"), (None, "none")],
+)  # fmt: skip
+def test_a_foreign_noise_schedule_is_refused(
+    tmp_path: Path, settings: dict[str, Any] | None, named: str
+) -> None:
+    """DDPM's own betas would be taken without a word."""
+    if settings is not None:
+        (tmp_path / "scheduler").mkdir()
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"the model's scheduler \({named}\) has another noise"):
+        build_objective(JobSpec(), family_of("denoise"), tmp_path)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

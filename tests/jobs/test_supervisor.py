@@ -274,6 +274,9 @@ def test_an_error_that_nobody_thought_of_fails_the_job(lab: Lab) -> None:
     job = lab.submit()
     job = lab.wait(job, State.FAILED, look=True)
     assert "an error that nobody thought of" in job.reason
+    log = job.run_dir.supervisor_log.read_text()
+    assert "Traceback (most recent call last):" in log
+    assert ", in build\n" in log, "whoever mends it learns where it was"
 
 
 def test_trouble_with_the_housekeeping_does_not_end_the_job(lab: Lab) -> None:

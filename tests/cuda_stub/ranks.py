@@ -1,7 +1,8 @@
 """Do many jobs on stub GPUs in one process per rank: `python -m tests.cuda_stub.ranks PLAN.json`.
 
-The plan is a list of groups, `{"ranks": 2, "jobs": {run directory: {"values": …, …}}}`. The
-libraries are imported once, and each group's ranks are forked from there. Beside what a job
+The plan says which toys to write, `{family: directory}`, and has a list of groups,
+`{"ranks": 2, "jobs": {run directory: {"values": …, "numbers": [phase, …]}}}`. The libraries are
+imported once, and each group's ranks are forked from there. Beside what a job
 itself writes, each rank leaves `cuda.<rank>.json` in the run directory, with what its steps
 asked of the device. A job that fails leaves `error.<rank>.txt`, and its ranks go: the others
 would wait for one in a collective. The jobs behind it are done by new ranks.
@@ -18,22 +19,26 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tests.cuda_stub.counting import Counting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _PATIENCE: Final = 600.0  # seconds for one group; a slow machine under load, not an expectation
 
 
 def main() -> int:
-    groups = json.loads(Path(sys.argv[1]).read_text())
+    plan = json.loads(Path(sys.argv[1]).read_text())
     # Libraries look for GPUs while they are imported; after asking CUDA, torch refuses to be forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     _import_all()
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     gc.collect()
     gc.freeze()  # each job collects garbage several times; what was imported is none
-    for group in groups:
+    _forked(_write_toys, plan["toys"])
+    for group in plan["groups"]:
         left = dict(group["jobs"])
         while left:
             _run(group["ranks"], left)
@@ -54,6 +59,25 @@ def _import_all() -> None:
     import transformers.models.t5.modeling_t5  # noqa: F401
 
     import engine.run  # noqa: F401
+
+
+def _forked(do: Callable[..., None], *words: Any) -> None:
+    """In a process of its own, whose threads nobody inherits."""
+    pid = os.fork()
+    if not pid:
+        do(*words)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _write_toys(toys: dict[str, str]) -> None:
+    from engine.toy import write_toy
+    from jobs.families import FAMILIES
+    from tests.cuda_stub.rehearsal import side_of
+
+    for family, place in toys.items():
+        flavour = next(iter(FAMILIES[family].flavours))
+        write_toy(Path(place), family, flavour=flavour, pictures=4, size=side_of(family))
 
 
 def _run(ranks: int, jobs: dict[str, dict[str, Any]]) -> None:
@@ -98,6 +122,8 @@ def _rank(rank: int, ranks: int, port: int, jobs: dict[str, dict[str, Any]]) -> 
 
 
 def _job(rank: int, root: Path, job: dict[str, Any]) -> None:
+    import torch
+
     from engine.backends import choose_backends
     from engine.run import run_job
     from engine.telemetry import Telemetry
@@ -109,10 +135,11 @@ def _job(rank: int, root: Path, job: dict[str, Any]) -> None:
     run_dir.create()
     Path(root, "begun").touch()
     begun = time.process_time()
+    torch.cuda.empty_cache()  # the memory of the job before
     telemetry = Telemetry(run_dir, rank)
     spec = load_spec(None, job["values"])
     choose_backends(spec)
-    with Counting(rank) as counting:
+    with Counting(job["numbers"]) as counting:
         run_job(spec, run_dir, start_world(spec), telemetry)
     telemetry.close()
     found = counting.found() | {"cpu_seconds": time.process_time() - begun}

@@ -195,6 +195,7 @@ def test_a_job_with_another_rate_trains_at_that_rate(toy: Path, run_dir: RunDir)
     assert resumed.scheduler.get_last_lr() == [pytest.approx(2e-3 * (1 - 6 / 20))]
 
 
+@pytest.mark.slow
 def test_an_average_may_begin_with_a_resume_and_end_with_one(toy: Path, run_dir: RunDir) -> None:
     plain, averaged = toy_spec(toy), toy_spec(toy, use_ema=True)
     training = training_of(toy, plain)
@@ -390,6 +391,7 @@ def test_training_waits_for_saves_that_do_not_fit_into_memory(
     assert run_dir.latest_checkpoint() == (0, run_dir.checkpoint(0)), "complete at once"
 
 
+@pytest.mark.slow
 def test_8_bit_state_is_saved_while_training_waits_and_goes_on(
     toy: Path, run_dir: RunDir, saver_of: Callable[[JobSpec], checkpoint.Saver]
 ) -> None:

@@ -67,9 +67,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "checkpointing", "sharded"),
     [
         ("lora", False, True),
-        ("lora", True, False),
-        ("full", False, False),
-        ("full", True, False),
+        pytest.param(*("lora", True, False), marks=pytest.mark.slow),
+        pytest.param(*("full", False, False), marks=pytest.mark.slow),
+        pytest.param(*("full", True, False), marks=pytest.mark.slow),
         ("full", True, True),
     ],
 )
@@ -85,6 +85,7 @@ def test_an_echo_takes_what_its_block_does(
     assert {end.activations for end in ends} == {0}, "all that was kept is freed"
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Path) -> None:
     kinds = {
         "full": {"gradient_checkpointing": True},
@@ -108,14 +109,20 @@ def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Pa
     "changes",
     [
         {},
-        {"lora_placement": "sharded"},
+        pytest.param({"lora_placement": "sharded"}, marks=pytest.mark.slow),
         {"gradient_checkpointing": True},
         FULL,
         FULL | BF16 | {"gradient_checkpointing": True},
-        FULL | BF16 | {"fsdp_reshard_after_forward": False},
-        FULL | BF16 | {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2},
-        FULL | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 50_000},
-        FULL | {"fsdp_auto_wrap_policy": "NO_WRAP"},
+        pytest.param(FULL | BF16 | {"fsdp_reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param(
+            FULL | BF16 | {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            FULL | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 50_000},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(FULL | {"fsdp_auto_wrap_policy": "NO_WRAP"}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: " ".join(map(str, changes.values())) or "lora",
 )
@@ -245,6 +252,7 @@ def test_offload_moves_shards_and_state_to_the_host(estimator: Estimator, toy: P
     assert held - backward.parts.parameters - backward.parts.optimizer == moved
 
 
+@pytest.mark.slow
 def test_samples_and_caches_are_predicted_where_the_model_is_here(
     estimator: Estimator, toy: Path
 ) -> None:
@@ -316,6 +324,7 @@ def test_the_server_answers_each_request_and_survives_bad_ones(toy: Path) -> Non
         Predicted.of(one)
 
 
+@pytest.mark.slow
 def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
     """The config comes with us; two layers of it are enough to see that it is understood."""
     spec = load_spec(

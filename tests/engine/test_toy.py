@@ -185,6 +185,7 @@ def test_nothing_names_the_place_it_was_written_in(toy: ToyPaths) -> None:
         assert not [place for place in here if place.encode() in content], name
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes_whatever_the_threads(toy: ToyPaths, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
@@ -394,6 +395,7 @@ def test_output_is_neither_dead_nor_wild(
 # Sizes and dtypes
 
 
+@pytest.mark.slow
 def test_other_sizes_dtypes_and_split_files(tmp_path: Path, unseen: torch.Tensor) -> None:
     sizes = FluxSizes(layers=1, single_layers=2, heads=2, head_dim=64, clip_dim=32, t5_dim=96)
     write_flux(tmp_path, seed=3, dtype="bfloat16", sizes=sizes, max_shard_size="500KB")

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -167,9 +168,11 @@ def _moments(
         ("launcher starts", watch.of("rank 0").times[0]),
         ("rank imports, meets", met),
     ]
-    for name in ("index", "check", "encode", "latents", "load"):
-        if (name, "end") in phases:
-            moments.append((name, phases[name, "end"]))
+    # `encode` is a part of `check`, which looks again when the others are done.
+    if (imported := phases.get(("import", "end"), met)) < met:
+        moments[2:] = [("rank imports", imported), ("ranks meet", met)]
+    done = {"index": "index", "encode captions": "check", "encode latents": "latents"}
+    moments += [(name, phases[key, "end"]) for name, key in {**done, "load": "load"}.items()]
     moments += [("build, first step", steps[0]), ("other steps", steps[-1])]
     moments += [("export, save, end", over), ("rank leaves", watch.of("rank 0").times[-1])]
     moments += [("launcher leaves", watch.of("launcher").times[-1]), ("verdict", ended)]
@@ -179,7 +182,7 @@ def _moments(
 def _breakdown(watch: Watch, moments: list[tuple[str, float]], ranks: int) -> list[dict[str, Any]]:
     rows, start = [], moments[0][1]
     launched = moments[2][1]  # ranks are there: from now on the launcher only waits for them
-    for (_, since), (name, until) in zip(moments, moments[1:], strict=False):
+    for (_, since), (name, until) in pairwise(moments):
         own = [watch.of(f"rank {rank}").between(since, until) for rank in range(ranks)]
         rest = [p for p in watch.processes.values() if p.role in ("submit", "supervisor", "other")]
         rows.append({
@@ -206,7 +209,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     first = names.index("build, first step") + 1
     critical = sum(row["launcher"] + row["rank"] + row["rest"] for row in rows[:first])
     after = rows[first + 1 :]
-    print(f"submit → first step: {critical:.2f} processor seconds without the other ranks', "
+    print(f"submit → first step: {critical:.2f} processor seconds, other ranks left out, "
           f"{rows[first - 1]['until']:.2f} s by the clock")  # fmt: skip
     print(f"last step → verdict: {sum(r['launcher'] + r['rank'] + r['rest'] for r in after):.2f} "
           f"processor seconds, {sum(r['wall'] for r in after):.2f} s by the clock")  # fmt: skip

@@ -47,9 +47,13 @@ def main() -> int:
     try:
         with telemetry.phase("import"), uncollected():
             telemetry.say("importing libraries")
-            hide(*unneeded(load_spec(run_dir.job_file)))
+            spec = load_spec(run_dir.job_file)
+            hide(*unneeded(spec))
+            from engine import families
             from engine.run import run
 
+            # With its pipeline and its denoiser, which every job of the family needs.
+            families.load(spec.model_family, spec.model_flavour).transformer_class()
         run(run_dir, telemetry)
     except BaseException as error:
         record_failure(run_dir, rank, error, telemetry)

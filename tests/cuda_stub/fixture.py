@@ -11,8 +11,6 @@ from tests.cuda_stub.rehearsal import Rehearsal
 from tests.cuda_stub.stub import REQUIRED_VARIABLE, StubCuda, Unavailable, build, find_python
 from tests.nvml_stub.stub import StubNvml
 
-
-
 if TYPE_CHECKING:
     from pathlib import Path
 

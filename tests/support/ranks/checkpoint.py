@@ -42,11 +42,9 @@ class Stopping(Telemetry):
             self.run_dir.request("stop")
 
 
-def train(
-    rank: int, ranks: int, port: int, jobs: list[tuple[str, dict[str, Any], int | None]]
-) -> None:
+def train(rank: int, ranks: int, jobs: list[tuple[str, dict[str, Any], int | None]]) -> None:
     """Run jobs one after the other: `(run directory, values, step to stop at)`."""
-    join(rank, ranks, port)
+    torch.set_num_threads(1)
     gc.freeze()  # each job collects garbage several times; what was imported is none
     for name, values, stop_at in jobs:
         run_dir = RunDir(Path(name))
@@ -69,17 +67,9 @@ def train(
     leave_world()
 
 
-def join(rank: int, ranks: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-
-
-def save_for_ever(rank: int, ranks: int, port: int, values: dict[str, Any], root: str) -> None:
+def save_for_ever(rank: int, ranks: int, values: dict[str, Any], root: str) -> None:
     """Save step after step, every number of each being its step, until someone kills this."""
-    join(rank, ranks, port)
+    torch.set_num_threads(1)
     spec, run_dir = load_spec(None, values), RunDir(Path(root))
     telemetry = Telemetry(run_dir, rank)
     world = start_world(spec)

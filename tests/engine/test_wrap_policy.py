@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from torch.distributed.fsdp.wrap import _recursive_wrap
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
+MINE: Final = "tests.support.wrap_policies"
+
 
 def names(model: torch.nn.Module, chosen: list[torch.nn.Module]) -> list[str]:
     known = {module: name for name, module in model.named_modules()}
@@ -31,7 +33,7 @@ def names(model: torch.nn.Module, chosen: list[torch.nn.Module]) -> list[str]:
 
 @pytest.mark.parametrize("name", ["blocks", "by_size", "by_class", "by_policy", "by_rank"])
 def test_what_can_be_called_as_torch_does_is_a_policy(name: str) -> None:
-    assert callable(load_policy(f"tests.support.wrap_policies.{name}"))
+    assert callable(load_policy(f"{MINE}.{name}"))
 
 
 @pytest.mark.parametrize(
@@ -39,17 +41,17 @@ def test_what_can_be_called_as_torch_does_is_a_policy(name: str) -> None:
     [
         ("no_such_module.policy", "cannot import no_such_module.policy: ModuleNotFoundError"),
         (
-            "tests.support.wrap_policies.blokcs",
-            "cannot import tests.support.wrap_policies.blokcs: AttributeError",
+            f"{MINE}.blokcs",
+            f"cannot import {MINE}.blokcs: AttributeError",
         ),
         (
-            "tests.support.wrap_policies.number",
-            "tests.support.wrap_policies.number is a int, not a function",
+            f"{MINE}.number",
+            f"{MINE}.number is a int, not a function",
         ),
-        ("tests.support.wrap_policies.without_call", "is a CustomPolicy, not a function"),
-        ("tests.support.wrap_policies.more", "missing a required argument: 'depth'"),
+        (f"{MINE}.without_call", "is a CustomPolicy, not a function"),
+        (f"{MINE}.more", "missing a required argument: 'depth'"),
         (
-            "tests.support.wrap_policies.other_names",
+            f"{MINE}.other_names",
             "write def policy(module, recurse, nonwrapped_numel)",
         ),
         ("torch.distributed.fsdp.wrap.transformer_auto_wrap_policy", "transformer_layer_cls"),
@@ -190,23 +192,17 @@ def test_it_is_looked_at_with_the_rest_of_a_job(job_values: dict[str, Any], no_g
 
 
 def test_ranks_shard_as_the_policy_says_and_differ_in_nothing(tmp_path: Path) -> None:
-    policies = [
-        f"tests.support.wrap_policies.{name}"
-        for name in ("blocks", "by_size", "by_rank", "nothing")
-    ]
+    policies = [f"{MINE}.{name}" for name in ("blocks", "by_size", "by_rank", "nothing")]
     start_ranks(wrap_policy_ranks.look, 2, policies, str(tmp_path)).join()
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
-    assert first["tests.support.wrap_policies.blocks"]["units"] == [
+    assert first[f"{MINE}.blocks"]["units"] == [
         "Block",
         "Block",
         "Block",
         "Model",
     ]
-    assert first["tests.support.wrap_policies.blocks"]["worst"] < 1e-6
-    assert first["tests.support.wrap_policies.by_size"]["worst"] < 1e-6
-    assert (
-        "it chose other modules on rank 1 than on rank 0"
-        in (first["tests.support.wrap_policies.by_rank"]["error"])
-    )
-    assert "wraps nothing in this model" in first["tests.support.wrap_policies.nothing"]["error"]
+    assert first[f"{MINE}.blocks"]["worst"] < 1e-6
+    assert first[f"{MINE}.by_size"]["worst"] < 1e-6
+    assert "it chose other modules on rank 1 than on rank 0" in (first[f"{MINE}.by_rank"]["error"])
+    assert "wraps nothing in this model" in first[f"{MINE}.nothing"]["error"]

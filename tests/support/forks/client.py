@@ -89,15 +89,15 @@ def _start(place: Path) -> None:
         listener.bind(str(place / "socket"))
         listener.listen(64)
         log = stack.enter_context(open(place / "log", "w"))
-        _started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forks.server", str(listener.fileno()),
-                 "-" * _LINE],
-                env=os.environ | _LAUNCHED | {"PYTHONPATH": str(ROOT), "PADDING": "-" * _ROOM},
-                pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                cwd="/", start_new_session=True,
-            )
+        variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        command = [sys.executable, "-m", "tests.support.forks.server", str(listener.fileno())]
+        server = subprocess.Popen(
+            [*command, "-" * _LINE],
+            env=os.environ | _LAUNCHED | variables | {"PADDING": "-" * _ROOM},
+            pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            cwd="/", start_new_session=True,
         )  # fmt: skip
+        _started.append(server)
     script = place / "python.new"
     script.write_text(
         f"#!{sys.executable} -IS\n{Path(proxy.__file__).read_text()}\n"

@@ -197,7 +197,9 @@ def start(target: Callable[..., None], words: list[tuple[Any, ...]], **each: lis
         variables = {name: values[rank] for name, values in each.items()}
         request = {
             "argv": ["-m", "tests.support.forks.call", str(call / str(rank))],
-            "environment": os.environ | {"PYTHONSAFEPATH": "1"} | variables,
+            # Not the person's caches, where a test has none of its own.
+            "environment": {"XDG_CACHE_HOME": str(call)} | dict(os.environ)
+            | {"PYTHONSAFEPATH": "1"} | variables,
             "cwd": os.getcwd(), "leads": False, "ignored": [], "umask": 0o022,
         }  # fmt: skip
         connection = _connect(place)

@@ -156,7 +156,9 @@ def last_step(done: Outcome) -> dict[str, int]:
 def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehearsal) -> None:
     done, plain = rehearsal[name], rehearsal[other]
     mine, others = last_step(done), last_step(plain)
-    held, peak = ([one.counts[0]["memory"][key] for one in (done, plain)] for key in ("held", "step"))
+    held, peak = (
+        [one.counts[0]["memory"][key] for one in (done, plain)] for key in ("held", "step")
+    )
     match name:
         case "accumulation":
             assert mine["gemms"] == 2 * others["gemms"]
@@ -184,7 +186,8 @@ def tensors(path: Path) -> dict[str, tuple[str, bytes]]:
         header, data = json.loads(file.read(length)), file.read()
     header.pop("__metadata__", None)
     return {
-        name: (about["dtype"], data[slice(*about["data_offsets"])]) for name, about in header.items()
+        name: (about["dtype"], data[slice(*about["data_offsets"])])
+        for name, about in header.items()
     }
 
 

@@ -37,7 +37,9 @@ def rehearsal(
     """The file's `JOBS`, done: those that its chosen tests name, and those that these resume."""
     jobs = request.module.JOBS
     here = [item for item in request.session.items if item.path == request.node.path]
-    words = [word for item in here if hasattr(item, "callspec") for word in item.callspec.params.values()]
+    words = [
+        word for item in here if hasattr(item, "callspec") for word in item.callspec.params.values()
+    ]
     chosen = {word for word in words if word in jobs}
     for name in sorted(chosen):
         chosen |= {*request.module.compared_with(name)}

@@ -14,18 +14,16 @@ from engine.flight import write_flight
 from engine.telemetry import Telemetry
 from jobs import flight
 from jobs.rundir import FLIGHT, RunDir
-from tests.support.engine import free_port, join_ranks, start_ranks
+from tests.support.engine import start_ranks
 
 if TYPE_CHECKING:
     import pytest
 
 
-def wait_in_vain(rank: int, ranks: int, port: int, root: str) -> None:
+def wait_in_vain(rank: int, ranks: int, root: str) -> None:
     """Three collectives of rank 0 and the first of rank 1; then each writes what it remembers."""
     os.environ |= flight.environment(RunDir(Path(root)))
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     if rank == 0:
         dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1), async_op=True)
@@ -37,7 +35,7 @@ def wait_in_vain(rank: int, ranks: int, port: int, root: str) -> None:
 def test_a_rank_that_is_late_is_found_in_what_torch_remembers(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.create()
-    join_ranks(start_ranks(wait_in_vain, 2, free_port(), str(tmp_path)))
+    start_ranks(wait_in_vain, 2, str(tmp_path)).join()
     wait = flight.find_wait(run_dir)
     assert wait is not None
     assert (wait.late, wait.waiting) == ((1,), (0,))

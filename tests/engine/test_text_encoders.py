@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 import threading
 from types import ModuleType
@@ -21,7 +20,7 @@ from engine.text_encoders import agree_on_sharding, encoder_bytes, encoder_names
 from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
-from tests.support.engine import PRELOADED
+from tests.support.engine import start_ranks
 from tests.support.ranks.text_encoder import SLEEP, WIDE, on_rank
 
 if TYPE_CHECKING:
@@ -107,11 +106,7 @@ def write_wide(toy: Path, root: Path) -> int:
 
 
 def launch(ranks: int, toy: Path, shared: Path) -> list[dict[str, Any]]:
-    # Ranks are forked from a server that has imported, and computed, nothing but these.
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    torch.multiprocessing.start_processes(
-        on_rank, (ranks, toy, shared), nprocs=ranks, start_method="forkserver"
-    )
+    start_ranks(on_rank, ranks, toy, shared).join()
     return [json.loads((shared / f"found{ranks}-{r}.json").read_text()) for r in range(ranks)]
 
 

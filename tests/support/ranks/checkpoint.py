@@ -44,11 +44,9 @@ class Stopping(Telemetry):
             self.run_dir.request("stop")
 
 
-def train(
-    rank: int, ranks: int, port: int, jobs: list[tuple[str, dict[str, Any], int | None]]
-) -> None:
+def train(rank: int, ranks: int, jobs: list[tuple[str, dict[str, Any], int | None]]) -> None:
     """Run jobs one after the other: `(run directory, values, step to stop at)`."""
-    join(rank, ranks, port)
+    torch.set_num_threads(1)
     gc.freeze()  # each job collects garbage several times; what was imported is none
     for name, values, stop_at in jobs:
         run_dir = RunDir(Path(name))
@@ -71,17 +69,9 @@ def train(
     leave_world()
 
 
-def join(rank: int, ranks: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-
-
-def save_for_ever(rank: int, ranks: int, port: int, values: dict[str, Any], root: str) -> None:
+def save_for_ever(rank: int, ranks: int, values: dict[str, Any], root: str) -> None:
     """Save step after step, every number of each being its step, until someone kills this."""
-    join(rank, ranks, port)
+    torch.set_num_threads(1)
     spec, run_dir = load_spec(None, values), RunDir(Path(root))
     telemetry = Telemetry(run_dir, rank)
     world = start_world(spec)
@@ -99,10 +89,9 @@ def save_for_ever(rank: int, ranks: int, port: int, values: dict[str, Any], root
 
 
 def save_with_trouble(
-    rank: int, ranks: int, port: int, values: dict[str, Any], root: str, part: str, times: int
+    rank: int, ranks: int, values: dict[str, Any], root: str, part: str, times: int
 ) -> None:
     """Save, while a part of it fails on rank 1 alone; each rank writes what came of it."""
-    join(rank, ranks, port)
     spec, run_dir = load_spec(None, values), RunDir(Path(root))
     telemetry = Telemetry(run_dir, rank)
     training = numbered(spec, world := start_world(spec))

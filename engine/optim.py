@@ -1,7 +1,7 @@
 """Optimizer and learning-rate schedule.
 
 Every optimizer is a library's. What decides whether one may train sharded parameters (`DTensor`s)
-is whether its numbers there equal those on whole tensors, measured in `tests/test_engine_optim`:
+is whether its numbers there equal those on whole tensors, measured in `tests/engine/test_optim`:
 adamw, sgd, lion and adamw_8bit work element by element (or block by block) and are right; those
 that reduce over a whole tensor or over all parameters are not, and are refused.
 """

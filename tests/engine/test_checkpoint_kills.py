@@ -1,0 +1,89 @@
+"""Ranks are killed at random moments around their saves; what is complete is always whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+
+from engine import checkpoint
+from jobs.checkpoints import find_damage, list_checkpoints
+from jobs.rundir import RunDir
+from jobs.specfile import load_spec
+from tests.support.engine import ALONE, PRELOADED, free_port, toy_values
+from tests.support.ranks.checkpoint import check, numbered, save_for_ever
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KILLS: Final = 50
+LONGEST: Final = 0.25  # seconds between two moments; a save takes a few hundredths
+PATIENCE: Final = 400.0  # seconds until ranks have saved once more; a slow machine under load
+
+
+def newest(run_dir: RunDir) -> int:
+    found = run_dir.latest_checkpoint()
+    return found[0] if found else 0
+
+
+@pytest.mark.e2e
+def test_ranks_killed_around_saves_leave_only_whole_checkpoints(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    values = toy_values(
+        tmp_path, num_processes=2, strategy="fsdp2", checkpoints_total_limit=3,
+        checkpointing_async=True,
+    )  # fmt: skip
+    chance, torn = random.Random(6), 0
+    for moment in range(KILLS):
+        before = newest(run_dir)
+        kill_some_rank(run_dir, values, before, chance)
+        torn += bool(list(run_dir.checkpoints.glob(".step-*.tmp")))
+        found = list_checkpoints(run_dir)
+        assert found, f"moment {moment}"
+        assert found[-1].step > before
+        assert [find_damage(one.path) for one in found] == [None] * len(found), f"moment {moment}"
+        assert len(found) <= 4, "the limit, and one that was just completed"
+        training = numbered(load_spec(None, values | {"num_processes": 1, "strategy": "single"}),
+                            ALONE)  # fmt: skip
+        checkpoint.load(training, found[-1].path, ALONE)
+        assert training.step == found[-1].step
+        check(training)
+    assert torn > KILLS // 5, "most moments were not within a save"
+    run_dir.forget_unfinished()
+    assert not list(run_dir.checkpoints.glob(".*"))
+
+
+def kill_some_rank(
+    run_dir: RunDir, values: dict[str, Any], before: int, chance: random.Random
+) -> None:
+    """Let two ranks save on after step `before`; kill one of them, then what is left."""
+    multiprocessing.set_forkserver_preload([*PRELOADED, "torch.distributed.checkpoint"])
+    context = torch.multiprocessing.start_processes(
+        save_for_ever, (2, free_port(), values, str(run_dir.root)), nprocs=2,
+        start_method="forkserver", join=False,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while newest(run_dir) <= before:
+            assert all(p.is_alive() for p in context.processes), "a rank failed by itself"
+            assert time.monotonic() < deadline, "nothing is saved"
+            time.sleep(0.005)
+        time.sleep(chance.random() * LONGEST)
+    finally:
+        for process in chance.sample(context.processes, 2):
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            time.sleep(chance.random() * 0.02)  # until it is noticed
+        for process in context.processes:
+            process.join()
+    shutil.rmtree(run_dir.ranks, ignore_errors=True)
+    run_dir.ranks.mkdir()

@@ -156,7 +156,7 @@ def engine_steps(spec: Any, world: Any, toy: Path) -> tuple[Callable[[], Any], A
     loader = Loader(spec, data, world, family, objective)
     batch = next(iter(loader.step(0)))
     stepper = Stepper(spec, family, objective, training, loader, world, Peaks(world.device))
-    return stepper.run, batch.latents, batch.condition
+    return lambda: stepper.run(lambda result: None), batch.latents, batch.condition
 
 
 def bare_steps(spec: Any, world: Any, toy: Path, latents: Any, condition: Any) -> Callable[[], Any]:

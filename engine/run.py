@@ -95,8 +95,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     saver = Saver(spec, run_dir, world, telemetry, facts)
     saver.check_room(training)
 
-    loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
+    loader = Loader(spec, data, world, family, objective)
     stepper = Stepper(spec, family, objective, training, loader, world, peaks)
     telemetry.emit(
         "start",
@@ -117,6 +117,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         try:
             outcome = trainer.train()
         except BaseException:
+            stepper.last_words()
             saver.rescue()
             raise
     loader.close()

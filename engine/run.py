@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.ema import Ema
 from engine.exports.live import export_trained
+from engine.flight import write_flight
 from engine.meeting import Meeting
 from engine.objective import build_objective
 from engine.optim import build_optimizer, build_scheduler
@@ -65,6 +67,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     telemetry.device = str(world.device)
     telemetry.device_uuid = world.device_uuid()
     telemetry.peaks = peaks
+    telemetry.record_flight = partial(write_flight, run_dir, world.rank)
     telemetry.say(
         f"rank {world.rank} of {world.size} on {world.device}; {world.strategy}: {world.reason}"
     )
@@ -92,8 +95,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     saver = Saver(spec, run_dir, world, telemetry, facts)
     saver.check_room(training)
 
-    loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
+    loader = Loader(spec, data, world, family, objective)
     stepper = Stepper(spec, family, objective, training, loader, world, peaks)
     telemetry.emit(
         "start",
@@ -114,6 +117,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         try:
             outcome = trainer.train()
         except BaseException:
+            stepper.last_words()
             saver.rescue()
             raise
     loader.close()

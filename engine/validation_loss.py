@@ -131,7 +131,7 @@ class ValidationLoss:
         device = self.world.device
         texts = [self.data.held_text(number) for number in samples]
         latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
-        batch = collate(texts, multiple=self.world.context_size)
+        batch = self.family.arrange(collate(texts, multiple=self.world.context_size))
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
     def _errors(

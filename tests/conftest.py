@@ -26,6 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 from jobs import processes
 from jobs.specfile import load_spec
 from jobs.store import Store
+from tests.support.forks import client as forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
     from jobs.spec import JobSpec
 
 _LEAVES_WITHIN = 5.0  # seconds that supervisors of ended jobs get to leave by themselves
+
+
+def pytest_configure() -> None:
+    """One server of forks for all workers; it starts when a test first needs it."""
+    forks.prepare()
+
+
+def pytest_unconfigure() -> None:
+    forks.leave()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,6 +20,7 @@ from engine.memory.live import Live
 from engine.memory.marks import watch
 from engine.memory.model import Built, Unit, build, on_fake
 from engine.memory.timeline import Entry, Recorder
+from engine.objective import Drawn
 from engine.precision import autocast
 from engine.step import Stepper
 from engine.training import Training
@@ -230,7 +231,9 @@ def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
         name: torch.empty((count, *size), dtype=dtype)
         for name, (size, dtype) in caption_shapes(spec, config).items()
     }
-    return MicroBatch(range(count), latents, condition)
+    of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64
+    drawn = Drawn(torch.empty(count, dtype=of_level), torch.empty_like(latents))
+    return MicroBatch(range(count), latents, drawn, built.family.arrange(condition))
 
 
 def _objective(built: Built, shape: Shape) -> Any:

@@ -17,7 +17,7 @@ from engine.context_parallel import (
     splits_text,
 )
 from jobs.errors import UserError
-from tests.support.engine import join_ranks, start_ranks
+from tests.support.engine import start_ranks
 from tests.support.ranks.context_parallel import CASES, Case, work
 
 EXACT = 1e-5  # relative; fp32 rounding
@@ -28,7 +28,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """What the ranks found, by case."""
     root = tmp_path_factory.mktemp("context")
     for ranks in (2, 4):
-        join_ranks(start_ranks(work, ranks, f"{root}/meeting-{ranks}", root / "results.json"))
+        start_ranks(work, ranks, f"{root}/meeting-{ranks}", root / "results.json").join()
     found: dict[str, dict[str, Any]] = json.loads((root / "results.json").read_text())
     return found
 

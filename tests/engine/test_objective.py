@@ -28,6 +28,11 @@ def flow(shift: float = 1.0, **values: Any) -> Flow:
     return Flow(JobSpec(**values), lambda height, width, frames: shift)
 
 
+def problem_of_draw(objective: Any, latents: torch.Tensor, generators: Any) -> Problem:
+    problem: Problem = objective.problem(latents, objective.draw(latents, generators))
+    return problem
+
+
 def many_sigmas(objective: Flow) -> torch.Tensor:
     return objective.draw(torch.zeros(4096, 1, 1, 1), sample_generators(0, 0, range(4096))).level
 
@@ -37,14 +42,15 @@ def test_draws_do_not_depend_on_who_draws() -> None:
     halves = [
         flow().draw(LATENTS[i : i + 2], sample_generators(5, 7, range(i, i + 2))) for i in (0, 2)
     ]
-    assert torch.equal(whole.noisy, torch.cat([half.noisy for half in halves]))
+    assert torch.equal(whole.noise, torch.cat([half.noise for half in halves]))
     assert torch.equal(whole.level, torch.cat([half.level for half in halves]))
     later = flow().draw(LATENTS, sample_generators(5, 8, range(4)))
     assert not torch.equal(whole.level, later.level)
 
 
 def test_flow_targets_lie_on_the_line_from_data_to_noise() -> None:
-    problem = flow(timestep_sampling="uniform").draw(LATENTS, sample_generators(0, 0, range(4)))
+    objective = flow(timestep_sampling="uniform")
+    problem = problem_of_draw(objective, LATENTS, sample_generators(0, 0, range(4)))
     sigma = problem.level.view(-1, 1, 1, 1)
     assert torch.allclose(problem.noisy - sigma * problem.target, LATENTS, atol=1e-6)
 
@@ -126,7 +132,8 @@ def test_a_foreign_noise_schedule_is_refused(
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_noise_can_be_told_from_what_denoising_asks_for(prediction: Any) -> None:
     scheduler = schedule(prediction)
-    problem = Denoising(scheduler, None).draw(LATENTS, sample_generators(1, 2, range(4)))
+    objective = Denoising(scheduler, None)
+    problem = problem_of_draw(objective, LATENTS, sample_generators(1, 2, range(4)))
     alpha = scheduler.alphas_cumprod[problem.level].sqrt().view(-1, 1, 1, 1)
     sigma = (1 - alpha**2).sqrt()
     noise = (problem.noisy - alpha * LATENTS) / sigma
@@ -139,7 +146,8 @@ def test_noise_can_be_told_from_what_denoising_asks_for(prediction: Any) -> None
 def test_min_snr_weights(prediction: Any) -> None:
     scheduler = schedule(prediction)
     objective = Denoising(scheduler, snr_gamma=5.0)
-    problem = objective.draw(torch.zeros(64, 1, 1, 1), sample_generators(0, 0, range(64)))
+    latents = torch.zeros(64, 1, 1, 1)
+    problem = problem_of_draw(objective, latents, sample_generators(0, 0, range(64)))
     snr = compute_snr(scheduler, problem.level)
     expected = snr.clamp(max=5.0) / (snr if prediction == "epsilon" else snr + 1)
     assert problem.weight is not None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 import threading
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,13 +13,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from engine.imports import uncollected
 from engine.meeting import Meeting
 from engine.release import Watch
 from engine.text_encoders import agree_on_sharding, encoder_bytes, encoder_names, shards_encoders
 from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
-from tests.support.engine import PRELOADED
+from tests.support.engine import start_ranks
 from tests.support.ranks.text_encoder import SLEEP, WIDE, on_rank
 
 if TYPE_CHECKING:
@@ -105,11 +106,7 @@ def write_wide(toy: Path, root: Path) -> int:
 
 
 def launch(ranks: int, toy: Path, shared: Path) -> list[dict[str, Any]]:
-    # Ranks are forked from a server that has imported, and computed, nothing but these.
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    torch.multiprocessing.start_processes(
-        on_rank, (ranks, toy, shared), nprocs=ranks, start_method="forkserver"
-    )
+    start_ranks(on_rank, ranks, toy, shared).join()
     return [json.loads((shared / f"found{ranks}-{r}.json").read_text()) for r in range(ranks)]
 
 
@@ -257,6 +254,19 @@ def test_the_watch_finds_what_is_left_and_who_holds_it() -> None:
         lambda model: model[0].weight.detach()[1:], "a tensor of shape (3, 3), and that by kept in"
     )
     assert "needed: 1 blocks of tensor memory (encoder.0.weight)" in text
+
+
+def test_the_watch_names_a_holder_that_was_imported() -> None:
+    """What was imported is frozen, where Python's collector does not look for it."""
+    module = ModuleType("made_up")
+    with uncollected():
+        module.of_a_library = holder = {}  # type: ignore[attr-defined]
+    model = torch.nn.Linear(3, 4)
+    watch = Watch({"encoder": model})
+    holder["kept"] = model
+    del model
+    with pytest.raises(RuntimeError, match="referred to by 'kept' of a dict"):
+        watch.check()
 
 
 def test_the_watch_is_content_when_all_is_gone() -> None:

@@ -195,13 +195,15 @@ def test_a_stop_that_takes_too_long_becomes_firmer_by_itself(lab: Lab) -> None:
     assert log.index("SIGTERM to") < log.index("SIGKILL to")
 
 
-def test_a_job_that_is_not_up_yet_can_be_stopped(lab: Lab) -> None:
-    lab.set(ranks="never-up")
+@pytest.mark.parametrize("words", ["never-up", "never-up imports"])
+def test_a_job_that_is_not_up_yet_can_be_stopped(lab: Lab, words: str) -> None:
+    lab.set(ranks=words)
     job = lab.submit(stop_grace_seconds=0.2)
     eventually(lambda: len(job.run_dir.rank_statuses()) == 2)
     assert lab.get(job).state is State.STARTING
     service.stop(lab.store, job.id, now=True)
     assert lab.wait(job, State.STOPPED).reason.startswith("ended by SIGKILL")
+    assert "all ranks are up" not in job.run_dir.supervisor_log.read_text()
 
 
 def test_a_stop_that_comes_before_the_supervisor_is_kept(lab: Lab) -> None:

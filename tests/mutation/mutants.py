@@ -195,14 +195,16 @@ def _constants(value: object) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _called(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-        return  # that dies of a TypeError
-    plain = not any(isinstance(one, ast.Starred) for one in node.args[:2])
+    name = node.func.id if isinstance(node.func, ast.Name) else ""
+    # The order of some does not matter, the other one dies of a TypeError.
+    plain = name not in (*_NAMES, "isinstance", "getattr") and not any(
+        isinstance(one, ast.Starred) for one in node.args[:2]
+    )
     if plain and len(node.args) > 1 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
         first, second, *rest = node.args
         yield "swapped", ast.Call(node.func, [second, first, *rest], node.keywords)
-    if isinstance(node.func, ast.Name) and node.func.id in _NAMES:
-        other = ast.Name(_NAMES[node.func.id], ast.Load())
+    if name in _NAMES:
+        other = ast.Name(_NAMES[name], ast.Load())
         yield "swapped", ast.Call(other, node.args, node.keywords)
 
 

@@ -8,6 +8,7 @@ mutant is written into the copy: processes that tests start run it, too.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import json
@@ -22,7 +23,8 @@ from typing import Any, Final
 
 _JOBS: Final = (
     "pytest", "hypothesis.strategies", "hypothesis.stateful", "xdist", "pytest_asyncio", "pydantic",
-    "yaml", "psutil", "click.testing", "pynvml", "PIL.Image", "sqlite3",
+    "yaml", "psutil", "click.testing", "pynvml", "PIL.Image", "sqlite3", "textual.app", "syrupy",
+    "pytest_textual_snapshot",
 )  # fmt: skip
 _ENGINE: Final = (
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "accelerate",
@@ -45,6 +47,7 @@ def main() -> None:
     os.dup2(2, 1)
     for name in _JOBS + (_ENGINE if "engine" in sys.argv[1:] else ()):
         importlib.import_module(name)
+    gc.freeze()  # pytest collects garbage five times at its end, and what was imported is none
     for line in sys.stdin:
         print(json.dumps(_try(**json.loads(line))), file=answers, flush=True)
 

@@ -35,7 +35,7 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def tests_of(module: str) -> list[str]:
+def files_for(module: str) -> list[str]:
     """Test files for a module, the one of its own name first.
 
     Those of its package's folder that import it, unless `_FILES` says otherwise.

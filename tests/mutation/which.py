@@ -31,6 +31,7 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
     "jobs.memory.fit": ("jobs/test_fit.py", "jobs/test_estimate.py"),
     "jobs.resume": ("jobs/test_resume.py", "jobs/test_service.py"),
     "jobs.states": ("jobs/test_states.py", "jobs/test_store.py"),
+    "jobs.supervisor": ("jobs/test_supervisor_parts.py", "jobs/test_supervisor.py"),
     "jobs.store": ("jobs/test_store.py", "jobs/test_service.py"),
 }
 

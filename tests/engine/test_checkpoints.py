@@ -454,6 +454,30 @@ def test_a_save_that_another_rank_has_left_is_not_waited_for(
     left.set()
 
 
+def test_closing_ends_the_thread_and_frees_the_copy(
+    toy: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[str] = []
+    close = saver_module.DefaultStager.close
+
+    def spy(stager: Any) -> None:
+        freed.append("copy")
+        close(stager)
+
+    monkeypatch.setattr(saver_module.DefaultStager, "close", spy)
+    spec = toy_spec(toy, checkpointing_async=True)
+    telemetry = Telemetry(run_dir, 0)
+    saver = checkpoint.Saver(spec, run_dir, ALONE, telemetry)
+    before = threading.active_count()
+    saver.save(training_of(toy, spec))
+    saver.finish()
+    assert freed == [], "its memory is used again"
+    saver.close()
+    assert freed == ["copy"]
+    assert threading.active_count() == before - 1
+    telemetry.close()
+
+
 # -- failures ------------------------------------------------------------------------------
 
 

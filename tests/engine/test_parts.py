@@ -14,7 +14,6 @@ from engine.backends import choose_attention, choose_backends, compile_blocks
 from engine.ema import Ema
 from engine.mesh import build_mesh
 from engine.peaks import Peaks
-from engine.replicas import check_replicas
 from engine.run import start_training
 from engine.world import World
 from jobs.errors import UserError
@@ -139,11 +138,7 @@ def test_an_average_wanted_only_now_begins_with_the_resumed_weights(
     assert resumed.ema.shadow["weight"].item() == training.trained()["weight"].item()
 
 
-# -- replicas and meshes of one rank -----------------------------------------------------------
-
-
-def test_one_rank_has_no_copies_to_compare() -> None:
-    check_replicas({"w": parameter(1.0)}, ALONE)
+# -- meshes --------------------------------------------------------------------------------------
 
 
 def test_a_strategy_that_shards_nothing_has_no_mesh() -> None:

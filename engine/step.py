@@ -21,7 +21,7 @@ from engine.draws import keyed_generator
 from engine.gradients import average_gradients, clip
 from engine.objective import loss_of
 from engine.optim import decides_on_device, step_unless
-from engine.precision import autocast
+from engine.precision import computing
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class Stepper:
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
         problem = self._objective.problem(batch.latents, batch.drawn)
-        with autocast(self._spec, self._world.device):
+        with computing(self._spec, self._world):
             prediction = self._family.predict(
                 self._training.model,
                 problem.noisy,

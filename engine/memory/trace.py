@@ -174,7 +174,8 @@ def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
     """What `engine.step` does with a micro-batch."""
     spec = shape.spec.model_copy(update={"gradient_accumulation_steps": 1})
     device = torch.device("cpu")
-    world = World(rank=0, size=1, device=device, strategy="single", token="")
+    strategy = "fsdp2" if shape.sharded else "single"
+    world = World(rank=0, size=1, device=device, strategy=strategy, token="")
     optimizer: Any = None
     training = Training(built.model, optimizer, optimizer)
     loader: Any = _Loader(built, shape)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from jobs.diagnosis import why_failed
 from jobs.families import FAMILIES
+from tests.cuda_stub import budgets
 from tests.cuda_stub.rehearsal import STEPS, Job, prompt_of
 from tests.nvml_stub.stub import uuid
 
@@ -16,11 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.cuda_stub.rehearsal import Outcome, Rehearsal
+from tests.cuda_stub.rehearsal import Outcome, Rehearsal
 
 pytest_plugins = ["tests.nvml_stub.fixture", "tests.cuda_stub.fixture"]
 
 FSDP: Final = {"strategy": "fsdp2"}
+HSDP: Final = {"strategy": "hsdp", "dp_replicate_size": 2}
 FULL: Final = {"model_type": "full"}
 SAMPLED: Final = {"validation_prompts": [prompt_of("flux")] * 3}
 KINDS: Final = ("lora", "full")
@@ -38,7 +42,17 @@ def _families() -> Iterator[tuple[str, Job]]:
             yield f"{family} {kind}", Job(1, values, _READS_WHILE_TRAINING.get(family, ()))
 
 
-JOBS: Final = dict(_families()) | {
+BUDGETED: Final = ("flux", "flux2", "qwen_image", "sdxl", "wan")
+
+
+def _on_two() -> Iterator[tuple[str, Job]]:
+    for family in BUDGETED:
+        for kind in KINDS:
+            values = {"model_family": family, "model_type": kind, "train_batch_size": 2}
+            yield f"{family} {kind} on two", Job(2, FSDP | values)
+
+
+JOBS: Final = dict(_families()) | dict(_on_two()) | {
     "one gpu": Job(1, SAMPLED | {"checkpointing_steps": 1}),
     "accumulation": Job(1, {"gradient_accumulation_steps": 2}),
     "ema": Job(1, FULL | {"use_ema": True, "checkpointing_steps": 2}),
@@ -71,22 +85,35 @@ JOBS: Final = dict(_families()) | {
     "ulysses": Job(
         2, FSDP | {"context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"}
     ),
-    "wan on two": Job(2, FSDP | FULL | {"model_family": "wan", "fsdp_cpu_offload": True,
-                                        "validation_prompts": [prompt_of("wan")]}),
-    "qwen_image on two": Job(2, FSDP | {"model_family": "qwen_image", "train_batch_size": 2,
-                                        "validation_prompts": [prompt_of("qwen_image")]}),
-    "hsdp": Job(4, {"strategy": "hsdp", "dp_replicate_size": 2, "checkpointing_steps": 1} | SAMPLED),
-    "hsdp full": Job(
-        4, FULL | {"strategy": "hsdp", "dp_replicate_size": 2, "gradient_accumulation_steps": 2}
-    ),
+    "hsdp": Job(4, HSDP | SAMPLED | {"checkpointing_steps": 1}),
+    "hsdp full": Job(4, HSDP | FULL | {"gradient_accumulation_steps": 2}),
     "fsdp2 on four": Job(4, FSDP | FULL | {"context_parallel_size": 2}),
     "fsdp2 full on one": Job(1, FULL, resumes="fsdp2 full"),
     "full state dict on one": Job(1, FULL, resumes="full state dict"),
     "one gpu on two": Job(2, FSDP, resumes="one gpu"),
-    "fsdp2 full on four": Job(4, FULL | {"strategy": "hsdp", "dp_replicate_size": 2},
-                              resumes="fsdp2 full"),
+    "fsdp2 full on four": Job(4, HSDP | FULL, resumes="fsdp2 full"),
     "hsdp on two": Job(2, {"strategy": "ddp"}, resumes="hsdp"),
 }  # fmt: skip
+
+# Out of memory from a phase on → the phase that the sentence names, and the step.
+FULL_IN: Final = {
+    "start": "at step 0 during load",
+    "forward": "at step 0 during train",
+    "backward": "at step 0 during train",
+    "step": "at step 0 during train",
+    "sample": f"at step {STEPS} during sample",
+}
+_LARGE: Final = {"validation_prompts": [prompt_of("flux")], "validation_resolution": 512}
+JOBS |= {
+    f"full in {phase}": Job(1, FULL | _LARGE, full_in=phase, cached_by="flux full")
+    for phase in FULL_IN
+}
+
+WITH_BUDGET: Final = (
+    *(f"{family} {kind}{on}" for family in BUDGETED for kind in KINDS for on in ("", " on two")),
+    "one gpu", "ddp", "ddp full", "fsdp2", "fsdp2 full", "cpu offload", "ema", "ema on the cpu",
+    "ring", "ulysses", "hsdp", "hsdp full",
+)  # fmt: skip
 
 # Done by a plain `pytest`; the others are slow.
 CORE: Final = ("one gpu", "ddp", "fsdp2", "fsdp2 full", "cpu offload", "hsdp", "fsdp2 full on one")
@@ -103,18 +130,20 @@ COMPARED: Final = {
 }
 
 
-def compared_with(name: str) -> Iterator[str]:
-    """Other jobs that a job's test needs."""
-    for other in (COMPARED.get(name), JOBS[name].resumes):
-        if other is not None:
-            yield other
+def needed_for(name: str, *_: str) -> Iterator[str]:
+    """The jobs that a test of this one looks at, or that these need."""
+    if name in FULL_IN:
+        name = f"full in {name}"
+    for one in (name, COMPARED.get(name), JOBS[name].resumes, JOBS[name].cached_by):
+        if one is not None:
+            yield one
 
 
 def _names(names: Any) -> list[Any]:
     return [n if n in CORE else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-@pytest.mark.parametrize("name", _names(JOBS))
+@pytest.mark.parametrize("name", _names(n for n, job in JOBS.items() if not job.full_in))
 def test_a_job_on_gpus_runs_to_its_end(name: str, rehearsal: Rehearsal) -> None:
     job, done = JOBS[name], rehearsal[name]
     assert not done.error, done.error[-3000:]
@@ -129,7 +158,7 @@ def test_a_job_on_gpus_runs_to_its_end(name: str, rehearsal: Rehearsal) -> None:
     (end,) = done.run_dir.complete_checkpoints()[-1:]
     assert end[0] == last
     prompts = len(job.values.get("validation_prompts", ()))
-    found = [path for path in (done.run_dir.samples / f"step-{last}").glob("*.json")]
+    found = list((done.run_dir.samples / f"step-{last}").glob("*.json"))
     assert len(found) == prompts
     if prompts:
         assert "sample" in kinds
@@ -203,3 +232,45 @@ def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: R
     assert exported.keys() == original.keys()
     wrong = [name for name, tensor in original.items() if exported[name] != tensor]
     assert not wrong, f"{len(wrong)} of {len(original)} differ: {wrong[:5]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", FULL_IN)
+def test_a_gpu_that_is_full_is_one_sentence(phase: str, rehearsal: Rehearsal) -> None:
+    done = rehearsal[f"full in {phase}"]
+    reason = why_failed(done.run_dir, 1)
+    assert reason.startswith(f"rank 0 ran out of GPU memory {FULL_IN[phase]}: "), done.error
+    assert "\n" not in reason
+
+
+@pytest.fixture(scope="module")
+def rows(
+    rehearsal: Rehearsal, request: pytest.FixtureRequest
+) -> Iterator[dict[str, dict[str, int]]]:
+    """What was measured of each job so far; printed, and written where it is asked for."""
+    found: dict[str, dict[str, int]] = {}
+    yield found
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print("\n" + budgets.table(found, {n: rehearsal[n].counts[0]["syncs"] for n in found}))
+    if os.environ.get(budgets.RENEW_VARIABLE) and found:
+        budgets.write(found, rehearsal[next(iter(found))].counts[0]["versions"])
+
+
+@pytest.mark.parametrize("name", _names(WITH_BUDGET))
+def test_a_step_stays_within_its_budget(
+    name: str, rehearsal: Rehearsal, rows: dict[str, dict[str, int]]
+) -> None:
+    """No host sync, launch, copy or collective is added without a reason."""
+    done = rehearsal[name]
+    assert not done.error, done.error[-3000:]
+    rows[name] = row = budgets.measured(done.counts[0])
+    if os.environ.get(budgets.RENEW_VARIABLE):
+        return
+    if done.counts[0]["versions"] != budgets.versions():
+        pytest.skip(f"the budgets hold for {budgets.versions()}")
+    allowed = budgets.read()[name]
+    over = {
+        column: (row[column], allowed[column]) for column in row if row[column] > allowed[column]
+    }
+    assert not over, f"(measured, budget); the host waits: {done.counts[0]['syncs']}"

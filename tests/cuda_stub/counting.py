@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import os
 import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -17,6 +19,9 @@ NAMES: Final = (
     "launches", "casts", "gemms", "h2d", "h2d_pageable", "d2h", "d2d", "h2d_bytes", "d2h_bytes",
     "syncs", "nccl", "memsets", "mallocs", "host_allocs", "bad_devices",
 )  # fmt: skip
+# Packages whose versions decide how many kernels a step launches.
+_DECIDING: Final = ("torch", "diffusers", "transformers", "peft")
+_LITTLE: Final = 4 << 20  # bytes; less than a toy transformer
 _OURS: Final = ("/engine/", "/diffusers/", "/peft/", "/fully_shard/", "/_fsdp", "/optim/", "/amp/")
 
 
@@ -29,11 +34,14 @@ class Counting:
     Args:
         numbers: Phases in which the host reads what was computed, beyond those where it always
             does; what they compute is done on the CPU as well (see `numbers`).
+        full_in: Phase from which on the device gives no memory beyond what it has given;
+            "start" for all of the job.
 
     The engine is not asked to report this, so two of its methods are wrapped for the time being.
     """
 
-    def __init__(self, numbers: Sequence[str] = ()) -> None:
+    def __init__(self, numbers: Sequence[str] = (), full_in: str | None = None) -> None:
+        self._full_in = full_in
         self._numbers = {*_READ_BACK, *numbers}
         self._library = ctypes.CDLL(None)
         self._library.cuda_stub_count.restype = ctypes.c_long
@@ -50,6 +58,9 @@ class Counting:
         from engine.peaks import Peaks
         from engine.step import Stepper
 
+        os.environ.pop("CUDA_STUB_BYTES", None)
+        if self._full_in == "start":
+            os.environ["CUDA_STUB_BYTES"] = str(_LITTLE)
         # Kept, so that it is not collected while the library may call it.
         self._callback = ctypes.CFUNCTYPE(None)(self._waited)
         self._library.cuda_stub_on_sync(self._callback)
@@ -85,6 +96,7 @@ class Counting:
             "syncs": dict(self._syncs.most_common()),
             "memory": self._memory,
             "totals": self._snapshot(),
+            "versions": {name: version(name) for name in _DECIDING},
         }
 
     def _snapshot(self, background: int = 0) -> dict[str, int]:
@@ -109,6 +121,8 @@ class Counting:
 
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:
+        if name == self._full_in and "CUDA_STUB_BYTES" not in os.environ:
+            os.environ["CUDA_STUB_BYTES"] = str(self._library.cuda_stub_used(self._device()))
         before, self._phase = self._snapshot(), name
         try:
             yield

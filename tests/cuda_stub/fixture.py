@@ -1,4 +1,4 @@
-"""Fixtures that play GPUs to compute on: `stub_cuda`, and `rehearsal`, the jobs of a file on them."""
+"""Fixtures that play GPUs to compute on: `stub_cuda`, and `rehearsal`, a file's jobs on them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,8 @@ def rehearsal(
     """The file's `JOBS`, done: those that its chosen tests name, and those that these resume."""
     jobs = request.module.JOBS
     here = [item for item in request.session.items if item.path == request.node.path]
-    words = [
-        word for item in here if hasattr(item, "callspec") for word in item.callspec.params.values()
-    ]
-    chosen = {word for word in words if word in jobs}
-    for name in sorted(chosen):
-        chosen |= {*request.module.compared_with(name)}
+    params = [item.callspec.params.values() for item in here if hasattr(item, "callspec")]
+    chosen = {word for words in params for word in request.module.needed_for(*words)}
     root = tmp_path_factory.mktemp("rehearsal")
     done = Rehearsal(root, stub_cuda, StubNvml(nvml_stub_library, root / "gpus.txt"))
     done.run({name: job for name, job in jobs.items() if name in chosen})

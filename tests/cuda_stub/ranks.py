@@ -1,11 +1,11 @@
 """Do many jobs on stub GPUs in one process per rank: `python -m tests.cuda_stub.ranks PLAN.json`.
 
 The plan says which toys to write, `{family: directory}`, and has a list of groups,
-`{"ranks": 2, "jobs": {run directory: {"values": …, "numbers": [phase, …]}}}`. The libraries are
-imported once, and each group's ranks are forked from there. Beside what a job
+`{"ranks": 2, "jobs": {run directory: {"values": …, "numbers": [phase, …], "full_in": phase}}}`. The
+libraries are imported once, and each group's ranks are forked from there. Beside what a job
 itself writes, each rank leaves `cuda.<rank>.json` in the run directory, with what its steps
-asked of the device. A job that fails leaves `error.<rank>.txt`, and its ranks go: the others
-would wait for one in a collective. The jobs behind it are done by new ranks.
+asked of the device. A job that fails leaves what a failing rank always leaves, and its ranks
+go: the others would wait for one in a collective. The jobs behind it are done by new ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PATIENCE: Final = 600.0  # seconds for one group; a slow machine under load, no
 
 def main() -> int:
     plan = json.loads(Path(sys.argv[1]).read_text())
-    # Libraries look for GPUs while they are imported; after asking CUDA, torch refuses to be forked.
+    # Libraries look for GPUs while they are imported; having asked CUDA, torch is never forked.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     _import_all()
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
@@ -109,22 +109,22 @@ def _rank(rank: int, ranks: int, port: int, jobs: dict[str, dict[str, Any]]) -> 
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-    status = 1
-    name = next(iter(jobs))
     try:
-        for name, job in jobs.items():
-            _job(rank, Path(name), job)
-        status = 0
+        well = all(_job(rank, Path(name), job) for name, job in jobs.items())
     except BaseException:
-        Path(name, f"error.{rank}.txt").write_text(traceback.format_exc())
-    finally:
-        os._exit(status)  # threads of NCCL would outlive an orderly end
+        traceback.print_exc()
+        well = False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(not well)  # threads of NCCL would outlive an orderly end
 
 
-def _job(rank: int, root: Path, job: dict[str, Any]) -> None:
+def _job(rank: int, root: Path, job: dict[str, Any]) -> bool:
+    """Do one job; whether it ended well."""
     import torch
 
     from engine.backends import choose_backends
+    from engine.failure import record_failure
     from engine.run import run_job
     from engine.telemetry import Telemetry
     from engine.world import start_world
@@ -137,14 +137,19 @@ def _job(rank: int, root: Path, job: dict[str, Any]) -> None:
     begun = time.process_time()
     torch.cuda.empty_cache()  # the memory of the job before
     telemetry = Telemetry(run_dir, rank)
-    spec = load_spec(None, job["values"])
-    choose_backends(spec)
-    with Counting(job["numbers"]) as counting:
-        run_job(spec, run_dir, start_world(spec), telemetry)
+    try:
+        spec = load_spec(None, job["values"])
+        choose_backends(spec)
+        with Counting(job["numbers"], job["full_in"]) as counting:
+            run_job(spec, run_dir, start_world(spec), telemetry)
+    except BaseException as error:
+        record_failure(run_dir, rank, error, telemetry)
+        return False
     telemetry.close()
     found = counting.found() | {"cpu_seconds": time.process_time() - begun}
     Path(root, f"cuda.{rank}.json").write_text(json.dumps(found))
     gc.collect()
+    return True
 
 
 if __name__ == "__main__":

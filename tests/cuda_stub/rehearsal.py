@@ -34,12 +34,16 @@ class Job:
         values: What its file says beyond `values_of`.
         numbers: Further phases in which the host reads what was computed on the device.
         resumes: The job whose last checkpoint it begins with.
+        full_in: Phase in which its GPUs run out of memory; see `counting`.
+        cached_by: A job before it that has encoded its texts and pictures.
     """
 
     ranks: int
     values: Mapping[str, Any]
     numbers: tuple[str, ...] = ()
     resumes: str | None = None
+    full_in: str | None = None
+    cached_by: str | None = None
 
     @property
     def family(self) -> str:
@@ -57,7 +61,7 @@ class Outcome:
     @property
     def error(self) -> str:
         """The traceback of a rank that failed; empty if none did."""
-        texts = [path.read_text() for path in sorted(self.run_dir.root.glob("error.*.txt"))]
+        texts = [str(error["trace"]) for error in self.run_dir.rank_errors()]
         if not texts and not all(self._counts(rank).exists() for rank in range(self.ranks)):
             texts = [self.output.read_text()[-3000:]]
         return "\n".join(texts)
@@ -106,6 +110,7 @@ class Rehearsal:
                 | dict(job.values)
                 | self._begin(job),
                 "numbers": job.numbers,
+                "full_in": job.full_in,
             }
         plan = {
             "toys": {name: str(self.root / "toys" / name) for name in sorted(families)},

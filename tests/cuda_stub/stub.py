@@ -98,8 +98,8 @@ def build(directory: Path, python: CudaPython) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     unfinished = library.parent.parent / f"{library.parent.name}.{os.getpid()}"
     # Under its soname whoever asks for the driver gets this one, the real one is never loaded.
-    flags = ["-O1", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror",
-             f"-Wl,-soname,{LIBRARY}", f"-I{_HERE / 'include'}", "-isystem", str(python.headers)]  # fmt: skip
+    flags = ["-O1", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror"]
+    flags += [f"-Wl,-soname,{LIBRARY}", f"-I{_HERE / 'include'}", "-isystem", str(python.headers)]
     subprocess.run(
         [compiler, *flags, str(_HERE / "cuda_stub.c"), "-o", str(unfinished), "-ldl"],
         check=True,

@@ -256,6 +256,14 @@ def test_offload_moves_shards_and_state_to_the_host(estimator: Estimator, toy: P
     assert held - backward.parts.parameters - backward.parts.optimizer == moved
 
 
+def test_gradients_are_offloaded_into_powers_of_two(estimator: Estimator, toy: Path) -> None:
+    """Torch pins memory so; the weights' own memory is exact."""
+    spec = spec_of(toy, strategy="fsdp2", fsdp_cpu_offload=True, **FULL, **BF16)
+    host = estimator.estimate(spec).host
+    assert host["offloaded_weights"] < host["offloaded_gradients"]
+    assert host["offloaded_gradients"] < 2 * host["offloaded_weights"]
+
+
 @pytest.mark.slow
 def test_samples_and_caches_are_predicted_where_the_model_is_here(
     estimator: Estimator, toy: Path

@@ -9,13 +9,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fakes.launcher import summary
 
 from jobs.diagnosis import why_failed
 from jobs.elastic import RankExit, rank_exits
 from jobs.flight import find_wait
 from jobs.processes import kernel_oom_kills
 from jobs.rundir import RankStatus, RunDir
+from tests.support.fakes.launcher import summary
 
 if TYPE_CHECKING:
     from pathlib import Path

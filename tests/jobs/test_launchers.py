@@ -240,3 +240,24 @@ def test_a_place_for_byte_code_that_the_person_chose_stays(
     kept = Path(import_as_a_rank(package, build(tmp_path)))
     assert kept.is_relative_to(chosen)
     assert kept.is_file()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_persons_own_allocator_options_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for one in local.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(one, raising=False)
+    launch = build(tmp_path, ["GPU-a"])
+    assert launch.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    assert not build(tmp_path, ["GPU-a"]).environment.keys() & local.ALLOCATOR_VARIABLES
+
+
+def test_torch_writes_what_it_remembers_of_collectives_into_the_run_directory(
+    tmp_path: Path,
+) -> None:
+    given = build(tmp_path, ["GPU-a", "GPU-b"], num_processes=2).environment
+    assert given["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "logs" / "flight_")
+    assert int(given["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert given["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "true"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, flock
 from pathlib import Path
@@ -161,7 +161,8 @@ class Ranks:
         """End those that are left, and wait for it."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes:
-                os.kill(pid, signal.SIGKILL)  # a zombie at worst, until the server is asked
+                with suppress(ProcessLookupError):  # it ended, and its server has seen it
+                    os.kill(pid, signal.SIGKILL)
         while len(self.codes) < len(self.pids):
             self._look(1)
         for connection in self._connections:

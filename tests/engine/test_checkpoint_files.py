@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from engine import checkpoint
 from engine.checkpoint import sharded
 from engine.checkpoint.resume import resume
-from engine.checkpoint.together import SaveError, words_of
+from engine.checkpoint.together import OutOfStepError, SaveError, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest
 from engine.run import start_training
 from engine.telemetry import Telemetry
@@ -145,6 +146,32 @@ def failed_on(rank: int, error: Exception) -> CheckpointException:
 )
 def test_what_went_wrong_is_one_line(error: BaseException, said: str) -> None:
     assert words_of(error, 3) == said
+
+
+def test_only_what_nobody_thought_of_leaves_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(error: Exception) -> Any:
+        raise error
+
+    for error in (OSError(errno.ENOSPC, "No space left on device"), UserError("the message")):
+        with pytest.raises(SaveError, match=words_of(error)):
+            together(lambda error=error: fail(error), ALONE)  # type: ignore[misc]
+        assert capsys.readouterr().err == ""
+    with pytest.raises(SaveError, match="ValueError: odd"):
+        together(lambda: fail(ValueError("odd")), ALONE)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    assert together(lambda: 3, ALONE) == [3]
+
+
+def test_a_rank_that_is_out_of_step_does_not_wait_for_the_others() -> None:
+    def fail() -> None:
+        raise OutOfStepError from TimeoutError("gone")
+
+    with pytest.raises(SaveError, match="TimeoutError: gone"):  # there are no others
+        together(fail, ALONE)
+    with pytest.raises(TimeoutError, match="gone"):  # a collective would need a process group
+        together(fail, replace(ALONE, size=2))
 
 
 # -- how a run begins ----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Optimizer and learning-rate schedule.
 
 Every optimizer is a library's. What decides whether one may train sharded parameters (`DTensor`s)
-is whether its numbers there equal those on whole tensors, measured in `tests/test_engine_optim`:
+is whether its numbers there equal those on whole tensors, measured in `tests/engine/test_optim`:
 adamw, sgd, lion and adamw_8bit work element by element (or block by block) and are right; those
 that reduce over a whole tensor or over all parameters are not, and are refused.
 """
@@ -121,6 +121,26 @@ def _step_by_kind(optimizer: torch.optim.Optimizer) -> None:
 def build_scheduler(spec: JobSpec, optimizer: torch.optim.Optimizer) -> LambdaLR:
     """Advances once per optimizer step, whatever the number of ranks or forwards."""
     return LambdaLR(optimizer, lambda step: _factor(spec, step))
+
+
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_unless` can leave a step out without asking the host."""
+    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+
+
+def step_unless(optimizer: torch.optim.Optimizer, spoilt: torch.Tensor) -> None:
+    """Step, or change nothing where `spoilt` is 1; the device decides.
+
+    Args:
+        optimizer: One that `decides_on_device`.
+        spoilt: An fp32 scalar, 0 or 1, on the device of what is trained.
+    """
+    # How torch's loss scale tells its fused optimizers of an overflow (2.13).
+    optimizer.found_inf = spoilt  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:

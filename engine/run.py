@@ -31,6 +31,7 @@ from engine.objective import build_objective
 from engine.optim import build_optimizer, build_scheduler
 from engine.parallel import precision_policy, shard
 from engine.peaks import Peaks
+from engine.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.sharding_check import check_sharding
 from engine.step import Stepper
 from engine.trainer import Trainer
@@ -95,8 +96,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     saver = Saver(spec, run_dir, world, telemetry, facts)
     saver.check_room(training)
 
-    loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
+    loader = Loader(spec, data, world, family, objective)
     stepper = Stepper(spec, family, objective, training, loader, world, peaks)
     telemetry.emit(
         "start",
@@ -117,6 +118,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         try:
             outcome = trainer.train()
         except BaseException:
+            stepper.last_words()
             saver.rescue()
             raise
     loader.close()
@@ -152,6 +154,8 @@ def build_model(
         checkpoint_activations(model, spec)
     if spec.model_type == "lora":
         adapters.add_lora(model, spec, family.LORA_TARGETS)
+    if computes_alone(spec, sharded=world.shards):
+        narrow_inputs(model, compute_dtype(spec))
     if world.mesh is not None and world.context_size > 1:
         enable_context_parallel(model, world.mesh)
     compile_blocks(model, spec)

@@ -23,9 +23,11 @@ REQUESTS: Final = ("stop", "save_now", "sample_now")
 FLIGHT: Final = "flight"
 MANIFEST: Final = "manifest.json"
 
-# The phases of a rank, and what people read for them. Only `train` has steps.
+# The phases of a rank, and what people read for them. Only `train` has steps. Until `start`, which
+# `import` is a part of, is over, a rank is not up.
 PHASES: Final = {
     "start": "starting",
+    "import": "importing libraries",
     "index": "looking at the data",
     "check": "checking the caches",
     "encode": "encoding captions",

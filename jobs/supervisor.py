@@ -41,6 +41,7 @@ STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack and its fl
 SAVE_STEP: Final = 60.0  # seconds in which a save that goes on writes something
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
+_NOT_UP: Final = ("start", "import")  # phases of a rank
 _UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})
 
 
@@ -123,7 +124,7 @@ class Supervisor:
         job = self.store.get(self.job.id)
         statuses = self.job.run_dir.rank_statuses()
         everyone = len(statuses) == job.ranks
-        if everyone and all(status.phase != "start" for status in statuses):
+        if everyone and all(status.phase not in _NOT_UP for status in statuses):
             saving = [_SAVING[s.phase] for s in statuses if s.phase in _SAVING]
             if job.state is State.STARTING:
                 self._change(State.RUNNING, "all ranks are up", {State.STARTING})

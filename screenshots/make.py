@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from tui_scenes import SCENES, leave, opened, running, show  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from jobs.store import Store  # noqa: E402
+from tests.support.scenes import SCENES, leave, opened, running, show  # noqa: E402
 from tui.app import FsdpTui  # noqa: E402
 
 if TYPE_CHECKING:

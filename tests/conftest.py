@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
+from tests.support.order import SLOWEST_FIRST
+from tests.support.paths import FAKE_MEMORY, ROOT
+
 # Before anything imports torch: two test files and their ranks share the machine, and threads that
 # wait for each other on busy cores take many times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 from jobs import processes
 from jobs.specfile import load_spec
 from jobs.store import Store
+from tests.support.forks import client as forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,49 +35,20 @@ if TYPE_CHECKING:
 
 _LEAVES_WITHIN = 5.0  # seconds that supervisors of ended jobs get to leave by themselves
 
-# The files that take longest, longest first: begun last, one of them would keep a worker busy for
-# minutes after the other has nothing left to do.
-LONG = (
-    "test_families_ranks",
-    "test_parity",
-    "test_e2e_training",
-    "test_tui_walkthrough",
-    "test_resume_ranks",
-    "test_tui_bytes",
-    "test_e2e_data",
-    "test_checkpoint_kills",
-    "test_tui_snapshots",
-    "test_memory_ranks",
-    "test_memory",
-    "test_tui_every_key",
-    "test_tui_habits",
-    "test_cli_export",
-    "test_context_parallel",
-    "test_engine_data_ranks",
-    "test_e2e_replay",
-    "test_e2e_full_disk",
-    "test_cli_detect",
-    "test_engine_blocks",
-    "test_engine_checkpoints",
-    "test_families",
-    "test_toy",
-    "test_estimate",
-    "test_fault_matrix",
-    "test_jobs_imports",
-    "test_doctor_ranks",
-    "test_engine_text_encoders",
-    "test_engine_sampling_ranks",
-    "test_engine_exports_ranks",
-    "test_engine_exports_memory",
-    "test_flags",
-    "test_jobs_specfile",
-)
+
+def pytest_configure() -> None:
+    """One server of forks for all workers; it starts when a test first needs it."""
+    forks.prepare()
+
+
+def pytest_unconfigure() -> None:
+    forks.leave()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; within a file, and among the others, the order stays."""
-    place = {name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    """Start slow files first; within a file, and among the others, the order stays."""
+    place = {ROOT / "tests" / name: number for number, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture
@@ -88,7 +63,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("FSDP_TUI_CPU_JOBS", raising=False)
     # Nobody predicts memory behind the test's back, which takes torch and seconds.
-    fake = (sys.executable, "-S", str(Path(__file__).with_name("fake_memory.py")))
+    fake = (sys.executable, "-S", str(FAKE_MEMORY))
     monkeypatch.setattr("jobs.memory.client.COMMAND", fake)
     monkeypatch.setattr("jobs.memory.client._shared", servers := [])
     # No queue keeper behind the test's back, and a short-lived one in its child processes.

@@ -7,12 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import LONG
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.order import SLOWEST_FIRST
+from tests.support.paths import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 LONGEST = 400  # lines
 # Paths of machines on which this was written. Put together here so as not to find itself.
 MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(" + "|".join(["work", "tmp/env", "root"]) + ")/")
@@ -131,5 +135,18 @@ def test_machine_paths_are_recognised() -> None:
         assert not MACHINE_PATHS.search(text)
 
 
-def test_the_files_that_are_begun_first_are_there() -> None:
-    assert [name for name in LONG if not (ROOT / "tests" / f"{name}.py").is_file()] == []
+def test_the_files_that_start_first_exist() -> None:
+    assert [name for name in SLOWEST_FIRST if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_no_test_imports_a_test() -> None:
+    """Helpers live in `tests/support`, so that any file can be changed, moved or run alone."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: {node.module}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and ".test_" in f"{node.module}.{node.names[0].name}"
+    ]
+    assert wrong == []

@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from nvml_stub.stub import StubNvml, build, busy, gpu, uuid  # noqa: E402
-from pty_support import Terminal, terminal  # noqa: E402
-from tui_support import add_job, append_events, write_log, write_steps  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from jobs.rundir import event  # noqa: E402
 from jobs.states import State  # noqa: E402
 from jobs.store import Store  # noqa: E402
+from tests.nvml_stub.stub import StubNvml, build, busy, gpu, uuid  # noqa: E402
+from tests.support.terminal import Terminal, terminal  # noqa: E402
+from tests.support.tui import add_job, append_events, write_log, write_steps  # noqa: E402
 from tui.tables import table  # noqa: E402
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Machine:
         """Heartbeats and steps of these jobs, until the end of the measurement."""
         process = self._stack.enter_context(
             subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/fake_training.py"), str(self.home),
+                [sys.executable, str(ROOT / "tests/support/fake_training.py"), str(self.home),
                  *(str(job.id) for job in jobs)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )

@@ -15,16 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from memory_support import reference
 
 from engine.memory.predict import predict
 from engine.memory.shape import shape_of
 from engine.memory.trace import trace_model
 from jobs.specfile import load_spec
+from tests.support.memory import reference
 
 if TYPE_CHECKING:
     from engine.memory.shape import Shape

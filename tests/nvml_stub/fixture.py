@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from jobs import devices
-from nvml_stub.stub import STATE_VARIABLE, NoCompiler, StubNvml, build
+from tests.nvml_stub.stub import STATE_VARIABLE, NoCompiler, StubNvml, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nvml_stub.stub import StubNvml
+    from tests.nvml_stub.stub import StubNvml
 
 _MEMORY_OF_STRANGERS: Final = 38 * 2**30
 
@@ -29,8 +29,8 @@ _MEMORY_OF_STRANGERS: Final = 38 * 2**30
 def main() -> int:
     """Play until the command ends; its exit status."""
     # As a script this file finds no package that it could belong to.
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from nvml_stub.stub import NoCompiler, StubNvml, build, start_holder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.nvml_stub.stub import NoCompiler, StubNvml, build, start_holder
 
     wanted = _parse(sys.argv[1:])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp-tui"
@@ -118,7 +118,7 @@ def _play(
 
 
 def _write(stub: StubNvml, wanted: argparse.Namespace, pids: dict[int, int], t: float) -> None:
-    from nvml_stub.stub import busy
+    from tests.nvml_stub.stub import busy
 
     if wanted.state is not None:
         stub.write(json.loads(wanted.state.read_text()))

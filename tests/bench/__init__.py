@@ -1,0 +1,1 @@
+"""Benchmarks: what things cost. Not part of the tests."""

@@ -1,0 +1,202 @@
+"""Keys as the command line shows them: tables, help, what shells are offered; and the documents."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner, Result
+
+from jobs.errors import UserError
+from jobs.spec import JobSpec, field_choices, field_group
+from tests.support.paths import ROOT
+from tui.cli import cli
+from tui.cli_completion import _SHELLS
+from tui.cli_keys import tables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.store import Store
+
+pytestmark = pytest.mark.usefixtures("home")
+FIELDS = list(JobSpec.model_fields)
+
+
+def run(*words: str, **environment: str) -> Result:
+    return CliRunner().invoke(cli, list(words), env=environment, prog_name="fsdp-tui")
+
+
+# -- keys ----------------------------------------------------------------------------------
+
+
+def test_every_key_is_listed_once_with_its_group() -> None:
+    found = json.loads(run("keys", "--json").output)
+    assert [one["key"] for one in found] == FIELDS
+    for one in found:
+        assert one["group"] == field_group(one["key"])
+        assert one["values"]
+        assert one["help"]
+        assert set(field_choices(one["key"])) <= set(one["words"])
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("lora_rank", "number ≥ 1 ≤ 4096"),
+        ("learning_rate", "number > 0 ≤ 10"),
+        ("mixed_precision", "no · bf16 · fp16"),
+        ("fsdp_enable", "true or false"),
+        ("fsdp_reshard_after_forward", "true or false, or a number"),
+        ("gpus", "number or list"),
+        ("validation_prompts", "list"),
+        ("validation_resolution", "number or text"),
+        ("dataset", "text"),
+        ("accelerate_config", "file or mapping"),
+    ],
+)
+def test_what_a_key_may_be(key: str, values: str) -> None:
+    (found,) = json.loads(run("keys", key, "--json").output)
+    assert found["values"] == values
+
+
+def test_keys_are_chosen_by_name_and_by_group() -> None:
+    found = json.loads(run("keys", "FSDP", "--lora-rank".lstrip("-"), "--json").output)
+    groups = {one["group"] for one in found}
+    assert groups == {"fsdp", "lora"}
+    assert [one["key"] for one in found if one["group"] == "lora"] == ["lora_rank"]
+    result = run("keys", "fsdq")
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == 'unknown key or group "fsdq" (did you mean "fsdp"?)'
+
+
+def test_a_person_reads_lines_that_fit() -> None:
+    text = run("keys", COLUMNS="60").output
+    assert "  learning_rate  (number > 0 ≤ 10; 0.0001 when left out)" in text
+    assert max(map(len, text.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    ("document", "words"), [("KEYS.md", []), ("README.md", ["devices", "fsdp"])]
+)
+def test_the_documents_have_the_tables_of_the_code(document: str, words: list[str]) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    command = " ".join(["fsdp-tui keys --markdown", *words])
+    match = re.search(rf"<!-- keys: `{command}` -->\n(.*?)\n<!-- /keys -->", text, re.S)
+    assert match is not None
+    names = [name for name in FIELDS if not words or field_group(name) in words]
+    assert match[1] == tables(names), f"run `{command}`"
+
+
+def test_the_documents_say_the_exit_statuses() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for status in ("| 0 |", "| 1 |", "| 2 |", "| 3 |", "| 130 |"):
+        assert status in readme
+        assert f"  {status.strip('| ')}  " in run("--help").output
+
+
+# -- help ----------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_under_a_heading() -> None:
+    text = run("--help").output
+    assert "More:" not in text, "a command has no heading; see tui/cli_help.py"
+    for name in cli.commands:
+        assert re.search(rf"^  {name} ", text, re.M), name
+        assert run(name, "--help").exit_code == 0
+
+
+def test_help_of_submit_teaches_how_to_write_flags() -> None:
+    text = run("submit", "--help").output
+    for word in (
+        "[JOB.yaml] [--key=value …]",
+        "fsdp-tui keys",
+        "--lora-rank 8",
+        "--no-KEY",
+        "None",
+    ):
+        assert word in text
+
+
+# -- completion ----------------------------------------------------------------------------
+
+
+def complete(shell: str, *words: str) -> list[str]:
+    """What is offered for the last word."""
+    whole = " ".join(["fsdp-tui", *words])
+    variables = {
+        "_FSDP_TUI_COMPLETE": f"{shell}_complete",
+        "COMP_WORDS": whole,
+        "COMP_CWORD": words[-1] if shell == "fish" else str(len(words)),
+    }
+    lines = run(**variables).output.splitlines()
+    if shell == "zsh":  # three lines each: kind, value, help
+        return lines[1::3]
+    return [line.partition(",")[2].partition("\t")[0] for line in lines if line]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["subm"], ["submit"]),
+        (["submit", "--optim"], ["--optimizer"]),
+        (["run", "--optimizer", "adamw_"], ["adamw_8bit"]),
+        (["submit", "--optimizer=adamw_"], ["adamw_8bit"]),
+        (["submit", "--optimizer", "=", "adamw_"], ["adamw_8bit"]),
+        (["submit", "--strategy", "FS"], ["fsdp2"]),
+        (["data", "--fsdp_enable", "t"], ["true"]),
+        (["resume", "3", "--model_family", "qw"], ["qwen_image"]),
+        (["submit", "--fsdp_auto_wrap_policy", "size"], ["SIZE_BASED_WRAP"]),
+        (["submit", "--dry"], ["--dry-run", "--dry_run"]),
+        (["submit", "job.y"], ["job.y"]),
+        (["completion", "z"], ["zsh"]),
+    ],
+)
+def test_bash_completes(words: list[str], offered: list[str]) -> None:
+    assert complete("bash", *words) == offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_the_whole_word(shell: str) -> None:
+    assert complete(shell, "submit", "--optimizer=adamw_") == ["--optimizer=adamw_8bit"]
+    assert complete(shell, "submit", "--optimi") == ["--optimizer"]
+    assert complete(shell, "run", "--optimizer", "adamw_") == ["adamw_8bit"]
+
+
+def test_jobs_are_offered_by_id(store: Store) -> None:
+    from jobs.job import Terms
+
+    job = store.add(name="cats", terms=Terms(1, None, 5), run_id="r", prepare=lambda run_dir: None)
+    assert complete("bash", "show", str(job.id)) == [str(job.id)]
+    assert complete("bash", "stop", "9") == []
+
+
+@pytest.mark.parametrize("shell", _SHELLS)
+def test_a_script_is_printed(shell: str) -> None:
+    result = run("completion", shell)
+    assert result.exit_code == 0
+    assert f"_FSDP_TUI_COMPLETE={shell}_complete" in result.output
+
+
+def test_bash_itself_completes(tmp_path: Path) -> None:
+    """Bash breaks words at `=`; its own variables are set as it sets them."""
+    script = f"""
+        fsdp-tui() {{ {sys.executable} -m tui "$@"; }}
+        export -f fsdp-tui
+        PATH={tmp_path}:$PATH
+        eval "$(fsdp-tui completion bash)"
+        COMP_WORDS=(fsdp-tui submit --optimizer = adamw_) COMP_CWORD=4
+        _fsdp_tui_completion fsdp-tui
+        echo "${{COMPREPLY[*]}}"
+    """
+    (tmp_path / "fsdp-tui").write_text(f'#!/bin/sh\nexec {sys.executable} -m tui "$@"\n')
+    (tmp_path / "fsdp-tui").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, check=True,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.split() == ["adamw_8bit"]

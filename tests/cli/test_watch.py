@@ -1,0 +1,141 @@
+"""`fsdp-tui list --watch`: sentences about what changes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs import service
+from jobs.errors import UserError
+from tests.support.paths import ROOT
+from tests.support.tui import add_job
+from tui.watch import changed_objects, changed_sentences, in_words, sentence, watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jobs.store import Store
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": 3, "name": "cats", "state": "running", "reason": "", "step": 0, "total_steps": 200,
+        "loss": None, "seconds_per_step": None, "eta": None, "gpus": [],
+    } | changes  # fmt: skip
+
+
+def test_a_job_in_words() -> None:
+    assert sentence(row(state="queued", reason="waits for job 2")) == (
+        "job 3 cats is queued, waits for job 2"
+    )
+    going = row(gpus=[0, 1, 3], step=40, loss=0.4123, seconds_per_step=1.5, eta=239.0)
+    assert sentence(going) == (
+        "job 3 cats is running on GPUs 0, 1 and 3, step 40 of 200, loss 0.4123, 1.50 seconds a "
+        "step, about 4 minutes left"
+    )
+    assert sentence(row(state="completed", gpus=[0], step=200, seconds_per_step=1.5)) == (
+        "job 3 cats is completed, step 200 of 200"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "1 second"), (59, "59 seconds"), (61, "1 minute"), (5400, "2 hours"), (9e4, "1 day")],
+)
+def test_times_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
+def test_only_what_changed_is_said() -> None:
+    seen: dict[int, str] = {}
+    rows = [row(id=1, state="failed"), row(id=2, state="stopped"), row()]
+    assert list(changed_sentences(rows, seen, first=True)) == [
+        "job 3 cats is running", "2 more jobs have ended",
+    ]  # fmt: skip
+    assert list(changed_sentences(rows, seen, first=False)) == []
+    rows = [row(id=2, state="stopped"), row(state="failed", reason="rank 1 was killed")]
+    assert list(changed_sentences(rows, seen, first=False)) == [
+        "job 3 cats is failed, rank 1 was killed", "job 1 is removed",
+    ]  # fmt: skip
+    assert list(changed_sentences(rows, seen, first=False)) == []
+
+
+def test_at_first_what_there_is_is_said() -> None:
+    assert list(changed_sentences([], {}, first=True)) == ["there are no jobs"]
+    assert list(changed_sentences([row(state="lost")], {}, first=True)) == ["1 job has ended"]
+
+
+def test_objects_that_changed() -> None:
+    seen: dict[int, str] = {}
+    assert [json.loads(line)["id"] for line in changed_objects([row()], seen)] == [3]
+    assert list(changed_objects([row()], seen)) == []
+    assert [json.loads(line) for line in changed_objects([], seen)] == [
+        {"id": 3, "state": "removed"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [sqlite3.OperationalError("database is locked"), UserError("no such directory"),
+              FileNotFoundError(2, "gone")],
+)  # fmt: skip
+def test_what_passes_does_not_end_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    no_gpus: None, error: Exception,
+) -> None:  # fmt: skip
+    add_job(store, "cats")
+    store.hold(1, True)
+    looks = [error, error, None]
+
+    def refresh(store: Store) -> None:
+        if (failure := looks.pop(0)) is not None:
+            raise failure
+
+    def sleep(seconds: float) -> None:
+        if not looks:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("jobs.service.refresh", refresh)
+    monkeypatch.setattr("tui.watch.time.sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        watch(store, 0.2)
+    out, err = capsys.readouterr()
+    assert "job 1 cats is queued" in out
+    assert err.count("cannot look") == 1
+    assert "looks again" in err
+
+
+@pytest.fixture
+def watching(store: Store) -> Iterator[subprocess.Popen[str]]:
+    add_job(store, "cats")
+    store.hold(1, True)  # so that nothing is started
+    command = [sys.executable, "-m", "tui", "list", "--watch", "--interval", "0.2"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+        # A worker of a parallel run ignores Ctrl-C, and what it starts would do so too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_it_goes_on_until_it_is_interrupted(watching: subprocess.Popen[str], store: Store) -> None:
+    assert watching.stdout is not None
+    assert watching.stderr is not None
+    first = watching.stdout.readline()
+    assert "job 1 cats is " in first
+    assert first.isascii()
+    assert "\x1b" not in first
+    service.stop(store, 1)
+    assert "job 1 cats is stopped" in watching.stdout.readline()
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(20) == 0
+    assert watching.stderr.read() == ""

@@ -1,0 +1,190 @@
+"""`fsdp-tui web`: who may use it, and that a browser really gets the dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from tests.support.paths import ROOT
+
+aiohttp = pytest.importorskip("aiohttp")
+pytest.importorskip("textual_serve")
+
+from tui import cli, web  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("listening", "host", "origin", "refused"),
+    [
+        ("127.0.0.1", "127.0.0.1:8000", None, False),
+        ("127.0.0.1", "localhost:9000", "http://localhost:9000", False),  # ssh -L 9000:…
+        ("::1", "[::1]:8000", "http://[::1]:8000", False),
+        ("127.0.0.1", "evil.example:8000", None, True),  # its name server says 127.0.0.1
+        ("127.0.0.2", "evil.example:8000", None, True),
+        ("127.0.0.2", "127.0.0.2:8000", None, False),
+        ("127.0.0.1", "127.0.0.1:8000", "http://evil.example", True),
+        ("127.0.0.1", "127.0.0.1:8000", "http://127.0.0.1:3000", True),
+        ("127.0.0.1", "127.0.0.1:8000", "null", True),
+        ("0.0.0.0", "node7:8000", "http://node7:8000", False),
+        ("0.0.0.0", "node7:8000", "https://evil.example", True),
+    ],
+)
+def test_who_may_use_it(listening: str, host: str, origin: str | None, refused: bool) -> None:
+    assert bool(web.refuse(listening, host, origin)) is refused
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["fsdp-tui", "web", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0), capsys.readouterr().err
+
+
+def test_without_textual_serve_it_says_what_to_install(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tui.cli_web.importlib.util.find_spec", lambda name: None)
+    status, err = run(monkeypatch, capsys)
+    assert status == 2
+    assert "pip install 'fsdp-tui[web]'" in err
+
+
+def test_beyond_loopback_it_warns(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[tuple[str, int, bool]] = []
+    monkeypatch.setattr(
+        "tui.web.serve", lambda host, port, *, read_only: served.append((host, port, read_only))
+    )
+    status, err = run(monkeypatch, capsys, "--host", "0.0.0.0", "--port", "8123")
+    assert status == 0
+    assert "whoever reaches port 8123 controls your jobs" in err
+    assert "ssh -L 8123:127.0.0.1:8123" in err
+    assert run(monkeypatch, capsys, "--read-only") == (0, "")
+    assert served == [("0.0.0.0", 8123, False), ("127.0.0.1", 8000, True)]
+
+
+def test_a_port_that_is_taken_is_one_line(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(socket.socket()) as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        status, err = run(monkeypatch, capsys, "--port", str(port))
+    assert status == 2
+    assert err == (
+        f"fsdp-tui: cannot listen at 127.0.0.1:{port} (Address already in use); try --port\n"
+    )
+
+
+def test_the_command_survives_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """textual-serve starts it through one."""
+    commands: list[str] = []
+    monkeypatch.setattr(sys, "executable", "/opt/my python; x/bin/python")
+    monkeypatch.setattr(web.web, "run_app", lambda app, **_: app.close())
+    monkeypatch.setattr(
+        web.DashboardServer, "__init__", lambda self, command, *_, **__: commands.append(command)
+    )
+    monkeypatch.setattr(web.DashboardServer, "_make_app", Closed)
+    web.serve("127.0.0.1", 8000, read_only=True)
+    assert shlex.split(commands[0]) == [
+        "exec", "/opt/my python; x/bin/python", "-m", "tui", "--read-only",
+    ]  # fmt: skip
+
+
+class Closed:
+    """Stands in for the web application."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def served(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A real server on loopback, and its address."""
+    command = [sys.executable, "-m", "tui", "web", "--port", str(free_port()), "--read-only"]
+    environ = {key: value for key, value in os.environ.items() if key != "TEXTUAL_DRIVER"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=home,
+        env=environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[0]
+    yield process, address
+    process.terminate()
+    process.wait(20)
+
+
+async def test_a_browser_gets_the_dashboard(served: tuple[subprocess.Popen[str], str]) -> None:
+    process, address = served
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{address}/") as page:
+            assert page.status == 200
+            text = await page.text()
+            assert f'"{address.replace("http", "ws")}/ws"' in text
+        async with session.get(f"{address}/", headers={"Host": "evil.example"}) as page:
+            assert page.status == 403
+        with pytest.raises(aiohttp.WSServerHandshakeError):
+            await session.ws_connect(f"{address}/ws", headers={"Origin": "http://evil.example"})
+        async with session.ws_connect(f"{address}/ws?width=100&height=30") as socket_:
+            seen = b""
+            async for message in socket_:
+                if message.type is aiohttp.WSMsgType.BINARY:
+                    seen += message.data
+                if b"No jobs yet" in seen and b"read-only" in seen:
+                    break
+            dashboards = psutil.Process(process.pid).children(recursive=True)
+            assert len(dashboards) == 1
+    await ended(dashboards)
+
+
+async def ended(processes: list[psutil.Process]) -> None:
+    """Wait until these are no more; meanwhile the browser's side goes on."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 20)
+    for one in alive:
+        one.kill()
+    assert not alive, "a dashboard outlives its browser or its server"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+async def test_dashboards_end_with_the_server(
+    served: tuple[subprocess.Popen[str], str], how: signal.Signals
+) -> None:
+    process, address = served
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"{address}/ws?width=100&height=30") as socket_,
+    ):
+        seen = b""
+        async for message in socket_:
+            if message.type is aiohttp.WSMsgType.BINARY:
+                seen += message.data
+            if b"No jobs yet" in seen:
+                break
+        dashboards = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(how)
+        assert await asyncio.to_thread(process.wait, 20) == (0 if how is signal.SIGINT else -how)
+        await ended(dashboards)

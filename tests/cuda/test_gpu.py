@@ -1,0 +1,161 @@
+"""What only a GPU can show. Skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from engine import weights
+from engine.families import load
+from jobs.checkpoints import find_damage, list_checkpoints
+from jobs.eventlog import EventLog
+from jobs.report import read_report
+from jobs.rundir import RunDir
+from tests.support.engine import toy_spec, toy_values
+from tests.support.paths import RANKS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.spec import JobSpec
+
+flux = load("flux")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+def build(toy: Path, spec: JobSpec) -> torch.nn.Module:
+    model, stored = weights.build_on_meta(
+        flux.transformer_class(), toy / "model" / "transformer", spec
+    )
+    weights.materialise(model, torch.device("cuda", 0))
+    weights.stream(model, stored)
+    return model
+
+
+def test_weights_arrive_on_the_gpu_as_they_are_in_the_file(toy: Path) -> None:
+    stock = flux.transformer_class().from_pretrained(toy / "model" / "transformer")
+    expected = stock.state_dict()
+    for name, tensor in build(toy, toy_spec(toy, model_type="full")).state_dict().items():
+        assert tensor.is_cuda
+        assert torch.equal(tensor.cpu(), expected[name]), name
+
+
+def test_a_bf16_base_is_cast_on_the_way(toy: Path) -> None:
+    expected = flux.transformer_class().from_pretrained(toy / "model" / "transformer").state_dict()
+    for name, tensor in build(toy, toy_spec(toy, mixed_precision="bf16")).state_dict().items():
+        if tensor.is_floating_point():
+            assert torch.equal(tensor.cpu(), expected[name].to(tensor.dtype)), name
+
+
+def run(toy: Path, root: Path, ranks: int, **changes: Any) -> RunDir:
+    """Train on this many GPUs, through the launcher of the parity table."""
+    run_dir = RunDir(root / f"run-{len(list(root.iterdir()))}")
+    values = toy_values(
+        toy, device="cuda", num_processes=ranks, max_train_steps=10, max_grad_norm=0.05,
+        cache_dir=str(root / "cache"), **changes,
+    )  # fmt: skip
+    cases = root / "cases.json"
+    cases.write_text(json.dumps({str(run_dir.root): values}))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         f"--nproc-per-node={ranks}", str(RANKS / "parity.py"), str(cases)],
+        env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run_dir
+
+
+@pytest.mark.parametrize("model_type", ["lora", "full"])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_one_gpu_trains_and_its_memory_is_recorded(
+    toy: Path, tmp_path: Path, model_type: str, precision: str
+) -> None:
+    run_dir = run(toy, tmp_path, 1, model_type=model_type, mixed_precision=precision)
+    steps = EventLog(run_dir.events).read_all().steps
+    assert steps[-1].loss < steps[0].loss
+    report = read_report(run_dir)
+    assert report.measure == "allocated"
+    assert report.peaks["backward"][0] > report.peaks["load"][0] > 0
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_what_is_saved_from_a_gpu_goes_on_there(toy: Path, tmp_path: Path, behind: bool) -> None:
+    straight = run(
+        toy, tmp_path, 1, model_type="full", checkpointing_steps=3, checkpointing_async=behind
+    )
+    found = list_checkpoints(straight)
+    assert [one.step for one in found] == [3, 6, 9, 10]
+    assert [find_damage(one.path) for one in found] == [None] * 4
+    resumed = run(
+        toy, tmp_path, 1, model_type="full", resume_from_checkpoint=str(straight.checkpoint(6))
+    )
+    losses, wanted = (
+        [step.loss for step in EventLog(one.events).read_all().steps] for one in (resumed, straight)
+    )
+    assert losses == pytest.approx(wanted[6:], rel=1e-4)
+
+
+def test_text_encoders_leave_the_gpu(toy: Path, tmp_path: Path) -> None:
+    events = run(toy, tmp_path, 1).events.read_text().splitlines()
+    (freed,) = [event for line in events if (event := json.loads(line))["kind"] == "freed"]
+    assert freed["measure"] == "allocated"
+    assert freed["loaded"] >= freed["before"] + freed["held"] > freed["before"]
+    assert freed["after"] <= freed["before"] + 1024
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_sharded_text_encoders_encode_the_same_on_gpus(toy: Path, tmp_path: Path) -> None:
+    for name, sharded in (("whole", False), ("sharded", True)):
+        root = tmp_path / name
+        root.mkdir()
+        run(toy, root, 2, strategy="fsdp2", shard_text_encoders=sharded)
+    files = [
+        {p.name: load_file(p) for p in (tmp_path / name / "cache/text").rglob("*.safetensors")}
+        for name in ("whole", "sharded")
+    ]
+    assert files[0].keys() == files[1].keys()
+    for name, tensors in files[0].items():
+        for key, tensor in tensors.items():
+            assert torch.allclose(tensor, files[1][name][key], atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "fsdp2"},
+        {"strategy": "fsdp2", "fsdp_cpu_offload": True},
+        {"strategy": "fsdp2", "context_parallel_size": 2, "train_batch_size": 4,
+         "context_parallel_comm_strategy": "alltoall"},
+    ],
+    ids=["ddp", "fsdp2", "cpu offload", "alltoall"],
+)  # fmt: skip
+def test_two_gpus_train_what_one_would(toy: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    # One size of pictures, whose 64 tokens two ranks can share.
+    for picture in (data := shutil.copytree(toy, tmp_path / "toy") / "data").glob("*.png"):
+        Image.open(picture).resize((128, 128)).save(picture)
+    common = {
+        "model_type": "full", "optimizer": "sgd", "learning_rate": 2.0, "allow_tf32": False,
+        "resolution": 128, "dataset": str(data),
+    }  # fmt: skip
+    one = run(toy, tmp_path, 1, **common, train_batch_size=4)
+    two = run(toy, tmp_path, 2, **{"train_batch_size": 2} | common | layout)
+    mine, expected = (
+        [step.loss for step in EventLog(run_dir.events).read_all().steps] for run_dir in (two, one)
+    )
+    assert mine == pytest.approx(expected, rel=1e-4)

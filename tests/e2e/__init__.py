@@ -1,0 +1,1 @@
+"""Real jobs, from the command line to the export."""

@@ -1,0 +1,70 @@
+"""The bare launch line that `show --as accelerate` prints trains the toy, by hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from jobs import service
+from jobs.eventlog import EventLog
+from jobs.replay import replay
+from jobs.rundir import RunDir
+from jobs.specfile import load_spec
+from tests.support.engine import toy_values
+
+if TYPE_CHECKING:
+    from jobs.store import Store
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_gpus")]
+PATIENCE = 600.0  # seconds; a slow machine under load, not an expectation
+HERE = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def ended(root: Path) -> int:
+    """The last step of a run that completed."""
+    run_dir = RunDir(root)
+    log = EventLog(run_dir.events).read_all()
+    assert "completed" in (run_dir.rank_log(0).read_text()), run_dir.rank_log(0).read_text()
+    assert (run_dir.export / "pytorch_lora_weights.safetensors").is_file()
+    assert log.last is not None
+    return log.last.step
+
+
+def test_the_line_trains(
+    store: Store, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    values = toy_values(toy, max_train_steps=2, num_processes=1, name="hand")
+    job = service.submit(store, load_spec(None, values))
+    done = subprocess.run(
+        ["bash", "-ec", replay(job, "accelerate")], cwd=tmp_path, capture_output=True, text=True,
+        timeout=PATIENCE, env=os.environ | {"PATH": HERE}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ended(tmp_path / "hand-by-hand") == 2
+
+
+def test_a_config_file_of_the_persons_own_launches_the_engine(toy: Path, tmp_path: Path) -> None:
+    """A run directory with nothing but a job file, and their file as it is."""
+    root = tmp_path / "run"
+    root.mkdir()
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n"
+        "num_processes: 1\nnum_machines: 1\nuse_cpu: true\n"
+    )
+    values = toy_values(toy, max_train_steps=2, accelerate_config=str(config))
+    (root / "job.yaml").write_text(yaml.safe_dump(values))
+    done = subprocess.run(
+        ["accelerate", "launch", "--config_file", str(config), "-m", "engine", str(root)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        env=os.environ | {"PATH": HERE, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ended(root) == 2

@@ -1,0 +1,111 @@
+"""Ranks are killed at random moments around their saves; what is complete is always whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from engine import checkpoint
+from jobs.checkpoints import find_damage, list_checkpoints
+from jobs.rundir import RunDir
+from jobs.specfile import load_spec
+from tests.support.engine import ALONE, start_ranks, toy_values
+from tests.support.ranks.checkpoint import check, numbered, save_for_ever, save_with_trouble
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KILLS: Final = 50
+LONGEST: Final = 0.25  # seconds between two moments; a save takes a few hundredths
+PATIENCE: Final = 400.0  # seconds until ranks have saved once more; a slow machine under load
+
+
+@pytest.mark.parametrize(
+    ("part", "layout"),
+    [("engine.checkpoint.saver.collect", "SHARDED_STATE_DICT"),
+     ("engine.checkpoint.write.sha256", "SHARDED_STATE_DICT"),
+     ("engine.checkpoint.full.own_files", "FULL_STATE_DICT")],
+)  # fmt: skip
+@pytest.mark.parametrize("times", [1, 2])
+def test_ranks_agree_on_a_save_that_only_one_of_them_could_not_do(
+    tmp_path: Path, part: str, layout: str, times: int
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    values = toy_values(
+        tmp_path, num_processes=2, strategy="ddp", fsdp_state_dict_type=layout
+    )  # fmt: skip
+    start_ranks(save_with_trouble, 2, values, str(run_dir.root), part, times).join()
+    came = {(run_dir.root / f"came.{rank}").read_text() for rank in (0, 1)}
+    if times == 1:
+        assert came == {"saved"}
+    else:
+        assert came == {
+            "cannot save step-0: rank 1: ZeroDivisionError: odd (tried twice); "
+            "there is no other checkpoint"
+        }
+    steps = [0, 1] if times == 1 else [1]
+    assert [one.step for one in list_checkpoints(run_dir)] == steps
+    assert [find_damage(one.path) for one in list_checkpoints(run_dir)] == [None] * len(steps)
+
+
+def newest(run_dir: RunDir) -> int:
+    found = run_dir.latest_checkpoint()
+    return found[0] if found else 0
+
+
+@pytest.mark.e2e
+def test_ranks_killed_around_saves_leave_only_whole_checkpoints(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    values = toy_values(
+        tmp_path, num_processes=2, strategy="fsdp2", checkpoints_total_limit=3,
+        checkpointing_async=True,
+    )  # fmt: skip
+    chance, torn = random.Random(6), 0
+    for moment in range(KILLS):
+        before = newest(run_dir)
+        kill_some_rank(run_dir, values, before, chance)
+        torn += bool(list(run_dir.checkpoints.glob(".step-*.tmp")))
+        found = list_checkpoints(run_dir)
+        assert found, f"moment {moment}"
+        assert found[-1].step > before
+        assert [find_damage(one.path) for one in found] == [None] * len(found), f"moment {moment}"
+        assert len(found) <= 4, "the limit, and one that was just completed"
+        training = numbered(load_spec(None, values | {"num_processes": 1, "strategy": "single"}),
+                            ALONE)  # fmt: skip
+        checkpoint.load(training, found[-1].path, ALONE)
+        assert training.step == found[-1].step
+        check(training)
+    assert torn > KILLS // 5, "most moments were not within a save"
+    run_dir.forget_unfinished()
+    assert not list(run_dir.checkpoints.glob(".*"))
+
+
+def kill_some_rank(
+    run_dir: RunDir, values: dict[str, Any], before: int, chance: random.Random
+) -> None:
+    """Let two ranks save on after step `before`; kill one of them, then what is left."""
+    ranks = start_ranks(save_for_ever, 2, values, str(run_dir.root))
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while newest(run_dir) <= before:
+            assert ranks.all_alive(), f"a rank failed by itself: {ranks.output.read_text()}"
+            assert time.monotonic() < deadline, "nothing is saved"
+            time.sleep(0.005)
+        time.sleep(chance.random() * LONGEST)
+    finally:
+        for pid in chance.sample(ranks.pids, 2):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(chance.random() * 0.02)  # until it is noticed
+        ranks.kill()
+    shutil.rmtree(run_dir.ranks, ignore_errors=True)
+    run_dir.ranks.mkdir()

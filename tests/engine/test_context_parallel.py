@@ -1,0 +1,104 @@
+"""Splitting a sample over ranks changes nothing but rounding; what cannot be split is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from engine.context_parallel import (
+    MODELS,
+    check_model,
+    check_tokens,
+    require_cuda,
+    splits_text,
+)
+from jobs.errors import UserError
+from tests.support.engine import start_ranks
+from tests.support.ranks.context_parallel import CASES, Case, work
+
+EXACT = 1e-5  # relative; fp32 rounding
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the ranks found, by case."""
+    root = tmp_path_factory.mktemp("context")
+    for ranks in (2, 4):
+        start_ranks(work, ranks, f"{root}/meeting-{ranks}", root / "results.json").join()
+    found: dict[str, dict[str, Any]] = json.loads((root / "results.json").read_text())
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.ranks} ranks, {case.name}")
+def test_a_split_step_is_that_of_one_process(
+    results: dict[str, dict[str, Any]], case: Case
+) -> None:
+    found = results[case.name]
+    assert found["compared"] >= 20
+    if case.autocast:
+        # Queries and keys are rounded once more than autocast alone would.
+        assert found["output"] < 0.02
+        assert found["gradient"] < 0.05
+        return
+    assert found["output"] < EXACT
+    if case.factor is None:
+        assert found["gradient"] < EXACT, found["worst"]
+    else:
+        # All of them too small, by the same factor: what the loss is multiplied for.
+        off = 1 - case.factor / case.context
+        assert found["mildest"] == pytest.approx(off, rel=EXACT)
+        assert found["gradient"] == pytest.approx(off, rel=EXACT)
+
+
+@pytest.mark.e2e
+def test_sampling_in_a_split_model_draws_the_same_picture(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    assert results["sampling"]["output"] < EXACT
+
+
+def test_every_model_named_has_a_plan() -> None:
+    for name in MODELS:
+        assert getattr(diffusers, name)._cp_plan
+
+
+def test_which_models_split_text() -> None:
+    split = {name: splits_text(getattr(diffusers, name)) for name in MODELS}
+    assert split.pop("WanTransformer3DModel") is False
+    assert all(split.values())
+
+
+def test_models_without_a_plan_are_refused_by_name_and_others_named() -> None:
+    with pytest.raises(UserError) as caught:
+        check_model("SD3Transformer2DModel", heads=24, ulysses=2)
+    assert "SD3Transformer2DModel" in str(caught.value)
+    assert "FluxTransformer2DModel, Flux2Transformer2DModel" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("heads", "divisors"), [(24, {1, 2, 3, 4, 6, 8, 12, 24}), (40, {1, 2, 4, 5, 8, 10, 20, 40})]
+)
+def test_only_heads_that_divide_pass(heads: int, divisors: set[int]) -> None:
+    for ulysses in range(1, heads + 1):
+        if ulysses in divisors:
+            check_model("FluxTransformer2DModel", heads, ulysses)
+        else:
+            with pytest.raises(UserError, match=f"{ulysses} does not divide the {heads} attention"):
+                check_model("FluxTransformer2DModel", heads, ulysses)
+
+
+def test_tokens_that_do_not_divide_are_refused() -> None:
+    check_tokens(512, 2, "max_sequence_length")
+    with pytest.raises(UserError, match="2 does not divide the 255 tokens of pictures"):
+        check_tokens(255, 2, "pictures of 240x272")
+
+
+def test_devices_other_than_cuda_are_refused() -> None:
+    require_cuda(torch.device("cuda", 1))
+    with pytest.raises(UserError, match="Context parallelism runs on CUDA GPUs only"):
+        require_cuda(torch.device("cpu"))

@@ -1,0 +1,160 @@
+"""What the loader has where: steps in memory, the next micro-batch pinned, one on the device."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from engine import families
+from engine.data.loader import Loader
+from engine.data.plan import Draw
+from engine.draws import sample_generators
+from engine.objective import Drawn
+from engine.world import World
+from jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE = 30.0  # seconds
+
+
+class Data:
+    """Stands for `Prepared`: a sample's latents are its number, and so is its caption."""
+
+    def __init__(self, *, resident: bool = False) -> None:
+        self.plan: Any = self
+        self.texts: Any = self
+        self.ahead = not resident
+        self.read: list[int] = []
+        self.encodings: list[str] = []
+
+    def draws(self, step: int) -> tuple[Draw, ...]:
+        return tuple(Draw(sample=6 * step + place, turn=0) for place in range(6))
+
+    def latents_of(self, draw: Draw) -> torch.Tensor:
+        self.read.append(draw.sample)
+        return torch.full((1, 2, 2), float(draw.sample))
+
+    def draw(self, latents: torch.Tensor, generators: list[torch.Generator]) -> Drawn:
+        """The objective's: what it gives depends on the generators alone."""
+        draws = torch.stack([torch.rand(3, generator=one) for one in generators])
+        return Drawn(draws[:, 0], draws[:, 1:])
+
+    def caption_of(self, draw: Draw) -> str:
+        return str(draw.sample)
+
+    def encoded(self, text: str) -> dict[str, torch.Tensor]:
+        self.encodings.append(text)
+        return {"embeds": torch.tensor([float(text)])}
+
+
+def loader(data: Any) -> Loader:
+    spec = JobSpec(
+        train_batch_size=2, gradient_accumulation_steps=3, max_train_steps=4, prefetch_steps=1,
+        caption_dropout_probability=0.0,
+    )  # fmt: skip
+    world = World(0, 1, torch.device("cpu"), "single", "t")
+    return Loader(spec, data, world, families.load("flux"), data)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_every_micro_batch_of_every_step_in_order() -> None:
+    at = loader(Data())
+    for step in range(4):
+        batches = list(at.step(step))
+        assert [batch.positions for batch in batches] == [range(2), range(2, 4), range(4, 6)]
+        numbers = torch.arange(6.0).view(3, 2) + 6 * step
+        assert torch.equal(torch.stack([b.latents[:, 0, 0, 0] for b in batches]), numbers)
+        assert torch.equal(torch.stack([b.condition["embeds"][:, 0] for b in batches]), numbers)
+    at.close()
+
+
+def test_draws_are_those_of_the_step_and_the_place_of_the_sample() -> None:
+    data = Data()
+    at = loader(data)
+    for step in range(2):
+        for batch in at.step(step):
+            expected = data.draw(batch.latents, sample_generators(42, step, batch.positions))
+            assert torch.equal(batch.drawn.level, expected.level)
+            assert torch.equal(batch.drawn.noise, expected.noise)
+    at.close()
+
+
+def test_what_depends_on_the_values_of_texts_is_done_before_they_leave_the_host() -> None:
+    at = loader(Data())
+    family: Any = at._family
+    family.arrange = lambda condition: {"arranged": -condition["embeds"]}
+    assert [set(batch.condition) for batch in at.step(0)] == [{"arranged"}] * 3
+    at.close()
+
+
+def test_a_micro_batch_takes_room_only_when_it_is_asked_for() -> None:
+    data = Data(resident=True)  # its encoders say when: they encode what goes to the device
+    at = loader(data)
+    batches = at.step(0)
+    next(batches)
+    assert data.encodings == ["0", "1"]
+    next(batches)
+    assert data.encodings == ["0", "1", "2", "3"]
+    at.close()
+
+
+def test_the_next_step_is_read_while_this_one_is_computed() -> None:
+    data = Data()
+    at = loader(data)
+    next(at.step(0))
+    until(lambda: sorted(data.read) == list(range(12)))
+    at.close()
+
+
+def test_what_cannot_be_read_is_said_by_the_step_that_needs_it() -> None:
+    class Broken(Data):
+        def latents_of(self, draw: Draw) -> torch.Tensor:
+            if draw.sample == 8:
+                raise RuntimeError("sample 8 is damaged")
+            return super().latents_of(draw)
+
+    at = loader(Broken())
+    assert len(list(at.step(0))) == 3
+    with pytest.raises(RuntimeError, match="sample 8"):
+        next(at.step(1))
+    at.close()
+
+
+def test_it_closes_in_the_middle_of_a_step() -> None:
+    at = loader(Data())
+    next(at.step(0))
+    at.close()
+
+
+def test_only_the_next_micro_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    shapes: set[int] = set()
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.add(tensor.dim())
+        if tensor.dim() == 4:
+            pinned.append(int(tensor.flatten()[0]))
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    at = loader(Data())
+    at._pins = True  # as on a GPU
+    seen = []
+    for step in range(4):
+        for batch in at.step(step):
+            seen.append(int(batch.latents.flatten()[0]))
+            assert len(pinned) <= len(seen) + 1
+    at.close()
+    assert pinned == seen == list(range(0, 24, 2))
+    assert shapes == {1, 2, 4}, "levels, noise and texts too: copies from elsewhere wait"

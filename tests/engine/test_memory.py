@@ -1,0 +1,351 @@
+"""Predicted memory: the echo against all blocks, the arithmetic against torch's own FSDP2."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+
+from engine.memory import estimator as estimator_module
+from engine.memory.__main__ import serve
+from engine.memory.estimator import Estimator
+from engine.memory.live import Live, rounded
+from engine.memory.optimizers import Trained, state_bytes, temporary_bytes
+from engine.memory.overheads import Overheads
+from engine.memory.predict import predict
+from engine.memory.report import PHASES, Parts, Phase, Prediction
+from engine.memory.shape import Shape, shape_of
+from engine.memory.timeline import Mark, Recorder
+from engine.memory.trace import Trace, trace_model
+from engine.optim import build_optimizer
+from jobs.errors import UserError
+from jobs.memory.predicted import Predicted
+from jobs.specfile import load_spec
+from tests.support.engine import toy_values
+from tests.support.memory import peaks_of, reference, small_toy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.spec import JobSpec
+
+FULL: Final = {"model_type": "full"}
+BF16: Final = {"mixed_precision": "bf16"}
+
+
+def spec_of(toy: Path, **changes: Any) -> JobSpec:
+    """A job for GPUs, on the toy."""
+    values = {"device": "auto", "resolution": 128, "train_batch_size": 2} | changes
+    return load_spec(None, toy_values(toy, **{"num_processes": 2, **values}))
+
+
+def shape(spec: JobSpec, *, sharded: bool = True) -> Shape:
+    found = shape_of(spec, sharded=sharded)
+    assert found is not None
+    return found
+
+
+def phases_of(trace: Trace) -> dict[str, int]:
+    recorder = Recorder(Live())
+    recorder.entries = list(trace.timeline)
+    return peaks_of(recorder, 0)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_toy(tmp_path_factory.mktemp("few-blocks"))
+
+
+# -- the trace -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "sharded"),
+    [
+        ("lora", False, True),
+        pytest.param(*("lora", True, False), marks=pytest.mark.slow),
+        pytest.param(*("full", False, False), marks=pytest.mark.slow),
+        pytest.param(*("full", True, False), marks=pytest.mark.slow),
+        ("full", True, True),
+    ],
+)
+def test_an_echo_takes_what_its_block_does(
+    toy: Path, kind: str, checkpointing: bool, sharded: bool
+) -> None:
+    spec = spec_of(toy, model_type=kind, gradient_checkpointing=checkpointing, **BF16)
+    one = trace_model(shape(spec, sharded=sharded))
+    every = trace_model(shape(spec, sharded=sharded), echo=False)
+    assert phases_of(one) == pytest.approx(phases_of(every), rel=0.01)
+    ends = [[e for e in t.timeline if not isinstance(e, Mark)][-1] for t in (one, every)]
+    assert ends[0].gradients == ends[1].gradients
+    assert {end.activations for end in ends} == {0}, "all that was kept is freed"
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Path) -> None:
+    kinds = {
+        "full": {"gradient_checkpointing": True},
+        "selective": {
+            "gradient_checkpointing": True, "gradient_checkpointing_policy": "selective",
+        },
+        "none": {},
+    }  # fmt: skip
+    forward = [
+        phases_of(trace_model(shape(spec_of(toy, **FULL, **changes))))["forward"]
+        for changes in kinds.values()
+    ]
+    assert forward == sorted(forward)
+    assert len(set(forward)) == 3
+
+
+# -- the arithmetic ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"lora_placement": "sharded"}, marks=pytest.mark.slow),
+        {"gradient_checkpointing": True},
+        FULL,
+        FULL | BF16 | {"gradient_checkpointing": True},
+        pytest.param(FULL | BF16 | {"fsdp_reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param(
+            FULL | BF16 | {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            FULL | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 50_000},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(FULL | {"fsdp_auto_wrap_policy": "NO_WRAP"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())) or "lora",
+)
+def test_units_take_what_fsdp2_takes(toy: Path, changes: dict[str, Any]) -> None:
+    """Torch's own `fully_shard`, among fake ranks, on all blocks of the model."""
+    spec = spec_of(toy, strategy="fsdp2", **changes)
+    trace = trace_model(shape(spec))
+    for ranks in (2, 64):
+        expected = reference(shape(spec), spec, ranks)
+        found = predict(trace, spec, ranks, "fsdp2")
+        for name in ("forward", "backward"):
+            phase = found.phase(name)
+            assert phase is not None
+            without_state = phase.peak - phase.parts.optimizer
+            assert without_state == pytest.approx(expected[name], rel=0.01), (ranks, phase)
+
+
+OPTIMIZERS: Final = ("adamw", "sgd", "lion", "prodigy", "adafactor", "adamw_8bit")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_takes_what_the_real_one_does(toy: Path, name: str) -> None:
+    spec = spec_of(toy, optimizer=name, weight_decay=0.01, device="cpu")
+    shapes = [(512, 256), (300,), (64, 64), (1024, 512), (7,)]
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in shapes]
+    with Live() as live:
+        for parameter in parameters:
+            live.ignore(parameter)
+        optimizer = build_optimizer(spec, parameters, torch.device("cpu"))
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            before = live.activations
+            live.reset()
+            optimizer.step()
+        gradients = sum(rounded(4 * p.numel()) for p in parameters)
+        state = live.activations - gradients
+    trained = [Trained(p.numel(), tuple(p.shape)) for p in parameters]
+    # Sums and steps that a library keeps as tensors on the way: some blocks each.
+    slack = 512 * 4 * len(shapes)
+    assert state_bytes(spec, trained) == pytest.approx(state, abs=slack)
+    expected = temporary_bytes(spec, trained, on_cuda=False)
+    assert live.most - before == pytest.approx(expected, abs=slack, rel=0.15)
+
+
+def test_an_optimizer_that_reduces_over_whole_tensors_is_refused(toy: Path) -> None:
+    spec = spec_of(toy, **FULL)
+    trace = trace_model(shape(spec))
+    refused = spec.model_copy(update={"optimizer": "adafactor"})
+    with pytest.raises(UserError, match="adafactor cannot train sharded parameters"):
+        predict(trace, refused, 2, "fsdp2")
+
+
+# -- what changes do -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    return Estimator()
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "least", "most"),
+    [
+        # Times what it was; where not a matter of counting, between what would be odd.
+        ({"gradient_checkpointing": True}, "activations", 0.2, 0.6),
+        ({"train_batch_size": 4}, "activations", 1.95, 2.0),
+        ({"resolution": 256}, "activations", 3.0, 4.0),  # four times the pixels, the same texts
+        ({"optimizer": "lion"}, "optimizer", 0.48, 0.5),  # one moment of two
+        ({"use_ema": True}, "optimizer", 1.48, 1.5),
+        ({"fsdp_cpu_offload": True}, "parameters", 0.0, 0.0),
+        ({"fsdp_reshard_after_forward": False}, "gathered", 1.1, 1.3),
+        ({"strategy": "ddp"}, "gathered", 0.0, 0.0),
+        ({"strategy": "ddp"}, "parameters", 1.98, 2.0),
+        ({"num_processes": 4}, "parameters", 0.5, 0.51),
+        ({"gradient_accumulation_steps": 2}, "gradients", 1.3, 1.5),
+    ],
+    ids=lambda value: str(value),
+)
+def test_each_option_changes_its_part(
+    estimator: Estimator, toy: Path, changes: dict[str, Any], part: str, least: float, most: float
+) -> None:
+    base = FULL | BF16 | {"strategy": "fsdp2"}
+
+    def needed(values: dict[str, Any]) -> int:
+        """The most of this part within a step."""
+        phases = estimator.estimate(spec_of(toy, **values)).phases
+        step = [p for p in phases if p.name in ("forward", "backward", "optimizer")]
+        return max(getattr(phase.parts, part) for phase in step)
+
+    assert least <= needed({**base, **changes}) / needed(base) <= most
+
+
+def test_what_is_arithmetic_is_not_traced_again(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Shape] = []
+
+    def trace(shape: Shape) -> Trace:
+        traced.append(shape)
+        return trace_model(shape)
+
+    monkeypatch.setattr(estimator_module, "trace_model", trace)
+    estimator = Estimator()
+    for ranks in (2, 8, 1024):
+        for changes in ({}, {"optimizer": "lion"}, {"use_ema": True},
+                        {"fsdp_reshard_after_forward": False}, {"fsdp_cpu_offload": True},
+                        {"gradient_accumulation_steps": 4}):  # fmt: skip
+            estimator.estimate(spec_of(toy, strategy="fsdp2", **FULL, **changes), ranks)
+    assert len(traced) == 1
+
+
+def test_more_than_two_micro_batches_are_like_two(estimator: Estimator, toy: Path) -> None:
+    peaks = [
+        estimator.estimate(
+            spec_of(toy, strategy="fsdp2", gradient_accumulation_steps=count, **FULL, **BF16)
+        ).peak
+        for count in (1, 2, 3, 50)
+    ]
+    assert peaks[0] < peaks[1] == peaks[2] == peaks[3]
+
+
+def test_offload_moves_shards_and_state_to_the_host(estimator: Estimator, toy: Path) -> None:
+    spec = spec_of(toy, strategy="fsdp2", **FULL, **BF16)
+    there = estimator.estimate(spec)
+    gone = estimator.estimate(spec.model_copy(update={"fsdp_cpu_offload": True}))
+    moved = gone.host["offloaded_weights"] + gone.host["offloaded_optimizer"]
+    backward, before = gone.phase("backward"), there.phase("backward")
+    assert backward is not None
+    assert before is not None
+    held = before.parts.parameters + before.parts.optimizer
+    assert held - backward.parts.parameters - backward.parts.optimizer == moved
+
+
+def test_gradients_are_offloaded_into_powers_of_two(estimator: Estimator, toy: Path) -> None:
+    """Torch pins memory so; the weights' own memory is exact."""
+    spec = spec_of(toy, strategy="fsdp2", fsdp_cpu_offload=True, **FULL, **BF16)
+    host = estimator.estimate(spec).host
+    assert host["offloaded_weights"] < host["offloaded_gradients"]
+    assert host["offloaded_gradients"] < 2 * host["offloaded_weights"]
+
+
+@pytest.mark.slow
+def test_samples_and_caches_are_predicted_where_the_model_is_here(
+    estimator: Estimator, toy: Path
+) -> None:
+    found = estimator.estimate(spec_of(toy, validation_prompts=["a red circle"]))
+    assert [phase.name for phase in found.phases] == list(PHASES)
+    assert all(phase.peak > 0 for phase in found.phases)
+
+
+# -- what is answered ----------------------------------------------------------------------
+
+
+def test_a_prediction_comes_back_from_json() -> None:
+    phases = (Phase("forward", Parts(1, 2, 3, 4, 5, 6)), Phase("backward", Parts(7), "so"))
+    one = Prediction(
+        "Model", 10, 5, "fsdp2", 8, {"resolution": 64}, phases, (21, 30), {"nccl": 2},
+        {"rank": 9}, {"checkpoint": 3}, ("a note",),
+    )  # fmt: skip
+    read = Predicted.of(json.loads(json.dumps(one.to_dict())))
+    assert read.values == one.to_dict()
+    assert [(p.name, p.peak, p.parts, p.note) for p in read.phases] == [
+        (p.name, p.peak, asdict(p.parts), p.note) for p in phases
+    ]
+    for name in ("strategy", "ranks", "reserved", "device", "overheads", "host", "disk", "notes"):
+        assert getattr(read, name) == getattr(one, name), name
+    assert (read.peak, read.largest.name) == (one.peak, one.largest.name)
+    assert one.peak == 21
+    assert one.device == (23, 32)
+    assert one.largest.name == "forward"
+
+
+@pytest.mark.parametrize("damage", [{"schema": 0}, {"phases": [{}]}, {"reserved": 3}])
+def test_a_damaged_prediction_is_told(damage: dict[str, Any]) -> None:
+    one = Prediction("M", 1, 1, "single", 1, {}, (Phase("load", Parts(1)),), (1, 1)).to_dict()
+    with pytest.raises(ValueError, match="prediction"):
+        Predicted.of(one | damage)
+
+
+def test_reserved_is_a_band_above_allocated() -> None:
+    overheads = Overheads()
+    low, high = overheads.reserved(10**10)
+    assert 10**10 < low < high
+    assert not low % overheads.segment
+    assert "nccl" not in overheads.beside(0)
+    assert overheads.beside(2)["nccl"] > overheads.beside(1)["nccl"]
+
+
+def test_the_server_answers_each_request_and_survives_bad_ones(toy: Path) -> None:
+    job = toy_values(toy, num_processes=2)
+    requests = [
+        "not json",
+        json.dumps(["a list"]),
+        json.dumps({"id": 1, "job": job | {"no_such_key": 1}}),
+        json.dumps({"id": 2, "job": job | {"pretrained_model_name_or_path": "no/such-model"}}),
+        json.dumps({"id": 3, "job": job, "ranks": [2, 4], "strategies": ["ddp", "fsdp2"],
+                    "changes": [{}, {"optimizer": "no such"}]}),
+    ]  # fmt: skip
+    answers = io.StringIO()
+    serve(io.StringIO("\n".join(requests) + "\n"), answers)
+    found = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert [one["id"] for one in found] == [None, None, 1, 2, 3]
+    assert all("error" in one for one in found[:3])
+    assert "no/such-model" in found[3]["failed"][0]["error"]
+    last = found[4]
+    assert [(p["strategy"], p["ranks"]) for p in last["predictions"]] == [
+        ("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 4),
+    ]  # fmt: skip
+    assert len(last["failed"]) == 4
+    for one in last["predictions"]:
+        Predicted.of(one)
+
+
+@pytest.mark.slow
+def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
+    """The config comes with us; two layers of it are enough to see that it is understood."""
+    spec = load_spec(
+        None,
+        {"name": "t", "model_family": "sd3", "dataset": "/tmp", "resolution": 256,
+         "pretrained_model_name_or_path": "stabilityai/stable-diffusion-3.5-medium"},
+    )  # fmt: skip
+    whole = shape(spec)
+    config = whole.config | {"num_layers": 2, "dual_attention_layers": [0]}
+    trace = trace_model(replace(whole, config=config))
+    assert trace.model == "SD3Transformer2DModel"
+    assert predict(trace, spec, 8, "fsdp2").peak > 0

@@ -1,0 +1,130 @@
+"""Predicted memory against reality: live tensors counted in the real engine, on real ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from engine.memory.estimator import Estimator
+from jobs.memory.predicted import MEASURED_AS
+from jobs.specfile import load_spec
+from tests.support.engine import start_ranks, toy_values
+from tests.support.memory import small_toy
+from tests.support.ranks import memory as memory_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+TOLERANCE: Final = 0.03
+
+SHARDED: Final = {"strategy": "fsdp2"}
+FULL: Final = {"model_type": "full"}
+ON_TWO: Final[dict[str, dict[str, Any]]] = {
+    "lora": SHARDED,
+    "lora sharded": SHARDED | {"lora_placement": "sharded"},
+    "lora ddp": {"strategy": "ddp"},
+    "full": SHARDED | FULL,
+    "full ddp": FULL | {"strategy": "ddp"},
+    "full checkpointed": SHARDED | FULL | {"gradient_checkpointing": True},
+    "full bf16": SHARDED | FULL | {"mixed_precision": "bf16"},
+    "full bf16 ddp checkpointed": FULL
+    | {"strategy": "ddp", "mixed_precision": "bf16", "gradient_checkpointing": True},
+    "full bf16 accumulated": SHARDED
+    | FULL
+    | {"mixed_precision": "bf16", "gradient_accumulation_steps": 3},
+    "full accumulated": SHARDED | FULL | {"gradient_accumulation_steps": 2},
+    "lora sharded, accumulated": SHARDED
+    | {"lora_placement": "sharded", "gradient_accumulation_steps": 2},
+    "full kept": SHARDED | FULL | {"fsdp_reshard_after_forward": False},
+    "full prefetched": SHARDED | FULL | {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2},
+    "full averaged, lion": SHARDED | FULL | {"use_ema": True, "optimizer": "lion"},
+}
+HSDP: Final = {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2}
+ON_FOUR: Final[dict[str, dict[str, Any]]] = {
+    "hsdp lora": HSDP,
+    "hsdp full": HSDP | FULL,
+    "hsdp full accumulated": HSDP | FULL | {"gradient_accumulation_steps": 3},
+}
+# From loading to saving, with caches of their own. What is copied behind training's back goes to
+# host memory.
+WHOLE: Final = {
+    "checkpointing_async": False, "checkpointing_steps": 3, "validation_steps": 3,
+    "validation_num_inference_steps": 1,
+    "validation_prompts": ["a red circle", "a blue square", "a dot", "a line"],
+}  # fmt: skip
+RUNS: Final[dict[str, dict[str, Any]]] = {
+    "run of lora": SHARDED | WHOLE,
+    "run of lora ddp": {"strategy": "ddp"} | WHOLE,
+    "run of lora, shared encoders": SHARDED | WHOLE | {"shard_text_encoders": True},
+    "run of full": SHARDED | FULL | WHOLE,
+    "run of full, whole files": SHARDED
+    | FULL
+    | WHOLE
+    | {"fsdp_state_dict_type": "FULL_STATE_DICT", "use_ema": True},
+}
+HSDP_RUNS: Final = {"run of hsdp full": HSDP | FULL | WHOLE}
+
+
+STEPS: Final = ("forward", "backward", "optimizer")
+# Ranks share the work of these, and one may find nothing left to do.
+SHARED: Final = ("text_cache", "latent_cache")
+CASES: Final = ON_TWO | ON_FOUR | RUNS | HSDP_RUNS
+
+
+def values_of(case: str, toy: Path, cache: Path) -> dict[str, Any]:
+    usual: dict[str, Any] = {
+        "num_processes": 2, "train_batch_size": 2, "max_train_steps": 5, "resolution": 64,
+        "cache_dir": str(cache / case if case.startswith("run") else cache),
+    }  # fmt: skip
+    return toy_values(toy, **usual | CASES[case])
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With text encoders of such a width that their weights are more than what they compute."""
+    return small_toy(tmp_path_factory.mktemp("few-blocks"), clip_dim=256, t5_dim=256)
+
+
+@pytest.fixture(scope="module")
+def counted(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
+    """Case → of each rank, phase → bytes."""
+    folder = tmp_path_factory.mktemp("counted")
+    return count(2, ON_TWO | RUNS, toy, folder) | count(4, ON_FOUR | HSDP_RUNS, toy, folder)
+
+
+def count(
+    ranks: int, cases: Collection[str], toy: Path, folder: Path
+) -> dict[str, list[dict[str, int]]]:
+    values = {case: values_of(case, toy, folder / "cache") for case in cases}
+    (own := folder / str(ranks)).mkdir()
+    start_ranks(memory_ranks.train, ranks, values, str(own)).join()
+    found = [json.loads((own / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {case: [rank[case] for rank in found] for case in cases}
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    return Estimator()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_phase_takes_what_was_predicted(
+    counted: dict[str, list[dict[str, int]]],
+    estimator: Estimator,
+    toy: Path,
+    tmp_path: Path,
+    case: str,
+) -> None:
+    spec = load_spec(None, values_of(case, toy, tmp_path))
+    predicted = estimator.estimate(spec)
+    names = MEASURED_AS if case in RUNS | HSDP_RUNS else STEPS
+    for name in names:
+        phase = predicted.phase(name)
+        assert phase is not None
+        measured = MEASURED_AS[name]
+        found = [rank[measured] for rank in counted[case] if measured in rank]
+        real = max(found) if name in SHARED else min(found)
+        assert phase.peak == pytest.approx(real, rel=TOLERANCE), (name, phase.parts, real)

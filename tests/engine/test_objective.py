@@ -1,0 +1,200 @@
+"""What the model is asked, and how its answers are judged: against formulas and diffusers."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import DDPMScheduler
+from diffusers.training_utils import compute_snr
+
+from engine.denoising import Denoising
+from engine.draws import drops_caption, sample_generators
+from engine.flow import Flow
+from engine.objective import Problem, build_objective, loss_of
+from jobs.errors import UserError
+from jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LATENTS = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+
+
+def flow(shift: float = 1.0, **values: Any) -> Flow:
+    return Flow(JobSpec(**values), lambda height, width, frames: shift)
+
+
+def problem_of_draw(objective: Any, latents: torch.Tensor, generators: Any) -> Problem:
+    problem: Problem = objective.problem(latents, objective.draw(latents, generators))
+    return problem
+
+
+def many_sigmas(objective: Flow) -> torch.Tensor:
+    return objective.draw(torch.zeros(4096, 1, 1, 1), sample_generators(0, 0, range(4096))).level
+
+
+def test_draws_do_not_depend_on_who_draws() -> None:
+    whole = flow().draw(LATENTS, sample_generators(5, 7, range(4)))
+    halves = [
+        flow().draw(LATENTS[i : i + 2], sample_generators(5, 7, range(i, i + 2))) for i in (0, 2)
+    ]
+    assert torch.equal(whole.noise, torch.cat([half.noise for half in halves]))
+    assert torch.equal(whole.level, torch.cat([half.level for half in halves]))
+    later = flow().draw(LATENTS, sample_generators(5, 8, range(4)))
+    assert not torch.equal(whole.level, later.level)
+
+
+def test_flow_targets_lie_on_the_line_from_data_to_noise() -> None:
+    objective = flow(timestep_sampling="uniform")
+    problem = problem_of_draw(objective, LATENTS, sample_generators(0, 0, range(4)))
+    sigma = problem.level.view(-1, 1, 1, 1)
+    assert torch.allclose(problem.noisy - sigma * problem.target, LATENTS, atol=1e-6)
+
+
+def test_uniform_sigma_is_uniform() -> None:
+    sigma = many_sigmas(flow(timestep_sampling="uniform")).sort().values
+    expected = torch.linspace(0, 1, len(sigma))
+    assert (sigma - expected).abs().max() < 0.03
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (-0.5, 0.7)])
+def test_logit_normal_sigma_has_the_asked_moments(mean: float, std: float) -> None:
+    logits = torch.logit(many_sigmas(flow(logit_mean=mean, logit_std=std)))
+    assert logits.mean().item() == pytest.approx(mean, abs=0.05)
+    assert logits.std().item() == pytest.approx(std, rel=0.05)
+
+
+def test_shift_is_the_familys_unless_the_job_names_one() -> None:
+    plain = many_sigmas(flow())
+    for objective in (
+        flow(3.0, timestep_sampling="shift"),
+        flow(1.0, timestep_sampling="shift", flow_shift=3.0),
+    ):
+        assert torch.allclose(many_sigmas(objective), 3 * plain / (1 + 2 * plain))
+
+
+def schedule(prediction: str) -> DDPMScheduler:
+    return DDPMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
+        prediction_type=prediction,
+    )  # fmt: skip
+
+
+def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
+    with pytest.raises(UserError, match="prediction_type: sample"):
+        Denoising(schedule("sample"), None)
+
+
+def family_of(objective: str) -> Any:
+    return SimpleNamespace(
+        facts=SimpleNamespace(objective=objective),
+        shift_of=lambda height, width, frames: 2.5,
+        sigma_range=lambda: (0.1, 0.9),
+    )
+
+
+def test_a_family_of_flows_is_trained_on_its_own_shift_and_sigmas(tmp_path: Path) -> None:
+    objective = build_objective(JobSpec(), family_of("flow"), tmp_path)
+    assert isinstance(objective, Flow)
+    assert objective.sigmas == (0.1, 0.9)
+    assert objective.shift_for(LATENTS) == 2.5
+
+
+def test_a_model_is_trained_on_the_noise_schedule_in_its_directory(tmp_path: Path) -> None:
+    schedule("v_prediction").save_pretrained(tmp_path / "scheduler")
+    objective = build_objective(JobSpec(snr_gamma=5.0), family_of("denoise"), tmp_path)
+    assert isinstance(objective, Denoising)
+    assert torch.equal(objective.scheduler.alphas_cumprod, schedule("epsilon").alphas_cumprod)
+    assert objective.scheduler.config.prediction_type == "v_prediction"
+    assert objective.snr_gamma == 5.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler"),
+     ({}, "none"), (None, "none")],
+)  # fmt: skip
+def test_a_foreign_noise_schedule_is_refused(
+    tmp_path: Path, settings: dict[str, Any] | None, named: str
+) -> None:
+    """DDPM's own betas would be taken without a word."""
+    if settings is not None:
+        (tmp_path / "scheduler").mkdir()
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"the model's scheduler \({named}\) has another noise"):
+        build_objective(JobSpec(), family_of("denoise"), tmp_path)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_noise_can_be_told_from_what_denoising_asks_for(prediction: Any) -> None:
+    scheduler = schedule(prediction)
+    objective = Denoising(scheduler, None)
+    problem = problem_of_draw(objective, LATENTS, sample_generators(1, 2, range(4)))
+    alpha = scheduler.alphas_cumprod[problem.level].sqrt().view(-1, 1, 1, 1)
+    sigma = (1 - alpha**2).sqrt()
+    noise = (problem.noisy - alpha * LATENTS) / sigma
+    expected = noise if prediction == "epsilon" else alpha * noise - sigma * LATENTS
+    assert torch.allclose(problem.target, expected, atol=1e-4)
+    assert problem.weight is None
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_min_snr_weights(prediction: Any) -> None:
+    scheduler = schedule(prediction)
+    objective = Denoising(scheduler, snr_gamma=5.0)
+    latents = torch.zeros(64, 1, 1, 1)
+    problem = problem_of_draw(objective, latents, sample_generators(0, 0, range(64)))
+    snr = compute_snr(scheduler, problem.level)
+    expected = snr.clamp(max=5.0) / (snr if prediction == "epsilon" else snr + 1)
+    assert problem.weight is not None
+    assert torch.allclose(problem.weight, expected, rtol=1e-4)
+    assert problem.weight.min() < problem.weight.max()
+
+
+def test_a_step_without_any_signal_has_a_finite_weight() -> None:
+    for prediction, expected in (("epsilon", 1.0), ("v_prediction", 0.0)):
+        scheduler = DDPMScheduler(rescale_betas_zero_snr=True, prediction_type=prediction)
+        objective = Denoising(scheduler, snr_gamma=5.0)
+        weight = objective._weight(torch.tensor([999]))
+        assert weight is not None
+        assert weight.item() == pytest.approx(expected, abs=1e-6)
+
+
+def problem_of(target: torch.Tensor, weight: torch.Tensor | None = None) -> Problem:
+    return Problem(target, torch.zeros(len(target)), target, weight)
+
+
+def test_losses_by_hand() -> None:
+    prediction = torch.tensor([[0.1, 3.0], [0.0, -1.0]]).view(2, 1, 1, 2)
+    problem = problem_of(torch.zeros(2, 1, 1, 2))
+    mse = (0.01 + 9 + 0 + 1) / 4
+    assert loss_of(prediction, problem, JobSpec()).item() == pytest.approx(mse)
+    huber = 2 * (0.5 * 0.01 + 0.5 * (3 - 0.25) + 0 + 0.5 * (1 - 0.25)) / 4
+    spec = JobSpec(loss_type="huber", huber_c=0.5)
+    assert loss_of(prediction, problem, spec).item() == pytest.approx(huber)
+    smooth = (0.5 * 0.01 / 0.5 + (3 - 0.25) + 0 + (1 - 0.25)) / 4
+    spec = JobSpec(loss_type="smooth_l1", huber_c=0.5)
+    assert loss_of(prediction, problem, spec).item() == pytest.approx(smooth)
+
+
+def test_a_weight_belongs_to_a_sample() -> None:
+    prediction = torch.tensor([[1.0, 1.0], [2.0, 2.0]]).view(2, 1, 1, 2)
+    problem = problem_of(torch.zeros(2, 1, 1, 2), torch.tensor([0.5, 0.25]))
+    assert loss_of(prediction, problem, JobSpec()).item() == pytest.approx((0.5 + 1.0) / 2)
+
+
+def test_the_loss_is_computed_in_fp32() -> None:
+    prediction = torch.full((1, 1, 1, 1), 300.0, dtype=torch.bfloat16)
+    assert loss_of(prediction, problem_of(torch.zeros(1, 1, 1, 1)), JobSpec()).item() == 90000.0
+
+
+def test_captions_are_dropped_at_the_asked_rate_and_always_alike() -> None:
+    drops = [drops_caption(3, step, position, 0.2) for step in range(50) for position in range(20)]
+    assert sum(drops) / len(drops) == pytest.approx(0.2, abs=0.04)
+    assert drops == [drops_caption(3, s, p, 0.2) for s in range(50) for p in range(20)]
+    assert not any(drops_caption(3, 0, position, 0.0) for position in range(20))
+    assert all(drops_caption(3, 0, position, 1.0) for position in range(20))

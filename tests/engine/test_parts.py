@@ -1,0 +1,249 @@
+"""The small parts of a step on one rank: average, peaks, loss scale, kernels, checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+from engine import checkpoint
+from engine.activation_checkpointing import checkpoint_activations
+from engine.backends import choose_attention, choose_backends, compile_blocks
+from engine.ema import Ema
+from engine.mesh import build_mesh
+from engine.peaks import Peaks
+from engine.run import start_training
+from engine.world import World
+from jobs.errors import UserError
+from jobs.rundir import RunDir
+from jobs.spec import JobSpec
+from tests.support.engine import Line, parameter, toy_spec
+from tests.support.engine import save_checkpoint as save
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from engine.training import Training
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
+
+
+# -- the moving average ------------------------------------------------------------------------
+
+
+def test_the_average_follows_by_its_decay() -> None:
+    weight = parameter(1.0, 2.0)
+    ema = Ema({"w": weight}, decay=0.5)
+    weight.data += 4.0
+    ema.update(step=100)
+    assert torch.allclose(ema.shadow["w"], torch.tensor([3.0, 4.0]))
+
+
+def test_the_decay_warms_up() -> None:
+    ema = Ema({}, decay=0.999)
+    assert ema.decay_at(1) == pytest.approx(2 / 11)
+    assert ema.decay_at(100_000) == 0.999
+    assert [ema.decay_at(n) for n in range(1, 50)] == sorted(ema.decay_at(n) for n in range(1, 50))
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_within_the_context_the_model_is_the_average_and_afterwards_itself(on_cpu: bool) -> None:
+    weight = parameter(1.0)
+    held = weight.data
+    ema = Ema({"w": weight}, decay=0.5, on_cpu=on_cpu)
+    weight.data += 1.0
+    with ema.in_place():
+        assert weight.item() == 1.0
+        assert weight.data.data_ptr() == held.data_ptr(), "whoever holds it still does"
+    assert weight.item() == 2.0
+    assert ema.shadow["w"].item() == 1.0
+
+
+def test_an_error_within_the_context_leaves_the_model_as_it_was() -> None:
+    weight = parameter(1.0)
+    ema = Ema({"w": weight}, decay=0.5)
+    weight.data += 1.0
+
+    def fail() -> None:
+        with ema.in_place():
+            raise RuntimeError("sampling failed")
+
+    with pytest.raises(RuntimeError, match="sampling failed"):
+        fail()
+    assert weight.item() == 2.0
+
+
+# -- peaks of memory ---------------------------------------------------------------------------
+
+
+def test_each_phase_has_a_peak_of_its_own() -> None:
+    peaks = Peaks(torch.device("cpu"))
+    with peaks.phase("large"):
+        held = torch.ones(30 << 20)  # 120 MiB
+        del held
+    with peaks.phase("small"):
+        pass
+    assert peaks.measure == "rss"
+    assert peaks.phases["large"] - peaks.phases["small"] > 100 << 20
+    with peaks.phase("large"):
+        pass
+    assert peaks.phases["large"] - peaks.phases["small"] > 100 << 20, "the largest run counts"
+
+
+# -- what a checkpoint holds beside weights ----------------------------------------------------
+
+
+def trained(toy: Path, **changes: Any) -> tuple[Training, JobSpec]:
+    spec = toy_spec(toy, use_ema=True, mixed_precision="fp16", **changes)
+    model = Line()
+    training = start_training(spec, model, ALONE)
+    for _ in range(2):
+        model(torch.ones(1)).square().sum().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.step += 1
+        assert training.ema is not None
+        training.ema.update(training.step)
+    assert training.scaler is not None
+    training.scaler.scale(torch.ones(()))
+    training.scaler.update(1024.0)
+    return training, spec
+
+
+def test_average_and_loss_scale_are_saved_and_restored(toy: Path, tmp_path: Path) -> None:
+    training, spec = trained(toy)
+    path = save(training, spec, RunDir(tmp_path))
+    resumed = start_training(spec, Line(), ALONE)
+    checkpoint.load(resumed, path, ALONE)
+    assert resumed.ema is not None
+    assert training.ema is not None
+    assert torch.equal(resumed.ema.shadow["weight"], training.ema.shadow["weight"])
+    assert resumed.ema.shadow["weight"].item() != resumed.trained()["weight"].item()
+    assert resumed.scaler is not None
+    assert resumed.scaler.get_scale() == 1024.0
+
+
+def test_an_average_wanted_only_now_begins_with_the_resumed_weights(
+    toy: Path, tmp_path: Path
+) -> None:
+    training, spec = trained(toy)
+    training.ema = None
+    path = save(training, spec, RunDir(tmp_path))
+    resumed = start_training(spec, Line(), ALONE)
+    checkpoint.load(resumed, path, ALONE)
+    assert resumed.ema is not None
+    assert resumed.ema.shadow["weight"].item() == training.trained()["weight"].item()
+
+
+# -- meshes --------------------------------------------------------------------------------------
+
+
+def test_a_strategy_that_shards_nothing_has_no_mesh() -> None:
+    for strategy in ("single", "ddp"):
+        assert build_mesh(JobSpec(), strategy, 4, "cpu") is None
+
+
+# -- kernels -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flux(toy: Path) -> FluxTransformer2DModel:
+    return FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer")
+
+
+@pytest.fixture
+def _switches() -> Iterator[None]:
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_switches")
+def test_switches_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    choose_backends(JobSpec(allow_tf32=False, deterministic=True))
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.are_deterministic_algorithms_enabled()
+    choose_backends(JobSpec())
+    assert torch.get_float32_matmul_precision() == "high"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_attention_uses_the_kernel_of_the_job(flux: FluxTransformer2DModel) -> None:
+    choose_attention(flux, JobSpec())
+    assert flux.transformer_blocks[0].attn.processor._attention_backend is None
+    choose_attention(flux, JobSpec(attention_backend="math"))
+    chosen = flux.transformer_blocks[0].attn.processor._attention_backend
+    assert chosen == "_native_math"
+
+
+def test_one_models_attention_is_not_everybodys(flux: FluxTransformer2DModel) -> None:
+    """Diffusers' own call sets the default of the process, which text encoders and VAE have."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    choose_attention(flux, JobSpec(attention_backend="math"))
+    assert registry.get_active_backend()[0] != "_native_math"
+
+
+def test_a_model_without_such_a_choice_is_refused() -> None:
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(sample_size=8, block_out_channels=(32,), down_block_types=("DownBlock2D",),
+                        up_block_types=("UpBlock2D",))  # fmt: skip
+    with pytest.raises(UserError, match="does not let its kernel be chosen"):
+        choose_attention(model, JobSpec(attention_backend="math"))
+    with pytest.raises(UserError, match="torch_compile"):
+        compile_blocks(model, JobSpec(torch_compile=True))
+
+
+def test_only_repeated_blocks_are_compiled(flux: FluxTransformer2DModel) -> None:
+    compile_blocks(flux, JobSpec())
+    assert flux.transformer_blocks[0]._compiled_call_impl is None
+    compile_blocks(flux, JobSpec(torch_compile=True, torch_compile_backend="eager"))
+    compiled = [m for m in flux.modules() if m._compiled_call_impl is not None]
+    assert compiled == [*flux.transformer_blocks, *flux.single_transformer_blocks]
+
+
+def saved_bytes(model: Any, values: dict[str, Any]) -> int:
+    """Bytes that autograd keeps between forward and backward, each storage once."""
+    from engine.families import load
+
+    family = load("flux")
+
+    draw = torch.Generator().manual_seed(0)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    if values:
+        checkpoint_activations(model, JobSpec(**values))
+    noisy = torch.randn(1, 16, 16, 16, generator=draw)
+    condition = {
+        "prompt_embeds": torch.randn(1, 16, model.config.joint_attention_dim, generator=draw),
+        "pooled_prompt_embeds": torch.randn(1, model.config.pooled_projection_dim, generator=draw),
+    }
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = family.predict(model, noisy, torch.tensor([0.5]), condition, 1.0)
+    out.sum().backward()
+    return sum(kept.values())
+
+
+def test_checkpointing_keeps_less_for_backward(flux: FluxTransformer2DModel) -> None:
+    everything = saved_bytes(flux, {})
+    full = saved_bytes(flux, {"gradient_checkpointing": True})
+    assert full < everything / 2
+
+
+def test_a_model_that_cannot_recompute_is_refused() -> None:
+    class Plain(torch.nn.Module):
+        _supports_gradient_checkpointing = False
+
+    with pytest.raises(UserError, match="Plain does not support it"):
+        checkpoint_activations(Plain(), JobSpec(gradient_checkpointing=True))

@@ -1,0 +1,171 @@
+"""A run that was stopped and resumed equals one that never stopped, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from jobs.checkpoints import list_checkpoints, read_state
+from jobs.eventlog import EventLog
+from jobs.rundir import RunDir
+from tests.support.engine import start_ranks, toy_values
+from tests.support.ranks.checkpoint import train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    Jobs = list[tuple[str, dict[str, Any], int | None]]
+
+STEPS: Final = 20
+HALF: Final = 10
+# A global batch of 4 on any number of ranks.
+BATCH: Final = {1: 4, 2: 2, 4: 1}
+
+
+class Folder:
+    """Runs, by name."""
+
+    def __init__(self, root: Path, toy: Path) -> None:
+        self.root = root
+        self.toy = toy
+
+    def values(self, ranks: int = 2, **changes: Any) -> dict[str, Any]:
+        return toy_values(
+            self.toy,
+            **{
+                "cache_dir": str(self.root / "cache"),
+                "num_processes": ranks,
+                "train_batch_size": BATCH[ranks],
+                "strategy": "fsdp2" if ranks > 1 else "single",
+                "max_train_steps": STEPS,
+                "lr_scheduler": "cosine",
+                "lr_warmup_steps": 3,
+                "caption_dropout_probability": 0.2,
+                "random_flip": True,
+                "use_ema": True,
+                "validation_prompts": ["a red circle", "a blue square"],
+                "validation_num_inference_steps": 2,
+            }
+            | changes,
+        )
+
+    def run(self, name: str) -> RunDir:
+        return RunDir(self.root / name)
+
+    def job(self, name: str, stop_at: int | None = None, ranks: int = 2, **changes: Any) -> Any:
+        return (str(self.root / name), self.values(ranks, **changes), stop_at)
+
+    def train(self, ranks: int, *jobs: Any) -> None:
+        start_ranks(train, ranks, list(jobs)).join()
+
+    def losses(self, name: str) -> list[tuple[int, float, float | None]]:
+        steps = EventLog(self.run(name).events).read_all().steps
+        return [(step.step, step.loss, step.grad_norm) for step in steps]
+
+    def contents(self, name: str) -> dict[str, Any]:
+        """Every tensor of the newest checkpoint, whole, by a dotted name."""
+        newest = list_checkpoints(self.run(name))[-1]
+        assert newest.step == STEPS
+        whole = self.root / f"{name}.pt"
+        dcp_to_torch_save(newest.path, whole)
+        return dict(flat("", torch.load(whole, weights_only=False)))
+
+    def pictures(self, name: str) -> dict[str, bytes]:
+        files = sorted((self.run(name).samples / f"step-{STEPS}").glob("*.png"))
+        return {file.name: file.read_bytes() for file in files}
+
+
+def flat(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from flat(f"{name}.{key}", one)
+    else:
+        yield name, value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
+    """Runs of two ranks that went straight, and that were stopped halfway and went on."""
+    made = Folder(tmp_path_factory.mktemp("resume"), toy)
+    whole = {"model_type": "full", "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    made.train(
+        2,
+        made.job("lora"),
+        made.job("lora-halves", HALF),
+        made.job("lora-halves"),
+        made.job("full", model_type="full"),
+        made.job("full-halves", HALF, model_type="full"),
+        made.job("full-halves", model_type="full"),
+        made.job("whole-files", 7, **whole),
+        made.job("moving", 7, lora_placement="sharded"),
+        made.job("branch", resume_from_checkpoint=str(made.run("lora-halves").checkpoint(HALF))),
+    )
+    return made
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(folder: Folder, kind: str) -> None:
+    straight, halves = folder.losses(kind), folder.losses(f"{kind}-halves")
+    assert [step for step, *_ in straight] == list(range(1, STEPS + 1))
+    assert halves == straight
+    assert [c.step for c in list_checkpoints(folder.run(f"{kind}-halves"))] == [HALF, STEPS]
+    wanted, found = folder.contents(kind), folder.contents(f"{kind}-halves")
+    assert wanted.keys() == found.keys()
+    assert sum(name.startswith(".model.") for name in wanted) > 50
+    assert sum(name.endswith(".exp_avg_sq") for name in wanted) > 50
+    assert sum(name.startswith(".ema.") for name in wanted) > 50
+    for name, value in wanted.items():
+        same = torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
+        assert same, name
+    pictures = folder.pictures(kind)
+    assert list(pictures) == ["00.png", "01.png"]
+    assert folder.pictures(f"{kind}-halves") == pictures
+
+
+@pytest.mark.e2e
+def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
+    """And from a sharded adapter to a whole one, and to one process that shards nothing."""
+    folder.train(4, folder.job("moving", 13, ranks=4))
+    folder.train(
+        1,
+        folder.job("moving", ranks=1),
+        folder.job(
+            "whole-files", ranks=1, model_type="full",
+            fsdp_state_dict_type="SHARDED_STATE_DICT",
+        ),
+    )  # fmt: skip
+    for name, before in (("moving", "lora"), ("whole-files", "full")):
+        straight, moved = folder.losses(before), folder.losses(name)
+        assert [step for step, *_ in moved] == list(range(1, STEPS + 1))
+        for (_, loss, norm), (step, wanted, wanted_norm) in zip(moved, straight, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-5), step
+            assert norm == pytest.approx(wanted_norm, rel=1e-4), step
+    assert [c.world_size for c in list_checkpoints(folder.run("moving"))] == [2, 4, 1]
+    whole = list_checkpoints(folder.run("whole-files"))
+    assert [(c.step, c.layout, c.world_size) for c in whole] == [(7, "full", 2), (20, "sharded", 1)]
+
+
+@pytest.mark.e2e
+def test_a_job_goes_on_from_another_jobs_checkpoint(folder: Folder) -> None:
+    assert folder.losses("branch") == folder.losses("lora")[HALF:]
+    assert list_checkpoints(folder.run("branch"))[-1].step == STEPS
+    start = next(
+        json.loads(line)
+        for line in folder.run("branch").events.read_text().splitlines()
+        if json.loads(line)["kind"] == "start"
+    )
+    assert start["step"] == HALF
+
+
+@pytest.mark.e2e
+def test_a_checkpoint_says_what_it_was_made_by(folder: Folder) -> None:
+    state = read_state(list_checkpoints(folder.run("lora"))[-1].path)
+    assert state["spec"]["max_train_steps"] == STEPS
+    assert state["world_size"] == 2
+    assert state["data"]["samples"] == 24
+    assert state["digest"]

@@ -1,0 +1,173 @@
+"""Ranks that wait for each other: waiting is not moving on, and the waiting one tells of others."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from engine import families
+from engine.control import Control, StoppedError
+from engine.data import index
+from engine.data.prepare import prepare
+from engine.data.work import Team, pieces, together
+from engine.meeting import Meeting
+from engine.telemetry import Telemetry
+from engine.world import World
+from jobs.hang import find_hang
+from jobs.rundir import RunDir
+from tests.support.engine import toy_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PATIENCE = 30.0  # seconds
+
+
+def never() -> bool:
+    return False
+
+
+class Pair:
+    """Two ranks of a run, in threads of this process."""
+
+    def __init__(self, root: Path) -> None:
+        self.files = RunDir(root / "run")
+        self.files.create()
+        self.teams = [self.team(rank) for rank in range(2)]
+
+    def team(self, rank: int) -> Team:
+        world = World(rank, 2, torch.device("cpu"), "ddp", "t")
+        meeting = Meeting(self.files, "t", rank, 2)
+        return Team(world, meeting, Telemetry(self.files, rank), never)
+
+    @contextmanager
+    def waiting(self, phase: str, total: int) -> Iterator[None]:
+        """Rank 0 has done nothing of a phase and waits; at the end rank 1 is to have met it."""
+
+        def wait() -> None:
+            with together(phase, total, self.teams[0]):
+                pass
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        self.until(lambda: self.teams[0].meeting.arrived(phase) == 1)
+        yield
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.files.events.read_text().splitlines()]
+
+    def hang(self, timeout: float) -> str | None:
+        """What the supervisor finds."""
+        found = find_hang([t.telemetry.status() for t in self.teams], time.time(), timeout)
+        return found.reason if found else None
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    both = Pair(tmp_path)
+    yield both
+    for team in both.teams:
+        team.telemetry.close()
+
+
+def test_when_the_rank_that_others_wait_for_is_stuck_the_job_stands_still(pair: Pair) -> None:
+    with pair.waiting("latents", 5), together("latents", 5, pair.teams[1]) as shared:
+        shared.add()
+        began = time.monotonic()
+        pair.until(lambda: pair.hang(0.5) is not None or time.monotonic() - began > 5)
+        assert "caching latents" in str(pair.hang(0.5))
+
+
+def test_while_it_works_the_job_moves_on_and_the_waiting_one_tells_of_it(pair: Pair) -> None:
+    def told() -> int:
+        """How many the events say the ranks have done together."""
+        return max(sum(event.get("ranks") or [0]) for event in pair.events)
+
+    with pair.waiting("latents", 500), together("latents", 500, pair.teams[1]) as shared:
+        stood = pair.teams[0].telemetry.status().progressed
+        while told() < 10:
+            shared.add()
+            assert pair.hang(5) is None
+            assert shared.done < 500
+            time.sleep(0.05)
+        assert pair.teams[0].telemetry.status().progressed == stood, "waiting is not moving on"
+    (end,) = {tuple(e["ranks"]) for e in pair.events if e.get("state") == "end"}
+    assert end == (0, shared.done)
+
+
+def test_a_rank_that_wants_to_stop_takes_nothing_more_and_all_leave(pair: Pair) -> None:
+    asked = threading.Event()
+    pair.teams[1].wants_stop = asked.is_set
+    names = [str(number) for number in range(40)]
+    done: list[str] = []
+
+    def work() -> None:
+        with together("latents", 40, pair.teams[1]) as shared:
+            for piece in pieces(names, 8, "latents", pair.teams[1]):
+                for name in piece:
+                    done.append(name)
+                    shared.add()
+                    if len(done) == 10:
+                        asked.set()
+
+    def wait() -> None:
+        with together("latents", 40, pair.teams[0]):
+            pass
+
+    with ThreadPoolExecutor(2) as ranks:
+        both = [ranks.submit(work), ranks.submit(wait)]
+    assert done == names[:10], "not to the end of the piece"
+    assert [type(rank.exception()) for rank in both] == [StoppedError, StoppedError]
+
+
+def test_a_wish_that_was_seen_stays_though_its_file_goes(pair: Pair) -> None:
+    control = Control(pair.files, World(0, 1, torch.device("cpu"), "single", "t"))
+    assert not control.wants_stop()
+    pair.files.request("stop")
+    assert control.wants_stop()
+    pair.files.clear_request("stop")
+    assert control.wants_stop()
+    assert control.agree().stop
+
+
+def test_looking_at_the_data_ends_soon_after_the_wish(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    stock = index._look
+
+    def slow(*words: Any) -> Any:
+        looked.append(words)
+        time.sleep(0.2)
+        return stock(*words)
+
+    monkeypatch.setattr(index, "_look", slow)
+    files = RunDir(tmp_path / "run")
+    files.create()
+    spec = toy_spec(toy, cache_dir=str(tmp_path / "cache"))
+    world = World(0, 1, torch.device("cpu"), "single", "t")
+    telemetry = Telemetry(files, 0)
+    with pytest.raises(StoppedError, match="index"):
+        prepare(
+            spec, families.load("flux"), toy / "model", files, world,
+            Meeting(files, "t", 0, 1), telemetry, lambda: True,
+        )  # fmt: skip
+    telemetry.close()
+    assert len(looked) < 20, "of 24"

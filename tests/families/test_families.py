@@ -1,0 +1,199 @@
+"""Every family trains on what its stock pipeline samples with."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine import adapters, weights
+from engine.activation_checkpointing import checkpoint_activations
+from engine.data.pictures import decode
+from engine.lockstep import Forwards
+from engine.precision import narrow_inputs
+from engine.toy.weights import one_thread
+from tests.support.families import DEVICE, NEGATIVE, PROMPT, Case, Spied, batch_of, cases, toys_root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module", params=cases())
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, toys_root(tmp_path_factory))
+
+
+@pytest.mark.parametrize("size", ["square", "wide"])
+@torch.no_grad()
+def test_a_prediction_is_what_the_pipelines_scheduler_gets(case: Case, size: str) -> None:
+    width = case.side if size == "square" else case.side * 3 // 2
+    request = case.request(resolution=f"{width}x{case.side}", num_frames=case.frames)
+    spied = Spied(case, request)
+    assert len(spied.seen) == 2
+    condition = batch_of(case.encoded(PROMPT))
+    denoiser = getattr(spied.pipeline, case.family.component)
+    low, high = case.family.sigma_range()
+    whole = (low, high) == (0.0, 1.0)
+    own = [entry for entry in spied.seen if whole or low <= entry[1] < high]
+    assert own
+    for noisy, level, expected in own:
+        found = case.family.predict(denoiser, noisy, level, condition, request.guidance)
+        assert found.shape == noisy.shape
+        assert expected.std() > 0.01, "the toy says something"
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def test_a_batch_is_its_samples(case: Case) -> None:
+    """Levels are each sample's own, and texts of other lengths do not matter."""
+    denoiser = getattr(case.stock(), case.family.component)
+    shape = case.family.encode_pictures(*vae_and_pixels(case)).shape[1:]
+    noisy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
+    levels = torch.tensor([0.3, 0.8])
+    if case.family.facts.objective == "denoising":
+        levels = torch.tensor([300, 800])
+    texts = [case.encoded(PROMPT), case.encoded("a star")]
+    together = case.family.predict(denoiser, noisy, levels, batch_of(*texts), 2.0)
+    for number, text in enumerate(texts):
+        part = slice(number, number + 1)
+        alone = case.family.predict(denoiser, noisy[part], levels[part], batch_of(text), 2.0)
+        limit = 1e-5 * float(alone.abs().max())
+        assert torch.allclose(together[part], alone, rtol=1e-4, atol=limit)
+    assert not torch.allclose(together[:1], together[1:], atol=1e-2)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputed_activations_are_those_of_the_pipeline(case: Case, policy: str) -> None:
+    """Training mode, with activation checkpointing, says and learns what evaluation would."""
+    denoiser = getattr(case.stock(), case.family.component)
+    shape = case.family.encode_pictures(*vae_and_pixels(case)).shape[1:]
+    noisy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(2))
+    levels = torch.tensor([0.3, 0.8])
+    if case.family.facts.objective == "denoising":
+        levels = torch.tensor([300, 800])
+    texts = batch_of(case.encoded(PROMPT), case.encoded("a star"))
+    found = []
+    for checkpointed in (False, True):
+        denoiser.train(checkpointed).requires_grad_(True).zero_grad()
+        if checkpointed:
+            spec = case.spec(gradient_checkpointing=True, gradient_checkpointing_policy=policy)
+            checkpoint_activations(denoiser, spec)
+        velocity = case.family.predict(denoiser, noisy, levels, texts, 2.0)
+        velocity.square().mean().backward()
+        gradients = {n: p.grad for n, p in denoiser.named_parameters() if p.grad is not None}
+        found.append((velocity.detach(), gradients))
+    (plain, wanted), (again, got) = found
+    assert torch.allclose(again, plain, rtol=1e-4, atol=1e-6)
+    assert wanted.keys() == got.keys()
+    for name, gradient in wanted.items():
+        limit = 1e-5 * float(gradient.abs().max()) + 1e-9
+        assert torch.allclose(got[name], gradient, rtol=1e-4, atol=limit), name
+
+
+def test_a_lora_in_bf16_is_trained_without_autocast(case: Case) -> None:
+    """What autocast would make of it, and in bf16: nothing was computed in fp32 by mistake."""
+    spec = case.spec(mixed_precision="bf16", lora_rank=4)
+    transformer_class, root = case.family.transformer_class(), case.paths.model
+    denoiser, stored = weights.build_on_meta(transformer_class, root / case.family.component, spec)
+    adapters.add_lora(denoiser, spec, case.family.LORA_TARGETS)
+    weights.materialise(denoiser, DEVICE)
+    weights.stream(denoiser, stored, names=adapters.adapted_name(denoiser).__getitem__)
+    adapters.initialise(denoiser, spec.seed)
+    with torch.no_grad():
+        for name, parameter in adapters.lora_parameters(denoiser).items():
+            if ".lora_B." in name:
+                parameter.fill_(0.01)
+    narrow_inputs(denoiser.train(), torch.bfloat16)
+    shape = case.family.encode_pictures(*vae_and_pixels(case)).shape[1:]
+    noisy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(3))
+    levels = torch.tensor([0.3, 0.8])
+    if case.family.facts.objective == "denoising":
+        levels = torch.tensor([300, 800])
+    texts = case.family.arrange(batch_of(case.encoded(PROMPT), case.encoded("a star")))
+    texts = {n: t.bfloat16() if t.is_floating_point() else t for n, t in texts.items()}
+    found = []
+    for context in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        denoiser.zero_grad()
+        with context:
+            said = case.family.predict(denoiser, noisy, levels, texts, 2.0)
+        said.float().square().mean().backward()
+        parts = [p.grad for p in denoiser.parameters() if p.grad is not None]
+        found.append((said.detach(), torch.cat([part.flatten() for part in parts])))
+    (alone, learned), (cast, wanted) = found
+    assert alone.dtype is torch.bfloat16
+    assert (alone.float() - cast.float()).norm() < 0.02 * cast.float().norm()
+    assert (learned - wanted).norm() < 0.05 * wanted.norm()
+
+
+def vae_and_pixels(case: Case) -> tuple[Any, torch.Tensor]:
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    content = next(case.paths.data.glob("*.png")).read_bytes()
+    picture = decode(content).resize((case.side, case.side))
+    pixels = torch.from_numpy(np.asarray(picture, dtype=np.float32)).permute(2, 0, 1)[None]
+    pixels = pixels / 127.5 - 1
+    return vae, pixels[:, :, None] if case.family.facts.frame_step else pixels
+
+
+@torch.no_grad()
+def test_latents_are_of_unit_size_and_decode_to_what_the_vae_makes(case: Case) -> None:
+    vae, pixels = vae_and_pixels(case)
+    latents = case.family.encode_pictures(vae, pixels)
+    assert latents.shape[-1] == latents.shape[-2]
+    assert abs(float(latents.mean())) < 1
+    assert 0.3 < float(latents.std()) < 3
+    back = case.family.denormalise(vae, latents)
+    again = case.family.normalise(vae, back)
+    assert torch.allclose(again, latents, atol=1e-4)
+
+
+def test_the_pipelines_pictures_are_decoded_as_by_itself(case: Case) -> None:
+    pipeline = case.stock()
+    width = case.side * 3 // 2
+    request = case.request(resolution=f"{width}x{case.side}", num_frames=case.frames)
+    latents = case.run(pipeline, request, output_type="latent")
+    with torch.no_grad():
+        ours = case.family.decode(pipeline, latents, request)
+    stock = case.run(pipeline, request, output_type="pil")[0]
+    stock = stock if isinstance(stock, list) else [stock]
+    assert len(ours) == len(stock) == request.frames
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.size == theirs.size == (width, case.side)
+        assert np.abs(np.asarray(mine, int) - np.asarray(theirs, int)).max() <= 1
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_encoded_prompts_make_the_same_latents_as_texts(case: Case, guided: bool) -> None:
+    """Also as many forwards as were planned for, with and without a negative prompt."""
+    changes: dict[str, Any] = {"num_frames": case.frames, "seed": 5}
+    if guided:
+        changes |= {"guidance": 3.0, "true_cfg_scale": 3.0, "negative_prompt": NEGATIVE}
+    request = case.request(**changes)
+    if request.guided is not guided:
+        pytest.skip("it has no classifier-free guidance")
+    pipeline = case.stock()
+    expected = case.run(pipeline, request, output_type="latent")
+    negative = case.encoded(NEGATIVE, negative=True) if guided else None
+    arguments = case.family.sample_arguments(request, case.encoded(PROMPT), negative)
+    bare = case.family.sampling_pipeline(
+        case.paths.model, getattr(pipeline, case.family.component), pipeline.vae
+    )
+    bare.set_progress_bar_config(disable=True)
+    names = (case.family.component, case.family.companion)
+    denoisers = [getattr(bare, name) for name in names if name]
+    with torch.no_grad(), Forwards(denoisers, lambda: None) as forwards:
+        found = bare(
+            **arguments, width=request.width, height=request.height,
+            num_inference_steps=request.steps, output_type="latent",
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+        )[0]  # fmt: skip
+    assert forwards.made == request.steps * case.family.forwards_per_step(request)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,106 @@
+"""Wan 2.2's experts: each is trained for its own noise levels, and loaded into its own place."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model_state_dict
+
+from engine.toy.weights import one_thread
+from tests.support.families import PROMPT, Case, Spied, batch_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HIGH, LOW = "wan:2.2-t2v-a14b-high", "wan:2.2-t2v-a14b-low"
+BOUNDARY = 0.875
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
+@torch.no_grad()
+def test_each_expert_says_what_the_pipeline_samples_with_at_its_levels(root: Path) -> None:
+    high, low = Case(HIGH, root), Case(LOW, root)
+    request = high.request(num_frames=5, steps=6)
+    spied = Spied(high, request)
+    condition = batch_of(high.encoded(PROMPT))
+    turns = []
+    for noisy, level, expected in spied.seen:
+        case = high if level >= high.family.sigma_range()[0] else low
+        denoiser = getattr(spied.pipeline, case.family.component)
+        found = case.family.predict(denoiser, noisy, level, condition, request.guidance)
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        turns.append(case.family.component)
+    assert turns == sorted(turns), "first the one for high noise, then the other"
+    assert set(turns) == {"transformer", "transformer_2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "sigmas", "companion"),
+    [
+        (HIGH, (BOUNDARY, 1.0), "transformer_2"),
+        (LOW, (0.0, BOUNDARY), "transformer"),
+        ("wan:2.2-ti2v-5b", (0.0, 1.0), None),
+    ],
+)
+def test_levels_and_the_other_expert_are_as_the_model_says(
+    name: str, sigmas: tuple[float, float], companion: str | None, root: Path
+) -> None:
+    family = Case(name, root).family
+    assert family.sigma_range() == sigmas
+    assert family.companion == companion
+
+
+def test_the_boundary_is_read_from_the_model(root: Path) -> None:
+    index = Case(HIGH, root).paths.model / "model_index.json"
+    written = index.read_text()
+    index.write_text(json.dumps(json.loads(written) | {"boundary_ratio": 0.9}))
+    try:
+        assert Case(HIGH, root).family.sigma_range() == (0.9, 1.0)
+    finally:
+        index.write_text(written)
+
+
+@pytest.mark.parametrize("name", [HIGH, LOW])
+def test_a_lora_is_loaded_into_the_expert_that_it_was_trained_for(
+    name: str, root: Path, tmp_path: Path
+) -> None:
+    case = Case(name, root)
+    trained, pipeline = getattr(case.stock(), case.family.component), case.stock()
+    trained.add_adapter(LoraConfig(r=2, target_modules=case.family.LORA_TARGETS))
+    layers = get_peft_model_state_dict(trained)
+    pipeline.save_lora_weights(tmp_path, transformer_lora_layers=layers)
+    case.family.load_lora(pipeline, tmp_path)
+    for component in ("transformer", "transformer_2"):
+        adapted = bool(getattr(getattr(pipeline, component), "peft_config", None))
+        assert adapted == (component == case.family.component)
+
+
+@torch.no_grad()
+def test_one_timestep_says_the_same_as_one_for_each_token(root: Path) -> None:
+    """The pipeline of TI2V-5B repeats the timestep for each token; training does without."""
+    case = Case("wan:2.2-ti2v-5b", root)
+    transformer = case.stock().transformer
+    noisy = torch.randn(1, 48, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+    condition = batch_of(case.encoded(PROMPT))
+    found = case.family.predict(transformer, noisy, torch.tensor([0.6]), condition, 1.0)
+    expected = transformer(
+        hidden_states=noisy,
+        timestep=torch.full((1, 2 * 2 * 3), 600.0),
+        encoder_hidden_states=condition["prompt_embeds"],
+        return_dict=False,
+    )[0]
+    assert torch.allclose(found, expected, atol=1e-5)

@@ -1,0 +1,1 @@
+"""Tests of jobs: none of them needs torch."""

@@ -1,0 +1,280 @@
+"""Combinations that cannot run, as a table, and which strategy is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jobs.conflicts import find_conflicts, find_warnings
+from jobs.spec import JobSpec
+from jobs.strategy import Room, chosen_strategy, data_parallel_size, world_size
+
+
+def read(**values: Any) -> JobSpec:
+    paths = {"pretrained_model_name_or_path": "m", "dataset": "d"}
+    return JobSpec.model_validate(paths | values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"num_processes": 2},
+        {"gpus": 4},
+        {"gpus": [0, 1]},
+        {"gpus": ["GPU-a", "GPU-b"], "num_processes": 2},
+        {"gpus": [0], "strategy": "single"},
+        {"device": "cpu", "num_processes": 2, "strategy": "fsdp2"},
+        {"num_processes": 2, "fsdp_enable": True, "strategy": "fsdp2"},
+        {"num_processes": 2, "fsdp_enable": False, "strategy": "ddp"},
+        {"num_processes": 1, "fsdp_enable": False},
+        {"fsdp_transformer_layer_cls_to_wrap": ["A"]},
+        {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
+        {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 5},
+        {"lr_scheduler": "cosine", "lr_warmup_steps": 10, "max_train_steps": 10},
+        {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2},
+        {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2, "fsdp_enable": True},
+        {"num_processes": 4, "strategy": "fsdp2", "context_parallel_size": 4},
+        {"num_processes": 4, "context_parallel_size": 2},
+        {
+            "num_processes": 2,
+            "context_parallel_size": 2,
+            "mixed_precision": "no",
+            "context_parallel_comm_strategy": "alltoall",
+        },
+        {"num_processes": 4, "fsdp_reshard_after_forward": 2},
+        {"num_processes": 2, "fsdp_cpu_offload": True, "fsdp_activation_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
+        {"use_ema": True, "ema_device": "cpu"},
+        {"num_processes": 2, "optimizer": "prodigy", "learning_rate": 1.0},
+        {"num_processes": 2, "optimizer": "adafactor", "model_type": "full", "strategy": "ddp"},
+        {"num_processes": 2, "optimizer": "lion", "model_type": "full"},
+        {"num_processes": 2, "use_ema": True},
+        {"timestep_sampling": "shift", "flow_shift": 3.0},
+        {"mixed_precision": "fp16"},
+        {"attention_backend": "flash"},
+    ],
+)
+def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
+    assert find_conflicts(read(**values)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "said"),
+    [
+        ({"dataset": ""}, "dataset", "dataset is missing"),
+        ({"pretrained_model_name_or_path": ""}, "pretrained_model_name_or_path", "is missing"),
+        ({"gpus": 2, "device": "cpu"}, "gpus", "exclude each other"),
+        ({"gpus": 0}, "gpus", "asks for none"),
+        ({"gpus": []}, "gpus", "asks for none"),
+        ({"gpus": -1}, "gpus", "asks for none"),
+        ({"gpus": [1, 1]}, "gpus", "the same GPU twice"),
+        ({"gpus": [0, 1], "num_processes": 3}, "num_processes", "3 but gpus names 2"),
+        ({"gpus": 4, "num_processes": 2}, "num_processes", "2 but gpus names 4"),
+        ({"num_processes": 2, "fsdp_enable": True, "strategy": "ddp"}, "strategy", "contradict"),
+        ({"num_processes": 2, "fsdp_enable": False, "strategy": "fsdp2"}, "strategy", "contradict"),
+        ({"num_processes": 2, "strategy": "single"}, "strategy", "runs one rank, not 2"),
+        ({"strategy": "fsdp2"}, "strategy", "two or more ranks"),
+        ({"strategy": "ddp", "gpus": [3]}, "strategy", "two or more ranks"),
+        ({"fsdp_enable": True}, "strategy", "two or more ranks"),
+        ({"num_processes": 2, "strategy": "fsdp2", "deepspeed_config": "ds.json"},
+         "deepspeed_config", "FSDP and DeepSpeed cannot be enabled simultaneously."),
+        ({"num_processes": 2, "fsdp_enable": True, "deepspeed_config": "ds.json"},
+         "deepspeed_config", "FSDP and DeepSpeed cannot be enabled simultaneously."),
+        ({"deepspeed_config": "ds.json"}, "deepspeed_config", "DeepSpeed is not run here"),
+        ({"num_processes": 4, "strategy": "hsdp"}, "dp_replicate_size", "number of replicas"),
+        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 1},
+         "dp_replicate_size", "use strategy: fsdp2"),
+        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 3},
+         "dp_replicate_size", "3 does not divide the 4 ranks"),
+        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 4},
+         "dp_replicate_size", "use strategy: ddp"),
+        ({"num_processes": 4, "strategy": "fsdp2", "dp_replicate_size": 2},
+         "dp_replicate_size", "needs strategy: hsdp"),
+        ({"strategy": "hsdp", "dp_replicate_size": 2}, "strategy", "hsdp needs two or more ranks"),
+        ({"num_processes": 8, "strategy": "hsdp", "dp_replicate_size": 2,
+          "context_parallel_size": 8},
+         "dp_replicate_size", "2 x context_parallel_size 8 does not divide the 8 ranks"),
+        ({"num_processes": 2, "strategy": "ddp", "context_parallel_size": 2},
+         "context_parallel_size", "Context parallelism requires FSDP2."),
+        ({"context_parallel_size": 2}, "context_parallel_size",
+         "Context parallelism requires FSDP2."),
+        ({"num_processes": 2, "fsdp_enable": False, "context_parallel_size": 2},
+         "context_parallel_size", "Context parallelism requires FSDP2."),
+        ({"num_processes": 2, "strategy": "fsdp2", "fsdp_version": 1, "context_parallel_size": 2},
+         "context_parallel_size", "Context parallelism requires FSDP2."),
+        ({"num_processes": 3, "strategy": "fsdp2", "context_parallel_size": 2},
+         "context_parallel_size", "2 does not divide the 3 ranks"),
+        ({"num_processes": 2, "device": "cpu", "context_parallel_size": 2},
+         "context_parallel_size", "CUDA GPUs only"),
+        ({"num_processes": 2, "context_parallel_size": 2, "torch_compile": True},
+         "torch_compile", "not tested"),
+        ({"num_processes": 2, "context_parallel_size": 2, "attention_backend": "math"},
+         "attention_backend", "chooses its own"),
+        ({"num_processes": 2, "context_parallel_size": 2, "mixed_precision": "no"},
+         "context_parallel_comm_strategy", "flash attention, which has no fp32"),
+        ({"num_processes": 3, "context_parallel_size": 3},
+         "max_sequence_length", "3 does not divide max_sequence_length 512"),
+        ({"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 3},
+         "fsdp_reshard_after_forward", "divisor of the 4 ranks"),
+        ({"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 4},
+         "fsdp_reshard_after_forward", "divisor of the 4 ranks"),
+        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2,
+          "fsdp_reshard_after_forward": 2},
+         "fsdp_reshard_after_forward", "divisor of the 2 ranks"),
+        ({"num_processes": 4, "fsdp_reshard_after_forward": 2, "fsdp_cpu_offload": True},
+         "fsdp_reshard_after_forward", "fsdp_cpu_offload does not"),
+        ({"num_processes": 2, "strategy": "ddp", "fsdp_cpu_offload": True},
+         "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
+        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
+        ({"lora_placement": "sharded"}, "lora_placement", "needs strategy: fsdp2 or hsdp"),
+        ({"num_processes": 2, "strategy": "ddp", "lora_placement": "sharded"}, "lora_placement",
+         "needs strategy: fsdp2 or hsdp"),
+        ({"device": "cpu", "attention_backend": "efficient"}, "attention_backend", "needs a GPU"),
+        ({"attention_backend": "cudnn", "mixed_precision": "no"}, "attention_backend",
+         "cudnn has no fp32"),
+        ({"num_processes": 2, "optimizer": "prodigy", "model_type": "full"}, "optimizer",
+         "each rank sees only its own"),
+        ({"num_processes": 2, "optimizer": "adafactor", "lora_placement": "sharded"}, "optimizer",
+         "row and column means"),
+        ({"num_processes": 2, "mixed_precision": "fp16", "fsdp_cpu_offload": True},
+         "mixed_precision", "not tested"),
+        ({"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing",
+         "use gradient_checkpointing"),
+        ({"gradient_checkpointing_policy": "selective"}, "gradient_checkpointing_policy",
+         "needs gradient_checkpointing"),
+        ({"device": "cpu", "attention_backend": "flash"}, "attention_backend", "needs a GPU"),
+        ({"attention_backend": "flash", "mixed_precision": "no"}, "attention_backend",
+         "flash has no fp32"),
+        ({"num_processes": 2, "use_ema": True, "ema_device": "cpu"}, "ema_device",
+         "cannot be used with FSDP"),
+        ({"snr_gamma": 5.0}, "snr_gamma", "FLUX.1 is a flow-matching model"),
+        ({"flow_shift": 3.0}, "flow_shift", "needs timestep_sampling: shift"),
+        (
+            {"fsdp_state_dict_type": "full", "optimizer": "adamw_8bit"},
+            "fsdp_state_dict_type",
+            "cannot hold the 8-bit state",
+        ),
+        (
+            {"fsdp_state_dict_type": "full", "checkpointing_async": True},
+            "checkpointing_async",
+            "gathered while training waits",
+        ),
+        ({"fsdp_transformer_layer_cls_to_wrap": ["A"], "fsdp_auto_wrap_policy": "NO_WRAP"},
+         "fsdp_transformer_layer_cls_to_wrap", "needs fsdp_auto_wrap_policy"),
+        ({"shard_text_encoders": True}, "shard_text_encoders", "two or more ranks"),
+        ({"caption_shuffles": 3}, "caption_shuffles", "needs shuffle_captions"),
+        ({"keep_tags": 1}, "keep_tags", "needs shuffle_captions"),
+        ({"crop_variants": 2}, "crop_variants", "needs crop: random"),
+        ({"num_frames": 5}, "num_frames", "trains on pictures"),
+        ({"datasets": []}, "datasets", "empty list"),
+        ({"datasets": ["a"]}, "datasets", "exclude each other"),
+        ({"lr_warmup_steps": 5}, "lr_warmup_steps", "use constant_with_warmup"),
+        ({"lr_warmup_steps": 11, "lr_scheduler": "linear", "max_train_steps": 10},
+         "lr_warmup_steps", "is more than max_train_steps (10)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_one_conflict(values: dict[str, Any], key: str, said: str) -> None:
+    (conflict,) = find_conflicts(read(**values))
+    assert conflict.key == key
+    assert said in conflict.message
+    assert "\n" not in conflict.message
+
+
+def test_several_conflicts_are_all_found() -> None:
+    spec = read(dataset="", snr_gamma=5, lr_warmup_steps=3)
+    assert [c.key for c in find_conflicts(spec)] == ["dataset", "snr_gamma", "lr_warmup_steps"]
+
+
+def test_an_old_fsdp_version_runs_as_the_new_one_and_is_warned_about() -> None:
+    old = read(num_processes=2, fsdp_version=1)
+    assert find_conflicts(old) == []
+    (warning,) = find_warnings(old)
+    assert "FSDP v1 is deprecated" in warning
+    assert find_warnings(read(num_processes=2)) == []
+
+
+def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:
+    (warning,) = find_warnings(read(optimizer="prodigy"))
+    assert "1.0 is usual" in warning
+    assert find_warnings(read(optimizer="prodigy", learning_rate=1.0)) == []
+    assert find_warnings(read(optimizer="prodigy", learning_rate=0.05)) == []
+    assert find_warnings(read(optimizer="prodigy", learning_rate=0.0499)) != []
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks"),
+    [
+        ({}, 1),
+        ({"num_processes": 3}, 3),
+        ({"gpus": 4}, 4),
+        ({"gpus": [5, 7]}, 2),
+        ({"gpus": [5, 7], "num_processes": 2}, 2),
+    ],
+)
+def test_the_number_of_ranks(values: dict[str, Any], ranks: int) -> None:
+    assert world_size(read(**values)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("values", "strategy", "why"),
+    [
+        ({}, "single", "one rank"),
+        ({"num_processes": 2}, "fsdp2", "1/2 of the weights"),
+        ({"num_processes": 2, "fsdp_enable": True}, "fsdp2", "fsdp_enable is on"),
+        ({"num_processes": 2, "fsdp_enable": False}, "ddp", "fsdp_enable is off"),
+        ({"num_processes": 1, "fsdp_enable": False}, "single", "one rank"),
+        ({"gpus": 2, "strategy": "ddp"}, "ddp", "as asked"),
+        ({"num_processes": 4, "strategy": "hsdp"}, "hsdp", "as asked"),
+        ({"num_processes": 4, "context_parallel_size": 2}, "fsdp2", "context parallelism"),
+    ],
+)
+def test_the_strategy_and_why(values: dict[str, Any], strategy: str, why: str) -> None:
+    chosen, reason = chosen_strategy(read(**values))
+    assert chosen == strategy
+    assert why in reason
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("values", "room", "strategy", "why"),
+    [
+        # FLUX.1's 12 B parameters in bf16 are 22 GiB.
+        ({}, Room(12_000_000_000, 80 * GIB), "ddp", "frozen weights: about 22.4 of 80.0 GiB"),
+        ({}, Room(12_000_000_000, 24 * GIB), "fsdp2", "would fill a GPU"),
+        ({"mixed_precision": "no"}, Room(12_000_000_000, 72 * GIB), "fsdp2", "44.7 of 72.0 GiB"),
+        ({"model_type": "full"}, Room(12_000_000_000, 80 * GIB), "fsdp2", "201.2 of 80.0 GiB"),
+        ({"model_type": "full"}, Room(2_000_000_000, 80 * GIB), "ddp", "fits on every GPU"),
+        ({"fsdp_enable": True}, Room(1, 80 * GIB), "fsdp2", "fsdp_enable is on"),
+        ({"strategy": "fsdp2"}, Room(1, 80 * GIB), "fsdp2", "as asked"),
+        ({"context_parallel_size": 2}, Room(1, 80 * GIB), "fsdp2", "context parallelism"),
+        ({"fsdp_cpu_offload": True}, Room(1, 80 * GIB), "fsdp2", "fsdp_cpu_offload needs it"),
+        ({"lora_placement": "sharded"}, Room(1, 80 * GIB), "fsdp2", "sharded needs it"),
+    ],
+)
+def test_auto_copies_the_model_where_it_fits_and_shards_it_where_not(
+    values: dict[str, Any], room: Room, strategy: str, why: str
+) -> None:
+    chosen, reason = chosen_strategy(read(**{"num_processes": 2} | values), room)
+    assert chosen == strategy
+    assert why in reason
+
+
+def test_context_parallel_ranks_train_on_the_same_sample() -> None:
+    assert data_parallel_size(read(num_processes=8, context_parallel_size=4)) == 2
+    assert data_parallel_size(read()) == 1
+
+
+def test_keys_of_fsdp_that_do_nothing_are_warned_about() -> None:
+    (warning,) = find_warnings(read(fsdp_forward_prefetch=2, fsdp_min_num_params=5))
+    assert warning == "fsdp_forward_prefetch, fsdp_min_num_params: no effect with strategy: single"
+    assert find_warnings(read(num_processes=2, fsdp_forward_prefetch=2)) == []
+
+
+def test_a_whole_model_has_no_kohya_names() -> None:
+    (warning,) = find_warnings(read(model_type="full", export_formats=["diffusers", "kohya"]))
+    assert warning.startswith("export_formats: kohya names are for a LoRA")
+    assert find_warnings(read(export_formats=["kohya"])) == []

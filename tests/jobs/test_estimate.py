@@ -1,0 +1,502 @@
+"""Whether a job fits: the server, the cache, the verdicts, the ladder, the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.errors import SpecError
+from jobs.families import FAMILIES
+from jobs.gpu import Gpu, GpuProcess
+from jobs.memory import cache, client
+from jobs.memory.advice import Candidate, candidates, fastest, fewest
+from jobs.memory.calibration import Calibration
+from jobs.memory.cards import CARDS
+from jobs.memory.client import Server
+from jobs.memory.estimate import Estimate, Place, place_of
+from jobs.memory.fit import Fit, Room, Verdict, room_of
+from jobs.memory.ladder import LADDER, climb
+from jobs.memory.predicted import Predicted
+from jobs.memory.question import Refused, arranged
+from jobs.memory.question import predict as ask
+from jobs.procfs import started_at
+from jobs.spec import JobSpec
+from jobs.strategy import chosen_strategy
+from jobs.tools import Cancelled, ToolError
+from tests.support.fake_memory import GIB, predict
+from tests.support.paths import FAKE_MEMORY
+from tui.cli_estimate import DOES_NOT_FIT, estimate_job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+COMMAND = (sys.executable, "-S", str(FAKE_MEMORY))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """What the server was asked, a line each."""
+    return tmp_path / "asked.jsonl"
+
+
+@pytest.fixture
+def server(home: Path, log: Path) -> Iterator[Server]:
+    one = Server([*COMMAND, str(log)], patience=20)
+    yield one
+    one.close()
+
+
+def asked(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def job(**values: Any) -> JobSpec:
+    usual = {"pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev", "dataset": "."}
+    return JobSpec.model_validate(usual | values)
+
+
+def fake(spec: JobSpec) -> Predicted:
+    """What the fake server would say, without asking it."""
+    return Predicted.of(predict(spec.to_dict(), spec.num_processes or 1, spec.strategy))
+
+
+# -- the server ----------------------------------------------------------------------------
+
+
+def test_one_process_answers_all_questions_and_ends_when_it_is_closed(
+    server: Server, log: Path
+) -> None:
+    for ranks in (2, 4, 8):
+        found = ask(job(), server, strategy="fsdp2", ranks=ranks)
+        assert isinstance(found, Predicted)
+        assert (found.strategy, found.ranks) == ("fsdp2", ranks)
+    assert len({one["pid"] for one in asked(log)}) == 1
+    assert (pid := server.pid) is not None
+    assert os.getpriority(os.PRIO_PROCESS, pid) >= 10
+    server.close()
+    assert started_at(pid) is None
+    with pytest.raises(ToolError, match="closes"):
+        ask(job(), server, strategy="fsdp2", ranks=16)
+
+
+def test_it_ends_with_whoever_started_it_however_that_ends() -> None:
+    code = (
+        "import os, signal, sys; from jobs.memory.client import Server\n"
+        f"server = Server({list(COMMAND)!r}); server._running(); print(server.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    said, _ = killed.communicate(timeout=60)
+    pid = int(said)
+    # It reads the end of its input as soon as it is scheduled; nothing else ends it.
+    ended = threading.Event()
+    for _ in range(1200):
+        if started_at(pid) is None:
+            break
+        ended.wait(0.05)
+    assert started_at(pid) is None
+
+
+def test_a_dead_server_is_replaced_and_one_that_dies_twice_is_told(
+    server: Server, log: Path
+) -> None:
+    ask(job(), server, strategy="single")
+    first = server.pid
+    assert first is not None
+    os.kill(first, 9)
+    assert isinstance(ask(job(), server, strategy="fsdp2", ranks=2), Predicted)
+    assert server.pid not in (None, first)
+    with pytest.raises(ToolError, match="out of luck"):
+        server.ask({"job": {"name": "crash"}, "ranks": [1], "strategies": ["single"]})
+    assert [one["job"]["name"] for one in asked(log)][-2:] == ["crash", "crash"]
+    assert isinstance(ask(job(), server, strategy="fsdp2", ranks=4), Predicted)
+
+
+def test_the_answer_to_a_question_that_was_given_up_is_dropped(home: Path, tmp_path: Path) -> None:
+    gate, begun = tmp_path / "gate", tmp_path / "begun"
+    os.mkfifo(gate)
+    code = (
+        "import json, sys\n"
+        "for line in sys.stdin:\n"
+        "    asked = json.loads(line)\n"
+        f"    if asked['n'] == 1: open({str(begun)!r}, 'w').close(); open({str(gate)!r}).read()\n"
+        "    answer = {'id': asked['id'], 'n': asked['n']}\n"
+        "    print('no JSON'); print(json.dumps(answer), flush=True)\n"
+    )
+    server = Server([sys.executable, "-c", code], patience=60)
+    with pytest.raises(Cancelled):
+        server.ask({"n": 1}, begun.exists)
+    gate.write_text("go on")
+    assert server.ask({"n": 2}) == {"n": 2}
+    server.close()
+
+
+def test_a_question_that_nobody_waits_for_any_more_is_never_sent(server: Server, log: Path) -> None:
+    with server._talking, pytest.raises(Cancelled):
+        server.ask({"job": {"name": "x"}, "ranks": [1], "strategies": ["single"]}, lambda: True)
+    assert asked(log) == []
+
+
+def test_a_server_that_hangs_is_ended_after_a_while(home: Path) -> None:
+    server = Server(COMMAND, patience=0.3)
+    with pytest.raises(ToolError, match="takes too long"):
+        server.ask({"job": {"name": "hang"}, "ranks": [1], "strategies": ["single"]})
+    assert server.pid is None
+    server.close()
+
+
+def test_what_it_refuses_is_one_sentence_with_a_hint(server: Server) -> None:
+    with pytest.raises(SpecError, match="no such model; name another"):
+        ask(job(name="refuse"), server, strategy="single")
+
+
+# -- the cache -----------------------------------------------------------------------------
+
+
+def test_what_was_predicted_is_not_asked_again_and_other_values_are(
+    server: Server, log: Path
+) -> None:
+    def count(**values: Any) -> int:
+        ask(job(**values), server, strategy="fsdp2", ranks=2)
+        return len(asked(log))
+
+    assert [count(), count(), count(name="other", learning_rate=3e-4, seed=7)] == [1, 1, 1]
+    assert count(resolution=512) == 2
+    assert count(gradient_checkpointing=True) == 3
+    for path in cache.folder().glob("*.json"):
+        path.write_text("{")  # cut off
+    assert count() == 4
+
+
+def test_another_engine_or_another_config_makes_another_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = job().to_dict()
+    keys = {cache.key_of(values, {"num_layers": 1}), cache.key_of(values, {"num_layers": 2})}
+    monkeypatch.setattr(cache, "engine_version", lambda: "another")
+    assert len(keys | {cache.key_of(values, {"num_layers": 1})}) == 3
+
+
+def test_a_cache_keeps_only_the_newest(home: Path) -> None:
+    for number in range(5):
+        cache.remember(f"{number}", fake(job(strategy="single", num_processes=1)))
+        os.utime(cache.folder() / f"{number}.json", (number, number))
+    cache.forget_old(most=2)
+    assert sorted(path.stem for path in cache.folder().iterdir()) == ["3", "4"]
+
+
+# -- fits ----------------------------------------------------------------------------------
+
+
+@given(low=st.integers(0, 200), more=st.integers(0, 100), total=st.integers(1, 200),
+       held=st.integers(0, 200))  # fmt: skip
+def test_verdicts(low: int, more: int, total: int, held: int) -> None:
+    fit = Fit(low, low + more, Room("GPU 0", total, held))
+    free = max(0, total - held)
+    assert (fit.verdict is Verdict.FITS) == (low + more <= free) == (fit.spare >= 0)
+    assert (fit.verdict is Verdict.TOO_LARGE) == (low > free)
+
+
+@pytest.mark.parametrize(("uses", "claims", "shares", "held", "passing"), [
+    ({}, {}, False, 3, 0),  # a desktop, which is not waited for
+    ({"user": "ann", "kind": "compute", "memory": 3 * GIB}, {}, False, 0, 3),
+    ({"user": "ann", "kind": "compute", "memory": 3 * GIB}, {}, True, 3, 0),
+    ({"kind": "compute", "memory": 3 * GIB}, {"GPU-a": 1}, True, 0, 0),  # our other job's
+    ({"kind": "compute", "memory": 3 * GIB, "command": "python x.py"}, {"GPU-a": 1}, True, 3, 0),
+])  # fmt: skip
+def test_what_is_waited_for_is_not_held(
+    uses: dict[str, Any], claims: dict[str, int], shares: bool, held: int, passing: int
+) -> None:
+    kind = {"kind": "graphics", "memory": GIB // 2} | uses
+    gpu = Gpu(0, "GPU-a", "H100", 80 * GIB, 3 * GIB, processes=(GpuProcess(7, **kind),))
+    room = room_of(gpu, (), claims, shares=shares)
+    assert (room.held, room.passing, room.free) == (held * GIB, passing * GIB, (80 - held) * GIB)
+
+
+def test_any_gpus_means_the_roomiest_and_chosen_ones_mean_all_of_them() -> None:
+    gpus = [Gpu(n, f"GPU-{n}", "x", 80 * GIB, n * 20 * GIB) for n in range(4)]
+    spec = job(num_processes=2, strategy="fsdp2", share_gpus=True, resolution=512)
+    free = place_of(spec, gpus)
+    assert free.fit(fake(spec)).room.name == "GPU 1"
+    chosen = place_of(spec.model_copy(update={"gpus": [0, 3]}), gpus)
+    assert chosen.fit(fake(spec)).room.name == "GPU 3"
+    assert place_of(spec, [], imagine=False).on_gpus is False
+    assert place_of(spec, []).rooms == (CARDS[80],)
+
+
+# -- strategies ----------------------------------------------------------------------------
+
+
+def fit(low: int, high: int) -> Fit:
+    return Fit(low, high, Room("GPU 0", 80))
+
+
+@pytest.mark.parametrize(("needs", "best"), [
+    ({"ddp": (60, 70), "hsdp": (30, 40), "fsdp2": (20, 30)}, "ddp"),
+    ({"ddp": (70, 90), "hsdp": (60, 75), "fsdp2": (20, 30)}, "hsdp"),
+    ({"ddp": (90, 99), "hsdp": (75, 85), "fsdp2": (20, 30)}, "fsdp2"),
+    ({"ddp": (90, 99), "hsdp": (75, 85), "fsdp2": (78, 82)}, "hsdp"),  # none for sure
+    ({"ddp": (90, 99), "fsdp2": (81, 82)}, None),
+    ({"ddp": None, "fsdp2": (10, 20)}, "fsdp2"),
+])  # fmt: skip
+def test_the_fastest_strategy_that_fits(
+    needs: dict[str, tuple[int, int] | None], best: str | None
+) -> None:
+    found = [Candidate(name, fit(*band) if band else None) for name, band in needs.items()]
+    chosen = fastest(found[::-1])
+    assert (chosen.strategy if chosen else None) == best
+
+
+@pytest.mark.parametrize(("values", "ranks", "able"), [
+    ({}, 1, ("single",)),
+    ({}, 2, ("ddp", "fsdp2")),
+    ({}, 8, ("ddp", "hsdp", "fsdp2")),
+    ({"lora_placement": "sharded"}, 8, ("hsdp", "fsdp2")),
+    ({"fsdp_cpu_offload": True}, 2, ("fsdp2",)),
+    ({}, 3, ("ddp", "fsdp2")),
+])  # fmt: skip
+def test_what_a_job_could_run_with(
+    values: dict[str, Any], ranks: int, able: tuple[str, ...]
+) -> None:
+    assert candidates(job(**values), ranks) == able
+
+
+@given(st.integers(1, 1500))
+def test_the_fewest_ranks_are_found_with_few_questions(least: int) -> None:
+    tried: list[int] = []
+
+    def fits(ranks: int) -> bool:
+        tried.append(ranks)
+        return ranks >= least
+
+    assert fewest(fits) == (least if least <= 1024 else None)
+    assert len(tried) <= 21
+
+
+# -- the ladder ----------------------------------------------------------------------------
+
+
+def too_large(**values: Any) -> JobSpec:
+    usual = {"num_processes": 4, "strategy": "fsdp2", "device": "cuda"}
+    return job(**(usual | values))
+
+
+def steps(spec: JobSpec, gib: float = 0.001) -> list[Any]:
+    room = Room("GPU 0", int(gib * GIB))
+
+    def fit_of(one: JobSpec) -> Fit:
+        return Fit(*fake(one).device, room)
+
+    return list(climb(spec, fit_of, enough=lambda one: one.verdict is Verdict.FITS))
+
+
+def test_every_step_helps_each_begins_where_the_last_ended_and_the_order_is_by_cost() -> None:
+    spec = too_large(train_batch_size=8, model_type="full", mixed_precision="no",
+                     strategy="ddp")  # fmt: skip
+    found = steps(spec)
+    for before, after in pairwise(found):
+        assert after.before == before.after
+    assert all(step.after.high < step.before.high for step in found)
+    titles = [step.rung.title for step in found]
+    order = [rung.title for rung in LADDER]
+    assert titles == sorted(titles, key=order.index)
+    assert titles[0] == "activation checkpointing"
+    assert titles[-1] == "lower resolution"
+    assert {"8-bit AdamW", "shard over all ranks", "compute in bf16"} <= set(titles)
+    last = found[-1].spec
+    assert last.train_batch_size * last.gradient_accumulation_steps == 8
+
+
+def test_it_ends_as_soon_as_it_fits_and_says_nothing_where_it_does_anyway() -> None:
+    spec = too_large(gradient_checkpointing=True, train_batch_size=6)
+    (step,) = steps(spec, gib=24)
+    assert step.changes == {"train_batch_size": 3, "gradient_accumulation_steps": 2}
+    assert "same global batch" in step.cost
+    assert steps(spec, gib=80) == []
+
+
+def test_what_saves_next_to_nothing_is_left_out() -> None:
+    """Of an adapter the optimizer's state is 60 MB beside 13 GiB."""
+    first, *_ = steps(too_large(strategy="ddp", gradient_checkpointing=True))
+    assert first.rung.title == "shard over all ranks"
+
+
+def test_what_does_not_apply_is_left_out() -> None:
+    titles = {step.rung.title for step in steps(too_large(strategy="single", num_processes=1))}
+    assert not titles & {"sharded LoRA", "shard over all ranks", "offload to host memory"}
+    titles = {step.rung.title for step in steps(too_large(optimizer="adafactor"))}
+    assert "8-bit AdamW" not in titles
+
+
+@given(
+    batch=st.sampled_from([1, 2, 3, 6, 7]), accumulation=st.sampled_from([1, 3]),
+    model_type=st.sampled_from(["lora", "full"]), precision=st.sampled_from(["no", "bf16"]),
+    strategy=st.sampled_from(["ddp", "fsdp2"]), reshard=st.sampled_from([True, False, 2]),
+    checkpointing=st.booleans(),
+)  # fmt: skip
+def test_any_job_climbs_to_an_end_with_the_same_global_batch(
+    batch: int, accumulation: int, model_type: str, precision: str, strategy: str,
+    reshard: bool | int, checkpointing: bool,
+) -> None:  # fmt: skip
+    spec = too_large(
+        train_batch_size=batch, gradient_accumulation_steps=accumulation, model_type=model_type,
+        mixed_precision=precision, strategy=strategy, fsdp_reshard_after_forward=reshard,
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    found = steps(spec)
+    assert found
+    last = found[-1].spec
+    assert last.train_batch_size * last.gradient_accumulation_steps == batch * accumulation
+    assert len(found) < 20
+
+
+def test_a_job_is_arranged_for_a_strategy_without_what_only_another_has() -> None:
+    spec = job(num_processes=8, strategy="hsdp", dp_replicate_size=2, lora_placement="sharded",
+               fsdp_reshard_after_forward=4)  # fmt: skip
+    ddp = arranged(spec, "ddp", 6, on_gpus=True)
+    assert (ddp.strategy, ddp.num_processes, ddp.gpus) == ("ddp", 6, None)
+    assert (ddp.dp_replicate_size, ddp.lora_placement) == (None, "replicated")
+    assert ddp.fsdp_reshard_after_forward is True
+    assert arranged(job(), "hsdp", 8, on_gpus=True).dp_replicate_size == 2
+    assert arranged(job(), "single", 1, on_gpus=False).device == "cpu"
+
+
+# -- an estimate ---------------------------------------------------------------------------
+
+
+def test_auto_comes_to_the_fastest_that_fits(server: Server) -> None:
+    spec = job(num_processes=4, strategy="auto", gradient_checkpointing=True)
+    place = Place(True, (CARDS[48],), here=False)
+    assert Estimate(spec, place, server, Calibration()).strategy == "ddp"
+    full = spec.model_copy(update={"model_type": "full"})
+    assert Estimate(full, place, server, Calibration()).strategy == "fsdp2"
+    assert Estimate(full, place, server, Calibration()).advised == "hsdp"
+
+
+def test_auto_is_told_as_the_launch_will_decide(server: Server) -> None:
+    """What may fit is not risked, and ranks on the CPU shard, whatever fits."""
+    spec = job(num_processes=4, strategy="auto", gradient_checkpointing=True)
+    ddp = Estimate(spec, Place(True, (CARDS[80],)), server, Calibration()).predict("ddp", 4)
+    assert isinstance(ddp, Predicted)
+    low, high = ddp.device
+    assert low < high
+    tight = Place(True, (Room("GPU 0", (low + high) // 2),), here=False)
+    assert Estimate(spec, tight, server, Calibration()).candidate("ddp", 4).fit is not None
+    assert Estimate(spec, tight, server, Calibration()).strategy == "fsdp2"
+    cpu = spec.model_copy(update={"device": "cpu"})
+    host = Place(False, (Room("host memory", 4000 * GIB),))
+    told = Estimate(cpu, host, server, Calibration()).strategy
+    assert told == chosen_strategy(cpu)[0] == "fsdp2"
+
+
+def test_a_strategy_that_cannot_run_is_told_and_the_others_are_not_hurt(server: Server) -> None:
+    spec = job(num_processes=2, optimizer="adafactor", gradient_checkpointing=True)
+    found = Estimate(spec, Place(True, (CARDS[80],), here=False), server, Calibration())
+    assert isinstance(refused := found.predict("fsdp2", 2), Refused)
+    assert refused.error == "adafactor cannot be sharded"
+    assert found.advised == "ddp"
+
+
+def test_earlier_runs_widen_the_band_upwards(server: Server) -> None:
+    spec = job(num_processes=1, gradient_checkpointing=True)
+    place = Place(True, (CARDS[24],), here=False)
+    plain = Estimate(spec, place, server, Calibration())
+    wider = Estimate(spec, place, server, Calibration(3, (1.1, 1.2, 1.3)))
+    found = plain.own
+    assert isinstance(found, Predicted)
+    assert wider.fit(found).high == round(plain.fit(found).high * 1.3)
+    assert wider.fit(found).low == plain.fit(found).low
+
+
+# -- the command line ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def _faked(home: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "COMMAND", COMMAND)
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(estimate_job, words, standalone_mode=False)
+
+
+FULL = ("--model_family=flux", "--model_type=full", "--num_processes=8")
+
+
+@pytest.mark.usefixtures("_faked")
+def test_it_needs_no_files_and_says_how_much_each_rank_needs() -> None:
+    said = run(*FULL, "--gradient_checkpointing=true", "--ranks", "2,8")
+    assert said.exception is None
+    assert said.return_value == 0
+    rows = [line.split()[:2] for line in said.output.splitlines()[1:6]]
+    assert rows == [["ddp", "2"], ["fsdp2", "2"], ["ddp", "8"], ["hsdp", "8"], ["fsdp2", "8"]]
+    assert "this job, ddp on 8 ranks, on 80 GB: fits, 8.1 GiB spare\n" in said.output
+    fewest_of_each = "4 × 24 GB, 2 × 48 GB, 1 × 80 GB, 1 × 141 GB"
+    assert f"smallest number that would do: {fewest_of_each}\n" in said.output
+    assert "host memory: 16.0 GiB" in said.output
+
+
+@pytest.mark.usefixtures("_faked")
+def test_what_does_not_fit_is_told_with_the_ladder_and_its_own_status() -> None:
+    said = run(*FULL, "--train_batch_size=4", "--card", "24", "--json")
+    assert said.return_value == DOES_NOT_FIT
+    facts = json.loads(said.output)
+    assert (facts["status"], facts["strategy"], facts["ranks"]) == (4, "fsdp2", 8)
+    assert facts["fit"]["verdict"] == "does not fit"
+    assert facts["fastest_that_fits"] is None
+    first, *_, last = facts["ladder"]
+    assert first["changes"] == {"gradient_checkpointing": True}
+    assert last["verdict"] == "fits"
+    assert {one["strategy"] for one in facts["predictions"]} == {"ddp", "hsdp", "fsdp2"}
+    assert facts["fewest_with_changes"]["24 GB"] <= 8
+    said = run(*FULL, "--train_batch_size=4", "--card", "24")
+    assert "1. activation checkpointing:" in said.output
+    assert "gradient_checkpointing: true" in said.output
+
+
+@pytest.mark.usefixtures("_faked")
+def test_a_job_that_names_no_ranks_is_told_of_on_the_fewest_that_do() -> None:
+    words = (*FULL[:2], "--gradient_checkpointing=true", "--card", "24", "--json", "--ranks")
+    facts = [json.loads(run(*words, ranks).output) for ranks in ("8,2,4,64", "1,2")]
+    assert [one["ranks"] for one in facts] == [4, 2]
+    assert [one["status"] for one in facts] == [0, 4]
+
+
+@pytest.mark.usefixtures("_faked")
+@pytest.mark.parametrize(("words", "match"), [
+    ((*FULL, "--ranks", "2,x"), "expected numbers of ranks"),
+    ((*FULL, "--ranks", "0"), "expected numbers of ranks"),
+    (("--model_family=nothing",), "nothing"),
+    ((), "no job given"),
+])  # fmt: skip
+def test_bad_input_is_one_line(words: tuple[str, ...], match: str) -> None:
+    said = run(*words)
+    assert said.exception is not None
+    assert match in str(said.exception.message)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_faked")
+def test_this_machines_gpus_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Gpu(n, f"GPU-{n}", "RTX 4090", 24 * GIB, 0) for n in range(8)]
+    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
+    said = run(*FULL, "--gradient_checkpointing=true", "--train_batch_size=2")
+    assert "on GPU" in said.output.splitlines()[0]
+    assert "GPU like GPU 0" in said.output
+    assert "fits" in said.output
+
+
+def test_every_family_has_a_first_flavour_to_ask_about() -> None:
+    assert all(family.flavours for family in FAMILIES.values())
+    assert replace(CARDS[24], held=CARDS[24].total).free == 0

@@ -1,0 +1,908 @@
+"""Configurations of other tools as jobs: what becomes of each key, and that none is forgotten."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from jobs.errors import UserError
+from jobs.eventlog import EventLog
+from jobs.families import FAMILIES
+from jobs.imports import ai_toolkit, ai_toolkit_data, diffusers_script, simpletuner
+from jobs.imports import simpletuner_data as data_rules
+from jobs.imports.command_line import read_command
+from jobs.imports.imported import (
+    Imported,
+    import_ai_toolkit,
+    import_script,
+    import_simpletuner,
+)
+from jobs.imports.report import Kind, shown
+from jobs.rundir import RunDir
+from jobs.specfile import load_spec
+from tests.support.paths import IMPORT_EXAMPLES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jobs.imports.report import Entry
+
+EXAMPLES: Final = IMPORT_EXAMPLES
+SECRETS: Final = (
+    "hf_AbCdEf",
+    "0123456789abcdef",
+    "AKIAEXAMPLE",
+    "not-a-real-secret",
+    "example.org",
+)
+SIMPLETUNER: Final = ("flux-lora", "sdxl-full-fsdp2", "wan-lora")
+AI_TOOLKIT: Final = ("flux-lora", "lumina-full", "wan22-lora")
+SCRIPTS: Final = ("flux-lora.sh", "sdxl-full.sh", "sd3-lora.txt")
+
+Lost = Kind.UNSUPPORTED
+Needless = Kind.UNNEEDED
+
+
+def example(tool: str, name: str) -> Imported:
+    if tool == "simpletuner":
+        return import_simpletuner(EXAMPLES / tool / name / "config.json")
+    if tool == "ai-toolkit":
+        return import_ai_toolkit(EXAMPLES / tool / f"{name}.yaml")
+    return import_script([str(EXAMPLES / "diffusers-script" / name)])
+
+
+ALL: Final = [
+    *(("simpletuner", name) for name in SIMPLETUNER),
+    *(("ai-toolkit", name) for name in AI_TOOLKIT),
+    *(("diffusers-script", name) for name in SCRIPTS),
+]
+
+
+def entries(imported: Imported, key: str) -> list[Entry]:
+    return [entry for entry in imported.report.entries if entry.key == key]
+
+
+def entry(imported: Imported, key: str) -> Entry:
+    (found,) = entries(imported, key)
+    return found
+
+
+# -- the examples ----------------------------------------------------------------------------
+
+
+def leaves(value: Any, name: str = "") -> Iterator[str]:
+    """Names of all values below the mappings of a configuration, as reports write them."""
+    if isinstance(value, dict) and value:
+        for key, one in value.items():
+            yield from leaves(one, f"{name}.{key}" if name else str(key).lstrip("-"))
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value) and (
+        "datasets" in name or name.endswith(".json")
+    ):  # fmt: skip
+        for number, one in enumerate(value):
+            yield from leaves(one, f"{name}[{number}]")
+    else:
+        yield name
+
+
+def keys_of(tool: str, name: str) -> list[str]:
+    """Every key of an example, as its report should call it."""
+    if tool == "simpletuner":
+        folder = EXAMPLES / tool / name
+        backends = json.loads((folder / "multidatabackend.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
+        return [*leaves(config), *leaves(backends, "multidatabackend.json")]
+    if tool == "ai-toolkit":
+        values = yaml.safe_load((EXAMPLES / tool / f"{name}.yaml").read_text())
+        process = values["config"].pop("process")[0]
+        return [*leaves(values), *leaves(process)]
+    text = (EXAMPLES / tool / name).read_text()
+    words = text[text.index("accelerate launch") :].split("\necho")[0]
+    flags = re.findall(r"(?<=\s)--([a-z_0-9]+)", words)
+    split = flags.index("pretrained_model_name_or_path")
+    return [*(f"accelerate launch --{flag}" for flag in flags[:split]), *flags[split:]]
+
+
+@pytest.mark.parametrize(("tool", "name"), ALL)
+def test_every_key_ends_in_exactly_one_class(tool: str, name: str) -> None:
+    """A key of its own, or one that stands for all below it."""
+    reported = [entry.key for entry in example(tool, name).report.entries]
+    for key in keys_of(tool, name):
+        above = [key[:at] for at in range(len(key) + 1) if at == len(key) or key[at] in ".["]
+        found = [one for one in reported if one in above]
+        assert len(found) == 1, (key, found)
+
+
+@pytest.mark.parametrize(("tool", "name"), ALL)
+def test_what_is_written_is_the_job_and_can_be_read(
+    tool: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # so that no path of the example is there
+    imported = example(tool, name)
+    path = tmp_path / "job.yaml"
+    path.write_text(imported.to_yaml())
+    conflicts = ("pretrained_model_name_or_path", "dataset", "optimizer")
+    read = load_spec(path, ignoring=conflicts)
+    assert read == imported.spec
+    assert "null" not in imported.to_yaml()
+
+
+@pytest.mark.parametrize(("tool", "name"), ALL)
+def test_no_secret_leaves_a_configuration(tool: str, name: str) -> None:
+    imported = example(tool, name)
+    told = imported.to_yaml() + json.dumps(imported.report.to_dict())
+    assert not [secret for secret in SECRETS if secret in told]
+
+
+@pytest.mark.parametrize(("tool", "name"), ALL)
+def test_what_is_missing_is_said(tool: str, name: str) -> None:
+    imported = example(tool, name)
+    missing = "\n".join(imported.report.to_fill_in)
+    assert "hf download" in missing  # the model
+    assert "no such folder here" in missing or "dataset is missing" in missing
+
+
+def test_simpletuner_flux_lora() -> None:
+    imported = example("simpletuner", "flux-lora")
+    job = imported.to_dict()
+    assert job["pretrained_model_name_or_path"] == "black-forest-labs/FLUX.1-dev"
+    assert job["datasets"] == [
+        {"path": "/data/pottery/bowls", "repeats": 5},
+        {"path": "/data/pottery/vases", "trigger_word": "p0tt3r style"},
+    ]
+    assert job["crop"] == "random"
+    assert (job["timestep_sampling"], job["flow_shift"]) == ("shift", 3.0)
+    assert (job["lr_scheduler"], job["lr_warmup_steps"]) == ("linear", 100)
+    assert (job["weight_decay"], job["lora_dropout"], job["max_grad_norm"]) == (0.01, 0.1, 2.0)
+    prompts = job["validation_prompts"]
+    assert prompts == [
+        "a stoneware bowl, celadon glaze, on a wooden table",
+        "a teapot, copper red glaze",
+        "a shelf of cups, late light",
+    ]
+    assert imported.spec.resolution == 1024
+    assert any("datasets ask for 1024, 512" in text for text in imported.report.warnings)
+    assert [e.key for e in imported.report.of(Kind.UNKNOWN)] == ["potters_own_key"]
+    assert "(not shown)" in [e.value for e in imported.report.entries]
+    assert {e.key for e in imported.report.assumed} == {
+        "adam_weight_decay", "lora_dropout", "max_grad_norm",
+    }  # fmt: skip
+
+
+def test_simpletuner_full_training_on_eight_ranks() -> None:
+    imported = example("simpletuner", "sdxl-full-fsdp2")
+    job = imported.to_dict()
+    assert (job["model_type"], job["model_family"]) == ("full", "sdxl")
+    assert job["fsdp_transformer_layer_cls_to_wrap"] == ["BasicTransformerBlock", "ResnetBlock2D"]
+    assert (job["num_processes"], job["fsdp_enable"]) == (8, True)
+    assert job["learning_rate"] == pytest.approx(1e-6 * 4 * 2 * 8)
+    # The same folder in two resolutions, a metadata file, and a dataset of the hub.
+    assert job["datasets"] == [
+        {"path": "/data/birds", "repeats": 2, "caption_column": "text"},
+        {
+            "path": "someone/bird-sketches",
+            "caption_column": "prompt",
+            "image_column": "image",
+            "split": "train",
+        },
+    ]
+    assert job["max_upscale"] == 1.333
+    assert "ema_device" not in job  # cpu does not go with FSDP
+    assert "10 epochs are 10 × samples / 64 steps" in "\n".join(imported.report.to_fill_in)
+
+
+def test_simpletuner_video() -> None:
+    imported = example("simpletuner", "wan-lora")
+    job = imported.to_dict()
+    assert (job["model_family"], job["model_flavour"]) == ("wan", "2.1-t2v-14b")
+    assert job["num_frames"] == 73  # 4n + 1
+    assert job["caption_lines"] == "joined"
+    assert job["validation_resolution"] == "832x480"
+    assert (job["context_parallel_size"], job["num_processes"]) == (2, 4)
+    assert imported.spec.seed == 42  # theirs could not be read
+    assert [e.key for e in imported.report.of(Kind.UNREADABLE)] == ["seed"]
+
+
+def test_ai_toolkit_flux_lora() -> None:
+    job = example("ai-toolkit", "flux-lora").to_dict()
+    assert job["name"] == "tin_robots-v1"
+    assert (job["optimizer"], job["lora_alpha"]) == ("adamw_8bit", 8.0)
+    assert job["trigger_word"] == "t1nb0t"
+    assert job["validation_prompts"] == [
+        {"prompt": "[trigger] on a workbench, brass gears", "seed": 42},
+        {"prompt": "[trigger] in the rain", "resolution": 512, "steps": 12, "seed": 43},
+        {"prompt": "a lighthouse, with a red door", "seed": 44},
+    ]
+    assert job["validation_resolution"] == "1024x768"
+    assert job["export_dtype"] == "fp16"
+
+
+def test_ai_toolkit_full_training_on_several_gpus() -> None:
+    imported = example("ai-toolkit", "lumina-full")
+    job = imported.to_dict()
+    assert (job["model_type"], job["model_family"]) == ("full", "lumina2")
+    assert (job["gpus"], job["fsdp_enable"]) == ([0, 1, 2, 3], True)
+    assert job["datasets"] == [
+        {"path": "/data/fields", "repeats": 3},
+        {"path": "/data/fields-other", "trigger_word": "a field"},
+    ]
+    assert (job["shuffle_captions"], job["keep_tags"]) == (True, 2)
+    assert (job["lr_scheduler"], job["lr_warmup_steps"]) == ("constant_with_warmup", 200)
+    assert entry(imported, "datasets[2]").kind is Lost
+    assert "adafactor cannot train sharded" in "\n".join(imported.report.to_fill_in)
+
+
+def test_ai_toolkit_video_of_two_experts() -> None:
+    imported = example("ai-toolkit", "wan22-lora")
+    job = imported.to_dict()
+    assert job["model_flavour"] == "2.2-t2v-a14b-high"
+    assert (job["num_frames"], job["validation_num_frames"]) == (37, 41)
+    assert job["gpus"] == [1]
+    assert job["lora_alpha"] == 1.0  # what is taken there when none is given
+    assert "2.2-t2v-a14b-low" in entry(imported, "model.model_kwargs.train_low_noise").why
+
+
+def test_a_script_with_one_caption_for_all() -> None:
+    job = example("diffusers-script", "flux-lora.sh").to_dict()
+    assert (job["dataset"], job["trigger_word"]) == ("dog", "a photo of sks dog")
+    assert job["missing_captions"] == "empty"
+    assert (job["optimizer"], job["learning_rate"]) == ("prodigy", 1.0)
+    assert job["timestep_sampling"] == "uniform"  # weighting_scheme: none is its default
+    assert "ff_context.net.2" in job["lora_target_modules"]
+
+
+def test_a_script_that_is_launched_with_a_file() -> None:
+    imported = example("diffusers-script", "sdxl-full.sh")
+    job = imported.to_dict()
+    assert (job["gpus"], job["mixed_precision"]) == ([0, 1, 2, 3], "fp16")
+    assert "num_processes" not in job
+    assert job["fsdp_reshard_after_forward"] is False  # SHARD_GRAD_OP
+    assert (job["optimizer"], job["snr_gamma"]) == ("adamw_8bit", 5.0)
+    assert "not set" in entry(imported, "dataset_name").why
+    assert entry(imported, "accelerate-fsdp.yaml: num_processes").why == "the flag wins"
+
+
+def test_fewer_processes_than_gpus_take_the_first_of_them() -> None:
+    """And a variable in front of the command is read, whatever else is set there."""
+    start = "CUDA_VISIBLE_DEVICES=3,1,2 X=1 accelerate launch --num_processes=2"
+    imported = import_script([f"{start} train_flux.py --seed=1"])
+    assert imported.spec.gpus == [3, 1]
+    assert imported.spec.num_processes is None
+    assert entry(imported, "X").kind is Needless
+
+
+def test_defaults_that_are_as_here_are_not_told(tmp_path: Path) -> None:
+    imported = process(tmp_path, sample__prompts=["a"])
+    told = {one.key for one in imported.report.assumed}
+    assert "sample.guidance_scale" in told
+    assert "sample.sample_steps" not in told  # 20, as with FLUX.1 here
+
+
+def test_a_script_whose_noise_levels_count_from_the_other_end() -> None:
+    imported = example("diffusers-script", "sd3-lora.txt")
+    job = imported.to_dict()
+    assert (job["timestep_sampling"], job["logit_mean"], job["logit_std"]) == ("shift", -0.5, 1.2)
+    assert job["learning_rate"] == pytest.approx(4e-4 * 4 * 2)
+    assert job["datasets"] == [{"path": "someone/yarn-art", "caption_column": "text"}]
+    assert [e.key for e in imported.report.of(Kind.UNKNOWN)] == ["new_flag_of_tomorrow"]
+    assert job["validation_prompts"] == ["a yarn cat, sitting"]
+
+
+# -- keys ------------------------------------------------------------------------------------
+
+
+def simple(folder: Path, **theirs: Any) -> Imported:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_family": "flux"} | theirs))
+    return import_simpletuner(path)
+
+
+def backend(folder: Path, *theirs: dict[str, Any], **around: Any) -> Imported:
+    (folder / "data.json").write_text(json.dumps(list(theirs)))
+    return simple(folder, data_backend_config="somewhere/else/data.json", **around)
+
+
+def process(folder: Path, **theirs: Any) -> Imported:
+    """Of ai-toolkit; double underscores stand between levels."""
+    tree: dict[str, Any] = {"type": "sd_trainer", "model": {"is_flux": True}}
+    for key, value in theirs.items():
+        *above, last = key.split("__")
+        place = tree
+        for name in above:
+            place = place.setdefault(name, {})
+        place[last] = value
+    path = folder / "config.yaml"
+    config = {"job": "extension", "config": {"name": "x", "process": [tree]}}
+    path.write_text(yaml.safe_dump(config))
+    return import_ai_toolkit(path)
+
+
+SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
+    ({"learning_rate": "3e-5"}, {"learning_rate": 3e-5}),
+    ({"optimizer": "optimi-adamw"}, {"optimizer": "adamw"}),
+    ({"optimizer": "bnb-adamw8bit"}, {"optimizer": "adamw_8bit"}),
+    ({"optimizer": "bnb-lion8bit-paged"}, {"optimizer": "lion"}),
+    ({"optimizer": "prodigy"}, {"optimizer": "prodigy"}),
+    ({"optimizer": "soap"}, Lost),
+    ({"lr_scheduler": "sine"}, {"lr_scheduler": "cosine"}),
+    ({"lr_scheduler": "polynomial"}, {"lr_scheduler": "linear"}),
+    ({"lr_scheduler": "something"}, Lost),
+    ({"lr_warmup_steps": 100, "lr_scheduler": "constant"}, Needless),
+    ({"lr_warmup_steps": 100}, {"lr_warmup_steps": 100, "lr_scheduler": "constant_with_warmup"}),
+    ({"lr_power": 0.8, "lr_scheduler": "polynomial"}, Lost),
+    ({"lr_power": 0.8, "lr_scheduler": "cosine"}, Needless),
+    ({"lr_scale": True, "learning_rate": 1e-6, "train_batch_size": 3}, Needless),
+    ({"learning_rate": 1e-6, "lr_scale_sqrt": "true", "train_batch_size": 4},
+     {"learning_rate": 2e-6}),
+    ({"max_train_steps": 0, "num_train_epochs": 0}, Needless),
+    ({"num_train_epochs": 3, "max_train_steps": 100}, Needless),
+    ({"num_train_epochs": 3}, Lost),
+    ({"mixed_precision": "no"}, {"mixed_precision": "no"}),
+    ({"mixed_precision": "fp8"}, Lost),
+    ({"base_model_precision": "no_change"}, Needless),
+    ({"base_model_precision": "int8-quanto"}, Lost),
+    ({"base_model_precision": "fp8-torchao"}, Lost),
+    ({"lora_type": "standard"}, Needless),
+    ({"lora_type": "lycoris"}, Lost),
+    ({"lora_rank": 64}, {"lora_rank": 64}),
+    ({"lora_rank": 0}, Kind.UNREADABLE),
+    ({"lora_alpha": "None"}, Needless),
+    ({"lora_format": "comfyui"}, {"export_formats": ["kohya"]}),
+    ({"flux_lora_target": "mmdit"},
+     {"lora_target_modules": ["to_k", "to_q", "to_v", "to_out.0"]}),
+    ({"flux_lora_target": "context"},
+     {"lora_target_modules": ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]}),
+    ({"flux_lora_target": "all+ffs"}, Needless),
+    ({"flux_lora_target": "nano"}, Lost),
+    ({"snr_gamma": 5}, Needless),  # flow matching
+    ({"snr_gamma": 5, "model_family": "sdxl"}, {"snr_gamma": 5.0}),
+    ({"snr_gamma": 0, "model_family": "sdxl"}, Needless),
+    ({"flow_schedule_shift": 1}, {"timestep_sampling": "logit_normal", "flow_shift": None}),
+    ({"flow_schedule_shift": 0}, {"timestep_sampling": "logit_normal"}),
+    ({"flow_schedule_shift": 2.5}, {"timestep_sampling": "shift", "flow_shift": 2.5}),
+    ({"flow_schedule_shift": 3, "flow_use_uniform_schedule": True}, Lost),
+    ({"flow_use_uniform_schedule": "true"}, {"timestep_sampling": "uniform", "flow_shift": None}),
+    ({"flow_schedule_auto_shift": 1}, {"timestep_sampling": "shift", "flow_shift": None}),
+    ({"flow_schedule_shift": 3, "model_family": "sdxl"}, Needless),
+    ({"flow_sigmoid_scale": 0.8}, {"logit_std": 0.8}),
+    ({"flux_guidance_value": 2}, {"train_guidance": 2.0}),
+    ({"noise_offset": 0}, Needless),
+    ({"noise_offset": 0.1}, Lost),
+    ({"grad_clip_method": "norm"}, Needless),
+    ({"grad_clip_method": "value"}, Lost),
+    ({"gradient_checkpointing": "false"}, {"gradient_checkpointing": False}),
+    ({"gradient_checkpointing_interval": 1}, Needless),
+    ({"gradient_checkpointing_interval": 2}, Lost),
+    ({"attention_mechanism": "xformers"}, {"attention_backend": "efficient"}),
+    ({"attention_mechanism": "native-math"}, {"attention_backend": "math"}),
+    ({"attention_mechanism": "diffusers"}, {"attention_backend": "auto"}),
+    ({"attention_mechanism": "sageattention"}, Lost),
+    ({"disable_tf32": "true"}, {"allow_tf32": False}),
+    ({"disable_tf32": False}, {"allow_tf32": True}),
+    ({"loss_type": "l2"}, {"loss_type": "mse"}),
+    ({"loss_type": "huber"}, {"loss_type": "huber"}),
+    ({"huber_schedule": "constant"}, Needless),
+    ({"huber_schedule": "snr"}, Lost),
+    ({"ema_device": "cpu", "use_ema": True}, {"ema_device": "cpu"}),
+    ({"ema_device": "cpu"}, Needless),
+    ({"ema_device": "cpu", "use_ema": "true", "fsdp_enable": "true", "num_processes": 2}, Needless),
+    ({"tokenizer_max_length": 256}, {"max_sequence_length": 256}),
+    ({"checkpoint_step_interval": 200}, {"checkpointing_steps": 200}),
+    ({"checkpoints_total_limit": 0}, {"checkpoints_total_limit": None}),
+    ({"checkpoints_total_limit": 3}, {"checkpoints_total_limit": 3}),
+    ({"checkpoint_epoch_interval": 1}, Lost),
+    ({"resume_from_checkpoint": "latest"}, Needless),
+    ({"resume_from_checkpoint": "output/checkpoint-500"}, Lost),
+    ({"output_dir": "/a/b c/"}, {"name": "b-c"}),
+    ({"output_dir": "../"}, Needless),
+    ({"validation_resolution": "0.5"}, {"validation_resolution": 704}),
+    ({"validation_resolution": 1024}, {"validation_resolution": 1024}),
+    ({"validation_resolution": "1280x768"}, {"validation_resolution": "1280x768"}),
+    ({"validation_prompt": "a, b"}, {"validation_prompts": [{"prompt": "a, b"}]}),
+    ({"validation_prompt": "a", "validation_disable": "true"}, Needless),
+    ({"validation_disable": True}, Kind.TRANSLATED),
+    ({"validation_negative_prompt": "b"}, Needless),  # FLUX.1 is guidance-distilled
+    ({"validation_negative_prompt": "b", "validation_guidance_real": 3.0},
+     {"validation_negative_prompt": "b", "validation_true_cfg_scale": 3.0}),
+    ({"validation_negative_prompt": "b", "model_family": "sdxl"},
+     {"validation_negative_prompt": "b"}),
+    ({"validation_step_interval": 7}, {"validation_steps": 7}),
+    ({"num_validation_images": 1}, Needless),
+    ({"num_validation_images": 4}, Lost),
+    ({"controlnet": False}, Needless),
+    ({"controlnet": "true"}, Lost),
+    ({"push_to_hub": "true"}, Needless),
+    ({"model_flavour": "schnell"}, {"model_flavour": "schnell"}),
+    ({"model_flavour": "libreflux"}, Lost),
+    ({"fsdp_state_dict_type": "full"}, {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
+    ({"fsdp_reshard_after_forward": "false"}, {"fsdp_reshard_after_forward": False}),
+    ({"fsdp_transformer_layer_cls_to_wrap": "A, B"},
+     {"fsdp_transformer_layer_cls_to_wrap": ["A", "B"]}),
+    ({"deepspeed_config": "ds.json"}, Lost),
+    ({"num_machines": 2}, Lost),
+    ({"num_machines": "1"}, Needless),
+    ({"dynamo_backend": "inductor"}, {"torch_compile": True, "torch_compile_backend": "inductor"}),
+    ({"dynamo_backend": "no"}, Needless),
+    ({"context_parallel_size": 2, "fsdp_enable": True, "num_processes": 4},
+     {"context_parallel_size": 2}),
+    ({"pretrained_model_name_or_path": "black-forest-labs/flux.1-schnell"},
+     {"model_flavour": "schnell"}),
+    ({"pretrained_model_name_or_path": "https://huggingface.co/black-forest-labs/FLUX.1-dev"},
+     {"pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev"}),
+    ({"pretrained_model_name_or_path": "flux1-dev.safetensors"}, Lost),
+    ({"pretrained_model_name_or_path": "ftp://x/y"}, Kind.UNREADABLE),
+    ({"train_text_encoder": "false"}, Needless),
+    ({"crepa_enabled": True}, Lost),
+    ({"ramtorch": True}, Lost),
+    ({"something_new": 1}, Kind.UNKNOWN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("theirs", "expected"), SIMPLE_KEYS, ids=[str(k) for k, _ in SIMPLE_KEYS])
+def test_a_key_of_simpletuner(
+    theirs: dict[str, Any], expected: dict[str, Any] | Kind, tmp_path: Path
+) -> None:
+    check(simple(tmp_path, **theirs), next(iter(theirs)), expected)
+
+
+def check(imported: Imported, key: str, expected: dict[str, Any] | Kind) -> None:
+    found = entry(imported, key)
+    assert found.why or found.kind in (Kind.TAKEN, Kind.TRANSLATED)
+    if isinstance(expected, Kind):
+        assert found.kind is expected, found
+        return
+    values = imported.spec.model_dump(mode="json")
+    prompts = [{"prompt": one} for one in values["validation_prompts"] if isinstance(one, str)]
+    values["validation_prompts"] = prompts or values["validation_prompts"]
+    for name, value in expected.items():
+        wanted = pytest.approx(value) if isinstance(value, float) else value
+        assert values[name] == wanted, found
+
+
+DATASETS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
+    ({"repeats": 0}, {"dataset": "d"}),
+    ({"repeats": "9"}, {"datasets": [{"path": "d", "repeats": 10}]}),
+    ({"resolution": 0.25, "resolution_type": "area"}, {"resolution": 512}),
+    ({"resolution": 1, "resolution_type": "area"}, {"resolution": 1024}),
+    ({"resolution": 0.5, "resolution_type": "area"}, {"resolution": 704}),
+    ({"resolution": 768, "resolution_type": "pixel"}, {"resolution": 768}),
+    ({"resolution": "640"}, {"resolution": 640}),
+    ({"resolution": "big"}, Kind.UNREADABLE),
+    ({"minimum_image_size": 512, "resolution": 1024}, {"max_upscale": 2.0}),
+    ({"minimum_image_size": 2048, "resolution": 1024}, {"max_upscale": 1.0}),
+    ({"minimum_image_size": 0.25, "resolution": 1, "resolution_type": "area"},
+     {"max_upscale": 2.0}),
+    ({"caption_strategy": "textfile"}, Needless),
+    ({"caption_strategy": "filename"}, Lost),
+    ({"caption_strategy": "parquet"}, Lost),
+    ({"instance_prompt": "a cat", "caption_strategy": "instanceprompt"},
+     {"trigger_word": "a cat", "missing_captions": "empty"}),
+    ({"instance_prompt": "a cat", "only_instance_prompt": "true"}, {"missing_captions": "empty"}),
+    ({"instance_prompt": "a cat", "prepend_instance_prompt": True},
+     {"trigger_word": "a cat", "missing_captions": "skip"}),
+    ({"instance_prompt": "a cat"}, Needless),
+    ({"crop_style": "random", "crop": True}, {"crop": "random"}),
+    ({"crop_style": "random", "crop": False}, Needless),
+    ({"crop_style": "face", "crop": True}, Lost),
+    ({"caption_shuffle": {"enable": True, "count": 3, "position_start": 1}},
+     {"shuffle_captions": True, "caption_shuffles": 4, "keep_tags": 1}),
+    ({"probability": 1.0}, Needless),
+    ({"probability": 0.2}, Lost),
+    ({"is_regularisation_data": True}, Lost),
+    ({"cache_dir_vae": "x"}, Needless),
+    ({"never_heard_of": 1}, Kind.UNKNOWN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("theirs", "expected"), DATASETS, ids=[str(k) for k, _ in DATASETS])
+def test_a_dataset_of_simpletuner(
+    theirs: dict[str, Any], expected: dict[str, Any] | Kind, tmp_path: Path
+) -> None:
+    imported = backend(tmp_path, {"id": "a", "instance_data_dir": "d"} | theirs)
+    if isinstance(expected, Kind):
+        assert entry(imported, f"data.json[0].{next(iter(theirs))}").kind is expected
+    else:
+        job = imported.spec.model_dump(mode="json") | imported.to_dict()
+        assert {name: job[name] for name in expected} == expected
+
+
+AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
+    ({"train__lr": "1e-4"}, {"learning_rate": 1e-4}),
+    ({"train__optimizer": "adamw8bit"}, {"optimizer": "adamw_8bit"}),
+    ({"train__optimizer": "automagic"}, Lost),
+    ({"train__optimizer_params": {"betas": [0.8, 0.9], "eps": "1e-6"}},
+     {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}),
+    ({"train__dtype": "float16"}, {"mixed_precision": "fp16"}),
+    ({"train__timestep_type": "linear"}, {"timestep_sampling": "uniform"}),
+    ({"train__timestep_type": "sigmoid"}, {"timestep_sampling": "logit_normal"}),
+    ({"train__timestep_type": "lognorm_blend"}, Lost),
+    ({"train__gradient_accumulation": 4}, {"gradient_accumulation_steps": 4}),
+    ({"train__gradient_accumulation_steps": -1}, Lost),
+    ({"train__content_or_style": "style"}, Lost),
+    ({"train__min_snr_gamma": 5.0, "model__is_flux": False, "model__is_xl": True},
+     {"snr_gamma": 5.0}),
+    ({"train__train_text_encoder": True}, Lost),
+    ({"train__dist_mode": "fsdp"}, {"fsdp_enable": True}),
+    ({"train__fsdp_cpu_offload": True, "train__dist_mode": "fsdp"}, {"fsdp_cpu_offload": True}),
+    ({"train__fsdp_novelty": 1}, Kind.UNKNOWN),
+    ({"device": "cuda"}, Needless),
+    ({"device": "cuda:2"}, {"gpus": [2]}),
+    ({"device": "cpu"}, {"device": "cpu"}),
+    ({"device": "mps"}, Lost),
+    ({"type": "concept_slider"}, Lost),
+    ({"network": {"type": "lokr", "linear": 8}}, {"lora_rank": 8, "model_type": "lora"}),
+    ({"network__conv": 4}, Lost),
+    ({"network": {"type": "lora", "rank": 4, "alpha": 2}}, {"lora_rank": 4, "lora_alpha": 2.0}),
+    ({"model__quantize": True}, Lost),
+    ({"model__quantize": False}, Needless),
+    ({"model__arch": "flux2"}, {"model_family": "flux2"}),
+    ({"model__arch": "wan21:1b"}, {"model_flavour": "2.1-t2v-1.3b"}),
+    ({"model__arch": "wan21_i2v:14b480p"}, Lost),
+    ({"model__arch": "qwen_image_edit"}, Lost),
+    ({"model__arch": "wan22_14b", "model__model_kwargs": {"train_high_noise": False}},
+     {"model_flavour": "2.2-t2v-a14b-low"}),
+    ({"model__assistant_lora_path": "ostris/FLUX.1-schnell-training-adapter"}, Lost),
+    ({"sample__prompts": ["a -- b"], "sample__seed": 1},
+     {"validation_prompts": [{"prompt": "a -- b"}]}),
+    ({"sample__prompts": ["a"], "train__disable_sampling": True}, Needless),
+    ({"sample__width": 640, "sample__height": 480}, {"validation_resolution": "640x480"}),
+    ({"save__dtype": "bfloat16"}, {"export_dtype": "bf16"}),
+    ({"logging__use_wandb": True}, Needless),
+    ({"trainingfolder": "typo"}, Kind.UNKNOWN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("theirs", "expected"), AI_KEYS, ids=[str(k) for k, _ in AI_KEYS])
+def test_a_key_of_ai_toolkit(
+    theirs: dict[str, Any], expected: dict[str, Any] | Kind, tmp_path: Path
+) -> None:
+    key, value = next(iter(theirs.items()))
+    name = key.replace("__", ".")
+    if isinstance(value, dict):
+        name = f"{name}.{next(iter(value))}"
+    check(process(tmp_path, **theirs), name, expected)
+
+
+SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
+    ("--rank 8", {"lora_rank": 8}),
+    ("--lora_alpha=16", {"lora_alpha": 16.0}),
+    ("--use_8bit_adam", {"optimizer": "adamw_8bit"}),
+    ("--use_8bit_adam --optimizer prodigy", Needless),
+    ("--optimizer=AdamW", {"optimizer": "adamw"}),
+    ("--center_crop", {"crop": "center"}),
+    ("--random_flip", {"random_flip": True}),
+    ("--guidance_scale=2", {"train_guidance": 2.0}),
+    ("--weighting_scheme=none", {"timestep_sampling": "uniform"}),
+    ("--weighting_scheme=mode", Lost),
+    ("--logit_mean=-1 --weighting_scheme logit_normal", {"logit_mean": 1.0}),
+    ("--train_text_encoder", Lost),
+    ("--with_prior_preservation", Lost),
+    ("--lr_warmup_steps=500", Needless),
+    ("--lr_warmup_steps=50 --lr_scheduler=cosine", {"lr_warmup_steps": 50}),
+    ("--num_train_epochs=2", Lost),
+    ("--num_train_epochs=2 --max_train_steps=10", Needless),
+    ("--validation_epochs=3", Lost),
+    ("--push_to_hub", Needless),
+    ("--hub_token=abc", Needless),
+    ("--resume_from_checkpoint=latest", Needless),
+    ("--max_train_steps=many", Kind.UNREADABLE),
+    ("--validation_prompt=a b", Kind.UNREADABLE),
+    ("--something_new", Kind.UNKNOWN),
+]
+
+
+@pytest.mark.parametrize(("flags", "expected"), SCRIPT_FLAGS)
+def test_a_flag_of_a_script(flags: str, expected: dict[str, Any] | Kind) -> None:
+    words = ["accelerate", "launch", "train_dreambooth_lora_flux.py", *flags.split(" ")]
+    check(import_script(words), words[3].split("=")[0].lstrip("-"), expected)
+
+
+SCRIPT_NAMES: Final = [
+    ("train_dreambooth_lora_sdxl.py", "sdxl", "lora"),
+    ("train_text_to_image_sdxl.py", "sdxl", "full"),
+    ("train_dreambooth_flux.py", "flux", "full"),
+    ("examples/dreambooth/train_dreambooth_lora_flux2_klein.py", "flux2", "lora"),
+    ("train_dreambooth_lora_qwen_image.py", "qwen_image", "lora"),
+    ("train_dreambooth_lora_z_image.py", "z_image", "lora"),
+    ("my_supported_train_sana_lora.py", "sana", "lora"),
+]
+
+
+@pytest.mark.parametrize(("script", "family", "kind"), SCRIPT_NAMES)
+def test_a_script_s_name_says_what_is_trained(script: str, family: str, kind: str) -> None:
+    spec = import_script(["accelerate", "launch", script, "--seed=1"]).spec
+    assert (spec.model_family, spec.model_type) == (family, kind)
+
+
+@pytest.mark.parametrize(
+    "script", ["train_controlnet_flux.py", "textual_inversion.py", "train_dreambooth_lora.py"]
+)
+def test_a_script_that_does_something_else_is_not_taken_for_this(script: str) -> None:
+    imported = import_script(["accelerate", "launch", script, "--seed=1"])
+    assert entry(imported, "script").kind is Lost
+    assert imported.report.to_fill_in
+
+
+# -- odd input -------------------------------------------------------------------------------
+
+ODD: Final[list[Any]] = [
+    "", "None", [], {}, [None], [{}], {"a": {"b": 1}}, "maybe", -1, 0, 1e400, float("nan"), True,
+    "1e-4", "ü 😀\u2028", 10**400, "x" * 300, "$HOME `ls`", ["a", 1], "a/b\\c", "~nobody-here/x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ODD, ids=range(len(ODD)))
+def test_no_value_of_any_key_breaks_an_import(value: Any, tmp_path: Path) -> None:
+    """All keys at once, which may leave nothing of the job; and each is in the report, once."""
+    keys = [key for key in simpletuner._RULES if key not in ("data_backend_config",)]
+    imported = simple(tmp_path, **dict.fromkeys(keys, value))
+    assert sorted({e.key for e in imported.report.entries} & set(keys)) == sorted(keys)
+    assert all(len(entries(imported, key)) == 1 for key in keys)
+
+    flat = dict.fromkeys((key for key in data_rules._DATASET if "." not in key), value)
+    backend(tmp_path, flat, value, {"instance_data_dir": "d", "video": value})
+
+    flat = {key.replace(".", "__"): value for key in ai_toolkit._RULES if key.count(".") == 1}
+    process(tmp_path, **{key: one for key, one in flat.items() if not key.startswith("config")})
+    process(tmp_path, datasets=[dict.fromkeys(ai_toolkit_data._DATASET, value), value])
+    process(tmp_path, datasets=value, network=value, sample=value, trigger_word=value)
+
+    words = [f"--{key}={value}" for key in diffusers_script._RULES]
+    import_script(["accelerate", "launch", f"--num_processes={value}", "train_flux.py", *words])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1, 2]", "it has no keys"),
+        ("{}", "no key that SimpleTuner knows"),
+        ('{"a": 1}', "no key that SimpleTuner knows"),
+        ('{"a": 1,}', "line 1 is not valid JSON"),
+        ("[" * 100_000, "cannot be read|not valid JSON"),
+        ("\0\0", "not a text file"),
+    ],
+)
+def test_what_is_no_configuration_is_one_sentence(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        import_simpletuner(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1", "line 2 is not valid YAML|line 1 is not valid YAML"),
+        ("job: generate\nconfig: {process: [{}]}", "job is generate"),
+        ("config: {process: []}", "config.process is missing"),
+        ("- 1", "config.process is missing"),
+        ("a: 2024-13-45", "cannot be read"),
+    ],
+)
+def test_what_is_no_training_of_ai_toolkit(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        import_ai_toolkit(path)
+
+
+def test_a_directory_a_missing_file_and_bytes(tmp_path: Path) -> None:
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00\x81")
+    for name, said in ((".", "is a directory"), ("x.json", "no such file"), ("bytes.json", "text")):
+        with pytest.raises(UserError, match=said):
+            import_simpletuner(tmp_path / name)
+
+
+def test_a_key_that_is_misspelled_names_the_nearest(tmp_path: Path) -> None:
+    assert '"learning_rate"' in entry(simple(tmp_path, learning_rat=1), "learning_rat").why
+
+
+def test_a_key_that_is_given_twice_is_told(tmp_path: Path) -> None:
+    imported = simple(tmp_path, **{"--seed": 1, "seed": 2})
+    assert imported.spec.seed == 2
+    assert any("seed: given twice" in text for text in imported.report.warnings)
+
+
+def test_a_family_that_is_not_here_leaves_a_job_to_fill_in(tmp_path: Path) -> None:
+    imported = simple(tmp_path, model_family="kolors", learning_rate=1e-5)
+    assert entry(imported, "model_family").kind is Lost
+    assert "kolors stands for none that is here" in imported.report.to_fill_in[0]
+    assert imported.spec.learning_rate == 1e-5
+
+
+def test_secrets_are_known_by_their_keys_and_by_their_looks() -> None:
+    token = "hf_" + "a1B2" * 9
+    for key, value in (
+        ("hub_token", "x"), ("WANDB_API_KEY", "x"), ("a.aws_secret_access_key", "x"),
+        ("anything", token), ("prompt", f"see {token}"), ("url", "https://me:pw@host/x"),
+        ("webhook_url", "https://host/x"), ("words", ["a", token]),
+    ):  # fmt: skip
+        assert "(not shown)" in shown(key, value), key
+    for key, value in (
+        ("tokenizer_max_length", "512"), ("shuffle_tokens", "true"), ("token_dropout_rate", "0.1"),
+        ("model", "hf_datasets/my-own-directory"), ("prompt", "a sk-etch of a cat"),
+    ):  # fmt: skip
+        assert shown(key, value) == value
+
+
+def test_a_secret_is_not_copied_whatever_key_it_has(tmp_path: Path) -> None:
+    token = "hf_" + "a1B2" * 9
+    imported = simple(
+        tmp_path, validation_prompt=token, output_dir=token, unheard_of={"token": token}
+    )
+    assert token not in imported.to_yaml() + json.dumps(imported.report.to_dict())
+
+
+# -- files beside it -------------------------------------------------------------------------
+
+
+def test_paths_are_looked_for_beside_the_configuration_and_above(tmp_path: Path) -> None:
+    folder = tmp_path / "config" / "mine"
+    (tmp_path / "datasets" / "cats").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
+    folder.mkdir(parents=True)
+    imported = backend(
+        folder, {"id": "a", "instance_data_dir": "datasets/cats"}, model_family=None,
+        pretrained_model_name_or_path="model",
+    )  # fmt: skip
+    assert imported.spec.dataset == str(tmp_path / "datasets" / "cats")
+    assert imported.spec.pretrained_model_name_or_path == str(tmp_path / "model")
+    assert imported.spec.model_family == "sana"  # its model_index.json says so
+    assert not imported.report.to_fill_in
+
+
+def test_epochs_become_steps_where_samples_can_be_counted(
+    tmp_path: Path, make_data: Callable[..., Path]
+) -> None:
+    root = make_data(pictures=10)
+    imported = backend(
+        tmp_path, {"id": "a", "instance_data_dir": str(root), "repeats": 1}, num_train_epochs=3,
+        train_batch_size=4, num_processes=2, gradient_accumulation_steps=1,
+    )  # fmt: skip
+    assert imported.spec.max_train_steps == 8  # 3 × 20 / 8, rounded up
+    assert "20 samples" in entry(imported, "num_train_epochs").why
+
+
+def test_data_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    imported = simple(tmp_path, data_backend_config="nowhere.json")
+    assert entry(imported, "data_backend_config").kind is Kind.UNREADABLE
+    assert "dataset is missing" in imported.report.to_fill_in
+    (tmp_path / "data.json").write_text("{")
+    imported = simple(tmp_path, data_backend_config="data.json")
+    assert "not valid JSON" in entry(imported, "data_backend_config").why
+
+
+def test_a_trigger_word_and_a_caption_for_pictures_without_one(tmp_path: Path) -> None:
+    """There the word is put in front of the caption; in prompts it stays the word."""
+    job = process(
+        tmp_path, trigger_word="c4t", datasets=[{"folder_path": "d", "default_caption": "on a mat"}]
+    ).to_dict()
+    assert job["trigger_word"] == "c4t"
+    assert job["datasets"] == [{"path": "d", "trigger_word": "c4t on a mat"}]
+
+
+# -- command lines ---------------------------------------------------------------------------
+
+
+def command(text: str) -> Any:
+    return read_command([text])[1]
+
+
+def test_a_shell_script_is_read_as_a_shell_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "#!/bin/sh\n"
+        "# it's commented: accelerate launch other.py --x=1\n"
+        "set -e; pip install -q diffusers && cd examples\n"
+        'export MODEL="a b/c"; SEED=3\n'
+        'EXTRA="--flip --rank 4"\n'
+        "A=1 accelerate launch --num_processes=2 --mixed_precision bf16 \\\r\n"
+        "  train.py --model=$MODEL --seed ${SEED} \\\n"
+        "  # --commented_out=1 \\\n"
+        "  $EXTRA --steps=${STEPS:-7} --dir '/x/y z' --lost=$NOWHERE  # don't\n"
+        "echo done --x=2\n"
+    )
+    source, found = read_command([str(path)])
+    assert (source, found.script, found.folder) == ("train.sh", "train.py", tmp_path)
+    assert found.launch == {"num_processes": "2", "mixed_precision": "bf16"}
+    assert found.environment == {"A": "1"}
+    assert found.flags == {
+        "model": "a b/c", "seed": "3", "flip": True, "rank": "4", "steps": "7", "dir": "/x/y z",
+        "lost": "$NOWHERE",
+    }  # fmt: skip
+
+
+def test_ways_to_start_a_script() -> None:
+    for text, script in (
+        ("accelerate launch train.py --a=1", "train.py"),
+        ("/opt/bin/accelerate launch --multi_gpu x/train.py --a=1", "x/train.py"),
+        ("torchrun --nproc_per_node=4 train.py --a=1", "train.py"),
+        ("python3 -u train.py --a=1", "train.py"),
+        ("CUDA_VISIBLE_DEVICES=0 python train.py --a=1", "train.py"),
+        ("--a=1", None),
+    ):
+        found = command(text)
+        assert (found.script, found.flags) == (script, {"a": "1"}), text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nothing here", "no training command"),
+        ("nosuchfile.sh", "no such file"),
+        ('accelerate launch train.py --a="x', "quotation"),
+        ("accelerate launch a.py --a=1\naccelerate launch b.py --a=1", "2 training commands"),
+    ],
+)
+def test_what_is_no_command_is_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_command([text])
+
+
+def test_every_family_of_the_tables_is_spelled_as_here() -> None:
+    """Tables name families and flavours by hand; those that are not here (yet) are few."""
+    from jobs.imports import ai_toolkit_rules, simpletuner_rules
+
+    for family, names in simpletuner_rules._FLAVOURS.items():
+        if family in FAMILIES:
+            assert set(names.values()) <= set(FAMILIES[family].flavours), family
+    for family, flavour in ai_toolkit_rules._ARCHITECTURES.values():
+        assert flavour is None or flavour in FAMILIES[family].flavours, flavour
+
+
+# -- on the toy ------------------------------------------------------------------------------
+
+STEPS: Final = 2
+
+
+@pytest.mark.e2e
+def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) -> None:
+    """In one process, one after the other; only places and sizes are others than in the files."""
+    # The other tests here need no torch, and are done before it is loaded.
+    from tests.support.engine import start_ranks
+    from tests.support.ranks.checkpoint import train
+
+    jobs = []
+    for tool, name in (ALL[0], ALL[3], ALL[6]):
+        imported = example(tool, name)
+        path = tmp_path / f"{tool}.yaml"
+        path.write_text(imported.to_yaml())
+        spec = load_spec(
+            path,
+            {
+                "pretrained_model_name_or_path": str(toy / "model"),
+                "dataset": str(toy / "data"),
+                "datasets": None,
+                "cache_dir": str(tmp_path / "cache"),
+                "device": "cpu",
+                "mixed_precision": "no",
+                "max_train_steps": STEPS,
+                "lr_warmup_steps": 0,
+                "resolution": 64,
+                "max_sequence_length": 16,
+                "train_batch_size": 1,
+                "validation_resolution": 64,
+                "validation_num_inference_steps": 1,
+                "validation_prompts": [imported.spec.validation_prompts[0]],
+                "validation_on_startup": False,
+            },
+        )
+        jobs.append((str(tmp_path / tool), spec.to_dict(), None))
+    start_ranks(train, 1, jobs).join()
+    for name, values, _ in jobs:
+        run = RunDir(Path(name))
+        log = EventLog(run.events).read_all()
+        assert [step.step for step in log.steps] == [1, STEPS], name
+        assert np.isfinite([step.loss for step in log.steps]).all()
+        assert list(run.export.rglob("*.safetensors"))
+        (picture,) = (run.samples / f"step-{STEPS}").glob("*.png")
+        assert Image.open(picture).size == (64, 64)
+        assert values["model_family"] == "flux"

@@ -1,0 +1,122 @@
+"""The queue keeper: one at a time, there as long as there is something to keep."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from jobs import runner
+from jobs.processes import ProcessId, end
+from jobs.states import State
+from tests.support.fakes.waiting import eventually
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+    from jobs.store import Store
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
+    monkeypatch.setattr(runner, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+
+
+def submit(store: Store, spec: JobSpec) -> int:
+    from jobs import service
+
+    return service.submit(store, spec).id
+
+
+def test_without_work_it_leaves_once_it_has_been_idle_for_long_enough(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep, strftime=time.strftime)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "LOOK_EVERY", 1.0)
+    runner.keep(store, idle_seconds=3.0)
+    assert now == 1003.0
+    assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "started", "nothing to do, ended",
+    ]  # fmt: skip
+    with open(store.home / "runner.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the next one may come
+
+
+def test_it_stays_as_long_as_there_is_work(store: Store, job_spec: JobSpec) -> None:
+    job = submit(store, job_spec)
+    keeper = threading.Thread(target=runner.keep, args=(store, 0.05))
+    keeper.start()
+    keeper.join(0.3)
+    assert keeper.is_alive()
+    store.change(job, State.STOPPED, "")
+    keeper.join(10)
+    assert not keeper.is_alive()
+
+
+def test_a_bad_look_does_not_end_it(
+    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    job = submit(store, job_spec)
+    looks: list[int] = []
+
+    def look(_: Store) -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError("the disk is full")
+        store.change(job, State.STOPPED, "")
+
+    monkeypatch.setattr("jobs.dispatch.dispatch", look)
+    runner.keep(store, idle_seconds=0.05)
+    assert len(looks) == 2
+    assert "OSError: the disk is full" in capsys.readouterr().out
+
+
+def test_a_second_one_leaves_at_once(store: Store, job_spec: JobSpec) -> None:
+    submit(store, job_spec)
+    with open(store.home / "runner.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runner.keep(store)  # would stay for as long as the job is there
+
+
+def test_it_leaves_when_the_state_directory_is_deleted(store: Store, job_spec: JobSpec) -> None:
+    submit(store, job_spec)
+    keeper = threading.Thread(target=runner.keep, args=(store, 5.0))
+    keeper.start()
+    for path in store.home.glob("jobs.db*"):
+        path.unlink(missing_ok=True)  # SQLite takes some of them away itself
+    keeper.join(2)
+    gone = not keeper.is_alive()
+    keeper.join()
+    assert gone, "it was there until it had been idle for long"
+    assert not store.path.exists(), "it put nothing in its place"
+
+
+def test_it_is_started_once_and_detached(store: Store) -> None:
+    runner.ensure_runner(store)
+    log = store.home / "runner.log"
+    eventually(lambda: "started" in log.read_text())
+    pid = int(log.read_text().split("[")[1].split("]")[0])
+    found = ProcessId.of(pid)
+    assert found is not None
+    try:
+        assert os.getsid(pid) == pid != os.getsid(0)
+        runner.ensure_runner(store)
+        runner.ensure_runner(store)
+        assert log.read_text().count("started") == 1
+        eventually(lambda: not found.alive())
+        assert "ended" in log.read_text()
+    finally:
+        end([found], grace=0)

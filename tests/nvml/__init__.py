@@ -1,0 +1,1 @@
+"""Tests against a stand-in for the driver's library."""

@@ -1,0 +1,1 @@
+"""Helpers of the tests: made-up jobs, fake ranks, images, terminals."""

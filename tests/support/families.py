@@ -1,0 +1,226 @@
+"""What the tests of all families share: their toys, and stock pipelines around them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+from diffusers.utils import logging as diffusers_logging
+
+from engine import families
+from engine.data.collate import collate
+from engine.toy import write_toy
+from jobs.families import FAMILIES
+from jobs.prompts import requests_of
+from jobs.specfile import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import pytest
+
+    from engine.families import Family
+    from jobs.prompts import SampleRequest
+    from jobs.spec import JobSpec
+
+PICTURES: Final = 4
+PROMPT: Final = "a red circle on a blue background"
+NEGATIVE: Final = "a green star"
+DEVICE: Final = torch.device("cpu")
+
+# Families with models of more than one layout: another flavour to test, beside the usual one.
+OTHERS: Final[dict[str, tuple[str, ...]]] = {
+    "flux": ("kontext",),
+    "flux2": ("klein-base-4b", "klein-4b"),
+    "ltxvideo": ("13b-0.9.7-dev",),
+    "sd3": ("3-medium",),
+    "wan": ("2.2-ti2v-5b", "2.2-t2v-a14b-low"),
+    "sana": ("1.6b",),
+    "hidream": ("dev",),
+}
+
+
+def toys_root(factory: pytest.TempPathFactory) -> Path:
+    """One place for the test files of all workers of a run, so that toys are written once."""
+    base = factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "families"
+
+
+def cases() -> list[str]:
+    """Every layout: `family` or `family:flavour`."""
+    return [
+        *FAMILIES,
+        *(f"{family}:{flavour}" for family, names in OTHERS.items() for flavour in names),
+    ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family's toy.
+
+    Attributes:
+        name: `family` or `family:flavour`.
+        root: Where toys are written.
+    """
+
+    name: str
+    root: Path
+
+    @cached_property
+    def paths(self) -> Any:
+        name, flavour = self._names
+        place = self.root / self.name.replace(":", "-")
+        return write_toy(place, name, flavour=flavour, pictures=PICTURES, size=self.side)
+
+    @cached_property
+    def family(self) -> Family:
+        name, flavour = self._names
+        return families.load(name, flavour, self.paths.model)
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        name, _, flavour = self.name.partition(":")
+        return name, flavour or next(iter(FAMILIES[name].flavours))
+
+    @property
+    def side(self) -> int:
+        """Pixels; of families whose VAE shrinks a lot, more."""
+        name, flavour = self._names
+        return 64 if FAMILIES[name].latent_step_of(flavour) <= 16 else 128
+
+    @property
+    def frames(self) -> int:
+        return FAMILIES[self._names[0]].frame_step + 1
+
+    def spec(self, **changes: Any) -> JobSpec:
+        """A small job on the toy, in fp32 on CPU ranks."""
+        return load_spec(None, self.values(**changes))
+
+    def values(self, **changes: Any) -> dict[str, Any]:
+        name, flavour = self._names
+        return {
+            "name": name.replace("_", "-"),
+            "model_family": name,
+            "model_flavour": flavour,
+            "pretrained_model_name_or_path": str(self.paths.model),
+            "dataset": str(self.paths.data),
+            "device": "cpu",
+            "resolution": self.side,
+            "max_sequence_length": 64,
+            "mixed_precision": "no",
+            "validation_num_inference_steps": 2,
+            "validation_guidance": FAMILIES[name].guided_above,
+            "checkpointing_steps": 0,
+            **changes,
+        }
+
+    def request(self, **changes: Any) -> SampleRequest:
+        (request,) = requests_of(self.spec(validation_prompts=[{"prompt": PROMPT} | changes]))
+        return request
+
+    @cached_property
+    def text(self) -> Any:
+        """What encodes prompts, as a rank loads it."""
+        with quiet():
+            return self.family.load_text_pipeline(self.paths.model, torch.float32)
+
+    def encoded(self, prompt: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
+        """An encoded prompt, without a batch dimension."""
+        length = self.spec().max_sequence_length
+        with torch.no_grad():
+            return self.family.encode(self.text, prompt, length, negative=negative)
+
+    def stock(self, root: Path | None = None) -> Any:
+        """The stock pipeline around the toy, or around an export of it."""
+        parts = {n: p for n, p in self.text.components.items() if p is not None}
+        parts.pop("scheduler", None)
+        with quiet():
+            pipeline = self.family.pipeline_class().from_pretrained(
+                root or self.paths.model, **dict.fromkeys(parts)
+            )
+        # Afterwards: `from_pretrained` knows only classes whose packages are installed.
+        pipeline.register_modules(**parts)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def run(self, pipeline: Any, request: SampleRequest, **options: Any) -> Any:
+        """What a person would call the stock pipeline with, given texts."""
+        known = inspect.signature(pipeline.__call__).parameters
+        words: dict[str, Any] = {"prompt": request.prompt, "max_sequence_length": 64}
+        if request.guided:
+            words["negative_prompt"] = request.negative_prompt
+            if "negative_prompt" not in known:  # FLUX.2 klein's takes it encoded only
+                text = self.encoded(request.negative_prompt or "", negative=True)
+                words["negative_prompt_embeds"] = text["prompt_embeds"].unsqueeze(0)
+        others = self.family.sample_arguments(request, {}, {} if request.guided else None)
+        with torch.no_grad():
+            return pipeline(
+                **{name: value for name, value in words.items() if name in known},
+                **others,
+                height=request.height,
+                width=request.width,
+                num_inference_steps=request.steps,
+                generator=torch.Generator("cpu").manual_seed(request.seed),
+                **options,
+            )[0]
+
+
+def batch_of(*texts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return collate(texts)
+
+
+class quiet:
+    """Without the libraries' advice and bars."""
+
+    def __enter__(self) -> None:
+        self._before = diffusers_logging.get_verbosity()
+        diffusers_logging.set_verbosity_error()
+        diffusers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        diffusers_logging.set_verbosity(self._before)
+        diffusers_logging.enable_progress_bar()
+
+
+class Spied:
+    """The noisy latents that a pipeline's denoiser sees, and the prediction its scheduler gets."""
+
+    def __init__(self, case: Case, request: SampleRequest) -> None:
+        self.pipeline = case.stock()
+        self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        scheduler, fed = self.pipeline.scheduler, []
+        step, scale = (
+            scheduler.step,
+            scheduler.scale_model_input if hasattr(scheduler, "scale_model_input") else None,
+        )
+
+        def spy(output: Any, timestep: Any, sample: Any, *words: Any, **names: Any) -> Any:
+            noisy = fed[-1] if fed else sample
+            level = torch.as_tensor(timestep)
+            if case.family.facts.objective == "flow":  # some schedulers round timesteps
+                level = level / scheduler.config.num_train_timesteps
+            # With timesteps for each token, steps go the other way.
+            given = -output if "per_token_timesteps" in names else output
+            self.seen.append((self._whole(case, noisy, request), level.view(1),
+                              self._whole(case, given, request)))  # fmt: skip
+            return step(output, timestep, sample, *words, **names)
+
+        def scaled(sample: Any, *words: Any) -> Any:
+            assert scale is not None
+            result = scale(sample, *words)
+            fed.append(result[:1])
+            return result
+
+        scheduler.step = spy
+        if scale is not None:
+            scheduler.scale_model_input = scaled
+        case.run(self.pipeline, request, output_type="latent")
+
+    def _whole(self, case: Case, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+        return case.family.unpack(self.pipeline, latents, request).float()

@@ -1,0 +1,203 @@
+"""A made-up server with jobs that nobody ran: the same each time, down to the clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import time
+from collections import namedtuple
+from typing import TYPE_CHECKING, Final
+
+from PIL import Image, ImageDraw
+
+from jobs.memory import kept
+from jobs.rundir import event
+from jobs.specfile import dump_spec, load_spec
+from jobs.states import State
+from tests.support.detection import flux
+from tests.support.paths import FAKE_MEMORY
+from tests.support.tui import (
+    GIB,
+    FakeGpus,
+    add_job,
+    append_events,
+    write_checkpoint,
+    write_facts,
+    write_log,
+    write_rank,
+    write_steps,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+    from jobs.spec import JobSpec
+    from jobs.store import Job, Store
+
+BEGIN: Final = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
+_Disk = namedtuple("_Disk", "total used free")
+_SIZES: Final = ((1024, 1024), (1216, 832), (832, 1216))
+PROMPTS: Final = ("a red circle on a blue background", "two green squares", "a yellow star")
+
+
+class Clock:
+    """Stands in for `time.time`: moves on with every look while jobs are made up, then stands."""
+
+    def __init__(self) -> None:
+        self.now = BEGIN
+        self.pace = 0.4  # seconds from one look to the next
+
+    def __call__(self) -> float:
+        self.now += self.pace
+        return self.now
+
+
+def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
+    """Fill a state directory with jobs that nobody ran.
+
+    Args:
+        store: An empty one.
+        folder: Where a model and a dataset may be written.
+        clock: What `time.time` is; stopped when all is made up.
+
+    Returns:
+        The server's GPUs.
+    """
+    cards = FakeGpus(4)
+    uuids = [gpu.uuid for gpu in cards.gpus]
+    spec = describe(folder)
+    before = {"name": "flux-shapes-r8", "lora_rank": 8, "learning_rate": 0.001}
+    old = add_job(
+        store, "flux-shapes-r8", state=State.COMPLETED, reason="trained 200 steps", gpus=uuids[:2],
+        job_file=dump_spec(load_spec(None, spec.to_dict() | before)),
+    )  # fmt: skip
+    write_steps(old, 200, seed=3)
+    add_job(
+        store, "flux-large-batch", state=State.FAILED, gpus=uuids[2:3],
+        reason="rank 1 ran out of GPU memory at step 12 during backward: 138.1 of 139.8 GiB",
+    )  # fmt: skip
+    running = add_job(
+        store, "cats-and-shapes", state=State.RUNNING, gpus=uuids[1:3], total_steps=240,
+        job_file=dump_spec(spec),
+    )  # fmt: skip
+    fill(running, spec, uuids[1:3])
+    predict(running)
+    add_job(store, "flux-night-run", reason="waits for a GPU: 2 wanted, 1 free", wanted=2)
+    add_job(store, "sweep-lr3e-4", reason="waits for job 3 on GPU 1", wanted=[uuids[1]])
+    if clock is not None:
+        clock.pace = 0.0
+        stamp(store.home, clock.now - 60)
+    for rank in range(2):
+        write_rank(
+            running, rank, step=131, device_uuid=uuids[1 + rank], device=f"cuda:{rank}",
+            allocated=30 * GIB, reserved=33 * GIB, peak=36 * GIB,
+        )  # fmt: skip
+    return cards
+
+
+def describe(folder: Path) -> JobSpec:
+    """The job that runs, with a dataset of pictures."""
+    data = folder / "pictures"
+    data.mkdir(parents=True, exist_ok=True)
+    for number in range(9):
+        picture(number, 1024).resize(_SIZES[number % 3]).save(data / f"{number}.png")
+        (data / f"{number}.txt").write_text(PROMPTS[number % 3])
+    picture(9, 64).save(data / "thumbnail.png")  # left out, being too small
+    model = folder / "FLUX.1-dev"
+    for part in ("transformer", "vae"):
+        (model / part).mkdir(parents=True, exist_ok=True)
+        (model / part / "config.json").write_text("{}")
+        weights = model / part / "diffusion_pytorch_model.safetensors"
+        weights.write_bytes(struct.pack("<Q", 2) + b"{}")  # without a tensor
+    (model / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    return load_spec(
+        None,
+        {
+            "name": "cats-and-shapes", "pretrained_model_name_or_path": str(model),
+            "dataset": str(data), "num_processes": 2, "max_train_steps": 240,
+            "learning_rate": 0.0003, "strategy": "fsdp2", "checkpointing_steps": 100,
+            "validation_prompts": list(PROMPTS), "validation_steps": 60,
+        },
+    )  # fmt: skip
+
+
+def predict(job: Job) -> None:
+    """What was predicted of it: a little less than it measures."""
+    sizes = {"load": 22, "forward": 60, "backward": 71, "optimizer": 40}
+    phases = [
+        {"name": name, "peak": size * GIB, "parts": {}, "note": ""} for name, size in sizes.items()
+    ]
+    said = {
+        "schema": 1, "model": "FluxTransformer2DModel", "parameters": 12 * 10**9, "trained": 10**7,
+        "strategy": "fsdp2", "ranks": 2, "settings": {}, "phases": phases, "peak": 71 * GIB,
+        "largest": "backward", "reserved": [71 * GIB, 78 * GIB], "device": [72 * GIB, 79 * GIB],
+        "overheads": {"cuda_context": GIB}, "host": {"rank": GIB, "machine": 2 * GIB},
+        "disk": {}, "notes": [],
+    }  # fmt: skip
+    file = {"schema": kept.SCHEMA, "t": time.time(), "prediction": said}
+    kept.path_of(job.run_dir).write_text(json.dumps(file))
+
+
+def fill(job: Job, spec: JobSpec, uuids: list[str]) -> None:
+    """The traces of a run: steps, logs, samples, checkpoints."""
+    write_facts(job)
+    write_steps(job, 131, seconds=0.37)
+    lines = ["fsdp2: 57 of 57 parameters are DTensors, local size 1/2; 610.2 MiB on each rank\n"]
+    lines += [
+        f"step {step}/240  loss {0.38 + 0.5 / (step / 20 + 1):.4f}  lr 1.0e-03  0.37 s/step\n"
+        for step in range(1, 132)
+    ]
+    lines.insert(60, "WARNING: caption of picture 17 is longer than 77 tokens; its end is cut\n")
+    lines.insert(100, "WARNING: picture 4 is smaller than the resolution and was enlarged\n")
+    write_log(job, "".join(lines))
+    write_log(job, "".join(lines[:40]), 1)
+    job.run_dir.launcher_log.write_text("two ranks on cuda:0, cuda:1\n")
+    for step in (60, 120):
+        folder = job.run_dir.samples / f"step-{step}"
+        folder.mkdir(parents=True)
+        for number, prompt in enumerate(PROMPTS):
+            picture(number, 128, step).save(folder / f"{number:02}.png")
+            facts = {"prompt": prompt, "seed": number, "step": step, "width": 128, "height": 128}
+            (folder / f"{number:02}.json").write_text(json.dumps(facts))
+        append_events(job, event("sample", step=step, directory=str(folder), files=len(PROMPTS)))
+    path = write_checkpoint(job, 100, spec=spec.to_dict())
+    append_events(job, event("checkpoint", step=100, path=str(path), bytes=1024, seconds=2.4))
+
+
+def picture(number: int, side: int, step: int = 120) -> Image.Image:
+    """A shape, clearer with every step."""
+    paper, ink = (("navy", "crimson"), ("white", "seagreen"), ("black", "gold"))[number % 3]
+    image = Image.new("RGB", (side, side), paper)
+    edge = side * (240 - step) // 600
+    draw = ImageDraw.Draw(image)
+    shape = draw.ellipse if number % 3 == 0 else draw.rectangle
+    shape((edge, edge, side - edge, side - edge), fill=ink)
+    return image
+
+
+def stamp(root: Path, t: float) -> None:
+    """Give every file below this time of change."""
+    for path in [root, *root.rglob("*")]:
+        if path.name != "jobs.db" and not path.name.startswith("jobs.db-"):
+            os.utime(path, (t, t), follow_symlinks=False)
+
+
+def nobody_starts(patch: pytest.MonkeyPatch, cards: FakeGpus) -> None:
+    """Take every process and the machine's own GPUs out of the picture."""
+    patch.setattr("jobs.devices.gpus", cards)
+    patch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
+    patch.setattr("jobs.dispatch.dispatch", lambda store: None)
+    patch.setattr("jobs.service.ensure_runner", lambda store: None)
+    fake = (sys.executable, "-S", str(FAKE_MEMORY))
+    patch.setattr("jobs.memory.client.COMMAND", fake)
+    patch.setattr("jobs.memory.client._shared", [])  # another test has closed its own for good
+    patch.setattr("tui.detect.screen.detect_blocks", lambda **asked: flux())
+    disk = _Disk(2 << 40, 1 << 40, 1 << 40)
+    patch.setattr("shutil.disk_usage", lambda path: disk)
+    patch.setenv("TZ", "UTC")
+    time.tzset()

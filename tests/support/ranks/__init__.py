@@ -1,0 +1,1 @@
+"""What ranks do that tests start."""

@@ -1,0 +1,198 @@
+"""Ranks that prepare data: what `tests/engine/test_data_ranks.py` starts.
+
+Preparing needs no process group, so most of these ranks have none and start in no time.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from engine import families
+from engine.control import StoppedError
+from engine.data import cache as cache_module
+from engine.data.prepare import Prepared, prepare, view_number
+from engine.meeting import Meeting
+from engine.run import run
+from engine.telemetry import Telemetry
+from engine.world import World
+from jobs.rundir import RunDir
+from jobs.specfile import load_spec
+
+
+class Counting:
+    """A family that counts what it encodes, and may be slow at it.
+
+    Args:
+        delay: Seconds for each text.
+        picture_delay: Seconds for each picture; as for texts when left out.
+    """
+
+    def __init__(self, delay: float = 0.0, picture_delay: float | None = None) -> None:
+        self._family = families.load("flux")
+        self._delay = delay
+        self._picture_delay = delay if picture_delay is None else picture_delay
+        self.texts: list[str] = []
+        self.pictures = 0
+        self.loaded: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def encode(
+        self, pipeline: Any, text: str, length: int, **names: Any
+    ) -> dict[str, torch.Tensor]:
+        time.sleep(self._delay)
+        self.texts.append(text)
+        return self._family.encode(pipeline, text, length, **names)
+
+    def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        time.sleep(self._picture_delay)
+        self.pictures += 1
+        return self._family.encode_pictures(vae, pixels)
+
+    def load_text_pipeline(self, *words: Any, **names: Any) -> Any:
+        self.loaded.append("text")
+        return self._family.load_text_pipeline(*words, **names)
+
+    def load_vae(self, *words: Any) -> Any:
+        self.loaded.append("vae")
+        return self._family.load_vae(*words)
+
+
+def fill(
+    rank: int, ranks: int, values: dict[str, Any], root: Path, token: str, options: dict[str, Any]
+) -> None:
+    """Prepare, and write down what this rank did: `TOKEN-RANK.json`.
+
+    Args:
+        options: `delay` seconds for each thing to encode, `picture_delay` where pictures differ;
+            `dies` after so many files, by SIGKILL, with the next one half written; `sees`, the one
+            rank that sees a wish to stop (default: all do).
+    """
+    torch.set_num_threads(1)
+    run_dir = RunDir(root)
+    run_dir.create()
+    spec = load_spec(None, values)
+    world = World(rank, ranks, torch.device("cpu"), "ddp", token)
+    telemetry = Telemetry(run_dir, rank)
+    family = Counting(options.get("delay", 0.0), options.get("picture_delay"))
+    if "dies" in options and rank == ranks - 1:
+        die_after(options["dies"])
+    before = psutil.Process().memory_info().rss
+    model_root = Path(spec.pretrained_model_name_or_path)
+    meeting = Meeting(run_dir, token, rank, ranks)
+    sees = options.get("sees", rank) == rank
+    facts: dict[str, Any] = {}
+    try:
+        data = prepare(
+            spec, family, model_root, run_dir, world, meeting, telemetry,
+            lambda: sees and run_dir.requested("stop"),
+        )  # fmt: skip
+    except StoppedError as stopped:
+        facts |= {"stopped": str(stopped), "at": time.time()}
+    else:
+        facts["digest"] = digest(data)
+    gc.collect()
+    facts |= {
+        "texts": family.texts,
+        "pictures": family.pictures,
+        "loaded": family.loaded,
+        "left": left_in_memory(),
+        "grown": psutil.Process().memory_info().rss - before,
+    }
+    (root / f"{token}-{rank}.json").write_text(json.dumps(facts))
+    telemetry.close()
+
+
+def left_in_memory() -> list[str]:
+    """Every parameter, every module that has some, and every larger tensor that is alive."""
+    found = []
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, torch.nn.Module) and any(True for _ in thing.parameters()):
+            found.append(kind.__name__)
+        elif issubclass(kind, torch.nn.Parameter):
+            found.append(f"parameter {tuple(thing.shape)}")
+        elif issubclass(kind, torch.Tensor) and thing.numel() >= 1000:
+            found.append(f"tensor {tuple(thing.shape)}")
+    return found
+
+
+def digest(data: Prepared) -> str:
+    """A text that depends on everything that was prepared, and on which picture is drawn when
+    and with which caption.
+    """
+    order, total = hashlib.sha256(), 0.0
+    for step in range(data.spec.max_train_steps):
+        for draw in data.plan.draws(step):
+            key = data.latent_keys(draw.sample, view_number(draw, data.spec))
+            order.update(f"{key} {data.caption_of(draw)}\n".encode())
+            total += float(data.latents_of(draw).double().abs().sum())
+            for tensor in data.texts.encoded(data.caption_of(draw)).values():
+                total += float(tensor.double().abs().sum())
+    return f"{order.hexdigest()} {total!r}"
+
+
+def die_after(files: int) -> None:
+    """Kill this process when it is about to put one more file in place."""
+    count = 0
+    stock = os.replace
+
+    class Deadly:
+        """`os` with a `replace` that kills."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def replace(self, source: Any, target: Any) -> None:
+            nonlocal count
+            count += 1
+            if count > files:
+                os.kill(os.getpid(), signal.SIGKILL)
+            stock(source, target)
+
+    cache_module.os = Deadly()  # type: ignore[assignment]
+
+
+def train(
+    rank: int, ranks: int, values: dict[str, Any], root: Path, options: dict[str, Any]
+) -> None:
+    """Run a whole job among ranks with a process group.
+
+    Args:
+        options: `delay` seconds by which the last rank prepares late; `each` seconds that all
+            ranks take for each text.
+    """
+    torch.set_num_threads(1)
+    run_dir = RunDir(root)
+    run_dir.create()
+    from engine.data import texts
+
+    stock = texts._encode
+
+    def late(*words: Any) -> dict[str, torch.Tensor]:
+        texts._encode = stock
+        time.sleep(options["delay"])
+        return stock(*words)
+
+    def slow(*words: Any) -> dict[str, torch.Tensor]:
+        time.sleep(options["each"])
+        return stock(*words)
+
+    if "each" in options:
+        texts._encode = slow
+    elif rank == ranks - 1:
+        texts._encode = late
+    telemetry = Telemetry(run_dir, rank)
+    run(run_dir, telemetry)
+    telemetry.close()

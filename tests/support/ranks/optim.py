@@ -1,0 +1,228 @@
+"""Run on each of two gloo ranks by `tests/engine/test_optim.py`: what optimizers do on shards.
+
+`python optim_ranks.py RANK DIRECTORY` writes `rank<RANK>.json` there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from engine.optim import WHOLE_ONLY, build_optimizer, build_scheduler, fill_state
+from jobs.errors import UserError
+from jobs.spec import JobSpec
+
+CPU = torch.device("cpu")
+RATES = {"adamw": 1e-2, "adamw_8bit": 1e-2, "sgd": 0.1, "lion": 1e-3, "prodigy": 1.0}
+RATES["adafactor"] = 1e-2
+BATCH = 8
+
+
+class Net(torch.nn.Module):
+    """Uneven rows, rows for one rank only, zeros; one matrix whose halves are kept in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = torch.nn.Linear(10, 23)
+        self.norm = torch.nn.LayerNorm(23)
+        self.wide = torch.nn.Linear(23, 64)
+        self.blocks = torch.nn.Linear(64, 128)  # 2 x 4096 values: 16 blocks of 256 on each rank
+        self.out = torch.nn.Linear(128, 5)
+        self.zeros = torch.nn.Linear(5, 5, bias=False)
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        torch.nn.init.zeros_(self.zeros.weight)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """`inputs`: (B, 10). Returns (B, 5)."""
+        hidden = torch.tanh(self.wide(self.norm(self.narrow(inputs))))
+        outputs = self.out(torch.tanh(self.blocks(hidden)))
+        return (outputs + self.zeros(outputs)) * self.gain
+
+
+class Run:
+    """A small training, whole or on this rank's shards."""
+
+    def __init__(self, name: str, how: str, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.how = how
+        self.model = Net()
+        if how != "whole":
+            offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+            options: dict[str, Any] = offload if how == "offload" else {}
+            fully_shard(self.model.blocks, **options)
+            fully_shard(self.model, **options)
+        self.spec = JobSpec(
+            optimizer=name,
+            learning_rate=RATES[name],
+            weight_decay=0.01,
+            lr_scheduler="cosine",
+            max_train_steps=200,
+        )
+        self.optimizer = build_optimizer(self.spec, list(self.model.parameters()), CPU)
+        self.scheduler = build_scheduler(self.spec, self.optimizer)
+        self.done = 0
+
+    def advance(self, steps: int) -> list[float]:
+        """Losses of the global batch, drawn by the number of the step."""
+        losses = []
+        for _ in range(steps):
+            draw = torch.Generator().manual_seed(self.done)
+            inputs = torch.randn(BATCH, 10, generator=draw)
+            mine = slice(None)
+            if self.how != "whole":
+                share = BATCH // dist.get_world_size()
+                mine = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+            outputs = self.model(inputs[mine])
+            loss = (outputs - inputs[mine, :5].sin() * 2).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.done += 1
+            mean = loss.detach()
+            if self.how != "whole":
+                dist.all_reduce(mean, op=dist.ReduceOp.SUM)
+                mean /= dist.get_world_size()
+            losses.append(mean.item())
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The loss on a batch of its own."""
+        inputs = torch.randn(256, 10, generator=torch.Generator().manual_seed(10**6))
+        return float((self.model(inputs) - inputs[:, :5].sin() * 2).square().mean())
+
+    def tensors(self) -> dict[str, Any]:
+        """What a checkpoint holds, as `engine.checkpoint` takes it."""
+        fill_state(self.optimizer)
+        options = StateDictOptions(ignore_frozen_params=True)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, path: Path) -> None:
+        alone = not dist.is_initialized()
+        state_dict_saver.save(self.tensors(), checkpoint_id=path, no_dist=alone)
+
+    def load(self, path: Path, other: Run) -> None:
+        tensors = self.tensors()
+        alone = not dist.is_initialized()
+        state_dict_loader.load(tensors, checkpoint_id=path, no_dist=alone)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=tensors["model"],
+            optim_state_dict=tensors["optimizer"],
+            options=StateDictOptions(ignore_frozen_params=True, strict=False),
+        )
+        state = json.loads(json.dumps(other.scheduler.state_dict(), default=lambda _: None))
+        self.scheduler.load_state_dict(state)
+        self.done = other.done
+
+    def whole(self) -> list[torch.Tensor]:
+        """Every parameter, gathered."""
+        values = [p.detach() for p in self.model.parameters()]
+        return [v.full_tensor() if isinstance(v, DTensor) else v.clone() for v in values]
+
+    def equals(self, other: Run) -> bool:
+        """Bit for bit."""
+        return all(map(torch.equal, self.whole(), other.whole()))
+
+
+def round_trip(name: str, how: str, path: Path) -> dict[str, bool]:
+    """Save and load before the first step and after the third, against a run left alone."""
+    alone, saved, early, late = (Run(name, how) for _ in range(4))
+    saved.save(path / f"{name}-0")
+    early.load(path / f"{name}-0", saved)
+    for run in (alone, saved, early):
+        run.advance(3)
+    same_early = saved.equals(alone) and early.equals(alone)
+    saved.save(path / f"{name}-3")
+    late.load(path / f"{name}-3", saved)
+    for run in (alone, saved, late):
+        run.advance(2)
+    return {"before": same_early, "after": saved.equals(alone) and late.equals(alone)}
+
+
+def largest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest difference of two models' parameters."""
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def parity(name: str, how: str) -> dict[str, Any]:
+    """Ten steps on shards against ten on whole tensors, with the same global batch."""
+    reference, run = Run(name, "whole"), Run(name, how)
+    start = reference.whole()
+    expected, losses = reference.advance(10), run.advance(10)
+    kept = [state.get("exp_avg") for state in run.optimizer.state.values()]
+    inner = [k.to_local() if isinstance(k, DTensor) else k for k in kept]
+    return {
+        "parameters": largest(run.whole(), reference.whole()),
+        "losses": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
+        "moved": largest(reference.whole(), start),
+        "eight_bit": sum(hasattr(k, "codes") for k in inner),
+        "fused": bool(run.optimizer.param_groups[0].get("fused")),
+    }
+
+
+def overflow(name: str) -> dict[str, Any]:
+    """One fp16 step with a gradient that overflows on the last rank only, then a good one."""
+    run, before = Run(name, "sharded"), Run(name, "whole").whole()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    outcome = {}
+    for case in ("overflow", "good"):
+        scaler.scale(run.model(torch.ones(2, 10)).square().mean()).backward()
+        gradient = run.model.blocks.weight.grad
+        assert isinstance(gradient, DTensor)
+        if case == "overflow" and dist.get_rank() == dist.get_world_size() - 1:
+            gradient.to_local()[0, 0] = float("inf")
+        scaler.unscale_(run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        outcome[case] = [largest(run.whole(), before) > 0, scaler.get_scale()]
+    return outcome
+
+
+def refusal(name: str) -> str:
+    """What a person reads who asks for it on shards."""
+    with suppress(ImportError):  # must be said before the package is looked for
+        try:
+            Run(name, "sharded")
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def main(rank: int, directory: Path) -> None:
+    """Everything that needs ranks, in one start of them."""
+    torch.set_num_threads(1)
+    store = (directory / "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    sharding = [name for name in RATES if name not in WHOLE_ONLY]
+    result = {
+        "parity": {name: parity(name, "sharded") for name in sharding},
+        "offload": {name: parity(name, "offload") for name in ("adamw", "adamw_8bit")},
+        "round_trip": {name: round_trip(name, "sharded", directory) for name in sharding},
+        "overflow": {name: overflow(name) for name in ("adamw", "sgd")},
+        "refusal": {name: refusal(name) for name in WHOLE_ONLY},
+    }
+    (directory / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

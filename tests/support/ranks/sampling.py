@@ -1,0 +1,114 @@
+"""Ranks that sample, and measure the validation loss: `tests/engine/test_sampling_ranks.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from engine import adapters, families
+from engine.data.prepare import prepare
+from engine.draws import keyed_generator
+from engine.meeting import Meeting
+from engine.objective import build_objective
+from engine.run import build_model
+from engine.sampling import Sampler
+from engine.telemetry import Telemetry
+from engine.validation_loss import ValidationLoss
+from engine.world import leave_world, start_world
+from jobs.rundir import RunDir
+from jobs.specfile import load_spec
+
+if TYPE_CHECKING:
+    from jobs.prompts import SampleRequest
+
+
+class Recording:
+    """A family that keeps the latents it decodes, and looks whether the model is sharded then."""
+
+    def __init__(self, model: torch.nn.Module, sharded: bool) -> None:
+        self._family = families.load("flux")
+        self._model = model
+        self._sharded = sharded
+        self.latents: list[list[float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def decode(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> Any:
+        if self._sharded:
+            base = [p for p in self._model.parameters() if not p.requires_grad]
+            assert all(isinstance(parameter, DTensor) for parameter in base), "still gathered"
+        self.latents.append([request.height, request.width, *latents.flatten().tolist()])
+        return self._family.decode(pipeline, latents, request)
+
+
+class StopsLate:
+    """A wish to stop that is seen from the n-th look on; 0 for never."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self._done = 0
+
+    def __call__(self) -> bool:
+        self._done += 1
+        return 0 < self._looks <= self._done
+
+
+def look(rank: int, ranks: int, cases: dict[str, dict[str, Any]]) -> None:
+    """Do each case: directory → job. Writes `rank-<r>.json` there, beside the pictures."""
+    torch.set_num_threads(1)
+    for name, values in cases.items():
+        _case(rank, Path(name), values)
+    leave_world()
+
+
+def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
+    spec = load_spec(None, values)
+    world = start_world(spec)
+    run_dir = RunDir(root)
+    run_dir.create()
+    telemetry = Telemetry(run_dir, rank)
+    family = families.load("flux")
+    model_root = Path(spec.pretrained_model_name_or_path)
+    meeting = Meeting(run_dir, world.token, rank, world.size)
+    data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
+    model = build_model(spec, family, model_root, world, telemetry)
+    _train(model)
+    made = 0
+
+    def count(*_: Any) -> None:
+        nonlocal made
+        made += 1
+
+    model.register_forward_hook(count)
+    recording = Recording(model, world.shards)
+    stops = StopsLate(values.get("validation_steps", 0) if rank == 1 else 0)
+    sampler = Sampler(spec, recording, model_root, data, world, telemetry, stops)
+    model.train()
+    files = sampler.sample(model, root / "samples", 7)
+    facts: dict[str, Any] = {
+        "sampled": made, "files": files, "latents": recording.latents,
+        "training": model.training,
+    }  # fmt: skip
+    if data.held:
+        objective = build_objective(spec, family, model_root)
+        loss = ValidationLoss(spec, family, objective, data, world, telemetry, stops)
+        for name in ("first", "again"):
+            made = 0
+            measured = loss.measure(model)
+            facts[name] = [measured.loss, measured.levels] if measured else None
+            facts["measured"] = made
+    (root / f"rank-{rank}.json").write_text(json.dumps(facts))
+    telemetry.close()
+
+
+@torch.no_grad()
+def _train(model: torch.nn.Module) -> None:
+    """Make the adapter say something, the same on any number of ranks."""
+    for number, (name, parameter) in enumerate(sorted(adapters.lora_parameters(model).items())):
+        if ".lora_B." in name:
+            parameter.normal_(std=0.2, generator=keyed_generator(number))

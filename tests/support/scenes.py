@@ -1,0 +1,210 @@
+"""Every screen of the dashboard with the keys that open it, on a made-up server.
+
+For snapshot tests and for `screenshots/make.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+from textual._context import visible_screen_stack
+from textual.command import CommandPalette
+
+from jobs.memory.fit import Verdict
+from jobs.store import Store
+from tests.support.made_up_server import Clock, make_up, nobody_starts
+from tests.support.tui import FakeGpus, until
+from tui.app import FsdpTui
+from tui.newjob.fit import FitBars
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from textual.app import App
+    from textual.pilot import Pilot
+    from textual.strip import Strip
+
+RUNNING: Final = 3  # the job that is selected
+STILL: Final = 0.25  # seconds without change; what threads bring has come by then
+WITHIN: Final = 30.0  # seconds; a slow machine under load, not an expectation
+_UNSET: Final = ("NO_COLOR", "TMUX", "SSH_CONNECTION", "SSH_TTY")
+_HOMES: Final = ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A screen.
+
+    Attributes:
+        name: Of its pictures.
+        keys: What opens it from the dashboard; a function must be true before the next key.
+        leave: What closes it again.
+        jobs: Whether the server has any.
+    """
+
+    name: str
+    keys: tuple[str | Callable[[FsdpTui], object], ...] = ()
+    leave: tuple[str, ...] = ("escape",)
+    jobs: bool = True
+
+
+def sees(text: str) -> Callable[[FsdpTui], bool]:
+    """Whether this stands on the screen."""
+
+    def seen(app: FsdpTui) -> bool:
+        return any(text in "".join(segment.text for segment in line) for line in _strips(app))
+
+    return seen
+
+
+def _strips(app: App[Any]) -> list[Strip]:
+    """The lines of the screen. What shines through a question is remembered, once it is drawn."""
+    visible_screen_stack.set(app._background_screens)
+    return app.screen._compositor.render_strips()
+
+
+def has_left_palette(app: FsdpTui) -> bool:
+    return not isinstance(app.screen, CommandPalette)
+
+
+def does_not_fit(app: FsdpTui) -> bool:
+    """Whether the form knows that its job is too large."""
+    found = app.screen.query_one(FitBars).found
+    return found is not None and getattr(found.worst, "verdict", None) is Verdict.TOO_LARGE
+
+
+def stopped_twice(app: FsdpTui) -> int:
+    """The job that runs was asked to stop, and got SIGTERM."""
+    return app.store.raise_stop_level(RUNNING, 2)
+
+
+_NEW: Final = ("n", sees("8 running"))  # drawn before something lies over it
+_COPY: Final = ("D", sees("8 running"))
+_FIND_RESOLUTION: Final = ("ctrl+f", *"resolution", sees("resolution "), "enter", has_left_palette)
+_SAVE_TEMPLATE: Final = ("ctrl+t", *"save these", sees("Save these"), "enter", has_left_palette)
+
+SCENES: Final = (
+    Scene("dashboard", (), ()),
+    Scene("ranks", ("R",), ("R",)),
+    Scene("log", ("l",)),
+    Scene("log-search", ("l", "slash", *"WARN", "enter"), ("escape", "escape")),
+    Scene("log-filter", ("l", "ampersand", *"WARN", "enter"), ("escape", "escape")),
+    Scene("log-go-to", ("l", "colon"), ("escape", "escape")),
+    Scene("plots", ("v",)),
+    Scene("plots-all", ("v", "a")),
+    Scene("plots-compare", ("v", "c"), ("escape", "escape")),
+    Scene("job-overview", ("i", "1")),
+    Scene("job-ranks", ("i", "2")),
+    Scene("job-logs", ("i", "3")),
+    Scene("job-plots", ("i", "4")),
+    Scene("job-samples", ("i", "5")),
+    Scene("job-sample", ("i", "5", "enter"), ("escape", "escape")),
+    Scene("job-sample-compare", ("i", "5", "enter", "v"), ("escape", "escape")),
+    Scene("job-checkpoints", ("i", "6")),
+    Scene("job-config", ("i", "7")),
+    Scene("job-compare", ("i", "7", "o"), ("escape", "escape")),
+    Scene("job-diff", ("i", "7", "o", sees("flux-night-run"), "G", "enter")),
+    Scene("job-history", ("i", "8")),
+    Scene("new-job", ("n",)),
+    Scene("job-copy", ("D",)),
+    Scene("job-copy-fsdp", ("D", "alt+2")),
+    Scene("job-copy-command", ("D", "f3")),
+    Scene("detect", (*_COPY, "ctrl+b"), ("escape", "escape")),
+    Scene("fields", (*_COPY, "ctrl+f", *"lora"), ("escape", "escape")),
+    Scene("templates", (*_NEW, "ctrl+t"), ("escape", "escape")),
+    Scene("ask-path", (*_COPY, "ctrl+s"), ("escape", "escape")),
+    Scene("ask-template", (*_COPY, *_SAVE_TEMPLATE), ("escape", "escape")),
+    Scene("leave-question", (*_NEW, "x", "escape"), ("y",)),
+    Scene(
+        "too-large-question",
+        (*_COPY, *_FIND_RESOLUTION, "end", "ctrl+u", *"8192", does_not_fit, "ctrl+r"),
+        ("n", "escape", "y"),
+    ),
+    Scene("edit-question", ("e",)),
+    Scene("data", ("d",)),
+    Scene("caches", ("C",)),
+    Scene("help", ("question_mark",)),
+    Scene("palette", ("ctrl+p", *"check")),
+    Scene("themes", ("ctrl+p", *"theme", sees("Choose one"))),
+    Scene("remove-question", ("G", "r"), ("n", "g")),
+    Scene("stop-question", (stopped_twice, "x", sees("Kill job"))),
+    Scene("no-jobs", (), (), jobs=False),
+    Scene("no-jobs-new", ("n",), jobs=False),
+)
+
+
+@asynccontextmanager
+async def opened(
+    root: Path, size: tuple[int, int], *, jobs: bool = True, host: str = "gpu-server"
+) -> AsyncIterator[Pilot[None]]:
+    """The dashboard of a made-up server, with all of its panels filled.
+
+    Args:
+        root: An empty directory.
+        size: Columns and lines.
+        jobs: Whether there are any.
+        host: What the machine is called.
+    """
+    state = root / "state"
+    state.mkdir(mode=0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_TUI_HOST", host)
+        patch.setenv("FSDP_TUI_HOME", str(state))
+        patch.setenv("FSDP_TUI_PICTURES", "blocks")
+        for variable in _HOMES:
+            patch.setenv(variable, str(root / variable[4:9].lower()))
+        for variable in _UNSET:
+            patch.delenv(variable, raising=False)
+        patch.chdir(root)
+        patch.setattr("time.time", clock := Clock())
+        patch.setattr("textual.widgets.Input.cursor_blink", False)
+        store = Store(state)
+        cards = make_up(store, root / "data", clock) if jobs else FakeGpus(4)
+        clock.pace = 0.0
+        nobody_starts(patch, cards)
+        async with running(FsdpTui(store, select=RUNNING if jobs else None), size) as pilot:
+            yield pilot
+    time.tzset()
+
+
+@asynccontextmanager
+async def running(app: FsdpTui, size: tuple[int, int]) -> AsyncIterator[Pilot[None]]:
+    """The app, once all of its panels have something to show."""
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.dashboard.snapshot.t > 0, WITHIN)
+        await pilot.pause(3.0)  # the curve is drawn anew after two seconds at the earliest
+        yield pilot
+
+
+async def show(pilot: Pilot[None], scene: Scene) -> None:
+    """Open a scene, and wait until it stands still."""
+    app = pilot.app
+    assert isinstance(app, FsdpTui)
+    for key in scene.keys:
+        if isinstance(key, str):
+            await pilot.press(key)
+        else:
+            await until(pilot, lambda true=key: true(app), WITHIN)  # type: ignore[misc]
+    last, deadline = None, time.monotonic() + WITHIN
+    while app.screen.has_class("-looking") or last != (last := _sight(pilot)):
+        assert time.monotonic() < deadline, f"{scene.name} does not stand still"
+        await pilot.pause(STILL)
+
+
+async def leave(pilot: Pilot[None], scene: Scene) -> None:
+    """Back to the dashboard."""
+    app = pilot.app
+    assert isinstance(app, FsdpTui)
+    for key in scene.leave:
+        await pilot.press(key)
+    await until(pilot, lambda: app.screen is app.dashboard, WITHIN)
+
+
+def _sight(pilot: Pilot[None]) -> list[Any]:
+    """What is shown, for comparison; a picture takes a tenth of a second to make."""
+    return [list(strip) for strip in _strips(pilot.app)]

@@ -1,0 +1,153 @@
+"""For tests of the dashboard: made-up run directories (real files, no process), and waiting."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+from jobs.rundir import RankStatus, RunDir, event, write_atomic
+from jobs.states import State
+from jobs.store import Terms
+from tests.support.checkpoints import save_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import pytest
+    from textual.pilot import Pilot
+
+    from jobs.store import Job, Store
+
+GIB = 2**30
+
+
+async def until(pilot: Pilot[Any], true: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for a condition; fail when it does not come true."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        await pilot.pause(0.01)
+
+
+def nothing_starts(patch: pytest.MonkeyPatch) -> None:
+    """No job gets a process, and none is missed; jobs are looked at every few milliseconds."""
+    patch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
+    patch.setattr("tui.collector.PERIOD", 0.05)
+
+
+def add_job(
+    store: Store,
+    name: str = "demo",
+    *,
+    state: State = State.QUEUED,
+    reason: str = "",
+    ranks: int = 2,
+    gpus: Sequence[str] = (),
+    wanted: int | list[str] | None = None,
+    total_steps: int = 200,
+    job_file: str = "name: demo\n",
+) -> Job:
+    """A job in the given state, brought there through the states that lead to it."""
+
+    def prepare(run_dir: RunDir) -> None:
+        run_dir.create()
+        run_dir.job_file.write_text(job_file)
+
+    job = store.add(
+        name=name,
+        terms=Terms(ranks, wanted if wanted is not None else (list(gpus) or None), total_steps),
+        run_id=f"run-{name}",
+        prepare=prepare,
+    )
+    if state is State.QUEUED:
+        if reason:
+            store.explain(job.id, reason)
+        return store.get(job.id)
+    store.claim(job.id, gpus, "starting on CPU ranks" if not gpus else "starting on GPUs")
+    if state is not State.STARTING:
+        store.change(job.id, State.RUNNING, "all ranks are up")
+    if state not in (State.STARTING, State.RUNNING):
+        store.change(job.id, state, reason or f"now {state}")
+    return store.get(job.id)
+
+
+def write_steps(
+    job: Job, count: int, *, first: int = 1, seconds: float = 0.42, seed: int = 1
+) -> None:
+    """Optimizer steps with a falling, noisy loss."""
+    noise = random.Random(seed)
+    lines = []
+    for step in range(first, first + count):
+        loss = 0.38 + 0.55 * math.exp(-step / 60) + noise.gauss(0, 0.045)
+        lines.append(
+            event(
+                "step", step=step, epoch=step / 100, loss=round(loss, 5), lr=1e-3,
+                grad_norm=round(0.3 + noise.random() / 5, 4),
+                seconds=round(seconds * noise.uniform(0.95, 1.06), 4),
+                images_per_second=round(2 / seconds, 3),
+            )
+        )  # fmt: skip
+    append_events(job, *lines)
+
+
+def write_facts(job: Job, ranks: int = 2) -> None:
+    """How the ranks share the work, and what each phase took."""
+    phases = {"load": 22, "forward": 61, "backward": 74, "step": 40, "save": 31}
+    append_events(
+        job,
+        event("sharding", ranks=ranks, units={"FluxTransformerBlock": 19,
+              "FluxSingleTransformerBlock": 38}, local_bytes=11 * GIB, root_bytes=265 << 20),
+        event("start", step=0, strategy="fsdp2", strategy_reason="a whole copy would fill a GPU"),
+        event("memory", measure="allocated", step=3,
+              peaks={name: [size * GIB + rank for rank in range(ranks)]
+                     for name, size in phases.items()}),
+    )  # fmt: skip
+
+
+def append_events(job: Job, *lines: str) -> None:
+    with open(job.run_dir.events, "a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def write_rank(job: Job, rank: int, **changes: Any) -> None:
+    """What a rank says of itself; a fresh heartbeat unless `changes` say otherwise."""
+    now = time.time()
+    values: dict[str, Any] = {
+        "rank": rank, "pid": 4000 + rank, "started": now - 90, "host": "node", "device": "cpu",
+        "phase": "train", "step": 0, "heartbeat": now, "progressed": now,
+        "rss": int(1.31 * GIB) + rank * 7_000_000,
+    }  # fmt: skip
+    write_atomic(job.run_dir.rank_file(rank), RankStatus(**values | changes).to_json())
+
+
+def write_log(job: Job, text: str, rank: int = 0, *, append: bool = False) -> None:
+    with open(job.run_dir.rank_log(rank), "a" if append else "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_checkpoint(job: Job, step: int, **manifest: Any) -> Path:
+    return save_checkpoint(job.run_dir, step, **manifest)
+
+
+class FakeGpus:
+    """Stands in for `jobs.devices.gpus`."""
+
+    def __init__(self, count: int) -> None:
+        from jobs.devices import Gpu
+
+        self.gpus = [
+            Gpu(
+                index=index, uuid=f"GPU-{index:04}", name="NVIDIA H200",
+                memory_total=int(139.8 * GIB), memory_used=int((3 + 31 * (index % 4)) * GIB),
+                utilisation=(0, 97, 99, 34)[index % 4], temperature=41 + 9 * (index % 4),
+                power=90.0 + 170 * (index % 4), power_limit=700.0,
+            )
+            for index in range(count)
+        ]  # fmt: skip
+
+    def __call__(self) -> list[Any]:
+        return list(self.gpus)

@@ -1,0 +1,361 @@
+"""The panels of devices and jobs: whose memory, what holds back, who keeps up, who waits."""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs import devices
+from jobs.devices import Gpu, GpuProcess
+from jobs.states import State
+from tests.nvml_stub.stub import gpu as played
+from tests.support.tui import GIB, FakeGpus, add_job, nothing_starts, until, write_rank, write_steps
+from tui import collector
+from tui.app import FsdpTui
+from tui.collector import where_of
+from tui.dashboard.device_rows import columns as device_columns
+from tui.dashboard.device_rows import device_rows, devices_title, hint_of, links
+from tui.dashboard.job_groups import job_groups, ordinal, queue_places
+from tui.dashboard.job_rows import columns, job_row
+from tui.dashboard.memory_split import Split, split_bar, split_of
+from tui.dashboard.panels import DevicesPanel, redraw_after
+from tui.dashboard.rank_rows import Seat, keeping_up, rank_table, rank_title
+from tui.format import plain, sparkline
+from tui.history import EVERY, History
+from tui.snapshot import JobView, Snapshot, in_order
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from textual.pilot import Pilot
+
+    from jobs.store import Store
+    from tests.nvml_stub.stub import StubNvml
+    from tui.widgets.lines import Lines
+
+pytest_plugins = ["tests.nvml_stub.fixture"]
+
+CARD = Gpu(0, "GPU-0000", "NVIDIA H200", 100 * GIB, memory_used=80 * GIB, utilisation=97)
+
+
+def seat(store: Store, name: str = "demo", **rank: Any) -> Seat:
+    """A rank of a new running job on `CARD`."""
+    job = add_job(store, name, state=State.RUNNING)
+    write_rank(job, 0, **{"device_uuid": CARD.uuid, "pid": 4000 + job.id} | rank)
+    view = JobView(job, ranks=tuple(job.run_dir.rank_statuses()))
+    return Seat(view, view.ranks[0])
+
+
+def process(pid: int, gibibytes: int, command: str | None = "python x.py") -> GpuProcess:
+    return GpuProcess(pid, gibibytes * GIB, user="anna", command=command)
+
+
+# -- whose memory --------------------------------------------------------------------------
+
+
+def test_memory_is_the_selected_jobs_our_others_and_not_ours(store: Store) -> None:
+    mine, other = seat(store), seat(store, "other")
+    card = replace(
+        CARD,
+        processes=(process(4001, 30), process(4002, 20), process(77, 25)),
+    )
+    split = split_of(card, [mine, other], 1, claimed=True)
+    assert split == Split(35 * GIB, 20 * GIB, 25 * GIB)  # what nobody is named for is the job's
+
+
+def test_without_matching_pids_what_torch_reserved_counts(store: Store) -> None:
+    mine = seat(store, reserved=60 * GIB)
+    card = replace(CARD, processes=(process(1_000_001, 70, command=None),))
+    assert split_of(card, [mine], 1, claimed=True) == Split(80 * GIB, 0, 0)
+    assert split_of(card, [mine], 9, claimed=True) == Split(0, 80 * GIB, 0)
+
+
+def test_a_gpu_without_our_jobs_is_not_ours() -> None:
+    assert split_of(CARD, [], None, claimed=False) == Split(0, 0, 80 * GIB)
+    assert split_of(CARD, [], None, claimed=True).others == 0
+
+
+@given(
+    st.integers(0, 100), st.integers(0, 100), st.integers(0, 100), st.integers(0, 60),
+)  # fmt: skip
+def test_a_split_bar_is_as_wide_as_asked(mine: int, ours: int, others: int, width: int) -> None:
+    total = max(1, mine + ours + others)
+    card = replace(CARD, memory_total=100 * GIB, memory_used=total * GIB)
+    row = split_bar(card, Split(mine * GIB, ours * GIB, others * GIB), width)
+    assert len(plain(row)) == width
+
+
+def test_the_parts_of_a_bar_differ_without_colour() -> None:
+    bar = plain(split_bar(CARD, Split(40 * GIB, 20 * GIB, 20 * GIB), 20))
+    assert bar == "━━━━━━━━╍╍╍╍▒▒▒▒┄┄┄┄"
+
+
+# -- a line --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [72, 76, 95, 96, 109, 110, 139, 140, 169, 170, 196, 250])
+def test_lines_fit_whatever_there_is_to_say(store: Store, width: int) -> None:
+    mine = seat(store, "a-very-long-name-of-a-job-that-cannot-fit")
+    full = replace(
+        CARD, temperature=91, power=699.4, power_limit=700.0, clock=1980, throttle="power limit",
+        pcie_generation=5, pcie_lanes=8, pcie_lanes_limit=16, nvlinks=18,
+    )  # fmt: skip
+    names = (full, replace(full, index=1, uuid="GPU-1", name="NVIDIA RTX PRO 6000 Blackwell Max-Q"))
+    snapshot = Snapshot(
+        t=time.time(), jobs=(mine.view,), gpus=names, busy={CARD.uuid: tuple(range(0, 100, 3))}
+    )
+    for row in device_rows(snapshot, width, 20, 1):
+        assert len(plain(row)) <= width, plain(row)
+
+
+def test_what_holds_a_gpu_back_is_named_at_every_width(store: Store) -> None:
+    hot = replace(CARD, throttle="heat", pcie_lanes=8, pcie_lanes_limit=16)
+    for width in (76, 116, 196):
+        (line,) = (plain(row) for row in device_rows(Snapshot(t=0, gpus=(hot,)), width, 9))
+        assert "heat" in line
+        assert "PCIe x8 of x16" in line
+    calm = replace(CARD, throttle="", pcie_lanes=16, pcie_lanes_limit=16)
+    assert hint_of(calm, device_columns(76)) == ""
+
+
+def test_the_rank_stays_readable_where_a_name_is_cut(store: Store) -> None:
+    mine = seat(store, "portraits-of-sailors-at-sea")
+    snapshot = Snapshot(t=time.time(), jobs=(mine.view,), gpus=(CARD,))
+    line = plain(device_rows(snapshot, 76, 1, 1)[0])
+    assert line.endswith("… r0")
+    assert "#1 portraits" in line
+
+
+def test_links_are_named() -> None:
+    assert links(replace(CARD, nvlinks=18)) == "18 NVLinks"
+    assert links(replace(CARD, pcie_generation=4, pcie_lanes=16)) == "PCIe 4 x16"
+    assert links(CARD) == ""
+
+
+def test_a_sparkline_has_eight_heights_and_gaps() -> None:
+    assert sparkline([0, 50, 100, None, 99], 7) == "  ▁▅█ █"
+    assert sparkline(range(200), 4) == "████"
+
+
+def test_links_come_from_the_driver(nvml: StubNvml) -> None:
+    nvml.write([played(0, pcie=[5, 8, 16], nvlinks=[18, 17]), {}])
+    first, second = devices.gpus()
+    assert (first.pcie_generation, first.pcie_lanes, first.pcie_lanes_limit) == (5, 8, 16)
+    assert first.nvlinks == 17
+    assert (second.pcie_generation, second.nvlinks) == (None, None)
+
+
+def test_a_column_of_the_history_is_the_average_of_two_seconds() -> None:
+    history = History()
+    for t, share in enumerate((10, 50, 90, 100, 80)):
+        history.add(float(t), [replace(CARD, utilisation=share)])
+    assert history.shown[CARD.uuid] == (10, 70, 90)
+    history.add(9.0, [replace(CARD, utilisation=None)])
+    assert history.shown[CARD.uuid][-1] is None
+    before = history.shown
+    history.add(9.0 + EVERY / 2, [CARD])
+    assert history.shown is before  # nothing to paint
+
+
+# -- ranks ---------------------------------------------------------------------------------
+
+
+def statuses(store: Store, *changes: dict[str, Any]) -> JobView:
+    job = add_job(store, state=State.RUNNING, ranks=len(changes))
+    for rank, change in enumerate(changes):
+        write_rank(job, rank, **change)
+    return JobView(job, ranks=tuple(job.run_dir.rank_statuses()))
+
+
+def test_a_rank_that_does_not_keep_up_is_named_in_words(store: Store) -> None:
+    now = time.time()
+    view = statuses(
+        store, {"step": 20}, {"step": 19}, {"step": 12}, {"step": 20, "heartbeat": now - 64},
+        {"step": 20, "progressed": now - 190},
+    )  # fmt: skip
+    words = [keeping_up(rank, 20, now) for rank in view.ranks]
+    assert [span.text for span in words] == [
+        "ok", "ok", "! 8 steps behind", "! late 1:04", "still for 3:10",
+    ]  # fmt: skip
+    assert [span.role == "bad" for span in words] == [False, False, True, True, False]
+    assert rank_title(view, now).endswith("5 of 5 · late: 2,3")
+
+
+@pytest.mark.parametrize("width", [76, 116, 196])
+def test_the_table_of_ranks_aligns_and_fits(store: Store, width: int) -> None:
+    view = statuses(
+        store, *({"step": 12345, "allocated": 61 * GIB, "reserved": 70 * GIB, "peak": 71 * GIB,
+                  "device_uuid": "GPU-0000", "phase": phase} for phase in ("train", "validate"))
+    )  # fmt: skip
+    head, *rows = (plain(row) for row in rank_table(view, [CARD], time.time(), width))
+    assert len(rows) == 2
+    for row in rows:
+        assert len(row) <= width
+        assert row[: head.index("reserved") + 8].endswith("70.0")
+        assert row[: head.index("step") + 4].endswith("12345")
+
+
+def test_late_ranks_come_first_where_not_all_can_be_seen(store: Store) -> None:
+    cards = tuple(FakeGpus(4).gpus)
+    view = statuses(
+        store, *({"device_uuid": card.uuid, "heartbeat": time.time() - 60 * (card.index == 3)}
+                 for card in cards)
+    )  # fmt: skip
+    snapshot = Snapshot(t=time.time(), jobs=(view,), gpus=cards)
+    lines = [plain(row) for row in device_rows(snapshot, 100, 5)]
+    assert "! late" in lines[4]
+    assert "r3" in lines[4]
+    assert devices_title(snapshot) == "devices · 4 H200 · late: #1 r3"
+
+
+# -- the table of jobs ---------------------------------------------------------------------
+
+
+def grouped(store: Store, gpus: Sequence[Gpu]) -> list[tuple[str, list[int]]]:
+    jobs = in_order(store.all())
+    views = [JobView(job, where=where_of(job, gpus)) for job in jobs]
+    return [
+        (group.title, [view.job.id for view in group.views]) for group in job_groups(views, gpus)
+    ]
+
+
+def test_jobs_stand_with_those_they_share_gpus_with(store: Store) -> None:
+    gpus = FakeGpus(6).gpus
+    names = [gpu.uuid for gpu in gpus]
+    add_job(store, "high", state=State.RUNNING, gpus=names[4:6])
+    add_job(store, "low", state=State.RUNNING, gpus=names[0:2])
+    add_job(store, "waits for low", wanted=[names[1]])
+    add_job(store, "any", wanted=2)
+    add_job(store, "alone", wanted=[names[3]])
+    add_job(store, "old", state=State.COMPLETED, gpus=names[2:3])
+    add_job(store, "on cpu")
+    assert grouped(store, gpus) == [
+        ("CPU", [7]), ("GPU 0,1", [2, 3]), ("GPU 3", [5]), ("GPU 4,5", [1]), ("any GPUs", [4]),
+        ("ended", [6]),
+    ]  # fmt: skip
+
+
+def test_the_queue_is_shown_in_the_order_in_which_it_is_served(store: Store) -> None:
+    for name in ("first", "second", "urgent"):
+        add_job(store, name)
+    jobs = [replace(job, priority=5) if job.name == "urgent" else job for job in store.all()]
+    views = [JobView(job) for job in in_order(jobs)]
+    assert [view.job.name for view in views] == ["urgent", "first", "second"]
+    assert queue_places(views) == {3: "1st", 1: "2nd", 2: "3rd"}
+
+
+def test_ordinals() -> None:
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == [
+        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [58, 74, 116, 196])
+def test_a_queued_job_says_its_place_and_why_it_waits(store: Store, width: int) -> None:
+    running = JobView(add_job(store, "runs", state=State.RUNNING, total_steps=100_000))
+    queued = JobView(add_job(store, "next", reason="waits for job 1 on GPU 0"), where="0")
+    shape = columns(Snapshot(t=0, jobs=(running, queued)), width)
+    line = plain(job_row(queued, shape, "12th"))
+    assert "queued 12th" in line
+    assert "waits for job" in line
+    assert len(line) <= width
+
+
+def test_a_curve_is_drawn_again_when_it_has_grown_by_a_column() -> None:
+    assert redraw_after(0, 1, 30, 6) == 2
+    assert redraw_after(4000, 4010, 40, 10) == 15
+    assert redraw_after(4000, 4100, 40, 8) == 2
+    assert redraw_after(4000, 4100, 100, 16) == 10  # a large one less often
+
+
+# -- in the app ----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def running(
+    store: Store, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> AsyncIterator[tuple[FsdpTui, Pilot[None]]]:
+    nothing_starts(monkeypatch)
+    monkeypatch.setattr("jobs.devices.gpus", FakeGpus(4))
+    gpus = FakeGpus(4).gpus
+    job = add_job(store, state=State.RUNNING, gpus=[gpu.uuid for gpu in gpus[:2]])
+    write_steps(job, 10)
+    for rank in range(2):
+        write_rank(job, rank, device_uuid=gpus[rank].uuid, allocated=GIB, step=10,
+                   heartbeat=time.time() - 60 * rank)  # fmt: skip
+    add_job(store, "next", wanted=[gpus[0].uuid], ranks=1)
+    app = FsdpTui(store)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.dashboard.query_one(DevicesPanel).rows)
+        yield app, pilot
+
+
+def text_of(panel: Lines) -> str:
+    return "\n".join(plain(row) for row in panel.rows)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+async def test_a_key_shows_the_ranks_in_place_of_the_devices_and_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    async with running(store, monkeypatch, size) as (app, pilot):
+        panel = app.dashboard.query_one(DevicesPanel)
+        assert "late: #1 r1" in str(panel.border_title)
+        await pilot.press("R")
+        await until(pilot, lambda: "reserved" in plain(panel.rows[0]))
+        assert "! late" in text_of(panel)
+        assert "ranks of #1 demo" in str(panel.border_title)
+        await pilot.press("R")
+        await until(pilot, lambda: "GiB" in text_of(panel) or "G" in text_of(panel))
+        assert "devices" in str(panel.border_title)
+
+
+async def test_headings_name_the_gpus_and_cannot_be_selected(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(store, monkeypatch, (120, 40)) as (app, pilot):
+        panel = app.dashboard.jobs
+        await until(pilot, lambda: "GPU 0,1" in text_of(panel))
+        assert panel.selected == 1
+        await pilot.press("j")
+        await until(pilot, lambda: panel.selected == 2)
+        await pilot.press("k", "k")
+        await until(pilot, lambda: panel.selected == 1)
+        marked = [index for index in range(len(panel.rows)) if panel.is_marked(index)]
+        assert [plain(panel.rows[index])[:4] for index in marked] == ["▸  1"]
+        await pilot.click(panel, offset=(6, 2))  # the heading
+        assert panel.selected == 1
+
+
+async def test_the_devices_get_room_on_a_low_screen_while_they_have_the_focus(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(store, monkeypatch, (80, 24)) as (app, pilot):
+        panel = app.dashboard.query_one(DevicesPanel)
+        await until(pilot, lambda: panel.outer_size.height == 6)
+        panel.focus()
+        await until(pilot, lambda: panel.outer_size.height == 8)  # all there is
+        assert app.dashboard.log_view.outer_size.height >= 5
+        app.dashboard.jobs.focus()
+        await until(pilot, lambda: panel.outer_size.height == 6)
+
+
+def test_a_thousand_ended_jobs_cost_no_new_rows(
+    store: Store, monkeypatch: pytest.MonkeyPatch, no_gpus: None
+) -> None:
+    for number in range(3):
+        write_steps(add_job(store, f"old-{number}", state=State.COMPLETED), 3)
+    look = collector.Collector(store, selected=3)
+    first, second = look.look(), look.look()
+    assert [before is after for before, after in zip(first.jobs, second.jobs, strict=True)] == [
+        False, True, True,
+    ]  # fmt: skip
+    assert [view.progress.step for view in second.jobs] == [3, 3, 3]
+    store.requeue(1, "again")
+    assert look.look().find(1) != second.find(1)

@@ -1,0 +1,290 @@
+"""What the new-job form holds: texts, values, problems by field. No widgets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from jobs.errors import UserError
+from jobs.spec import JobSpec, field_names
+from jobs.specfile import load_spec
+from tests.support.spec_strategies import REQUIRED, VALUES
+from tui.newjob import draft, pages, texts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GOOD = {"pretrained_model_name_or_path": "m", "dataset": "d", "num_processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("learning_rate", 1e-4, "0.0001"),
+        ("max_train_steps", 20, "20"),
+        ("lora_alpha", None, ""),
+        ("validation_prompts", ["a red, round thing", "b"], "a red, round thing | b"),
+        (
+            "validation_prompts",
+            ["a", {"prompt": "b|c", "seed": 3}],
+            'a | {"prompt": "b\\u007cc", "seed": 3}',
+        ),
+    ],
+)
+def test_a_value_stands_in_an_input_as_people_write_it(name: str, value: object, text: str) -> None:
+    assert texts.as_text(name, value) == text
+
+
+def test_prompts_may_hold_commas_and_come_back_as_they_were() -> None:
+    prompts = ["a red, round thing", "a blue square"]
+    text = texts.as_text("validation_prompts", prompts)
+    assert texts.from_text("validation_prompts", text) == prompts
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [{"prompt": "a", "negative_prompt": "b | c", "resolution": "64x32", "guidance": 2.5}, "d"],
+        ["a | b", " a ", "", "é", "two\nlines", "\x85 \u2028", '{"prompt": "b"}', "{a|b} cat"],
+        [{"prompt": "{prompt: a}"}, {"prompt": "ü|\n", "seed": 2**63 - 1}],
+    ],
+)
+def test_the_form_keeps_prompts_with_settings_and_strange_ones(prompts: list[Any]) -> None:
+    spec = JobSpec(**GOOD, validation_prompts=prompts)
+    text = texts.as_text("validation_prompts", spec.to_dict()["validation_prompts"])
+    assert text.isprintable()
+    shown = {"validation_prompts": texts.from_text("validation_prompts", text)}
+    assert load_spec(None, draft.merge(spec.to_dict(), shown)) == spec
+
+
+def test_every_field_of_the_job_survives_the_form() -> None:
+    spec = JobSpec(**GOOD, optimizer="sgd", seed=7, lora_dropout=0.25, max_train_steps=33)
+    base = spec.to_dict()
+    shown = {
+        name: texts.from_text(name, texts.as_text(name, base[name]))
+        for name in pages.SHOWN
+        if name != "fsdp_reshard_after_forward"
+    }
+    assert load_spec(None, draft.merge(base, shown)) == spec
+
+
+@given(values=VALUES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_value_comes_back_from_its_text(values: dict[str, Any]) -> None:
+    spec = load_spec(None, REQUIRED | values)
+    wholes = spec.to_dict()
+    read = {
+        key: value if isinstance(value, bool) else texts.from_text(key, texts.as_text(key, value))
+        for key, value in wholes.items()
+    }
+    told = {key: value for key, value in read.items() if value is not None}
+    assert load_spec(None, told) == spec
+    assert draft.in_force(draft.merge(wholes, {}))[0] == draft.merge(wholes, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("learning_rate", 0.000123456789, "0.000123456789"),
+        ("accelerate_extra_args", ["--tee", "3"], "--tee 3"),
+        ("accelerate_config", {"rdzv_backend": "static"}, '{"rdzv_backend": "static"}'),
+        ("validation_negative_prompt", "", '""'),
+        ("dataset", "", ""),
+        ("trigger_word", " sks", '" sks"'),
+        ("datasets", [{"path": "a", "repeats": 3, "weight": None}], "a x3"),
+    ],
+)
+def test_values_of_the_other_pages_are_texts_too(name: str, value: Any, text: str) -> None:
+    if name == "datasets":
+        value = JobSpec(datasets=value).to_dict()["datasets"]
+    assert texts.as_text(name, value) == text
+    read = texts.from_text(name, text)
+    assert JobSpec(**({} if read is None else {name: read})).to_dict()[name] == value
+
+
+def test_variables_in_paths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA", "/some/where")
+    assert texts.from_text("dataset", "$DATA/cats") == "/some/where/cats"
+    assert texts.from_text("dataset", "${NOT_SET_HERE}/cats") == "${NOT_SET_HERE}/cats"
+
+
+def test_a_home_that_nobody_has_is_told() -> None:
+    good, text = draft.check_path("dataset", {"dataset": "~nobody-here/x"})
+    assert not good
+    assert "no such home directory" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "left_out"),
+    [
+        ({"dp_replicate_size": 2, "strategy": "fsdp2"}, "dp_replicate_size"),
+        ({"dp_replicate_size": "x", "strategy": "fsdp2"}, "dp_replicate_size"),
+        ({"num_processes": 1, "context_parallel_size": 2}, "context_parallel_size"),
+        ({"num_processes": 1, "shard_text_encoders": True}, "shard_text_encoders"),
+        ({"snr_gamma": 5}, "snr_gamma"),
+    ],
+)
+def test_what_would_be_refused_unasked_is_left_out(change: dict[str, Any], left_out: str) -> None:
+    kept, reasons = draft.in_force(GOOD | change)
+    assert set(GOOD | change) - set(kept) == {left_out}
+    assert reasons[left_out]
+    assert draft.find_problems(kept) == {}
+
+
+def test_what_does_not_apply_but_does_no_harm_stays_in_the_job() -> None:
+    values = GOOD | {"strategy": "ddp", "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    kept, reasons = draft.in_force(values)
+    assert kept == values
+    assert reasons["fsdp_state_dict_type"] == "needs strategy: fsdp2 or hsdp"
+
+
+def test_a_mistake_that_applies_is_left_in_place() -> None:
+    values = GOOD | {"learning_rate": "fast", "strategy": "hsdp"}
+    assert draft.in_force(values)[0] == values
+
+
+def test_a_template_leaves_model_data_and_ranks_to_the_person() -> None:
+    mine = GOOD | {"name": "mine", "seed": 7, "strategy": "ddp", "lora_rank": 4}
+    begun = draft.begin_with({"model_family": "wan", "lora_rank": 64}, mine)
+    usual = draft.defaults_of("wan", None)
+    kept = ("name", "pretrained_model_name_or_path", "dataset", "num_processes", "strategy")
+    assert begun == usual | {"lora_rank": 64} | {key: mine[key] for key in kept}
+    own = draft.begin_with({"dataset": "other", "num_processes": 1}, mine)
+    assert (own["dataset"], own["num_processes"], own["strategy"]) == ("other", 1, "auto")
+
+
+def test_each_field_stands_on_one_page() -> None:
+    names = [name for page in pages.PAGES for name in page.fields]
+    assert sorted(names) == sorted(field_names())
+    assert all(pages.PAGES[pages.page_of(name)].fields.count(name) == 1 for name in names)
+
+
+def test_a_blank_field_means_its_default() -> None:
+    values = draft.merge(JobSpec(max_train_steps=5).to_dict(), {"max_train_steps": None})
+    assert "max_train_steps" not in values
+
+
+def test_chosen_gpus_say_how_many_ranks_there_are() -> None:
+    values = draft.merge({"num_processes": 4}, {"num_processes": "4", "gpus": [0, 1]})
+    assert values == {"gpus": [0, 1]}
+
+
+def test_choosing_a_strategy_overrules_the_switch_that_was_carried_along() -> None:
+    base = {"fsdp_enable": True, "strategy": "auto"}
+    assert "fsdp_enable" not in draft.merge(base, {"strategy": "ddp"})
+    assert draft.merge(base, {"strategy": "auto"})["fsdp_enable"] is True
+
+
+def test_problems_stand_at_the_field_they_are_about() -> None:
+    problems = draft.find_problems(
+        GOOD | {"learning_rate": "fast", "name": "a b", "mixed_precision": "bf61"}
+    )
+    assert set(problems) == {"learning_rate", "name", "mixed_precision"}
+    assert "number" in problems["learning_rate"]
+    assert "letters" in problems["name"]
+    assert 'did you mean "bf16"' in problems["mixed_precision"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"dataset": ""}, "dataset"),
+        ({"strategy": "fsdp2", "num_processes": 1}, "strategy"),
+        ({"flow_shift": 3.0}, "flow_shift"),
+        ({"model_family": "fluks"}, "model_family"),
+        ({"model_flavour": "deev"}, "model_flavour"),
+    ],
+)
+def test_a_conflict_stands_at_one_field(change: dict[str, object], field: str) -> None:
+    assert list(draft.find_problems(GOOD | change)) == [field]
+
+
+def test_a_good_job_has_no_problems() -> None:
+    assert draft.find_problems(GOOD) == {}
+
+
+def test_a_missing_dataset_is_found_at_once(tmp_path: Path) -> None:
+    good, text = draft.check_path("dataset", {"dataset": str(tmp_path / "nowhere")})
+    assert not good
+    assert "no such dataset folder" in text
+
+
+def test_a_dataset_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    (tmp_path / "a.txt").write_text("a red circle")
+    assert draft.check_path("dataset", {"dataset": str(tmp_path)}) == (True, "1 pictures")
+
+
+def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
+    values = GOOD | {"max_train_steps": "12", "validation_prompts": ["one, two"]}
+    path = draft.save_yaml(values, tmp_path / "job.yaml")
+    spec = load_spec(path)
+    assert (spec.max_train_steps, spec.to_dict()["validation_prompts"]) == (12, ["one, two"])
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "job.yaml", tmp_path / "link.yaml"
+    path.write_text("name: before\n")
+    link.symlink_to(path)
+    draft.save_yaml(GOOD, link)
+    assert link.is_symlink()
+    assert "dataset: d" in (before := path.read_text())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        draft.save_yaml({"name": "half", "dataset": "d"}, path)
+    assert path.read_text() == before
+    assert {one.name for one in tmp_path.iterdir()} == {"job.yaml", "link.yaml"}
+
+
+def test_an_unfinished_job_can_be_saved(tmp_path: Path) -> None:
+    path = draft.save_yaml({"name": "half", "dataset": "d"}, tmp_path / "job.yaml")
+    assert "half" in path.read_text()
+
+
+def test_carried_fields_are_those_without_a_place_in_the_form() -> None:
+    assert draft.carried(JobSpec(seed=7, max_train_steps=3).to_dict()) == {"seed": 7}
+
+
+WHAT_FITS = ("→ what fits", "On GPUs: ddp if a whole copy fits, else fsdp2.")
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"num_processes": 1}, ("→ single", "Now single: there is one rank.")),
+        (
+            {"num_processes": 2, "device": "cpu"},
+            (
+                "→ fsdp2",
+                "Now fsdp2: there are 2 ranks, so that each holds 1/2 of the weights.",
+            ),
+        ),
+        ({"num_processes": 2}, WHAT_FITS),
+        ({"gpus": [0, 1]}, WHAT_FITS),
+        (
+            {"gpus": 2, "context_parallel_size": 2},
+            ("→ fsdp2", "Now fsdp2: context parallelism requires it."),
+        ),
+        ({"gpus": [0, 1], "fsdp_enable": True}, ("→ fsdp2", "Now fsdp2: fsdp_enable is on.")),
+        ({"num_processes": 2, "strategy": "ddp"}, ("", "")),
+        ({"num_processes": "x"}, ("", "")),
+    ],
+)
+def test_what_auto_comes_to_is_told_beside_it(
+    change: dict[str, object], note: tuple[str, str]
+) -> None:
+    assert draft.strategy_note(GOOD | change) == note
+
+
+def test_warnings_are_told_while_the_values_are_right() -> None:
+    (text,) = draft.warnings(GOOD | {"fsdp_version": 1})
+    assert "deprecated" in text
+    assert draft.warnings(GOOD) == draft.warnings(GOOD | {"seed": "x"}) == []

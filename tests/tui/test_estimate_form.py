@@ -1,0 +1,165 @@
+"""The form says whether its job fits, and asks before it queues one that does not."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs.gpu import Gpu, GpuProcess
+from jobs.memory import client
+from jobs.memory.fit import Fit, Room
+from tests.support.fake_memory import GIB
+from tests.support.tui import nothing_starts, until
+from tui.app import FsdpTui
+from tui.modals.confirm import ConfirmScreen
+from tui.newjob import fit as form_fit
+from tui.newjob.fit import FitBars, bar_lines, look
+from tui.newjob.screen import NewJobScreen
+from tui.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from textual.pilot import Pilot
+
+    from jobs.store import Store
+
+HUB_ID = "black-forest-labs/FLUX.1-dev"
+VALUES = {
+    "name": "cats", "pretrained_model_name_or_path": HUB_ID, "dataset": "pictures",
+    "gpus": [0, 1], "strategy": "fsdp2",
+}  # fmt: skip
+
+
+def some_gpus() -> list[Gpu]:
+    ann = GpuProcess(7, 30 * GIB, user="ann", command="python x.py")
+    return [
+        Gpu(n, f"GPU-{n:04}", "H100", 80 * GIB, 30 * GIB if n == 2 else GIB,
+            processes=(ann,) if n == 2 else ())
+        for n in range(4)
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _fake_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing_starts(monkeypatch)
+    monkeypatch.setattr("jobs.devices.gpus", some_gpus)
+    monkeypatch.setattr(form_fit, "_SETTLES_IN", 0.02)
+
+
+@asynccontextmanager
+async def form(
+    store: Store, values: dict[str, Any], size: tuple[int, int] = (120, 40)
+) -> AsyncIterator[tuple[FsdpTui, Pilot[None], FitBars]]:
+    app = FsdpTui(store)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
+        await pilot.press("n")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen) and app.screen.is_running)
+        screen = app.screen
+        assert isinstance(screen, NewJobScreen)
+        screen.fill(values)
+        yield app, pilot, screen.query_one(FitBars)
+
+
+def text(bars: FitBars) -> str:
+    return str(bars.content) if bars.has_class("-shown") else ""
+
+
+async def test_bars_follow_the_options_and_say_it_in_words(store: Store) -> None:
+    values = VALUES | {"gpus": [0, 1, 2], "gradient_checkpointing": True}
+    async with form(store, values) as (app, pilot, bars):
+        await until(pilot, lambda: "GPU 0,1" in text(bars))
+        first, second = text(bars).splitlines()
+        assert first.endswith("GiB spare")
+        assert second.startswith("GPU 2 ")
+        assert "▒" in second
+        app.screen.query_one("#field-train_batch_size").value = "32"
+        await until(pilot, lambda: "does not fit, by" in text(bars))
+        assert "train_batch_size: 16, gradient_accumulation_steps: 2" in text(bars)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+async def test_no_line_is_wider_than_its_box(store: Store, size: tuple[int, int]) -> None:
+    async with form(store, VALUES | {"train_batch_size": 3}, size) as (_, pilot, bars):
+        await until(pilot, lambda: "does not fit" in text(bars))
+        lines = text(bars).splitlines()
+        assert len(lines[0]) <= bars.content_size.width
+        assert "gradient_checkpointing: true" in lines[-1]
+
+
+async def test_what_does_not_fit_is_asked_once_and_can_be_queued(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    queued: list[Any] = []
+    monkeypatch.setattr(NewJobScreen, "_submit", lambda self, purpose, job: queued.append(job))
+    values = VALUES | {"train_batch_size": 3, "dataset": str(tmp_path)}
+    async with form(store, values) as (app, pilot, bars):
+        await until(pilot, lambda: "does not fit" in text(bars))
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "gradient_checkpointing: true" in str(app.screen.query_one("#detail").content)
+        await pilot.press("n")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        assert queued == []
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
+        await until(pilot, lambda: queued)
+
+
+async def test_what_fits_is_queued_without_a_question(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[Any] = []
+    monkeypatch.setattr(NewJobScreen, "_submit", lambda self, purpose, job: queued.append(job))
+    async with form(store, VALUES | {"gradient_checkpointing": True}) as (_, pilot, bars):
+        await until(pilot, lambda: "spare" in text(bars))
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: queued)
+
+
+async def test_without_a_model_nothing_is_asked_and_nothing_shown(store: Store) -> None:
+    async with form(store, VALUES) as (app, pilot, bars):
+        await until(pilot, lambda: text(bars))
+        app.screen.query_one("#field-pretrained_model_name_or_path").value = "/no/such/model"
+        await until(pilot, lambda: not text(bars))
+    client._shared.pop().close()
+    assert look({}, Snapshot(0.0)).bars == ()
+    assert client._shared == []
+
+
+def test_a_job_on_the_cpu_is_held_against_host_memory() -> None:
+    values = {**VALUES, "device": "cpu", "gpus": None, "num_processes": 2}
+    found = look(values, Snapshot(0.0, gpus=tuple(some_gpus())))
+    ((name, fit),) = found.bars
+    assert (name, fit.low) == ("host", 4 * GIB)
+
+
+def test_what_cannot_be_predicted_is_told() -> None:
+    values = VALUES | {"optimizer": "adafactor", "strategy": "ddp"}
+    gpus = Snapshot(0.0, gpus=tuple(some_gpus()))
+    assert look(values, gpus).bars
+    assert look(VALUES | {"name": "refuse"}, gpus).told == ""  # beside the fields, if anywhere
+    found = look(VALUES | {"name": "crash", "resolution": 512}, gpus)
+    assert found.told.startswith("memory: python -m engine.memory failed: out of luck")
+
+
+@pytest.mark.parametrize(("low", "high", "held", "words"), [
+    (10, 20, 0, "fits, 60.0 GiB spare"),
+    (70, 90, 0, "tight: up to 10.0 GiB too much"),
+    (90, 95, 0, "does not fit, by 10.0 GiB"),
+    (60, 70, 30, "does not fit, by 10.0 GiB"),
+    (500, 900, 79, "does not fit, by 499 GiB"),
+])  # fmt: skip
+def test_a_bar_has_its_length_whatever_is_needed(
+    low: int, high: int, held: int, words: str
+) -> None:
+    fit = Fit(low * GIB, high * GIB, Room("GPU 0", 80 * GIB, held * GIB))
+    (line,) = bar_lines([("GPU 0", fit)], 120)
+    assert line.plain.endswith(words)
+    assert sum(line.plain.count(cell) for cell in "━╍┄▒") == 40
+    assert ("▒" in line.plain) == (held > 0)

@@ -1,0 +1,80 @@
+"""The form follows the family: its flavours, and what was left at its default."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from textual.widgets import Select
+
+from jobs.specfile import load_spec
+from tests.support.tui import until
+from tests.support.tui_app import field, form
+from tui.newjob import draft
+from tui.newjob.screen import NewJobScreen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.store import Store
+
+pytestmark = pytest.mark.usefixtures("no_processes")
+
+
+def offered(app: Any, name: str) -> list[Any]:
+    return [value for _, value in field(app, name).control._options if value is not Select.NULL]
+
+
+def choose(app: Any, name: str, value: str) -> None:
+    field(app, name).control.value = value  # type: ignore[attr-defined]
+
+
+def test_only_what_was_left_at_its_default_follows_the_family() -> None:
+    before, after = draft.defaults_of("flux", None), draft.defaults_of("sdxl", None)
+    changes = draft.adopt(before, before, after)
+    assert changes == {key: after[key] for key in changes}
+    assert "model_family" not in changes
+    assert changes["validation_guidance"] == after["validation_guidance"] != 3.5
+    mine = before | {"validation_guidance": 9.0}
+    assert "validation_guidance" not in draft.adopt(mine, before, after)
+
+
+async def test_choosing_a_family_offers_its_flavours_and_takes_its_defaults(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        choose(app, "learning_rate", "0.003")
+        assert offered(app, "model_flavour") == list(draft.flavours_of("flux"))
+        choose(app, "model_family", "wan")
+        await until(pilot, lambda: offered(app, "model_flavour") == list(draft.flavours_of("wan")))
+        usual = draft.defaults_of("wan", None)
+        await until(pilot, lambda: field(app, "resolution").value == str(usual["resolution"]))
+        assert field(app, "learning_rate").value == "0.003"
+        carried = app.screen.query_one("#carried")
+        assert not str(carried.content), "its defaults are nothing that was set"  # type: ignore[attr-defined]
+        choose(app, "model_flavour", "2.2-t2v-a14b-low")
+        await pilot.pause()
+        choose(app, "model_family", "flux")
+        await until(pilot, lambda: field(app, "resolution").value == "1024")
+        await until(pilot, lambda: field(app, "model_flavour").value is None)
+        await until(pilot, lambda: "wan" not in str(app.screen.query_one("#yaml").content))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("flavour", ["schnell", None])
+async def test_what_a_job_file_says_does_not_follow(
+    store: Store, job_values: dict[str, Any], tmp_path: Path, flavour: str | None
+) -> None:
+    """Also values that happen to be the default of the family that was shown before."""
+    given = tmp_path / "given.yaml"
+    values = job_values | {"name": "given", "model_flavour": flavour, "max_sequence_length": 512}
+    given.write_text(yaml.safe_dump(values))
+    async with form(store) as (app, pilot):
+        choose(app, "model_family", "wan")
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: app.screen.query("#path"))
+        app.screen.query_one("#path").value = str(given)  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        await until(pilot, lambda: field(app, "name").value == "given")
+        await until(pilot, lambda: field(app, "model_flavour").value == flavour)
+        await pilot.pause()
+        assert draft.spec_of(app.screen.values) == load_spec(given)  # type: ignore[attr-defined]

@@ -1,0 +1,611 @@
+"""The form, driven by keys: its pages, what follows the ranks, templates, copies, changes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from textual.command import CommandPalette
+from textual.widgets import Static
+
+from jobs import edit
+from jobs.specfile import dump_spec, load_spec
+from jobs.states import State
+from jobs.templates import path_of, save_template, templates_home
+from tests.support.tui import FakeGpus, add_job, until
+from tests.support.tui_app import error_of, field, form, running, said
+from tui.modals.confirm import ConfirmScreen
+from tui.newjob.fit import Look
+from tui.newjob.gpu_picker import GpuPicker, users_of
+from tui.newjob.pages import PAGES
+from tui.newjob.screen import NewJobScreen
+
+if TYPE_CHECKING:
+    from textual.pilot import Pilot
+
+    from jobs.store import Job, Store
+    from tui.app import FsdpTui
+
+pytestmark = pytest.mark.usefixtures("no_processes")
+
+
+def screen(app: FsdpTui) -> NewJobScreen:
+    found = next(one for one in app.screen_stack if isinstance(one, NewJobScreen))
+    assert isinstance(found, NewJobScreen)
+    return found
+
+
+def text_of(app: FsdpTui, name: str) -> str:
+    return str(screen(app).query_one(f"#{name}", Static).content)
+
+
+def note_of(app: FsdpTui, name: str) -> str:
+    return str(field(app, name).query_one(".note", Static).content)
+
+
+async def go(app: FsdpTui, pilot: Pilot[None], name: str) -> None:
+    """To a field, as the person finds it."""
+    await pilot.press("ctrl+f")
+    await until(pilot, lambda: isinstance(app.screen, CommandPalette))
+    await pilot.press(*("underscore" if char == "_" else char for char in name))
+    await until(pilot, lambda: palette_shows(app, name))
+    await pilot.press("enter")
+    await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+
+
+def palette_shows(app: FsdpTui, name: str) -> bool:
+    from textual.command import CommandList
+
+    hits = app.screen.query_one(CommandList)
+    return hits.option_count > 0 and name in str(hits.get_option_at_index(0).hit.text)  # type: ignore[attr-defined]
+
+
+async def type_over(pilot: Pilot[None], text: str) -> None:
+    await pilot.press("end", "ctrl+u", *({"_": "underscore", ".": "full_stop", "-": "minus",
+                                         "/": "slash"}.get(c, c) for c in text))  # fmt: skip
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
+    gpus = FakeGpus(4)
+    monkeypatch.setattr("jobs.devices.gpus", gpus)
+    return gpus
+
+
+# -- by keyboard ---------------------------------------------------------------------------
+
+
+async def test_a_whole_job_is_described_and_queued_by_keys_alone(
+    store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = Path(job_values["pretrained_model_name_or_path"]), Path(job_values["dataset"])
+    monkeypatch.chdir(model.parent)
+    assert data.parent == model.parent
+    async with form(store) as (app, pilot):
+        await type_over(pilot, "cats")
+        await pilot.press("down", "space")  # full
+        await pilot.press("down", "down", "down")
+        await type_over(pilot, model.name)
+        await pilot.press("down")
+        await type_over(pilot, data.name)
+        await until(pilot, lambda: "3 pictures" in note_of(app, "dataset"))
+        await pilot.press("down")
+        await type_over(pilot, "5")
+        await go(app, pilot, "mixed_precision")
+        await pilot.press("n")  # by its first letter
+        await go(app, pilot, "num_processes")
+        await type_over(pilot, "2")
+        await go(app, pilot, "device")
+        await pilot.press("left")  # from auto round to cpu
+        await go(app, pilot, "seed")
+        await type_over(pilot, "7")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        spec = load_spec(store.all()[0].run_dir.job_file)
+        assert (spec.name, spec.model_type, spec.max_train_steps) == ("cats", "full", 5)
+        assert (spec.num_processes, spec.strategy, spec.device) == (2, "fsdp2", "cpu")
+        assert (spec.mixed_precision, spec.seed) == ("no", 7)
+
+
+async def test_pages_are_turned_by_keys_and_made_when_they_are(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        assert len(app.screen.query(".page")) == 1
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: app.screen.query_one("#page-fsdp").display)
+        assert not app.screen.query_one("#page-main").display
+        await pilot.press("ctrl+pageup")
+        await until(pilot, lambda: app.screen.query_one("#page-main").display)
+        await until(pilot, lambda: field(app, "name").control.has_focus)
+        await pilot.press("f7")  # round to the last one
+        await until(pilot, lambda: app.screen.query_one("#page-running").display)
+        await until(pilot, lambda: field(app, PAGES[-1].fields[0]).control.has_focus)
+        await pilot.press("alt+6")
+        await until(pilot, lambda: app.screen.query_one("#page-output").display)
+        assert len(app.screen.query(".page")) == 4
+
+
+async def test_what_is_wrong_on_another_page_is_marked_told_and_led_to(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    async with form(store) as (app, pilot):
+        for name in ("pretrained_model_name_or_path", "dataset"):
+            field(app, name).put(job_values[name])
+        await go(app, pilot, "adam_beta1")
+        await type_over(pilot, "2")
+        await until(pilot, lambda: "less than 1" in error_of(app, "adam_beta1"))
+        await pilot.press("alt+1")
+        await until(pilot, lambda: "4 training!" in text_of(app, "form-tabs"))
+        assert "adam_beta1: " in text_of(app, "form-error")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: field(app, "adam_beta1").control.has_focus)
+        assert store.all() == []
+
+
+async def test_the_first_of_several_wrong_fields_is_led_to(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    async with form(store) as (app, pilot):
+        for name in ("pretrained_model_name_or_path", "dataset"):
+            field(app, name).put(job_values[name])
+        field(app, "resolution").put("0")  # which the job checks first
+        field(app, "max_train_steps").put("many")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: field(app, "max_train_steps").control.has_focus)
+
+
+async def test_leaving_asks_only_when_something_was_typed(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        await pilot.press("ctrl+n", "escape")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        await pilot.press("n")
+        await until(pilot, lambda: app.screen.query("#field-name") and app.screen.focused)
+        await pilot.press("x", "escape")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("n")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        assert field(app, "name").value == "x"
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
+        await until(pilot, lambda: app.screen is app.dashboard)
+
+
+# -- what follows the ranks ----------------------------------------------------------------
+
+
+async def test_two_gpus_turn_fsdp_on_and_one_restores_what_was_there(
+    store: Store, four_gpus: FakeGpus
+) -> None:
+    async with form(store) as (app, pilot):
+        await go(app, pilot, "unload_text_encoder")
+        await pilot.press("n")
+        await pilot.press("alt+1")
+        field(app, "gpus").control.focus()
+        await pilot.press("1")
+        await until(pilot, lambda: field(app, "num_processes").control.disabled)
+        assert field(app, "strategy").value == "auto"
+        await pilot.press("3")
+        await until(pilot, lambda: field(app, "strategy").value == "fsdp2")
+        assert field(app, "unload_text_encoder").value is True
+        values = screen(app).values
+        assert (values["unload_text_encoder"], values["cache_text_embeddings"]) == (True, True)
+        assert text_of(app, "cascade") == (
+            "2 ranks turn FSDP on: strategy fsdp2, unload_text_encoder on, cache_text_embeddings on"
+        )
+        assert note_of(app, "num_processes") == "2, one per GPU"
+        await pilot.press("3")
+        await until(pilot, lambda: field(app, "strategy").value == "auto")
+        assert field(app, "unload_text_encoder").value is False
+        assert "cache_text_embeddings" not in screen(app).values
+        assert text_of(app, "cascade").startswith("1 rank, as before: strategy auto")
+
+
+async def test_what_was_chosen_among_several_ranks_comes_back_with_them(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        field(app, "num_processes").put("2")
+        await until(pilot, lambda: field(app, "strategy").value == "fsdp2")
+        field(app, "strategy").put("ddp")
+        field(app, "num_processes").put("")  # on the way to another number
+        await until(pilot, lambda: field(app, "strategy").value == "auto")
+        field(app, "num_processes").put("8")
+        await until(pilot, lambda: field(app, "strategy").value == "ddp")
+
+
+async def test_a_job_file_with_several_ranks_is_taken_as_it_is(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    spec = load_spec(None, job_values | {"strategy": "ddp", "cache_text_embeddings": None})
+    add_job(store, "given", job_file=dump_spec(spec))
+    async with form(store, "D") as (app, pilot):
+        await until(pilot, lambda: text_of(app, "form-tabs"))
+        assert field(app, "strategy").value == "ddp"
+        assert not screen(app).query_one("#cascade").display
+
+
+# -- what does not apply -------------------------------------------------------------------
+
+
+async def test_options_that_do_not_apply_are_off_and_say_why(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        await until(pilot, lambda: field(app, "fsdp_reshard_after_forward").control.disabled)
+        assert note_of(app, "fsdp_reshard_after_forward") == "no effect on one rank"
+        await pilot.press("alt+2")
+        await until(pilot, lambda: app.screen.query("#row-fsdp_cpu_offload"))
+        offload = field(app, "fsdp_cpu_offload")
+        assert offload.control.disabled
+        assert note_of(app, "fsdp_cpu_offload") == "no effect on one rank"
+        field(app, "num_processes").put("2")
+        await until(pilot, lambda: not offload.control.disabled)
+        assert "Keep shards" in note_of(app, "fsdp_cpu_offload")
+        assert note_of(app, "fsdp_min_num_params").startswith("needs fsdp_auto_wrap_policy")
+        field(app, "strategy").put("ddp")
+        await until(pilot, lambda: offload.control.disabled)
+        assert note_of(app, "fsdp_cpu_offload") == "needs strategy: fsdp2 or hsdp"
+
+
+async def test_what_was_typed_where_it_does_not_apply_any_more_waits(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
+    async with form(store) as (app, pilot):
+        field(app, "strategy").put("hsdp")
+        await go(app, pilot, "dp_replicate_size")
+        await type_over(pilot, "2")
+        field(app, "strategy").put("fsdp2")
+        await until(pilot, lambda: field(app, "dp_replicate_size").control.disabled)
+        assert error_of(app, "dp_replicate_size") == ""
+        assert "dp_replicate_size" not in screen(app).values
+        field(app, "strategy").put("hsdp")
+        await until(pilot, lambda: not field(app, "dp_replicate_size").control.disabled)
+        assert screen(app).values["dp_replicate_size"] == "2"
+
+
+async def test_looking_for_a_field_that_does_not_apply_tells_why(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        field(app, "model_type").control.focus()
+        await pilot.press("slash")  # where nothing is typed
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        await pilot.press(*"huber")
+        await until(pilot, lambda: palette_shows(app, "huber_c"))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.screen.query("#row-huber_c"))
+        await until(pilot, lambda: "Now: needs loss_type" in text_of(app, "field-help"))
+
+
+# -- GPUs ----------------------------------------------------------------------------------
+
+
+async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
+    store: Store, four_gpus: FakeGpus
+) -> None:
+    from jobs.gpu import GpuProcess
+
+    four_gpus.gpus[3] = replace(
+        four_gpus.gpus[3], processes=(GpuProcess(812, 1 << 30, user="eve"),)
+    )
+    add_job(store, state=State.RUNNING, gpus=["GPU-0001"])
+    async with form(store) as (app, pilot):
+        picker = field(app, "gpus").control
+        assert isinstance(picker, GpuPicker)
+        text = lambda: str(picker.content)  # noqa: E731
+        assert "□ 1 job 1" in text()
+        assert "□ 3 eve 812" in text()
+        picker.focus()
+        await pilot.press("f")
+        assert field(app, "gpus").value == [0, 2]
+        await pilot.press("a")
+        assert field(app, "gpus").value == [0, 1, 2, 3]
+        assert "waits for 1, 3" in text()
+        await pilot.press("a")
+        assert field(app, "gpus").value is None
+        await pilot.press("right", "right", "space", "left", "space")
+        assert field(app, "gpus").value == [1, 2]
+        await pilot.press("9")  # there is none
+        assert field(app, "gpus").value == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "shown", "then"),
+    [
+        (["GPU-0001", "GPU-0003"], "■ 3", ["GPU-0001"]),
+        (3, "any 3 that are free", [3]),
+        (["GPU-ffff"], "GPU-ffff: not on this machine", [3]),
+    ],
+)
+async def test_gpus_stay_as_the_job_names_them(
+    store: Store, four_gpus: FakeGpus, given: Any, shown: str, then: Any
+) -> None:
+    text = f"name: given\ngpus: {given}\npretrained_model_name_or_path: m\ndataset: d\n"
+    add_job(store, "given", job_file=text)
+    async with form(store, "D") as (app, pilot):
+        picker = field(app, "gpus").control
+        assert isinstance(picker, GpuPicker)
+        assert shown in str(picker.content)
+        assert screen(app).values["gpus"] == given
+        picker.focus()
+        await pilot.press("3")
+        assert field(app, "gpus").value == then
+
+
+async def test_a_file_is_replaced_only_when_asked_for(store: Store, tmp_path: Path) -> None:
+    there = tmp_path / "there.yaml"
+    there.write_text("name: precious\n")
+    async with form(store) as (app, pilot):
+        for key in ("n", "y"):
+            await pilot.press("ctrl+s")
+            await until(pilot, lambda: app.screen.query("#path"))
+            app.screen.query_one("#path").value = str(there)  # type: ignore[attr-defined]
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+            assert there.read_text() == "name: precious\n"
+            await pilot.press(key)
+            await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        await until(pilot, lambda: "precious" not in there.read_text())
+
+
+# -- templates -----------------------------------------------------------------------------
+
+
+async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[str, Any]) -> None:
+    save_template("tiny", {"model_family": "wan", "lora_rank": 4, "seed": 9})
+    add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
+    async with form(store) as (app, pilot):
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        await pilot.press(*"tiny")
+        await until(pilot, lambda: palette_shows(app, "tiny"))
+        await pilot.press("enter")
+        await until(pilot, lambda: field(app, "model_family").value == "wan")
+        assert "begun from tiny" in said(app)
+        assert field(app, "lora_rank").value == "4"
+        assert field(app, "dataset").value == job_values["dataset"]
+        assert screen(app).values["seed"] == 9
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        await pilot.press(*"save")
+        await until(pilot, lambda: palette_shows(app, "Save"))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.screen.query("#name"))
+        app.screen.query_one("#name").value = "tiny"  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "seed: 9" in path_of("tiny").read_text()
+        screen(app).fields.put({"lora_rank": 8})
+        await pilot.press("y")
+        await until(pilot, lambda: any("tiny.yaml" in text for text in said(app)))
+        assert int(yaml.safe_load(path_of("tiny").read_text())["lora_rank"]) == 8
+
+
+async def test_a_template_keeps_to_its_directory(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        screen(app).save_as_template()
+        await until(pilot, lambda: app.screen.query("#name"))
+        app.screen.query_one("#name").value = "../out"  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: "cannot be the name" in text_of(app, "form-error"))
+        assert not templates_home().parent.joinpath("out.yaml").exists()
+
+
+async def test_a_flavour_is_a_template_as_well(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        await pilot.press(*"schnell")
+        await until(pilot, lambda: palette_shows(app, "schnell"))
+        await pilot.press("enter")
+        await until(pilot, lambda: field(app, "model_flavour").value == "schnell")
+
+
+# -- copies and queued jobs ----------------------------------------------------------------
+
+
+@pytest.fixture
+def waiting(store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
+    return add_job(store, "t", job_file=dump_spec(load_spec(None, job_values)))
+
+
+async def test_a_waiting_job_is_changed_in_its_place(store: Store, waiting: Job) -> None:
+    async with form(store, "e") as (app, pilot):
+        assert text_of(app, "form-title") == "job 1 “t”, waiting in the queue"
+        assert "change" in text_of(app, "form-keys")
+        field(app, "max_train_steps").put(77)
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        await until(pilot, lambda: "job 1 is changed" in said(app))
+        assert [job.total_steps for job in store.all()] == [77]
+        assert load_spec(store.get(1).run_dir.job_file).max_train_steps == 77
+
+
+async def test_a_job_that_starts_meanwhile_becomes_a_copy(store: Store, waiting: Job) -> None:
+    async with form(store, "e") as (app, pilot):
+        field(app, "max_train_steps").put(77)
+        assert store.claim(1, [], "starting")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: "^r now queues" in text_of(app, "form-error"))
+        assert field(app, "name").value == "t-2"
+        assert field(app, "max_train_steps").value == "77"
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        assert [(job.name, job.total_steps) for job in store.all()] == [("t-2", 77), ("t", 200)]
+
+
+async def test_who_leaves_while_a_job_is_queued_is_told_of_it(
+    store: Store, waiting: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the data may take long; leaving does not stop what it is for."""
+    go_on, change = threading.Event(), edit.change
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(60)
+        return change(*args)
+
+    monkeypatch.setattr(edit, "change", slow)
+    async with form(store, "e") as (app, pilot):
+        field(app, "max_train_steps").put(77)
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: screen(app)._busy)
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "leaving does not stop that" in app.screen.detail  # type: ignore[attr-defined]
+        await pilot.press("y")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        go_on.set()
+        await until(pilot, lambda: "job 1 is changed" in said(app))
+
+
+async def test_a_job_changed_elsewhere_is_not_overwritten(store: Store, waiting: Job) -> None:
+    before = load_spec(waiting.run_dir.job_file)
+    async with form(store, "e") as (app, pilot):
+        edit.change(store, 1, before.model_copy(update={"seed": 3}), before)
+        field(app, "max_train_steps").put(77)
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: "was changed elsewhere" in text_of(app, "form-error"))
+        assert load_spec(waiting.run_dir.job_file).seed == 3
+
+
+async def test_of_a_job_that_runs_a_copy_is_offered(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    file = dump_spec(load_spec(None, job_values))
+    add_job(store, "t", state=State.RUNNING, job_file=file)
+    async with running(store, (80, 24)) as (app, pilot):
+        await pilot.press("e")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "running" in str(app.screen.question)  # type: ignore[attr-defined]
+        await pilot.press("y")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen) and app.screen.is_mounted)
+        await until(pilot, lambda: app.screen.query("#field-name"))
+        assert field(app, "name").value == "t-2"
+
+
+async def test_a_job_file_that_cannot_be_read_is_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
+    add_job(store, "broken", job_file="{")
+    async with running(store, (80, 24)) as (app, pilot):
+        await pilot.press("D", "e")
+        await until(pilot, lambda: len([text for text in said(app) if "YAML" in text]) == 2)
+        assert app.screen is app.dashboard
+
+
+# -- the machine, meanwhile ----------------------------------------------------------------
+
+
+async def test_the_form_sees_who_comes_and_goes(
+    store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = FakeGpus(2)
+    monkeypatch.setattr("jobs.devices.gpus", cards)
+    looked: list[Any] = []
+
+    def look(values: Any, snapshot: Any, *_: Any) -> Look:
+        looked.append(users_of(snapshot))
+        return Look(values)
+
+    monkeypatch.setattr("tui.newjob.fit.look", look)
+    job = add_job(store, "t", state=State.RUNNING, gpus=[cards.gpus[0].uuid],
+                  job_file=dump_spec(load_spec(None, job_values)))  # fmt: skip
+    async with form(store, "D") as (app, pilot):
+        picker = field(app, "gpus").control
+        assert isinstance(picker, GpuPicker)
+        await until(pilot, lambda: looked)
+        assert "job 1" in str(picker.content)
+        drawn: list[str] = []
+        monkeypatch.setattr(picker, "update", drawn.append)
+        seen = app.collector.wake
+        for _ in range(3):
+            seen()
+            await pilot.pause(0.05)
+        assert not drawn, "nobody came or went"
+        assert len(looked) == 1
+        store.change(job.id, State.COMPLETED, "all steps")
+        await until(pilot, lambda: drawn)
+        assert "job 1" not in str(drawn[-1])
+        await until(pilot, lambda: len(looked) == 2)
+        assert looked == [{cards.gpus[0].uuid: "job 1"}, {}]
+
+
+async def test_a_slow_disk_does_not_hold_the_form_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch, job_values: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(dump_spec(load_spec(None, job_values | {"seed": 77})))
+    go_on = threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert go_on.wait(20)
+        return load_spec(*args, **options)
+
+    monkeypatch.setattr("tui.newjob.files.load_spec", slow)
+    async with form(store) as (app, pilot):
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: app.screen.query("#path"))
+        app.screen.query_one("#path").value = str(path)  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: app.screen is screen(app))
+        await pilot.press("alt+2")
+        await until(pilot, lambda: screen(app).fields.page == 1)
+        assert screen(app).values["seed"] != 77
+        go_on.set()
+        await until(pilot, lambda: screen(app).values["seed"] == 77)
+
+
+# -- preview -------------------------------------------------------------------------------
+
+
+async def test_the_command_and_the_file_stand_beside_the_form_and_are_copied(
+    store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr("tui.clipboard.copy", lambda app, text: copied.append(text) or "copied")
+    add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
+    async with form(store, "D", (120, 40)) as (app, pilot):
+        await until(pilot, lambda: "name: given-2" in text_of(app, "yaml"))
+        assert screen(app).preview.display
+        await pilot.press("ctrl+y")
+        assert copied == [text_of(app, "yaml")]
+        await pilot.press("f3")
+        await until(pilot, lambda: text_of(app, "command").startswith("accelerate launch"))
+        assert "--num_processes=2" in text_of(app, "command")
+        await pilot.press("ctrl+y")
+        assert "cat > given-2-by-hand/job.yaml" in copied[1]
+        assert "accelerate launch" in copied[1]
+        field(app, "num_processes").put("3")
+        await until(pilot, lambda: "--num_processes=3" in text_of(app, "command"))
+        field(app, "dataset").put("")
+        await until(pilot, lambda: text_of(app, "command").startswith("not yet: "))
+        assert screen(app).fields.display
+
+
+async def test_on_a_narrow_screen_the_file_takes_the_place_of_the_fields(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        shown = lambda: (screen(app).fields.display, screen(app).preview.display)  # noqa: E731
+        assert shown() == (True, False)
+        await pilot.press("f3")
+        assert shown() == (False, True)
+        await pilot.press("f3", "f3")
+        assert shown() == (True, False)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+async def test_nothing_is_cut_off(store: Store, size: tuple[int, int]) -> None:
+    async with form(store, "n", size) as (app, pilot):
+        for page in (0, 2):
+            await screen(app).action_show_page(page)
+            await pilot.pause()
+            fields = screen(app).fields
+            assert fields.virtual_size.width <= fields.size.width
+            assert fields.size.height >= 16
+        assert screen(app).query_one("#form-keys").region.bottom == size[1]
+        assert len(plain_keys(app)) <= size[0]
+
+
+def plain_keys(app: FsdpTui) -> str:
+    content: Any = screen(app).query_one("#form-keys", Static).content
+    return f" {content.plain} "

@@ -1,0 +1,22 @@
+"""A dashboard whose terminal is gone ends, whether or not anything signals it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from tests.support.paths import ROOT
+from tests.support.terminal import Terminal
+
+if TYPE_CHECKING:
+    from jobs.store import Store
+
+
+def test_a_terminal_that_is_not_its_own_goes_away(store: Store) -> None:
+    env = os.environ | {"TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONPATH": str(ROOT)}
+    shown = Terminal([sys.executable, "-m", "tui"], env, (80, 24))
+    shown.wait_for(lambda text: "jobs" in text)
+    shown.hang_up()
+    assert shown.process.wait(timeout=60) == -signal.SIGHUP

@@ -1,0 +1,552 @@
+"""The job screen, every tab driven by keys, over run directories that no process writes to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from textual.geometry import Region
+
+from jobs.rundir import event
+from jobs.specfile import dump_spec, load_spec
+from jobs.states import State
+from tests.support.checkpoints import save_checkpoint
+from tests.support.made_up_server import predict
+from tests.support.tui import (
+    GIB,
+    add_job,
+    append_events,
+    nothing_starts,
+    until,
+    write_facts,
+    write_log,
+    write_rank,
+    write_steps,
+)
+from tui.app import FsdpTui
+from tui.format import plain
+from tui.job.config_rows import command_rows
+from tui.job.keys import Key, line_of
+from tui.job.pick_job import PickJobScreen
+from tui.job.rank_rows import late_words, rank_rows
+from tui.job.screen import JobScreen
+from tui.job.tabs import NAMES, tab_line
+from tui.log.screen import LogScreen
+from tui.plots.pick_runs import PickRunsScreen
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from textual.pilot import Pilot
+
+    from jobs.rundir import RankStatus
+    from jobs.store import Job, Store
+    from tui.widgets.lines import Lines
+
+SIZES = [(80, 24), (120, 40)]
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
+    """Nothing starts, and everything is looked at every few milliseconds."""
+    nothing_starts(monkeypatch)
+    monkeypatch.setattr("tui.job.look.PERIOD", 0.1)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was copied, instead of copying it."""
+    texts: list[str] = []
+
+    def copy(app: FsdpTui, text: str) -> str:
+        texts.append(text)
+        return "copied"
+
+    monkeypatch.setattr("tui.clipboard.copy", copy)
+    return texts
+
+
+@pytest.fixture
+def job(store: Store, job_values: dict[str, Any]) -> Job:
+    """A running job with something behind every tab."""
+    spec = load_spec(None, job_values | {"learning_rate": 0.0003, "max_train_steps": 200})
+    job = add_job(store, "cats", state=State.RUNNING, job_file=dump_spec(spec))
+    write_facts(job)
+    write_steps(job, 40)
+    for rank in range(2):
+        write_rank(job, rank, step=40)
+        write_log(job, "".join(f"line {n} of rank {rank}\n" for n in range(100)), rank)
+    job.run_dir.launcher_log.write_text("the launcher speaks\n")
+    save_checkpoint(job.run_dir, 30, spec.to_dict())
+    return job
+
+
+@asynccontextmanager
+async def opened(
+    store: Store, size: tuple[int, int] = (120, 40), *keys: str
+) -> AsyncIterator[tuple[FsdpTui, Pilot[None], JobScreen]]:
+    """The job screen of the first job, after these keys."""
+    app = FsdpTui(store)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.dashboard.snapshot.t > 0 and app.dashboard.selected)
+        await pilot.press("i")
+        await until(pilot, lambda: isinstance(app.screen, JobScreen))
+        screen = app.screen
+        assert isinstance(screen, JobScreen)
+        await until(pilot, lambda: screen.look is not None)
+        await pilot.press(*keys)
+        await pilot.pause()
+        yield app, pilot, screen
+
+
+def shown(lines: Lines) -> str:
+    return "\n".join(plain(row) for row in lines.rows)
+
+
+def text_of(screen: JobScreen, name: str) -> str:
+    return str(screen.query_one(f"#{name}").content)  # type: ignore[attr-defined]
+
+
+def lines_of(screen: JobScreen) -> Lines:
+    """The rows of the open tab, of those that are text."""
+    return screen.panes[screen.tab].lines  # type: ignore[attr-defined, no-any-return]
+
+
+def said(app: FsdpTui) -> str:
+    return "\n".join(notice.message for notice in app._notifications)
+
+
+# -- tabs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_every_tab_opens_by_its_number_and_has_room(
+    store: Store, job: Job, size: tuple[int, int]
+) -> None:
+    async with opened(store, size) as (_, pilot, screen):
+        whole = Region(0, 0, *size)
+        for number, name in enumerate(NAMES, 1):
+            await pilot.press(str(number))
+            await until(pilot, lambda name=name: screen.tab == name and name in screen.panes)
+            pane = screen.panes[name]
+            await until(pilot, lambda pane=pane: pane.region.height >= size[1] - 4)
+            assert pane.region in whole
+            assert pane.region.width == size[0]
+            assert [one for one in screen.panes.values() if one.display] == [pane]
+            assert pane.has_focus_within or pane.has_focus, "so that its keys work"
+            assert "esc" in text_of(screen, "job-keys")
+            assert len(text_of(screen, "job-keys")) <= size[0] - 2
+        assert len(str(screen.tabs.content)) <= size[0]
+
+
+async def test_tabs_turn_both_ways_and_the_last_one_is_remembered(store: Store, job: Job) -> None:
+    async with opened(store) as (app, pilot, screen):
+        for key, name in (
+            ("tab", "ranks"), ("right_square_bracket", "logs"), ("tab", "plots"),
+            ("shift+tab", "logs"), ("shift+tab", "ranks"), ("left_square_bracket", "overview"),
+            ("left_square_bracket", "history"),
+        ):  # fmt: skip
+            await pilot.press(key)
+            await until(pilot, lambda name=name: screen.tab == name)
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, JobScreen))
+        await until(pilot, lambda: app.screen.tab == "history")  # type: ignore[attr-defined]
+        for key in ("q", "i", "i", "c", "escape"):
+            await pilot.press(key)
+            await pilot.pause()
+        await until(pilot, lambda: app.screen is app.dashboard)
+
+
+async def test_tabs_and_keys_can_be_clicked(store: Store, job: Job) -> None:
+    async with opened(store) as (app, pilot, screen):
+        await pilot.click("#job-tabs", offset=(str(screen.tabs.content).index("config"), 0))
+        await until(pilot, lambda: screen.tab == "config")
+        await until(pilot, lambda: "esc" in text_of(screen, "job-keys"))
+        at = text_of(screen, "job-keys").index("esc")
+        await pilot.click("#job-keys", offset=(at + 1, 0))
+        await until(pilot, lambda: app.screen is app.dashboard)
+
+
+async def test_nothing_is_painted_while_nothing_changes(store: Store, job: Job) -> None:
+    store.change(job.id, State.STOPPED, "stopped")
+    async with opened(store) as (_, pilot, screen):
+        for name in NAMES:
+            await screen.action_show_tab(name)
+            await pilot.pause()
+            await until(pilot, lambda: screen.panes[screen.tab].region.height)
+        await screen.action_show_tab("overview")
+        await until(pilot, lambda: "stopped" in shown(lines_of(screen)))
+        pane = lines_of(screen)
+        painted: list[int] = []
+        pane.repaint = painted.extend  # type: ignore[method-assign]
+        assert screen.look is not None
+        seen = screen.look.t
+        await until(pilot, lambda: screen.look.t > seen + 0.1)  # type: ignore[union-attr]
+        assert painted == []
+
+
+async def test_a_job_whose_files_are_gone_is_told(store: Store, job: Job) -> None:
+    import shutil
+
+    store.change(job.id, State.STOPPED, "stopped")
+    async with opened(store, (80, 24)) as (app, pilot, screen):
+        shutil.rmtree(job.run_dir.root)
+        await until(pilot, lambda: "is gone" in text_of(screen, "job-problem"))
+        for number in range(1, 9):
+            await pilot.press(str(number))
+            await pilot.pause()
+        store.remove(job.id)
+        await until(pilot, lambda: "there is no job 1" in text_of(screen, "job-problem"))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is app.dashboard)
+
+
+# -- the job's own keys --------------------------------------------------------------------
+
+
+async def test_the_job_is_steered_from_its_screen(store: Store, job: Job) -> None:
+    async with opened(store) as (app, pilot, _):
+        await pilot.press("m")
+        await until(pilot, lambda: job.run_dir.requested("save_now"))
+        await pilot.press("p")
+        await until(pilot, lambda: job.run_dir.requested("sample_now"))
+        await pilot.press("s")
+        await until(pilot, lambda: "job 1" in said(app) and "running" in said(app))
+        await pilot.press("x")
+        await until(pilot, lambda: store.get(job.id).stop_level == 1)
+        theme = app.theme
+        await pilot.press("t")
+        await until(pilot, lambda: app.theme != theme)
+        await pilot.press("question_mark")
+        await until(pilot, lambda: len(app.screen_stack) == 3)
+
+
+async def test_an_ended_job_starts_again(store: Store, job: Job) -> None:
+    store.change(job.id, State.STOPPED, "stopped")
+    async with opened(store) as (_, pilot, screen):
+        await pilot.press("s")
+        await until(pilot, lambda: store.get(job.id).state is State.STARTING)
+        await until(pilot, lambda: "starting" in text_of(screen, "job-title"))
+
+
+# -- overview ------------------------------------------------------------------------------
+
+
+async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied: list[str]) -> None:
+    append_events(job, event("warning", message="fsdp_version: FSDP v1 is deprecated"))
+    write_rank(job, 1, step=38, heartbeat=time.time() - 65)
+    async with opened(store, (80, 24)) as (_, pilot, screen):
+        await until(pilot, lambda: "step 40 of 200  20%" in shown(lines_of(screen)))
+        text = shown(lines_of(screen))
+        for words in (
+            "● running: all ranks are up", "0.42 s/step", "4.76 images/s", "fsdp2: a whole copy",
+            "2 ranks on the CPU", "11.0 GiB on each rank; units: 19 FluxTransformerBlock",
+            "backward  74.0 GiB  74.0 GiB", "FSDP v1 is deprecated", "rank 1 is late",
+            "checkpoints/step-30",
+        ):  # fmt: skip
+            assert words in text, words
+        assert max(map(len, text.splitlines())) <= 80
+        assert str(job.run_dir.root) in text.replace("\n", "").replace(" ", "")
+        await pilot.press("j", "ctrl+d")
+        assert lines_of(screen).scroll_offset.y == 11
+        await pilot.press("G")
+        assert lines_of(screen).scroll_offset.y == lines_of(screen).max_scroll_y > 0
+        await pilot.press("k", "ctrl+u", "g")
+        assert lines_of(screen).scroll_offset.y == 0
+        await pilot.press("y", "Y")
+        await until(pilot, lambda: len(copied) == 2)
+        assert copied[0] == str(job.run_dir.root)
+        assert "strategy    fsdp2: a whole copy" in copied[1]
+
+
+async def test_a_failure_comes_with_its_cause_and_what_to_do(store: Store, job: Job) -> None:
+    reason = "rank 1 ran out of GPU memory at step 12 during backward: 79.1 of 79.6 GiB"
+    store.change(job.id, State.FAILED, reason)
+    for rank, kind, words in ((0, "DistBackendError", "NCCL"), (1, "OutOfMemoryError", "memory")):
+        record = {"t": rank, "rank": rank, "type": kind, "message": words, "phase": "backward",
+                  "step": 12, "trace": f"Traceback …\nthe last line of rank {rank}\n"}  # fmt: skip
+        job.run_dir.rank_error(rank).write_text(json.dumps(record))
+    async with opened(store, (80, 24)) as (_, pilot, screen):
+        await until(pilot, lambda: "the last line of rank" in shown(lines_of(screen)))
+        text = shown(lines_of(screen))
+        assert "the last line of rank 1" in text, "rank 0 only suffered from it"
+        assert "turn on gradient_checkpointing" in text
+        assert "s starts it again; it goes on after step 30" in text
+
+
+# -- ranks ---------------------------------------------------------------------------------
+
+
+async def test_the_ranks_are_shown_and_late_ones_named(
+    store: Store, job: Job, copied: list[str]
+) -> None:
+    write_rank(job, 0, step=40, allocated=30 * GIB, reserved=33 * GIB, peak=38 * GIB,
+               heartbeat=time.time() + 60, progressed=time.time() + 60,
+               device="cuda:0", device_uuid="GPU-1", peaks={"load": 22 * GIB})  # fmt: skip
+    write_rank(job, 1, step=38, heartbeat=time.time() - 65)
+    async with opened(store, (120, 40), "2") as (_, pilot, screen):
+        pane: Any = screen.panes["ranks"]
+        await until(pilot, lambda: "! late 1:" in shown(pane.list))
+        assert "rank 1 is late: no heartbeat for 1:" in text_of(screen, "rank-late")
+        first = shown(pane.list).splitlines()[1]
+        for words in ("training", "40", "ok", "30.0 GiB", "33.0 GiB", "38.0 GiB", "4000"):
+            assert words in first
+        assert "most in each phase: load 22.0 GiB" in text_of(screen, "rank-about")
+        await pilot.press("j")
+        await until(pilot, lambda: "rank 1 · pid 4001" in text_of(screen, "rank-about"))
+        await pilot.press("y")
+        await until(pilot, lambda: copied == ["4001"])
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.tab == "logs")
+        await until(pilot, lambda: screen.panes["logs"].index == 1)  # type: ignore[attr-defined]
+        await pilot.press("2", "k", "l")
+        await until(pilot, lambda: screen.tab == "logs")
+        await until(pilot, lambda: screen.panes["logs"].index == 0)  # type: ignore[attr-defined]
+
+
+async def test_before_there_are_ranks_it_says_so(store: Store) -> None:
+    add_job(store)
+    store.pause(True)
+    async with opened(store, (80, 24), "2") as (_, pilot, screen):
+        pane: Any = screen.panes["ranks"]
+        await until(pilot, lambda: "no rank has said anything yet" in shown(pane.list))
+        await pilot.press("j", "enter", "y", "G")
+        assert screen.tab == "ranks"
+
+
+def ranks(count: int, **changes: Any) -> list[RankStatus]:
+    from jobs.rundir import RankStatus
+
+    values: dict[str, Any] = {
+        "pid": 1, "started": 0.0, "host": "node", "device": "cpu", "phase": "train", "step": 3,
+        "heartbeat": 100.0, "progressed": 100.0, "rss": GIB,
+    }  # fmt: skip
+    return [RankStatus(**values | changes | {"rank": rank}) for rank in range(count)]
+
+
+@pytest.mark.parametrize("width", [30, 60, 78, 118, 200])
+def test_rank_rows_fit_and_align(width: int) -> None:
+    for rows in (
+        rank_rows(ranks(3), False, 101.0, width),
+        rank_rows(ranks(200, allocated=GIB, phase="encode", done=12), False, 500.0, width),
+    ):
+        assert len({len(plain(row)) for row in rows}) == 1
+        if width >= 60:
+            assert len(plain(rows[0])) <= width
+
+
+def test_many_late_ranks_are_counted() -> None:
+    assert late_words(ranks(2), 101.0) == ""
+    assert "ranks 0, 1, 2, 3, 4, 5 and 58 more are late" in late_words(ranks(64), 200.0)
+
+
+# -- logs ----------------------------------------------------------------------------------
+
+
+async def test_logs_are_turned_and_followed(store: Store, job: Job, copied: list[str]) -> None:
+    async with opened(store, (80, 24), "3") as (_, pilot, screen):
+        pane: Any = screen.panes["logs"]
+        await until(pilot, lambda: pane.view.model is not None and len(pane.view.model) == 100)
+        for key, index in (
+            ("right_square_bracket", 1), ("right_square_bracket", 2), ("left_square_bracket", 1),
+        ):  # fmt: skip
+            await pilot.press(key)
+            await until(pilot, lambda index=index: pane.index == index)
+        await until(pilot, lambda: len(pane.view.model) == 100)
+        await pilot.press("f")
+        await until(pilot, lambda: not pane.view.following)
+        await pilot.press("f")
+        await until(pilot, lambda: pane.view.following)
+        await pilot.press("y")
+        assert copied == [str(job.run_dir.rank_log(1))]
+        await pilot.press("left_square_bracket", "left_square_bracket")
+        await until(pilot, lambda: pane.index == 3)
+        assert screen.tab == "logs"
+
+
+async def test_logs_open_on_the_whole_screen(store: Store, job: Job) -> None:
+    async with opened(store, (80, 24), "3") as (app, pilot, screen):
+        pane: Any = screen.panes["logs"]
+        for key in ("enter", "slash", "ampersand"):
+            await pilot.press(key)
+            await until(pilot, lambda: isinstance(app.screen, LogScreen))
+            if key == "enter":
+                await pilot.press("right_square_bracket")
+            else:
+                await pilot.press("escape")
+            await pilot.press("escape")
+            await until(pilot, lambda: app.screen is screen)
+        assert pane.index == 1, "the log that was read last"
+
+
+@pytest.mark.parametrize(("tab", "key", "kind"), [("4", "c", PickRunsScreen),
+                                                  ("7", "o", PickJobScreen)])  # fmt: skip
+async def test_a_locked_database_does_not_hold_keys_up(
+    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch, tab: str, key: str, kind: Any
+) -> None:
+    go_on, read = threading.Event(), store.all
+
+    def slow() -> list[Job]:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(20)
+        return read()
+
+    async with opened(store, (80, 24), tab) as (app, pilot, screen):
+        await until(pilot, lambda: screen.look is not None)
+        monkeypatch.setattr(store, "all", slow)
+        await pilot.press(key)
+        await pilot.press("1")
+        await until(pilot, lambda: screen.tab == "overview")
+        await pilot.press(tab)
+        go_on.set()
+        await until(pilot, lambda: isinstance(app.screen, kind))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is screen)
+
+
+async def test_what_was_predicted_stands_beside_what_is_measured(store: Store, job: Job) -> None:
+    write_facts(job)
+    async with opened(store, (120, 40), "1") as (_, pilot, screen):
+        await until(pilot, lambda: "most memory" in shown(lines_of(screen)))
+        assert "memory: predicted" not in shown(lines_of(screen))
+        predict(job)  # beside the run, while it is looked at
+        await until(pilot, lambda: "predicted 72.0 GiB to 79.0 GiB" in shown(lines_of(screen)))
+        (line,) = (one for one in shown(lines_of(screen)).splitlines() if "forward" in one
+                   and "measured" in one)  # fmt: skip
+        assert line.split() == ["forward", "60.0", "GiB", "measured", "61.0", "GiB", "+1.7", "%"]
+
+
+# -- plots ---------------------------------------------------------------------------------
+
+
+async def test_the_plots_have_their_keys_and_tabs_keep_the_numbers(store: Store, job: Job) -> None:
+    add_job(store, "other")
+    store.pause(True)
+    async with opened(store, (80, 24), "4") as (app, pilot, screen):
+        pane: Any = screen.panes["plots"]
+        await until(pilot, lambda: any("⠁" <= char <= "⣿" for char in shown(pane.panel)))
+        assert shown(pane.panel).splitlines()[0].split()[:3] == ["[loss]", "lr", "grad"]
+        first = pane.panel.choices
+        await pilot.press("m", "plus", "s", "l")
+        await until(pilot, lambda: pane.panel.choices != first)
+        await pilot.press("c")
+        await until(pilot, lambda: isinstance(app.screen, PickRunsScreen))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is screen)
+        await pilot.press("left", "escape")
+        await pilot.pause()
+        assert app.screen is screen, "it took the cursor away"
+        await pilot.press("2")
+        await until(pilot, lambda: screen.tab == "ranks")
+        await pilot.press("4", "escape")
+        await until(pilot, lambda: app.screen is app.dashboard)
+
+
+# -- config --------------------------------------------------------------------------------
+
+
+async def test_the_job_file_is_shown_in_both_lengths_and_as_a_command(
+    store: Store, job: Job, copied: list[str]
+) -> None:
+    async with opened(store, (80, 24), "7") as (_, pilot, screen):
+        await until(pilot, lambda: "learning_rate: 0.0003" in shown(lines_of(screen)))
+        assert "adam_beta1" not in shown(lines_of(screen))
+        await pilot.press("a")
+        await until(pilot, lambda: "adam_beta1" in shown(lines_of(screen)))
+        await pilot.press("a", "l")
+        await until(pilot, lambda: "accelerate launch" in shown(lines_of(screen)))
+        await pilot.press("y")
+        assert "--config_file" in copied[0]
+        assert "  fsdp_version: 2" in copied[0].splitlines(), "as it is, not as it is broken"
+        await pilot.press("l", "y")
+        await until(pilot, lambda: len(copied) == 2)
+        assert "learning_rate: 0.0003" in copied[1]
+
+
+async def test_another_job_is_picked_and_compared(
+    store: Store, job: Job, job_values: dict[str, Any]
+) -> None:
+    spec = load_spec(None, job_values | {"learning_rate": 0.0001, "trigger_word": "sks"})
+    other = add_job(store, "dogs", job_file=dump_spec(spec))
+    add_job(store, "birds")
+    store.pause(True)
+    async with opened(store, (80, 24), "7", "o") as (app, pilot, screen):
+        await until(pilot, lambda: isinstance(app.screen, PickJobScreen))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.screen is screen)
+        await pilot.press("o")
+        await until(pilot, lambda: isinstance(app.screen, PickJobScreen))
+        picker: Any = app.screen
+        await until(pilot, lambda: "birds" in shown(picker.list))
+        await pilot.press("j", "enter")
+        await until(pilot, lambda: f"#{other.id} dogs" in shown(lines_of(screen)))
+        rows = [line.split() for line in shown(lines_of(screen)).splitlines()]
+        assert ["~", "learning_rate", "0.0003", "0.0001"] in rows
+        assert ["+", "trigger_word", "–", "sks"] in rows
+        await pilot.press("a")
+        await until(pilot, lambda: "learning_rate: 0.0003" in shown(lines_of(screen)))
+
+
+async def test_a_job_file_that_cannot_be_read_is_shown_as_it_is(store: Store, job: Job) -> None:
+    job.run_dir.job_file.write_text("name: x\nno_such_key: 1\n")
+    async with opened(store, (80, 24), "7") as (_, pilot, screen):
+        await until(pilot, lambda: 'unknown key "no_such_key"' in shown(lines_of(screen)))
+        assert "name: x" in shown(lines_of(screen))
+
+
+def test_long_commands_are_broken_and_lose_nothing() -> None:
+    text = "env A=1 " + " ".join(f"--flag-{n} value-{n}" for n in range(20))
+    rows = [plain(row) for row in command_rows(text, 60)]
+    assert max(map(len, rows)) <= 60
+    assert " ".join(" ".join(rows).split()) == text
+    assert plain(command_rows("  indented: 1", 60)[0]) == "  indented: 1"
+
+
+# -- history -------------------------------------------------------------------------------
+
+
+async def test_the_history_has_states_and_events(store: Store, job: Job, copied: list[str]) -> None:
+    append_events(job, event("checkpoint", step=30, path="x", bytes=GIB, seconds=1.5))
+    store.change(job.id, State.FAILED, "rank 0 failed")
+    store.requeue(job.id, "resumed after step 30")
+    store.claim(job.id, [], "starting on CPU ranks")
+    async with opened(store, (80, 24), "8") as (_, pilot, screen):
+        await until(pilot, lambda: "saved step-30 (1.00 GiB, 1.5 s)" in shown(lines_of(screen)))
+        text = shown(lines_of(screen))
+        for words in ("submitted", "attempt 1: starting", "✗ failed", "attempt 2: starting"):
+            assert words in text
+        await pilot.press("e")
+        await until(pilot, lambda: "saved step-30" not in shown(lines_of(screen)))
+        await pilot.press("e", "y")
+        await until(pilot, lambda: copied and "saved step-30" in copied[0])
+        for number in range(40):
+            append_events(job, event("warning", message=f"warning {number}"))
+        await until(pilot, lambda: "warning 39" in shown(lines_of(screen)))
+        lines = lines_of(screen)
+        await until(pilot, lambda: lines.scroll_offset.y == lines.max_scroll_y > 0)
+        await pilot.press("g")
+        append_events(job, event("warning", message="one more"))
+        await until(pilot, lambda: "one more" in shown(lines_of(screen)))
+        assert lines.scroll_offset.y == 0, "who scrolled back stays there"
+
+
+# -- lines ---------------------------------------------------------------------------------
+
+
+def test_the_tabs_fit_on_a_small_screen() -> None:
+    assert len(tab_line("samples", narrow=True).plain) <= 80
+    assert "checkpoints" in tab_line("samples", narrow=False).plain
+
+
+@pytest.mark.parametrize("width", [10, 20, 40, 80])
+def test_the_key_line_keeps_to_its_room(width: int) -> None:
+    keys = [Key(f"go({n})", f"{n}", f"{n}", "words" * (n % 3 + 1), "") for n in range(9)]
+    keys.append(Key("turn", "x", "[ ]", "turn", ""))
+    assert len(line_of(keys, width).plain) <= width
+    assert line_of([keys[-1]], 20).plain == "[ ] turn"

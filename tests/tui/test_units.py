@@ -1,0 +1,374 @@
+"""Formatting, the braille plot, and the rows of panels: pure functions."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.devices import Gpu, Host
+from jobs.eventlog import Phase
+from jobs.service import Progress
+from jobs.states import State
+from tests.support.tui import GIB, FakeGpus, add_job, write_rank
+from tui import format as fmt
+from tui import plot
+from tui.actions import ACTIONS, footer_actions, footer_width
+from tui.collector import where_of
+from tui.dashboard.activity_rows import activity_rows
+from tui.dashboard.device_rows import device_rows
+from tui.dashboard.job_rows import columns, header_row, job_row
+from tui.dashboard.logs import log_sources, log_title
+from tui.newjob.keys import last_line
+from tui.snapshot import JobView, Snapshot, in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.store import Store
+
+
+# -- formatting ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0, "0 B"), (640_000_000, "610 MiB"), (1.31 * GIB, "1.3 GiB")],
+)
+def test_size(value: float | None, text: str) -> None:
+    assert fmt.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (math.inf, "–"), (42, "0:42"), (725, "12:05"), (12011, "3:20:11"),
+     (187_200, "2d 04h")],
+)  # fmt: skip
+def test_duration(value: float | None, text: str) -> None:
+    assert fmt.duration(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.41234, "0.4123"), (12.3456, "12.35"), (0.00012, "1.20e-4"),
+     (math.nan, "nan"), (1e9, "1.00e9"), (-math.inf, "-inf")],
+)  # fmt: skip
+def test_number(value: float | None, text: str) -> None:
+    assert fmt.number(value) == text
+
+
+@given(st.floats())
+def test_a_number_always_fits_its_column(value: float) -> None:
+    assert len(fmt.number(value)) <= 8
+
+
+def test_ranges() -> None:
+    assert fmt.ranges([3, 1, 0, 2, 6]) == "0-3,6"
+    assert fmt.ranges([0, 1]) == "0,1"
+    assert fmt.ranges([]) == ""
+
+
+@given(st.floats(-1, 2) | st.none(), st.integers(0, 50))
+def test_a_bar_is_as_wide_as_asked(fraction: float | None, width: int) -> None:
+    assert len(fmt.plain(fmt.bar(fraction, width))) == width
+
+
+def test_a_bar_says_how_full_it_is_without_colour() -> None:
+    assert fmt.plain(fmt.bar(0.5, 8)) == "━━━━┄┄┄┄"
+    assert fmt.plain(fmt.bar(0.56, 8)) == "━━━━╸┄┄┄"
+
+
+# -- plot ----------------------------------------------------------------------------------
+
+
+def text_of(rows: Sequence[fmt.Row]) -> list[str]:
+    return [fmt.plain(row) for row in rows]
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=300),
+    st.integers(0, 90), st.integers(0, 30),
+)  # fmt: skip
+def test_a_chart_never_leaves_its_box(values: list[float], width: int, height: int) -> None:
+    values = [v if abs(v) < 1e12 else v / 1e300 for v in values]
+    rows = plot.chart(range(len(values)), values, width, height)
+    assert len(rows) in (0, height)
+    assert all(len(line) <= width for line in text_of(rows))
+
+
+def test_a_falling_loss_falls() -> None:
+    rows = plot.chart(range(1, 101), [1 - i / 100 for i in range(100)], 40, 10)
+    inked = [
+        [x for x, char in enumerate(fmt.plain(row[1:])) if ord(char) > 0x2800] for row in rows[:-1]
+    ]
+    assert inked[0]
+    assert inked[-1]
+    assert max(inked[0]) < min(inked[-1])
+
+
+def test_the_axes_carry_numbers() -> None:
+    rows = text_of(plot.chart([10, 20, 30], [0.2, 0.6, 0.4], 40, 9))
+    labels = [row.split("┤")[0].strip() for row in rows if "┤" in row]
+    assert labels == ["0.6", "0.4", "0.2"]
+    assert rows[-1].split() == ["10", "20", "30"]
+
+
+def test_one_point_is_drawn() -> None:
+    rows = plot.chart([1], [0.5], 30, 6)
+    assert any(span.role == "smooth" for row in rows for span in row)
+
+
+def test_values_that_are_no_numbers_are_left_out() -> None:
+    assert plot.chart([1, 2], [math.nan, math.inf], 40, 8) == ()
+
+
+def test_one_spike_does_not_flatten_the_curve() -> None:
+    values = [0.5 + 0.1 * math.sin(i / 9) for i in range(400)]
+    values[37] = 1000.0
+    smooth = plot.ema(values, 5)
+    assert max(smooth) > 100  # what the average would do to the scale
+    rows = text_of(plot.chart(range(400), values, 60, 12))
+    assert max(float(row.split("┤")[0]) for row in rows if "┤" in row) < 2
+
+
+def test_the_average_of_a_constant_is_the_constant() -> None:
+    assert plot.ema([3.0] * 20, 7) == pytest.approx([3.0] * 20)
+
+
+# -- jobs ----------------------------------------------------------------------------------
+
+
+def views(store: Store) -> tuple[JobView, ...]:
+    long = "a-name-that-is-far-too-long-for-any-column-of-a-table"
+    add_job(store, "done", state=State.COMPLETED)
+    add_job(store, long, state=State.RUNNING, total_steps=100_000)
+    add_job(store, "waits", reason="waits for job 2 to leave the CPU")
+    return tuple(
+        JobView(job, Progress(12_345, 0.41234, 0.4213, 4242.0), where_of(job, []))
+        for job in in_order(store.all())
+    )
+
+
+@pytest.mark.parametrize("width", [40, 58, 74, 76, 100, 116, 200])
+def test_a_job_row_fits_and_aligns(store: Store, width: int) -> None:
+    snapshot = Snapshot(t=0, jobs=views(store))
+    shape = columns(snapshot, width)
+    lines = [fmt.plain(job_row(view, shape)) for view in snapshot.jobs]
+    header = fmt.plain(header_row(shape))
+    assert all(len(line) <= width for line in [*lines, header])
+    at = header.index("state")
+    assert [line[at] for line in lines] == ["●", "◌", "✓"]
+
+
+def test_a_narrow_table_leaves_columns_out_rather_than_cutting_numbers(store: Store) -> None:
+    snapshot = Snapshot(t=0, jobs=views(store))
+    for width in range(40, 120):
+        line = fmt.plain(job_row(snapshot.jobs[0], columns(snapshot, width)))
+        assert "12345/100000" in line
+
+
+def test_active_jobs_come_first_then_the_queue(store: Store) -> None:
+    assert [view.job.state for view in views(store)] == [
+        State.RUNNING, State.QUEUED, State.COMPLETED,
+    ]  # fmt: skip
+
+
+def test_where_a_job_runs(store: Store) -> None:
+    gpus = FakeGpus(4).gpus
+    uuids = [gpu.uuid for gpu in gpus]
+    assert where_of(add_job(store, ranks=3), gpus) == "cpu×3"
+    assert where_of(add_job(store, wanted=2), gpus) == "any 2"
+    assert where_of(add_job(store, wanted=uuids[:2]), gpus) == "0,1"
+    running = add_job(store, state=State.RUNNING, gpus=uuids[1:4])
+    assert where_of(running, gpus) == "1-3"
+    assert where_of(running, []) == "×3"
+
+
+# -- what the selected job does ------------------------------------------------------------
+
+
+def said(view: JobView, width: int = 100) -> str:
+    return " ".join(text_of(activity_rows(view, width)))
+
+
+def test_a_phase_shows_its_name_and_how_far_it_is(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING)
+    text = said(JobView(job, phase=Phase("encode", 132, 300)))
+    assert "encoding captions" in text
+    assert "132/300  44%" in text
+    assert "━" in text
+
+
+def test_a_phase_of_unknown_length_promises_nothing(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING)
+    text = said(JobView(job, phase=Phase("load", 0, None)))
+    assert "loading weights" in text
+    assert "%" not in text
+
+
+def test_training_shows_steps_and_the_time_left(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING, total_steps=240)
+    text = said(JobView(job, Progress(120, 0.4, 0.5, 60.0)))
+    assert "120/240  50%" in text
+    assert "1:00 left" in text
+
+
+def test_a_job_that_starts_says_what_it_is_doing_all_the_while(store: Store) -> None:
+    job = add_job(store, state=State.STARTING)
+    assert "starting the ranks" in said(JobView(job))
+    write_rank(job, 0, phase="import", step=0)
+    ranks = tuple(job.run_dir.rank_statuses())
+    assert "importing libraries" in said(JobView(job, phase=Phase("import"), ranks=ranks))
+    waiting = JobView(job, phase=Phase("import", finished=True), ranks=ranks)
+    assert "importing libraries" in said(waiting), "rank 0 is done and its status is not yet new"
+    write_rank(job, 0, phase="start", step=0)
+    ranks = tuple(job.run_dir.rank_statuses())
+    assert "starting" in said(JobView(job, phase=Phase("import", finished=True), ranks=ranks))
+
+
+def test_a_resumed_job_does_not_train_before_its_ranks_do(store: Store) -> None:
+    job = add_job(store, state=State.STARTING)
+    write_rank(job, 0, phase="load", step=0)
+    view = JobView(job, Progress(120, 0.4, 0.5, 60.0), ranks=tuple(job.run_dir.rank_statuses()))
+    assert "loading weights" in said(view)
+    assert "120/200" not in said(view)
+
+
+def test_a_failed_job_says_why(store: Store) -> None:
+    reason = "rank 1 ran out of GPU memory at step 12 during backward: 79.1 of 79.6 GiB"
+    view = JobView(add_job(store, state=State.FAILED, reason=reason))
+    assert reason in said(view, 200)
+    rows = text_of(activity_rows(view, 60))
+    assert all(len(row) <= 60 for row in rows)
+    assert "79.6 GiB" in " ".join(rows)
+
+
+def test_how_the_ranks_share_the_work_is_told_where_there_is_room(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING, total_steps=240)
+    view = JobView(job, Progress(120, 0.4, 0.5, 60.0), strategy="ddp: a whole copy fits")
+    assert "ddp: a whole copy fits" in said(view, 116)
+    assert "ddp" in said(view, 76)
+    assert "whole copy" not in said(view, 76)
+    for width in range(40, 180):
+        (row,) = text_of(activity_rows(view, width))
+        assert len(row) <= width
+        assert "120/240" in row
+
+
+def test_a_queued_job_says_why_it_waits(store: Store) -> None:
+    view = JobView(add_job(store, reason="waits for job 3 on GPU 0, 1"))
+    assert "queued: waits for job 3 on GPU 0, 1" in said(view)
+
+
+# -- devices -------------------------------------------------------------------------------
+
+HOST = Host(cores=8, cpu_percent=23.4, memory_total=32 * GIB, memory_used=8 * GIB)
+
+
+def active_view(store: Store, **rank: object) -> JobView:
+    job = add_job(store, "demo", state=State.RUNNING, gpus=rank.pop("gpus", ()))  # type: ignore[arg-type]
+    for number in range(2):
+        write_rank(job, number, **rank | {"device_uuid": f"GPU-{number:04}"})
+    return JobView(store.get(job.id), ranks=tuple(job.run_dir.rank_statuses()))
+
+
+@pytest.mark.parametrize("width", [72, 76, 96, 116, 196])
+def test_device_lines_fit(store: Store, width: int) -> None:
+    view = active_view(store, allocated=30 * GIB, reserved=33 * GIB, peak=36 * GIB, step=12345)
+    for gpus in ((), tuple(FakeGpus(8).gpus)):
+        snapshot = Snapshot(t=time.time(), jobs=(view,), gpus=gpus, host=HOST)
+        for line in text_of(device_rows(snapshot, width, 20)):
+            assert len(line) <= width, line
+
+
+def test_a_machine_without_gpus_shows_itself_and_each_rank(store: Store) -> None:
+    view = active_view(store, rss=int(1.5 * GIB), step=7)
+    lines = text_of(device_rows(Snapshot(t=time.time(), jobs=(view,), host=HOST), 100, 20))
+    assert len(lines) == 3
+    assert "23%" in lines[0]
+    assert "8.0/32.0 GiB" in lines[0]
+    assert "r0" in lines[1]
+    assert "step 7" in lines[1]
+    assert "1.5 GiB" in lines[1]
+    assert "r1" in lines[2]
+
+
+def test_a_rank_stands_under_its_gpu_with_its_memory(store: Store) -> None:
+    *busy, last = FakeGpus(3).gpus
+    gpus = (*busy, replace(last, memory_used=0))
+    view = active_view(store, gpus=[g.uuid for g in gpus[:2]], allocated=30 * GIB,
+                       reserved=33 * GIB, peak=36 * GIB)  # fmt: skip
+    lines = text_of(device_rows(Snapshot(t=time.time(), jobs=(view,), gpus=gpus), 116, 20))
+    assert "#1 demo r0" in lines[0]
+    assert "alloc 30.0  reserved 33.0  peak 36.0 GiB" in lines[1]
+    assert "#1 demo r1" in lines[2]
+    assert "free" in lines[4]
+
+
+def test_what_a_driver_does_not_say_is_a_dash() -> None:
+    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA L4", memory_total=24 * GIB)
+    (line,) = text_of(device_rows(Snapshot(t=0, gpus=(gpu,)), 100, 10))
+    assert line.count("–") >= 4
+
+
+def test_a_late_rank_is_marked_in_words(store: Store) -> None:
+    now = time.time()
+    view = active_view(store, heartbeat=now - 14)
+    rows = device_rows(Snapshot(t=now, jobs=(view,), host=HOST), 100, 20)
+    assert "! late 0:14" in fmt.plain(rows[1])
+    assert any(span.role == "bad" for span in rows[1])
+
+
+def test_a_fresh_heartbeat_changes_nothing_on_the_screen(store: Store) -> None:
+    now = time.time()
+    view = active_view(store, heartbeat=now)
+    first, second = (
+        device_rows(Snapshot(t=now + age, jobs=(view,)), 100, 20) for age in (0.3, 1.3)
+    )
+    assert first == second
+
+
+# -- logs and actions ----------------------------------------------------------------------
+
+
+def test_the_logs_of_a_job_are_its_ranks_then_launcher_and_supervisor(store: Store) -> None:
+    names = [source.name for source in log_sources(add_job(store, ranks=3))]
+    assert names == ["rank 0", "rank 1", "rank 2", "launcher", "supervisor"]
+
+
+def test_the_title_of_many_logs_stays_short(store: Store) -> None:
+    from textual.content import Content
+
+    title = log_title(log_sources(add_job(store, ranks=64)), 40)
+    plain = Content.from_markup(title).plain
+    assert "rank 40" in plain.replace("40", "rank 40", 1) or "40" in plain
+    assert len(plain) < 60
+
+
+def test_every_action_has_its_own_name_and_keys() -> None:
+    keys = [key for action in ACTIONS for key in action.keys.split(",")]
+    assert len(keys) == len(set(keys))
+    assert len({action.name for action in ACTIONS}) == len(ACTIONS)
+
+
+def test_the_footer_fits_80_columns() -> None:
+    words = "  ".join(f"{action.shown} {action.label}" for action in footer_actions(78))
+    assert len(words) <= 78
+    assert [action.shown for action in footer_actions(78)][-1] == "q"
+    assert not {"r", "p"} & {action.shown for action in footer_actions(78)}
+    assert {"r", "p", "c"} <= {action.shown for action in footer_actions(98)}
+
+
+@pytest.mark.parametrize("width", [20, 38, 58, 78])
+def test_where_there_is_little_room_help_and_the_way_out_stay(width: int) -> None:
+    actions = footer_actions(width)
+    assert footer_width(actions) <= width
+    assert [action.shown for action in actions][-2:] == ["?", "q"]
+    line = last_line("queue", width, narrow=True).plain
+    assert len(line) <= max(width, len("F1 keys  esc leave"))
+    assert line.endswith("F1 keys  esc leave")

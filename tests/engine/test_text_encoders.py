@@ -118,6 +118,7 @@ def launch(ranks: int, toy: Path, shared: Path) -> list[dict[str, Any]]:
     return [json.loads((shared / f"found{ranks}-{r}.json").read_text()) for r in range(ranks)]
 
 
+@pytest.mark.slow
 def test_sharded_encoders_are_those_of_from_pretrained_and_leave_nothing(
     toy: Path, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_sharded_encoders_are_those_of_from_pretrained_and_leave_nothing(
     assert "imed out" in both[0]["late"]["default group"]
 
 
+@pytest.mark.slow
 def test_four_ranks_encode_what_one_does(toy: Path, tmp_path: Path) -> None:
     launch(4, toy, tmp_path)
 

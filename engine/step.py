@@ -281,6 +281,8 @@ class Stepper:
         """
         loss, norm = numbers.tolist()
         training, scaler = self._training, self._training.scaler
+        if training.ema is not None:
+            training.ema.catch_up()
         finite = self._judge(loss, norm, step)
         if scaler is None:
             if finite:
@@ -315,6 +317,8 @@ class Stepper:
             Loss, norm and, of fp16, the loss scale.
         """
         training, scaler = self._training, self._training.scaler
+        if training.ema is not None:
+            training.ema.catch_up()
         spoilt = 1 - numbers.isfinite().all().to(numbers.dtype)
         if decides_on_device(training.optimizer):
             step_unless(training.optimizer, spoilt)

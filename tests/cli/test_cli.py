@@ -26,7 +26,7 @@ from jobs.states import State
 from jobs.store import Job, Store
 from tests.support.checkpoints import save_checkpoint
 from tests.support.fakes.supervise import start_supervisor
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import eventually
 from tests.support.paths import ROOT
 from tui import cli
 from tui.follow import _Tail

@@ -31,7 +31,7 @@ from jobs.states import State
 from jobs.store import Store
 from tests.support.fakes.rank import publish_checkpoint, write_data
 from tests.support.fakes.supervise import start_supervisor
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import eventually
 from tests.support.lab import ENDLESS, opened
 from tests.support.paths import SUPPORT
 
@@ -149,7 +149,7 @@ class Bed:
                 assert not with_run_id(now.run_id), f"{now.state}, but something is left"
             return now.state.ended
 
-        eventually(ended, 60, told=self.told)
+        eventually(ended, told=self.told)
         job = self.lab.get(self.job)
         self.row.state, self.row.reason = str(job.state), job.reason
         assert job.state in states, job.reason
@@ -165,7 +165,7 @@ class Bed:
             service.refresh(self.lab.store)
             return self.lab.get(self.following).state.ended
 
-        eventually(ended, 60, told=lambda: self.lab.get(self.following))
+        eventually(ended, told=lambda: self.lab.get(self.following))
         following = self.lab.get(self.following)
         self.row.following = str(following.state)
         assert following.state is State.COMPLETED, following.reason
@@ -292,7 +292,7 @@ class Dashboard:
         assert process is not None
         made = cls(process, child, terminal, bytearray())
         threading.Thread(target=made._read, daemon=True).start()
-        eventually(lambda: b"suffers" in made.shown, 60, told=lambda: bytes(made.shown[-2000:]))
+        eventually(lambda: b"suffers" in made.shown, told=lambda: bytes(made.shown[-2000:]))
         return made
 
     def _read(self) -> None:

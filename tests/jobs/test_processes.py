@@ -16,7 +16,7 @@ import pytest
 
 from jobs import processes
 from jobs.processes import ProcessId
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

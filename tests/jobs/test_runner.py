@@ -12,7 +12,7 @@ import pytest
 from jobs import runner
 from jobs.processes import ProcessId, end
 from jobs.states import State
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec

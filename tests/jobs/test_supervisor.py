@@ -26,7 +26,7 @@ from jobs.rundir import RankStatus, read_json
 from jobs.states import State
 from jobs.supervisor import saves_on
 from tests.support.fakes.supervise import start_supervisor
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import eventually
 from tests.support.lab import ENDLESS, opened
 
 if TYPE_CHECKING:

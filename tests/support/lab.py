@@ -15,7 +15,7 @@ from jobs.rundir import read_json
 from jobs.specfile import load_spec
 from jobs.states import ACTIVE, State
 from tests.support.fakes.supervise import start_supervisor
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +138,7 @@ def opened(store: Store, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
         still_active = store.in_states(ACTIVE)
         try:
             if not still_active:
-                eventually(lambda: not made.left(), 5, told=made.left)
+                eventually(lambda: not made.left(), told=made.left)
         finally:
             end(made.left(), grace=0)
     assert not still_active, "the test ended before its job"

@@ -26,8 +26,8 @@ from jobs.states import State
 from jobs.store import Job, Store
 from tests.support.checkpoints import save_checkpoint
 from tests.support.fakes.supervise import start_supervisor
-from tests.support.waiting import eventually
 from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 from tui import cli
 from tui.follow import _Tail
 

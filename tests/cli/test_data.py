@@ -21,8 +21,8 @@ from jobs import tools
 from jobs.errors import UserError
 from jobs.specfile import load_spec
 from jobs.tools import Cancelled, ToolError, look_at_data
-from tests.support.waiting import eventually
 from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 from tui import cli
 from tui.data.tables import data_text
 from tui.data.words import changes, left_out

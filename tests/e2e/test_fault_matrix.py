@@ -31,9 +31,9 @@ from jobs.states import State
 from jobs.store import Store
 from tests.support.fakes.rank import publish_checkpoint, write_data
 from tests.support.fakes.supervise import start_supervisor
-from tests.support.waiting import eventually
 from tests.support.lab import ENDLESS, opened
 from tests.support.paths import SUPPORT
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

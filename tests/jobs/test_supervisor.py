@@ -26,8 +26,8 @@ from jobs.rundir import RankStatus, read_json
 from jobs.states import State
 from jobs.supervisor import saves_on
 from tests.support.fakes.supervise import start_supervisor
-from tests.support.waiting import eventually
 from tests.support.lab import ENDLESS, opened
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

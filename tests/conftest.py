@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
+from tests.support.fakes.supervise import start_nothing
 from tests.support.order import SLOWEST_FIRST
 from tests.support.paths import FAKE_MEMORY, ROOT
 
@@ -74,6 +75,12 @@ def store(home: Path) -> Store:
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, whatever the real one has."""
     monkeypatch.setattr("jobs.devices.gpus", list)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Jobs that get as far as `starting` and no further: no process; their ids, in order."""
+    return start_nothing(monkeypatch)
 
 
 @pytest.fixture

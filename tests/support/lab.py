@@ -14,7 +14,7 @@ from jobs.processes import ProcessId, end, with_run_id
 from jobs.rundir import read_json
 from jobs.specfile import load_spec
 from jobs.states import ACTIVE, State
-from tests.support.fakes.supervise import start_supervisor
+from tests.support.fakes.supervise import start_nothing, start_supervisor
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -42,6 +42,12 @@ class Lab:
 
     def submit(self, **changes: Any) -> Job:
         return service.submit(self.store, load_spec(None, self.values | changes))
+
+    def submit_unsupervised(self, **changes: Any) -> Job:
+        """A job that is `starting`, with nobody there yet who starts it; see `start_supervisor`."""
+        with self.monkeypatch.context() as patch:
+            start_nothing(patch)
+            return self.submit(**changes)
 
     def get(self, job: Job) -> Job:
         return self.store.get(job.id)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pytest
+
     from jobs.launchers.local import Launch
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
@@ -45,6 +47,13 @@ def start_supervisor(job: Job) -> None:
             start_new_session=True,
             check=True,
         )
+
+
+def start_nothing(patch: pytest.MonkeyPatch) -> list[int]:
+    """No job gets a supervisor; the ids of those that would have got one, as they come."""
+    started: list[int] = []
+    patch.setattr("jobs.dispatch._start_supervisor", lambda job: started.append(job.id))
+    return started
 
 
 def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -> Launch:

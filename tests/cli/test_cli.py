@@ -114,10 +114,9 @@ class Shell:
 
 @pytest.fixture
 def shell(
-    home: Path, job_values: dict[str, Any], no_gpus: None,
+    home: Path, job_values: dict[str, Any], no_gpus: None, started: list[int],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> Shell:  # fmt: skip
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
     return Shell(home, job_values, monkeypatch, capsys)
 
 

@@ -256,11 +256,9 @@ def prepare(lab: Lab, tmp_path: Path, rows: list[Row], fault: str, moment: str, 
     lab.set(gates=str(gates))
     row = Row(fault, moment)
     rows.append(row)
-    with lab.monkeypatch.context() as patch:
-        patch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
-        values = {"name": "suffers", "max_train_steps": 16, "stop_grace_seconds": 5.0} | job
-        suffers = lab.submit(**values)
-        following = lab.submit(name="following", num_processes=1, max_train_steps=2)
+    values = {"name": "suffers", "max_train_steps": 16, "stop_grace_seconds": 5.0} | job
+    suffers = lab.submit_unsupervised(**values)
+    following = lab.submit_unsupervised(name="following", num_processes=1, max_train_steps=2)
     assert suffers.state is State.STARTING
     assert following.state is State.QUEUED
     seed_checkpoint(suffers.run_dir)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch, no_gpus: None, started: list[int]) -> None:
     monkeypatch.setattr(runner, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
 
 
 def submit(store: Store, spec: JobSpec) -> int:

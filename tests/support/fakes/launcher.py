@@ -3,16 +3,18 @@
 As torch elastic does, it starts every rank in a session of its own; hands SIGTERM on to them; and
 when one fails, ends the others (SIGTERM, after GRACE seconds SIGKILL), prints which one it was,
 and exits with status 1. With `FAKE_LAUNCHER=refuse` it prints an error and exits with status 2
-before any rank starts.
+before any rank starts. Ranks are forked, which spares each of them the imports; `.ended-N` in the
+run directory says that it has noticed the end of rank N.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
 
 SUMMARY = """\
@@ -27,41 +29,59 @@ Root Cause (first observed failure):
 """
 
 
+def start(run_dir: Path, rank: int, ranks: int, steps: int) -> int:
+    """Fork a rank; its pid."""
+    from rank import Rank  # type: ignore[import-not-found]  # beside this script
+
+    from jobs.rundir import RunDir
+
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        status = Rank(RunDir(run_dir), rank, ranks, steps).run()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
 def main() -> int:
     run_dir, ranks, steps, grace = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     if os.environ.get("FAKE_LAUNCHER") == "refuse":
         print("warming up\nerror: no such option: --fsdp_versoin")
         return 2
-    script = str(Path(__file__).resolve().parent / "rank.py")
-    children = [
-        subprocess.Popen(
-            [sys.executable, script, run_dir, str(rank), str(ranks), steps], start_new_session=True
-        )
-        for rank in range(ranks)
-    ]
+    for mark in Path(run_dir).glob(".ended-*"):  # of an earlier attempt
+        mark.unlink()
+    living = {start(Path(run_dir), rank, ranks, int(steps)): rank for rank in range(ranks)}
 
     def hand_on(number: int, _: object) -> None:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+        for pid in living:
+            with suppress(ProcessLookupError):  # it has just been waited for
+                os.kill(pid, number)
+
+    def next_end() -> tuple[int, int, int]:
+        """Pid, rank and exit status of the next rank that ends."""
+        pid, status = os.wait()
+        rank = living.pop(pid)
+        Path(run_dir, f".ended-{rank}").touch()
+        return pid, rank, os.waitstatus_to_exitcode(status)
 
     signal.signal(signal.SIGTERM, hand_on)
-    failed = None
-    while failed is None and any(child.poll() is None for child in children):
-        time.sleep(0.01)
-        failed = next((r for r, c in enumerate(children) if c.poll() not in (None, 0)), None)
-    if failed is None:
+    while living:
+        pid, rank, code = next_end()
+        if code:
+            break
+    else:
         return 0
     hand_on(signal.SIGTERM, None)
-    deadline = time.monotonic() + grace
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    hand_on(signal.SIGKILL, None)
-    for child in children:
-        child.wait()
-    first = children[failed]
+    signal.signal(signal.SIGALRM, lambda *_: hand_on(signal.SIGKILL, None))
+    signal.setitimer(signal.ITIMER_REAL, max(grace, 0.001))
+    while living:
+        next_end()
     print(SUMMARY.format(
-        rank=failed, code=first.returncode, pid=first.pid, binary=sys.executable, time=time.ctime()
+        rank=rank, code=code, pid=pid, binary=sys.executable, time=time.ctime()
     ))  # fmt: skip
     return 1
 

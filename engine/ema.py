@@ -48,11 +48,21 @@ class Ema:
         return min(self._decay, (1 + step) / (10 + step))
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Move the average towards the parameters after optimizer step `step`, counted from 1."""
+    def update(self, step: int, spoilt: torch.Tensor | None = None) -> None:
+        """Move the average towards the parameters after optimizer step `step`, counted from 1.
+
+        Args:
+            step: The step.
+            spoilt: A scalar on the parameters' device; where it is 1 nothing changes.
+        """
         weight = 1 - self.decay_at(step)
         for average, current in self._pairs():
-            average.lerp_(current.to(average.device), weight)
+            if spoilt is None:
+                average.lerp_(current.to(average.device), weight)
+            else:
+                average.lerp_(
+                    current.to(average.device), (weight * (1 - spoilt)).to(average.device)
+                )
 
     @torch.no_grad()
     def restart(self) -> None:

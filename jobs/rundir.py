@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REQUESTS: Final = ("stop", "save_now", "sample_now")
+# Asks each rank for its flight record (`jobs.flight`), which it writes within a second.
+FLIGHT: Final = "flight"
 MANIFEST: Final = "manifest.json"
 _FOREVER: Final = 1e12  # seconds; no time that a rank tells is later
 
-# The phases of a rank, and what people read for them. Only `train` has steps.
+# The phases of a rank, and what people read for them. Only `train` has steps. Until `start`, which
+# `import` is a part of, is over, a rank is not up.
 PHASES: Final = {
     "start": "starting",
+    "import": "importing libraries",
     "index": "looking at the data",
     "check": "checking the caches",
     "encode": "encoding captions",
@@ -79,6 +83,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def read_tail(path: Path, size: int = 64 << 10) -> str:
+    """The last bytes of a text file, however large it is; empty where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - size))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -213,6 +228,15 @@ class RunDir:
         return self.logs / f"rank{rank}.log"
 
     @property
+    def flight_prefix(self) -> Path:
+        """Torch adds the rank, and writes what it remembers of its collectives there."""
+        return self.logs / "flight_"
+
+    def flight(self, rank: int) -> Path:
+        """The same as JSON, of a rank that was asked for it."""
+        return self.logs / f"flight_{rank}.json"
+
+    @property
     def launcher_log(self) -> Path:
         return self.logs / "launcher.log"
 
@@ -224,7 +248,7 @@ class RunDir:
 
     def request(self, name: str) -> None:
         """Ask the ranks for something; they see it at the next step boundary."""
-        if name not in REQUESTS:
+        if name not in (*REQUESTS, FLIGHT):
             raise ValueError(f"unknown request {name!r}")
         self.control.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.control / name).touch()
@@ -278,10 +302,10 @@ class RunDir:
         return sorted(found, key=lambda data: float(data["t"]))
 
     def forget_attempt(self) -> None:
-        """Remove what only concerned an earlier attempt: requests, rank files."""
-        for name in REQUESTS:
+        """Remove what only concerned an earlier attempt: requests, rank files, flight records."""
+        for name in (*REQUESTS, FLIGHT):
             self.clear_request(name)
-        for path in self.ranks.glob("*.json"):
+        for path in (*self.ranks.glob("*.json"), *self.logs.glob(f"{self.flight_prefix.name}*")):
             path.unlink(missing_ok=True)
 
     # -- checkpoints -----------------------------------------------------------------------

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Final
 from jobs import devices, processes
 from jobs.attempt import Attempt, adopt, launch
 from jobs.errors import UserError
+from jobs.flight import find_wait
 from jobs.gpu import still_held
 from jobs.hang import Watch, find_hang
 from jobs.housekeeping import cap_logs, space_warning
 from jobs.memory.calibration import record
 from jobs.outcome import Outcome, judge
 from jobs.processes import ProcessId
-from jobs.rundir import REQUESTS
+from jobs.rundir import FLIGHT, REQUESTS
 from jobs.states import State
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ LOOK_EVERY: Final = 0.2  # seconds
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
 RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
-STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack
+STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack and its flight record
 SAVE_STEP: Final = 60.0  # seconds in which a save that goes on writes something
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
+_NOT_UP: Final = ("start", "import")  # phases of a rank
 _UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})
 
 
@@ -139,7 +141,7 @@ class Supervisor:
             self._say_once(name, f"cannot read {name}: {why}")
         ranks = self._watch_ranks(statuses)
         everyone = len(statuses) == job.ranks
-        if everyone and all(status.phase != "start" for status in statuses):
+        if everyone and all(status.phase not in _NOT_UP for status in statuses):
             saving = [_SAVING[s.phase] for s in statuses if s.phase in _SAVING]
             if job.state is State.STARTING:
                 self._change(State.RUNNING, "all ranks are up", {State.STARTING})
@@ -226,10 +228,17 @@ class Supervisor:
             return
         self.hang = found.reason
         self._say(f"hang: {found.reason}")
+        self.job.run_dir.request(FLIGHT)
         identities = [ProcessId(rank.status.pid, rank.status.started) for rank in ranks]
         for identity in identities:
             identity.signal(signal.SIGUSR1)  # the engine's faulthandler writes all stacks
         time.sleep(STACKS_TAKE)
+        try:
+            if wait := find_wait(self.job.run_dir):
+                self.hang = f"{found.reason}; {wait}"
+                self._say(f"hang: {wait}")
+        except Exception as error:  # whatever another torch wrote, the ranks have to go
+            self._say(f"cannot read the flight records: {type(error).__name__}: {error}")
         for identity in [*identities, *([attempt.launcher] if attempt.launcher else [])]:
             identity.signal(signal.SIGKILL)
 
@@ -273,7 +282,7 @@ class Supervisor:
             time.sleep(LOOK_EVERY)
 
     def _finish(self, outcome: Outcome) -> None:
-        for request in REQUESTS:
+        for request in (*REQUESTS, FLIGHT):
             with suppress(OSError):
                 self.job.run_dir.clear_request(request)
         self.job.run_dir.forget_unfinished()

@@ -27,12 +27,22 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from jobs.specfile import load_spec
 from jobs.store import Store
+from tests.support.forks import client as forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from jobs.spec import JobSpec
+
+
+def pytest_configure() -> None:
+    """One server of forks for all workers; it starts when a test first needs it."""
+    forks.prepare()
+
+
+def pytest_unconfigure() -> None:
+    forks.leave()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -39,7 +39,7 @@ class Size:
 
     Attributes:
         bytes: Of the message on each rank.
-        seconds: Of one all-reduce.
+        seconds: Of one collective.
         bus: Bytes a second over each rank's link, as nccl-tests count: it does not depend on the
             number of ranks.
     """
@@ -55,6 +55,7 @@ class Outcome:
 
     Attributes:
         sizes: What was measured, the smallest first; empty when it came to nothing.
+        gathered: An all-gather of the largest size.
         problem: Why, in one sentence.
         silent: The ranks that did not answer.
         left: Pids that could not be killed.
@@ -62,6 +63,7 @@ class Outcome:
     """
 
     sizes: tuple[Size, ...] = ()
+    gathered: Size | None = None
     problem: str | None = None
     silent: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
@@ -100,7 +102,8 @@ def all_reduce(
         warning = _nccl_warning(run_dir.launcher_log)
         result = read_json(run_dir.root / RESULT)
         if result is not None and child.returncode == 0:
-            return Outcome(tuple(Size(**one) for one in result["sizes"]), left=left)
+            sizes = tuple(Size(**one) for one in result["sizes"])
+            return Outcome(sizes, Size(**result["gathered"]), left=left)
         problem = _words(silent, limit, still) if late else why_failed(run_dir, child.returncode)
         return Outcome(problem=problem, silent=silent, left=left, warning=warning)
 

@@ -97,7 +97,7 @@ class Bed:
     def bring_to(self, moment: str) -> None:
         """Wait until the job is there; it stays there until it is let go on."""
         run_dir = self.job.run_dir
-        eventually(lambda: len(run_dir.rank_statuses()) == 2, told=self.told)
+        self.lab.wait_for_ranks(self.job, 2)
         assert self.lab.get(self.job).state is State.STARTING
         if moment == "start":
             return

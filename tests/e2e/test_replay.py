@@ -21,7 +21,7 @@ from tests.support.engine import toy_values
 if TYPE_CHECKING:
     from jobs.store import Store
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("no_gpus")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_gpus")]
 PATIENCE = 600.0  # seconds; a slow machine under load, not an expectation
 HERE = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 

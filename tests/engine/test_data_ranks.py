@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-import torch
 
 from engine.data.cache import TensorCache
 from jobs.rundir import RunDir
 from jobs.specfile import dump_spec, load_spec
-from tests.support.engine import free_port, join_ranks, start_ranks, toy_values
+from tests.support.engine import start_ranks, toy_values
+from tests.support.forks.client import RanksFailedError
 from tests.support.ranks import data as data_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torch.multiprocessing.spawn import ProcessContext
+    from tests.support.forks.client import Ranks
 
 TIMEOUT: Final = 20.0  # seconds, of every collective
 DELAY: Final = 60.0  # seconds, of one rank while the caches are filled
@@ -58,13 +56,13 @@ class Folder:
         self, token: str, ranks: int, changes: dict[str, Any] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
         """An attempt at the folder's run: what each rank says it did."""
-        join_ranks(self.start(token, ranks, changes, **options), PATIENCE)
+        self.start(token, ranks, changes, **options).join(PATIENCE)
         files = [self.root / "run" / f"{token}-{rank}.json" for rank in range(ranks)]
         return [json.loads(file.read_text()) for file in files]
 
     def start(
         self, token: str, ranks: int, changes: dict[str, Any] | None = None, **options: Any
-    ) -> ProcessContext:
+    ) -> Ranks:
         values = self.values(ranks, **changes or {})
         return start_ranks(data_ranks.fill, ranks, values, self.root / "run", token, options)
 
@@ -78,7 +76,7 @@ class Folder:
         wait_until(lambda: len(self.files(kind)) >= 3)
         RunDir(self.root / "run").request("stop")
         asked = time.time()
-        join_ranks(context, PATIENCE)
+        context.join(PATIENCE)
         RunDir(self.root / "run").clear_request("stop")  # as the next attempt's launch does
         facts = [
             json.loads((self.root / "run" / f"{token}-{rank}.json").read_text())
@@ -148,9 +146,9 @@ def test_no_encoder_is_left_in_any_rank(folder: Folder) -> None:
 
 def test_a_rank_that_is_killed_loses_only_its_current_file(folder: Folder) -> None:
     context = folder.start("killed", 2, dies=30, delay=0.01)
-    with pytest.raises(torch.multiprocessing.ProcessExitedException) as end:
-        join_ranks(context, PATIENCE)  # as a launcher does, this ends the other rank too
-    assert end.value.signal_name == "SIGKILL"
+    with pytest.raises(RanksFailedError) as end:
+        context.join(PATIENCE)  # as a launcher does, this ends the other rank too
+    assert end.value.codes == {1: -signal.SIGKILL}
     kept = {kind: folder.files(kind) for kind in ("text", "latents")}
     assert sum(map(len, kept.values())) >= 30
     unfinished = list(folder.cache.rglob(".*.tmp"))
@@ -253,7 +251,7 @@ def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder)
     )  # fmt: skip
     wait_until(lambda: len(folder.files("text")) >= 3)
     RunDir(folder.root / "run").request("stop")
-    join_ranks(context, PATIENCE)
+    context.join(PATIENCE)
     end = folder.events[-1]
     assert (end["kind"], end["reason"], end["step"]) == ("end", "stopped", 0)
     assert not [e for e in folder.events if e.get("name") == "encode" and e["state"] == "end"]
@@ -266,12 +264,12 @@ def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder)
 class Late:
     """A job one of whose ranks is late."""
 
-    context: ProcessContext
+    context: Ranks
     root: Path
 
     def end_of(self, phase: str) -> dict[str, Any]:
         """The event with which a phase ended, once the job has."""
-        join_ranks(self.context, PATIENCE)
+        self.context.join(PATIENCE)
         events = read_events(self.root)
         assert (events[-1]["kind"], events[-1]["reason"]) == ("end", "completed")
         (end,) = [
@@ -286,14 +284,12 @@ class Late:
         return {p.name: p.read_bytes() for p in (self.root / "cache/text").rglob("*.safetensors")}
 
 
-def start_training(
-    root: Path, toy: Path, options: dict[str, Any], **changes: Any
-) -> ProcessContext:
+def start_training(root: Path, toy: Path, options: dict[str, Any], **changes: Any) -> Ranks:
     """A whole job on two ranks; see `data_ranks.train`."""
     values = toy_values(toy, num_processes=2, strategy="fsdp2", **changes)
     RunDir(root).create()
     RunDir(root).job_file.write_text(dump_spec(load_spec(None, values)))
-    return start_ranks(data_ranks.train, 2, values, root, free_port(), options)
+    return start_ranks(data_ranks.train, 2, values, root, options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -318,9 +314,7 @@ def late(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[dict[s
         jobs[name] = Late(context, root)
     yield jobs
     for job in jobs.values():
-        for pid in job.context.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        job.context.kill()
 
 
 def test_a_rank_that_is_late_by_more_than_the_timeout_fails_nothing(late: dict[str, Late]) -> None:

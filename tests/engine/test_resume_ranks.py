@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import socket
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -15,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from jobs.checkpoints import list_checkpoints, read_state
 from jobs.eventlog import EventLog
 from jobs.rundir import RunDir
-from tests.support.engine import PRELOADED, toy_values
+from tests.support.engine import start_ranks, toy_values
 from tests.support.ranks.checkpoint import train
 
 if TYPE_CHECKING:
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
 
 STEPS: Final = 20
 HALF: Final = 10
-PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 # A global batch of 4 on any number of ranks.
 BATCH: Final = {1: 4, 2: 2, 4: 1}
 
@@ -64,17 +60,7 @@ class Folder:
         return (str(self.root / name), self.values(ranks, **changes), stop_at)
 
     def train(self, ranks: int, *jobs: Any) -> None:
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-        context = torch.multiprocessing.start_processes(
-            train, (ranks, port, list(jobs)), nprocs=ranks, start_method="forkserver", join=False
-        )
-        assert context is not None
-        deadline = time.monotonic() + PATIENCE
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "ranks hang"
+        start_ranks(train, ranks, list(jobs)).join()
 
     def losses(self, name: str) -> list[tuple[int, float, float | None]]:
         steps = EventLog(self.run(name).events).read_all().steps

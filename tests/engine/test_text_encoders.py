@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 import threading
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,13 +13,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from engine.imports import uncollected
 from engine.meeting import Meeting
 from engine.release import Watch
 from engine.text_encoders import agree_on_sharding, encoder_bytes, encoder_names, shards_encoders
 from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
-from tests.support.engine import PRELOADED
+from tests.support.engine import start_ranks
 from tests.support.ranks.text_encoder import SLEEP, WIDE, on_rank
 
 if TYPE_CHECKING:
@@ -105,11 +106,7 @@ def write_wide(toy: Path, root: Path) -> int:
 
 
 def launch(ranks: int, toy: Path, shared: Path) -> list[dict[str, Any]]:
-    # Ranks are forked from a server that has imported, and computed, nothing but these.
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    torch.multiprocessing.start_processes(
-        on_rank, (ranks, toy, shared), nprocs=ranks, start_method="forkserver"
-    )
+    start_ranks(on_rank, ranks, toy, shared).join()
     return [json.loads((shared / f"found{ranks}-{r}.json").read_text()) for r in range(ranks)]
 
 
@@ -232,7 +229,7 @@ def test_every_rank_does_what_rank_0_decided(toy: Path, tmp_path: Path) -> None:
 
 
 def test_the_watch_finds_what_is_left_and_who_holds_it() -> None:
-    def left_by(keep: Callable[[torch.nn.Sequential], Any]) -> str:
+    def left_by(keep: Callable[[torch.nn.Sequential], Any], holder: str) -> str:
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         watch = Watch({"encoder": model})
         assert watch.held == sum(tensor.nbytes for tensor in model.state_dict().values())
@@ -240,17 +237,36 @@ def test_the_watch_finds_what_is_left_and_who_holds_it() -> None:
         del model
         with pytest.raises(RuntimeError, match="still in memory") as left:
             watch.check()
-        assert "kept in test_the_watch" in str(left.value) or not isinstance(kept, torch.nn.Module)
+        assert kept is not None
+        assert f"the first is referred to by {holder}" in str(left.value)
         return str(left.value)
 
-    assert "3 modules (encoder, encoder.0, encoder.1)" in left_by(lambda model: model)
-    assert "1 modules (encoder.1), 5 tensors (encoder.1.weight" in left_by(lambda model: model[1])
-    assert "1 tensors (encoder.1.bias), 1 blocks" in left_by(lambda model: model[1].bias)
-    assert "a list of 1" in left_by(lambda model: [model[1].bias])
+    here = "kept in test_the_watch_finds_what_is_left_and_who_holds_it.<locals>.left_by"
+    all_of_it = left_by(lambda model: model, here)
+    assert "3 modules (encoder, encoder.0, encoder.1), 7 tensors (encoder.0.weight, " in all_of_it
+    one_layer = left_by(lambda model: model[1], here)
+    assert "needed: 1 modules (encoder.1), 5 tensors (encoder.1.weight, " in one_layer
+    one_tensor = left_by(lambda model: model[1].bias, here)
+    assert "needed: 1 tensors (encoder.1.bias), 1 blocks" in one_tensor
+    assert "1 tensors (encoder.1.bias)" in left_by(lambda model: [model[1].bias], "a list of 1")
     # A view of the numbers, where the tensor itself is gone.
-    text = left_by(lambda model: model[0].weight.detach()[1:])
+    text = left_by(
+        lambda model: model[0].weight.detach()[1:], "a tensor of shape (3, 3), and that by kept in"
+    )
     assert "needed: 1 blocks of tensor memory (encoder.0.weight)" in text
-    assert "a tensor of shape" in text
+
+
+def test_the_watch_names_a_holder_that_was_imported() -> None:
+    """What was imported is frozen, where Python's collector does not look for it."""
+    module = ModuleType("made_up")
+    with uncollected():
+        module.of_a_library = holder = {}  # type: ignore[attr-defined]
+    model = torch.nn.Linear(3, 4)
+    watch = Watch({"encoder": model})
+    holder["kept"] = model
+    del model
+    with pytest.raises(RuntimeError, match="referred to by 'kept' of a dict"):
+        watch.check()
 
 
 def test_the_watch_is_content_when_all_is_gone() -> None:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from PIL import Image
-from torch.multiprocessing.spawn import ProcessException
 
 from engine.toy.weights import one_thread
 from jobs.families import FAMILIES
 from jobs.prompts import requests_of
 from jobs.rundir import RunDir
-from tests.support.engine import free_port, join_ranks, start_ranks
+from tests.support.engine import start_ranks
 from tests.support.families import NEGATIVE, PROMPT, Case, cases, toys_root
+from tests.support.forks.client import RanksFailedError
 from tests.support.ranks import family as family_ranks
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def launch(jobs: dict[str, dict[str, Any]], root: Path, ranks: int) -> None:
     """Do the jobs, one after another; what goes wrong is in their directories."""
-    context = start_ranks(family_ranks.train, ranks, free_port(), jobs, root / "output.txt")
-    with suppress(ProcessException):
-        join_ranks(context)
+    started = start_ranks(family_ranks.train, ranks, jobs, root / "output.txt")
+    with suppress(RanksFailedError):
+        started.join()
 
 
 def place(name: str, kind: str) -> str:

@@ -111,7 +111,12 @@ def test_the_least_that_is_kept_in_host_memory(
         check_host_memory(spec, on_gpus=on_gpus)
 
 
-def test_ranks_on_gpus_without_offload_need_nothing_of_it(job_values: dict[str, Any]) -> None:
+def test_ranks_on_gpus_without_offload_need_nothing_of_it(
+    job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.host_room.host_bytes", lambda: 0)
     model = job_values["pretrained_model_name_or_path"]
     spec = JobSpec(pretrained_model_name_or_path=model, num_processes=2, model_type="full")
     check_host_memory(spec, on_gpus=True)
+    with pytest.raises(UserError, match="in host memory"):
+        check_host_memory(spec, on_gpus=False)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from jobs import service
+from jobs import bytecode, service
 from jobs.flags import parse_flags
+from jobs.launchers import local
 from jobs.processes import RUN_ID_VARIABLE
 from jobs.replay import replay, replay_facts
 from jobs.specfile import load_spec
@@ -73,6 +74,14 @@ def test_a_shell_makes_the_files_and_gets_the_whole_line(submitted: Job, tmp_pat
 
 def test_no_supervisor_may_take_the_ranks_for_its_own(submitted: Job) -> None:
     assert RUN_ID_VARIABLE not in replay_facts(submitted, "accelerate")["environment"]
+
+
+def test_where_byte_code_is_kept_here_is_of_no_use_elsewhere(
+    submitted: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = dict.fromkeys(bytecode.VARIABLES, "x")
+    monkeypatch.setattr(local, "bytecode_variables", lambda: kept)
+    assert not replay_facts(submitted, "accelerate")["environment"].keys() & kept.keys()
 
 
 def test_what_auto_came_to_is_kept(store: Store, job_values: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,8 +32,25 @@ def submit(store: Store, spec: JobSpec) -> int:
     return service.submit(store, spec).id
 
 
-def test_without_work_it_leaves(store: Store) -> None:
-    runner.keep(store, idle_seconds=0.05)
+def test_without_work_it_leaves_once_it_has_been_idle_for_long_enough(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep, strftime=time.strftime)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "LOOK_EVERY", 1.0)
+    runner.keep(store, idle_seconds=3.0)
+    assert now == 1003.0
+    assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "started", "nothing to do, ended",
+    ]  # fmt: skip
+    with open(store.home / "runner.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the next one may come
 
 
 def test_it_stays_as_long_as_there_is_work(store: Store, job_spec: JobSpec) -> None:

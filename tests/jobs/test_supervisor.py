@@ -146,7 +146,7 @@ def test_a_resume_on_more_ranks_runs(lab: Lab) -> None:
     lab.wait(job, State.STOPPED)
     service.resume(lab.store, job.id, {"num_processes": "3"})
     job = lab.wait(job, State.RUNNING)
-    eventually(lambda: len(job.run_dir.rank_statuses()) == 3)
+    lab.wait_for_ranks(job, 3)
     service.stop(lab.store, job.id)
     lab.wait(job, State.STOPPED)
 
@@ -202,13 +202,15 @@ def test_a_stop_that_takes_too_long_becomes_firmer_by_itself(lab: Lab) -> None:
     assert log.index("SIGTERM to") < log.index("SIGKILL to")
 
 
-def test_a_job_that_is_not_up_yet_can_be_stopped(lab: Lab) -> None:
-    lab.set(ranks="never-up")
+@pytest.mark.parametrize("words", ["never-up", "never-up imports"])
+def test_a_job_that_is_not_up_yet_can_be_stopped(lab: Lab, words: str) -> None:
+    lab.set(ranks=words)
     job = lab.submit(stop_grace_seconds=0.2)
-    eventually(lambda: len(job.run_dir.rank_statuses()) == 2)
+    lab.wait_for_ranks(job, 2)
     assert lab.get(job).state is State.STARTING
     service.stop(lab.store, job.id, now=True)
     assert lab.wait(job, State.STOPPED).reason.startswith("ended by SIGKILL")
+    assert "all ranks are up" not in job.run_dir.supervisor_log.read_text()
 
 
 def test_a_stop_that_comes_before_the_supervisor_is_kept(lab: Lab) -> None:
@@ -277,6 +279,9 @@ def test_an_error_that_nobody_thought_of_fails_the_job(lab: Lab) -> None:
     job = lab.submit()
     job = lab.wait(job, State.FAILED, look=True)
     assert "an error that nobody thought of" in job.reason
+    log = job.run_dir.supervisor_log.read_text()
+    assert "Traceback (most recent call last):" in log
+    assert ", in build\n" in log, "whoever mends it learns where it was"
 
 
 def test_trouble_with_the_housekeeping_does_not_end_the_job(lab: Lab) -> None:
@@ -454,7 +459,7 @@ def test_everything_is_killed(lab: Lab) -> None:
 def test_everything_is_killed_before_the_ranks_are_up(lab: Lab) -> None:
     lab.set(ranks="never-up")
     job = lab.submit()
-    eventually(lambda: len(job.run_dir.rank_statuses()) == 2)
+    lab.wait_for_ranks(job, 2)
     lab.kill_everything(job)
     assert lab.wait(job, State.LOST, State.FAILED, look=True).ended is not None
 

@@ -264,6 +264,21 @@ def test_a_launch_record_that_cannot_be_read_is_named_and_nothing_is_adopted(
     assert "cannot read launch.json: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("entries", [[{}], [7], {"a": 1}, [{"is_p2p": False}], "x"])
+def test_no_flight_record_keeps_a_hang_from_its_end(watched: Watched, entries: Any) -> None:
+    """Also one whose entries lack what is asked of them once two ranks are compared."""
+    whole = {"process_group": ["0"], "is_p2p": False}
+    for rank in range(2):
+        files = watched.job.run_dir
+        path = files.logs / f"{files.flight_prefix.name}{rank}.json"
+        mine = [whole | {"collective_seq_id": 1 + rank}] if entries == [{}] else entries
+        path.write_text(json.dumps([{"pg_config": {"0": {"name": "0"}}, "entries": mine}]))
+    watched.look()
+    hang = [watched.look(after=5) for _ in range(HANG // 5)][-1]
+    assert hang is not None
+    assert hang.startswith("ranks 0, 1 gave no sign of life")
+
+
 def test_a_mistake_of_ours_in_a_look_ends_no_training(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

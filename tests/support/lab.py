@@ -71,6 +71,13 @@ class Lab:
     def wait_for_step(self, job: Job, step: int) -> None:
         eventually(lambda: self.step(job) >= step, told=lambda: self.get(job))
 
+    def wait_for_ranks(self, job: Job, number: int) -> None:
+        """Until they are there, and the launch is recorded: what is not is launched again."""
+        eventually(
+            lambda: len(job.run_dir.rank_statuses()) == number and job.run_dir.launch_file.exists(),
+            told=lambda: self.get(job),
+        )
+
     def running(self, **changes: Any) -> Job:
         """A job that trains, and would do so for hours."""
         job = self.submit(**{"max_train_steps": ENDLESS} | changes)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from safetensors.torch import load_file
 
 from jobs.eventlog import EventLog
-from tests.support.engine import toy_values
-from tests.support.paths import RANKS
+from tests.support.engine import start_ranks, toy_values
+from tests.support.ranks.parity import train
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -31,9 +28,6 @@ TOLERANCE: Final = 1e-5
 
 # Relative, of a loss after these steps; a unit in the last place is 4e-3 in bf16, 5e-4 in fp16.
 ROUNDING: Final = {"bf16": 1e-2, "fp16": 5e-3}
-
-
-PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 
 
 COMMON: Final = {"max_train_steps": STEPS, "max_grad_norm": 0.05}
@@ -237,13 +231,4 @@ def _with_fewer_layers(toy: Path, root: Path) -> Path:
 def _train(ranks: int, jobs: dict[str, dict[str, Any]], root: Path) -> None:
     cases = root / f"cases-{ranks}.json"
     cases.write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc-per-node={ranks}", str(RANKS / "parity.py"), str(cases)],
-        env=os.environ | {
-            "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "XDG_CACHE_HOME": str(root / "home"),
-        },
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    start_ranks(train, ranks, cases).join()

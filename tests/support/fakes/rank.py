@@ -19,6 +19,7 @@ rank N only:
     leave@S        exits with status 0 at step S, without a word
     save@S         saves at step S and goes on
     never-up       stays in the phase `start`
+    imports        is in the phase `import` until it is up
     once           the above only in a run without a checkpoint
 
 and more of the environment:
@@ -67,7 +68,7 @@ class Rank:
             signal.signal(signal.SIGTERM, self._note_termination)
 
     def run(self) -> int:
-        self.tell("start")
+        self.tell("import" if "imports" in self.words else "start")
         # As ranks do when they join their process group: nobody begins before all are there.
         while "never-up" in self.words or self.held_at("start") or self.is_early():
             self.wait()

@@ -196,7 +196,7 @@ def _breakdown(watch: Watch, moments: list[tuple[str, float]], ranks: int) -> li
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}")
+    print(f"\n{title}", flush=True)
     print(f"{'':22}{'wall s':>8}{'until':>8} |{'launcher':>9}{'rank 0':>8}{'ranks':>8}{'rest':>7}"
           f" |{'launcher':>9}{'rank 0':>8} MiB")  # fmt: skip
     for row in rows:

@@ -15,6 +15,7 @@ import yaml
 from jobs.diagnosis import why_failed
 from jobs.doctor.agreed import RESULT
 from jobs.doctor.started import end_all
+from jobs.hang import Watch
 from jobs.launchers import local
 from jobs.processes import wait_for_by_hand
 from jobs.rundir import RunDir, read_json, write_atomic
@@ -23,6 +24,7 @@ from jobs.spec import JobSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jobs.hang import Stillness
     from jobs.rundir import RankStatus
 
 _LOOK_EVERY: Final = 0.1  # seconds
@@ -86,13 +88,14 @@ def all_reduce(
         run_dir.create()
         child = _start(run_dir, gpus, ranks, run_id, seconds, limit)
         silent: tuple[int, ...] = ()
-        late = False
+        late, watch = False, Watch(still)
         try:
             deadline = time.monotonic() + limit
             while child.poll() is None and not late:
                 time.sleep(_LOOK_EVERY)
                 statuses = run_dir.rank_statuses()
-                late = time.monotonic() > deadline or _stand_still(statuses, ranks, still)
+                now = time.monotonic()
+                late = _stand_still(watch.look(statuses, now), ranks, still) or now > deadline
                 silent = find_silent(statuses, ranks, min(_MUTE, still / 2)) if late else ()
         finally:
             left = _end(child, run_id)
@@ -160,11 +163,11 @@ def _start(
     return child
 
 
-def _stand_still(statuses: Sequence[RankStatus], ranks: int, still: float) -> bool:
-    """Whether all ranks had met, and none has moved on for so long."""
-    if len(statuses) < ranks or not all(status.step for status in statuses):
+def _stand_still(seen: Sequence[Stillness], ranks: int, still: float) -> bool:
+    """Whether all ranks had met, and none has moved on for `still` seconds."""
+    if len(seen) < ranks or not all(one.status.step for one in seen):
         return False
-    return time.time() - max(status.progressed for status in statuses) > still
+    return min(one.still for one in seen) > still
 
 
 def _end(child: subprocess.Popen[bytes], run_id: str) -> tuple[int, ...]:

@@ -30,14 +30,13 @@ NEEDS_RAM = TWO_GPUS | {"model_type": "full", "fsdp_cpu_offload": True}
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, started: list[int]) -> None:
     """Two GPUs, 64 GiB of host memory, and a model of FLUX.1's size whose blocks are known."""
     gpus = [Gpu(n, f"GPU-{n}", "H200", 140 * GIB, memory_used=0) for n in range(2)]
     monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
     monkeypatch.setattr("jobs.host_room.host_bytes", lambda: 64 * GIB)
     monkeypatch.setattr("jobs.host_room.count_parameters", lambda path: FLUX)
     monkeypatch.setattr("jobs.block_names.detect_blocks", lambda **_: flux())
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
 
 
 ROWS: list[tuple[dict[str, Any], str]] = [

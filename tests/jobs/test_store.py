@@ -19,6 +19,7 @@ from jobs.processes import ProcessId, boot_id
 from jobs.states import ACTIVE, ENDED, State
 from jobs.store import Job, Store, Terms
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -433,7 +434,7 @@ def together(calls: list[Any]) -> list[Any]:
     results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:
-        barrier.wait(10)
+        barrier.wait(PATIENCE)
         try:
             results[index] = calls[index]()
         except Exception as error:
@@ -443,7 +444,7 @@ def together(calls: list[Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     failed = [result for result in results if isinstance(result, Exception)]
     assert not failed, failed
     return results
@@ -469,9 +470,10 @@ while not (home / "go").exists():
         )
         for number in range(count)
     ]  # fmt: skip
-    deadline = time.monotonic() + 20
-    while not all((home / f"ready-{number}").exists() for number in range(count)):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    (home / "go").touch()
-    return [worker.communicate(timeout=30)[1] for worker in workers]
+    try:
+        eventually(lambda: len(list(home.glob("ready-*"))) == count)
+        (home / "go").touch()
+        return [worker.communicate(timeout=PATIENCE)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()

@@ -3,7 +3,8 @@
 As torch elastic does, it starts every rank in a session of its own; hands SIGTERM on to them; and
 when one fails, ends the others (SIGTERM, after GRACE seconds SIGKILL), prints how all of them
 ended, the others first, and exits with status 1. With `FAKE_LAUNCHER=refuse` it prints an error and
-exits with status 2 before any rank starts.
+exits with status 2 before any rank starts. Ranks are forked, which spares each of them the imports;
+`.ended-N` in the run directory says that the launcher has noticed the end of rank N.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# As torch elastic 2.13 prints it; `tests/test_jobs_diagnosis.py` has recorded ends to compare with.
+# As torch elastic 2.13 prints it; `tests/jobs/test_diagnosis.py` has recorded ends to compare with.
 FAILURE = """\
 [{index}]:
   time      : {time}
@@ -74,61 +77,80 @@ def say(level: str, line: int, text: str) -> None:
     print(f"{level}{stamp} {os.getpid()} {where}] {text}", flush=True)
 
 
-def alone(child: subprocess.Popen[bytes], command: list[str]) -> int:
+def alone(code: int) -> int:
     """A single rank is started without elastic, and `subprocess` says how it ended."""
     try:
-        subprocess.CompletedProcess(command, child.wait()).check_returncode()
+        subprocess.CompletedProcess([sys.executable, "-m", "engine"], code).check_returncode()
     except subprocess.CalledProcessError as error:
         print(f"Traceback (most recent call last):\nsubprocess.{type(error).__name__}: {error}")
         return 1
     return 0
 
 
+def start(run_dir: Path, rank: int, ranks: int, steps: int) -> int:
+    """Fork a rank; its pid."""
+    from rank import Rank  # type: ignore[import-not-found]  # beside this script
+
+    from jobs.rundir import RunDir
+
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        status = Rank(RunDir(run_dir), rank, ranks, steps).run()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
 def main() -> int:
-    run_dir, ranks, steps, grace = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    run_dir, ranks, steps, grace = Path(sys.argv[1]), *map(int, sys.argv[2:4]), float(sys.argv[4])
     if os.environ.get("FAKE_LAUNCHER") == "refuse":
         print("warming up\nerror: no such option: --fsdp_versoin")
         return 2
-    script = str(Path(__file__).resolve().parent / "rank.py")
-    commands = [
-        [sys.executable, script, run_dir, str(rank), str(ranks), steps] for rank in range(ranks)
-    ]
-    children = [subprocess.Popen(command, start_new_session=True) for command in commands]
+    for mark in run_dir.glob(".ended-*"):  # of an earlier attempt
+        mark.unlink()
+    living = {start(run_dir, rank, ranks, steps): rank for rank in range(ranks)}
+    ends: list[tuple[int, int, int]] = []
 
     def hand_on(number: int, _: object) -> None:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+        for pid in living:
+            with suppress(ProcessLookupError):  # it has just been waited for
+                os.kill(pid, number)
+
+    def wait_for_one() -> None:
+        pid, status = os.wait()
+        rank = living.pop(pid)
+        (run_dir / f".ended-{rank}").touch()
+        ends.append((rank, os.waitstatus_to_exitcode(status), pid))
+
+    def give_up(*_: object) -> None:
+        for pid in living:
+            unable = f"Unable to shutdown process {pid} via 15, forcefully exiting via 9"
+            say("W", 1048, unable)
+        hand_on(signal.SIGKILL, None)
 
     signal.signal(signal.SIGTERM, hand_on)
+    while living and not (ends and ends[-1][1]):
+        wait_for_one()
+    first = ends[-1]
     if ranks == 1:
-        return alone(children[0], commands[0])
-    failed = None
-    while failed is None and any(child.poll() is None for child in children):
-        time.sleep(0.01)
-        failed = next((r for r, c in enumerate(children) if c.poll() not in (None, 0)), None)
-    if failed is None:
+        return alone(first[1])
+    if first[1] == 0:
         return 0
-    first = children[failed]
-    for child in children:
-        if child.poll() is None:
-            say("W", 1028, f"Sending process {child.pid} closing signal SIGTERM")
+    for pid in living:
+        say("W", 1028, f"Sending process {pid} closing signal SIGTERM")
     hand_on(signal.SIGTERM, None)
-    deadline = time.monotonic() + grace
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for child in children:
-        if child.poll() is None:
-            say(
-                "W",
-                1048,
-                f"Unable to shutdown process {child.pid} via 15, forcefully exiting via 9",
-            )
-    hand_on(signal.SIGKILL, None)
-    ends = [(rank, child.wait(), child.pid) for rank, child in enumerate(children)]
-    say("E", 1002, f"failed (exitcode: {first.returncode}) local_rank: {failed} "
-        f"(pid: {first.pid}) of binary: {sys.executable}")  # fmt: skip
-    print(summary(ends.pop(failed), [end for end in ends if end[1] != 0]))
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, max(grace, 0.001))
+    while living:
+        wait_for_one()
+    others = sorted(end for end in ends if end != first and end[1] != 0)
+    say("E", 1002, f"failed (exitcode: {first[1]}) local_rank: {first[0]} "
+        f"(pid: {first[2]}) of binary: {sys.executable}")  # fmt: skip
+    print(summary(first, others))
     return 1
 
 

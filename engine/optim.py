@@ -123,6 +123,26 @@ def build_scheduler(spec: JobSpec, optimizer: torch.optim.Optimizer) -> LambdaLR
     return LambdaLR(optimizer, lambda step: _factor(spec, step))
 
 
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_unless` can leave a step out without asking the host."""
+    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
+
+
+def step_unless(optimizer: torch.optim.Optimizer, spoilt: torch.Tensor) -> None:
+    """Step, or change nothing where `spoilt` is 1; the device decides.
+
+    Args:
+        optimizer: One that `decides_on_device`.
+        spoilt: An fp32 scalar, 0 or 1, on the device of what is trained.
+    """
+    # How torch's loss scale tells its fused optimizers of an overflow (2.13).
+    optimizer.found_inf = spoilt  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that has made no step its tensors, and nothing else.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.replicas import check_replicas
@@ -58,7 +58,10 @@ class Trainer:
             self.sample()
         while True:
             self.saver.tell()
-            wishes = self.control.agree(save_failed=self.saver.failed())
+            ending = self.training.step >= self.spec.max_train_steps
+            wishes = self.control.agree(save_failed=self.saver.failed(), now=ending)
+            if any(astuple(wishes)):
+                self.settle()
             if wishes.save_failed:
                 self.saver.finish()
             if wishes.save_now:
@@ -70,19 +73,32 @@ class Trainer:
             if wishes.stop:
                 self.save(last=True)
                 return "stopped"
-            if self.training.step >= self.spec.max_train_steps:
+            if ending:
                 self.save(last=True)
                 self.validate()
                 self.sample()
                 return "completed"
+            self.control.ask(save_failed=self.saver.failed())
             measured = self.stepper.measures()
-            self._report(self.stepper.run())
+            self.stepper.run(self._report)
+            self.telemetry.moved(self.training.step)
             if measured:
                 self.report_memory()
             self._after_step()
 
+    def settle(self) -> None:
+        """Wait for the step that is still computed, if one is, and report it.
+
+        Before whatever is written or judged: a step that went wrong must not come to be part of
+        it. All ranks find the same.
+
+        Raises:
+            UserError: It went wrong, and the job says to fail then.
+        """
+        self.stepper.settle(self._report)
+
     def _report(self, result: StepResult) -> None:
-        step = self.training.step
+        step = result.step
         values: dict[str, Any] = {
             "step": step,
             "epoch": round(self.data.plan.epoch(step), 4),
@@ -94,15 +110,13 @@ class Trainer:
             "images_per_second": round(self.data.plan.global_batch / result.seconds, 3),
             "peak_bytes": self.peaks.memory().get("peak"),
         }
-        self.telemetry.moved(step)
         self.telemetry.emit("step", **values)
         self.telemetry.say(
             f"step {step}/{self.spec.max_train_steps}  loss {result.loss:.5f}  "
             f"lr {result.rate:.3g}  grad norm {result.norm:.4f}  {result.seconds:.2f} s"
         )
         if result.skipped:
-            scaler = self.training.scaler
-            scale = f"; the loss scale is now {scaler.get_scale():g}" if scaler is not None else ""
+            scale = f"; the loss scale is now {result.scale:g}" if result.scale is not None else ""
             self.telemetry.warn(
                 f"step {step} was left out: loss {result.loss}, gradient norm {result.norm}{scale}"
             )
@@ -125,6 +139,7 @@ class Trainer:
         """Write a checkpoint; a collective. Replicas are compared first: a copy of a wrong one
         would be worse than none.
         """
+        self.settle()
         check_replicas(self.training.trained(), self.world)
         self.saver.save(self.training, last=last)
 
@@ -132,6 +147,7 @@ class Trainer:
         """Sample the validation prompts, if there are any; a collective."""
         if not self.spec.validation_prompts:
             return
+        self.settle()
         step = self.training.step
         target = self.run_dir.samples / f"step-{step}"
         sampler = Sampler(
@@ -152,6 +168,7 @@ class Trainer:
         """Measure the loss on what is held out, if anything is; a collective."""
         if not self.data.held:
             return
+        self.settle()
         loss = ValidationLoss(
             self.spec, self.family, self.objective, self.data, self.world, self.telemetry,
             self.control.wants_stop,

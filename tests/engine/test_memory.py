@@ -82,7 +82,11 @@ def test_an_echo_takes_what_its_block_does(
     assert phases_of(one) == pytest.approx(phases_of(every), rel=0.01)
     ends = [[e for e in t.timeline if not isinstance(e, Mark)][-1] for t in (one, every)]
     assert ends[0].gradients == ends[1].gradients
-    assert {end.activations for end in ends} == {0}, "all that was kept is freed"
+    # All that was kept is freed, but for the adapters in bf16, which the next forward fills again.
+    adapters = [w for unit in one.units for w in unit.weights if w.lora]
+    assert bool(adapters) == (kind == "lora")
+    narrow = sum(rounded(2 * weight.numel) for weight in adapters)
+    assert {end.activations for end in ends} == {narrow}
 
 
 def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Path) -> None:
@@ -200,9 +204,13 @@ def test_each_option_changes_its_part(
     base = FULL | BF16 | {"strategy": "fsdp2"}
     before = estimator.estimate(spec_of(toy, **base))
     after = estimator.estimate(spec_of(toy, **{**base, **changes}))
-    change = max(getattr(p.parts, part) for p in after.phases) - max(
-        getattr(p.parts, part) for p in before.phases
-    )
+    # Of training: caching latents takes more than all activations of the toy in bf16.
+    of_caches = ("text_cache", "latent_cache")
+    largest = [
+        max(getattr(p.parts, part) for p in found.phases if p.name not in of_caches)
+        for found in (after, before)
+    ]
+    change = largest[0] - largest[1]
     assert (change > 0) - (change < 0) == sign
 
 

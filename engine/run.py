@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.ema import Ema
 from engine.exports.live import export_trained
+from engine.flight import write_flight
 from engine.meeting import Meeting
 from engine.objective import build_objective
 from engine.optim import build_optimizer, build_scheduler
@@ -66,6 +68,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     telemetry.device = str(world.device)
     telemetry.device_uuid = world.device_uuid()
     telemetry.peaks = peaks
+    telemetry.record_flight = partial(write_flight, run_dir, world.rank)
     telemetry.say(
         f"rank {world.rank} of {world.size} on {world.device}; {world.strategy}: {world.reason}"
     )
@@ -160,8 +163,8 @@ def build_model(
     if world.shards:
         units = shard(model, spec, world, replicated=kept_whole(model, spec))
     offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
-    weights.materialise(model, world.device, parameters_on=offload)
     with telemetry.phase("load", len(stored)) as progress:
+        weights.materialise(model, world.device, parameters_on=offload)
         names = adapters.adapted_name(model)
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":

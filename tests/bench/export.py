@@ -35,6 +35,8 @@ sys.exit(status)
 """
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
     from jobs.spec import JobSpec
@@ -64,14 +66,26 @@ def main() -> None:
     )
 
 
-def make(base: Path, place: Path, gigabytes: float, start_method: str = "spawn") -> Path:
+def spawn(target: Callable[..., None], words: Sequence[tuple[Any, ...]]) -> None:
+    """Run `target(rank, *words[rank])`, for every rank, in a process of its own."""
+    starting = multiprocessing.get_context("spawn")
+    ranks = [starting.Process(target=target, args=(n, *own)) for n, own in enumerate(words)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+        if rank.exitcode:
+            sys.exit("the checkpoint could not be written")
+
+
+def make(base: Path, place: Path, gigabytes: float, start: Callable[..., None] = spawn) -> Path:
     """A base model of that size below `place`, and a checkpoint of a job that trained all of it.
 
     Args:
         base: A model whose other components and settings it has.
         place: An existing directory.
         gigabytes: Of the transformer's weights.
-        start_method: How the ranks' processes are started.
+        start: How ranks are started and waited for; see `spawn`.
     """
     sys.path.insert(0, str(ROOT))
     from jobs.specfile import load_spec
@@ -82,14 +96,7 @@ def make(base: Path, place: Path, gigabytes: float, start_method: str = "spawn")
     spec = load_spec(None, values | places | {"num_processes": RANKS})
     checkpoint = place / "checkpoints" / "step-3"
     checkpoint.mkdir(parents=True)
-    starting: Any = multiprocessing.get_context(start_method)
-    ranks = [starting.Process(target=_save, args=(n, root, spec, checkpoint)) for n in range(RANKS)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-        if rank.exitcode:
-            sys.exit("the checkpoint could not be written")
+    start(_save, [(root, spec, checkpoint)] * RANKS)
     _complete(checkpoint, spec)
     return checkpoint
 

@@ -16,7 +16,7 @@ from tests.support.images.zoo import Planted, Zoo, write_zoo
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PICTURES = 2000
 TOO_SMALL = ("1x1 png", "1:40 png")
 

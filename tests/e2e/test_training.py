@@ -1,4 +1,8 @@
-"""Real jobs with real ranks over gloo, through the command line, as a person runs them."""
+"""Real jobs with real ranks over gloo, through the command line, as a person runs them.
+
+The first, what it is compared with, and the one whose processes are looked at have nothing of the
+tests in them; the ranks of the others are forked (see `tests.support.bench`).
+"""
 
 from __future__ import annotations
 
@@ -33,22 +37,34 @@ pytestmark = pytest.mark.e2e
 def bench(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path_factory.mktemp("e2e"), toy)
     yield bench
+    end_all(bench)
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Bench]:
+    """Launches of which nothing is forked."""
+    bench = Bench(tmp_path_factory.mktemp("untouched"), toy, forked=False)
+    yield bench
+    end_all(bench)
+
+
+def end_all(bench: Bench) -> None:
     for job in bench.store.all():
         for process in with_run_id(job.run_id):
             process.signal(signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def straight(bench: Bench) -> Run:
+def straight(untouched: Bench) -> Run:
     """Twelve steps of a LoRA on two FSDP2 ranks, never stopped; what others are compared with.
 
     It is started where folders are named like our packages, which must not shadow them.
     """
-    place = bench.home / "shadows"
+    place = untouched.home / "shadows"
     for name in ("engine", "jobs", "tui"):
         (place / name).mkdir(parents=True)
         (place / name / "__init__.py").write_text("raise RuntimeError('shadowed')")
-    job_file = bench.job_file(
+    job_file = untouched.job_file(
         name="straight",
         max_train_steps=12,
         train_batch_size=2,
@@ -57,11 +73,11 @@ def straight(bench: Bench) -> Run:
     )
     script = Path(sys.executable).parent / "fsdp-tui"
     done = subprocess.run(
-        [str(script), "run", str(job_file)], env=bench.environment, cwd=place,
+        [str(script), "run", str(job_file)], env=untouched.environment, cwd=place,
         capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (job,) = bench.store.all()
+    (job,) = untouched.store.all()
     return Run(job.id, job.run_dir)
 
 
@@ -89,6 +105,11 @@ def test_a_run_leaves_what_the_contract_names(straight: Run) -> None:
     assert json.loads((files.samples / "step-12" / "02.json").read_text())["prompt"] == (
         "a green star"
     )
+    first, second = map(json.loads, files.events.read_text().splitlines()[:2])
+    assert [(e["kind"], e["name"], e["state"]) for e in (first, second)] == [
+        ("phase", "import", "begin"), ("phase", "import", "end"),
+    ]  # fmt: skip
+    assert "importing libraries" in files.rank_log(1).read_text()
     log = EventLog(files.events).read_all()
     assert log.end_reason == "completed"
     assert [step.step for step in log.steps] == list(range(1, 13))
@@ -142,6 +163,7 @@ def full(bench: Bench) -> Run:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_full_export_is_a_pipeline_that_makes_the_runs_last_sample(full: Run, toy: Path) -> None:
     from diffusers import FluxPipeline
 
@@ -152,6 +174,7 @@ def test_a_full_export_is_a_pipeline_that_makes_the_runs_last_sample(full: Run, 
     assert np.abs(stock_picture(before, facts) - sampled).max() > 10, "it was trained"
 
 
+@pytest.mark.slow
 def test_the_memory_of_each_phase_is_recorded_for_every_rank(full: Run, straight: Run) -> None:
     phases = {
         "encode",
@@ -173,6 +196,7 @@ def test_the_memory_of_each_phase_is_recorded_for_every_rank(full: Run, straight
             assert all(50 << 20 < number < 8 << 30 for number in numbers)
 
 
+@pytest.mark.slow
 def test_what_ran_and_why_is_told(bench: Bench, full: Run) -> None:
     facts = bench.show(full.job)
     assert (facts["strategy"], facts["strategy_reason"]) == ("fsdp2", "fsdp_enable is on")
@@ -218,6 +242,7 @@ def test_stop_saves_within_a_step_and_resume_equals_never_stopping(
     assert resumed.losses == straight.losses, "bit for bit"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_steps_and_changes_nothing(bench: Bench, straight: Run) -> None:
     job = bench.submit(
         name="shot", max_restarts=1, max_train_steps=12, train_batch_size=2, checkpointing_steps=4
@@ -245,7 +270,9 @@ def test_a_killed_rank_costs_steps_and_changes_nothing(bench: Bench, straight: R
     assert not bench.processes(job)
 
 
-def test_the_processes_of_a_run_and_what_becomes_of_it_without_some(bench: Bench) -> None:
+@pytest.mark.slow
+def test_the_processes_of_a_run_and_what_becomes_of_it_without_some(untouched: Bench) -> None:
+    bench = untouched
     job = bench.submit(name="family", max_train_steps=5000)
     bench.wait_for_step(job, 1)
     supervisor = bench.store.get(job).supervisor
@@ -272,14 +299,13 @@ def test_the_processes_of_a_run_and_what_becomes_of_it_without_some(bench: Bench
     assert not bench.processes(job)
 
 
+@pytest.mark.slow
 def test_a_job_whose_pictures_are_all_broken_fails_with_the_reason(
     bench: Bench, tmp_path: Path
 ) -> None:
     (tmp_path / "x.png").write_text("not a picture")
     (tmp_path / "x.txt").write_text("a caption")
-    done = bench.cli(
-        "run", str(bench.job_file(name="broken", dataset=str(tmp_path), num_processes=1))
-    )
+    done = bench.cli("run", str(bench.job_file(name="broken", dataset=str(tmp_path))))
     assert done.returncode == 1
     assert "no usable picture" in done.stderr
     assert not bench.processes(bench.store.all()[0].id)

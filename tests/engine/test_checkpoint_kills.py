@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import shutil
@@ -12,14 +11,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-import torch
 
 from engine import checkpoint
 from jobs.checkpoints import find_damage, list_checkpoints
 from jobs.rundir import RunDir
 from jobs.specfile import load_spec
-from tests.support.engine import ALONE, PRELOADED, free_port, toy_values
-from tests.support.ranks.checkpoint import check, numbered, save_for_ever
+from tests.support.engine import ALONE, start_ranks, toy_values
+from tests.support.ranks.checkpoint import check, numbered, save_for_ever, save_with_trouble
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,12 +27,42 @@ LONGEST: Final = 0.25  # seconds between two moments; a save takes a few hundred
 PATIENCE: Final = 400.0  # seconds until ranks have saved once more; a slow machine under load
 
 
+@pytest.mark.parametrize(
+    ("part", "layout"),
+    [("engine.checkpoint.saver.collect", "SHARDED_STATE_DICT"),
+     ("engine.checkpoint.write.sha256", "SHARDED_STATE_DICT"),
+     ("engine.checkpoint.full.own_files", "FULL_STATE_DICT")],
+)  # fmt: skip
+@pytest.mark.parametrize("times", [1, 2])
+def test_ranks_agree_on_a_save_that_only_one_of_them_could_not_do(
+    tmp_path: Path, part: str, layout: str, times: int
+) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    values = toy_values(
+        tmp_path, num_processes=2, strategy="ddp", fsdp_state_dict_type=layout
+    )  # fmt: skip
+    start_ranks(save_with_trouble, 2, values, str(run_dir.root), part, times).join()
+    came = {(run_dir.root / f"came.{rank}").read_text() for rank in (0, 1)}
+    if times == 1:
+        assert came == {"saved"}
+    else:
+        assert came == {
+            "cannot save step-0: rank 1: ZeroDivisionError: odd (tried twice); "
+            "there is no other checkpoint"
+        }
+    steps = [0, 1] if times == 1 else [1]
+    assert [one.step for one in list_checkpoints(run_dir)] == steps
+    assert [find_damage(one.path) for one in list_checkpoints(run_dir)] == [None] * len(steps)
+
+
 def newest(run_dir: RunDir) -> int:
     found = run_dir.latest_checkpoint()
     return found[0] if found else 0
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_ranks_killed_around_saves_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
@@ -66,24 +94,19 @@ def kill_some_rank(
     run_dir: RunDir, values: dict[str, Any], before: int, chance: random.Random
 ) -> None:
     """Let two ranks save on after step `before`; kill one of them, then what is left."""
-    multiprocessing.set_forkserver_preload([*PRELOADED, "torch.distributed.checkpoint"])
-    context = torch.multiprocessing.start_processes(
-        save_for_ever, (2, free_port(), values, str(run_dir.root)), nprocs=2,
-        start_method="forkserver", join=False,
-    )  # fmt: skip
+    ranks = start_ranks(save_for_ever, 2, values, str(run_dir.root))
     try:
         deadline = time.monotonic() + PATIENCE
         while newest(run_dir) <= before:
-            assert all(p.is_alive() for p in context.processes), "a rank failed by itself"
+            assert ranks.all_alive(), f"a rank failed by itself: {ranks.output.read_text()}"
             assert time.monotonic() < deadline, "nothing is saved"
             time.sleep(0.005)
         time.sleep(chance.random() * LONGEST)
     finally:
-        for process in chance.sample(context.processes, 2):
+        for pid in chance.sample(ranks.pids, 2):
             with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             time.sleep(chance.random() * 0.02)  # until it is noticed
-        for process in context.processes:
-            process.join()
+        ranks.kill()
     shutil.rmtree(run_dir.ranks, ignore_errors=True)
     run_dir.ranks.mkdir()

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-import torch
 
 from engine.data.cache import TensorCache
 from jobs.rundir import RunDir
 from jobs.specfile import dump_spec, load_spec
-from tests.support.engine import free_port, join_ranks, start_ranks, toy_values
+from tests.support.engine import start_ranks, toy_values
+from tests.support.forks.client import RanksFailedError
 from tests.support.ranks import data as data_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torch.multiprocessing.spawn import ProcessContext
+    from tests.support.forks.client import Ranks
 
 TIMEOUT: Final = 20.0  # seconds, of every collective
 DELAY: Final = 60.0  # seconds, of one rank while the caches are filled
@@ -58,13 +56,13 @@ class Folder:
         self, token: str, ranks: int, changes: dict[str, Any] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
         """An attempt at the folder's run: what each rank says it did."""
-        join_ranks(self.start(token, ranks, changes, **options), PATIENCE)
+        self.start(token, ranks, changes, **options).join(PATIENCE)
         files = [self.root / "run" / f"{token}-{rank}.json" for rank in range(ranks)]
         return [json.loads(file.read_text()) for file in files]
 
     def start(
         self, token: str, ranks: int, changes: dict[str, Any] | None = None, **options: Any
-    ) -> ProcessContext:
+    ) -> Ranks:
         values = self.values(ranks, **changes or {})
         return start_ranks(data_ranks.fill, ranks, values, self.root / "run", token, options)
 
@@ -78,7 +76,7 @@ class Folder:
         wait_until(lambda: len(self.files(kind)) >= 3)
         RunDir(self.root / "run").request("stop")
         asked = time.time()
-        join_ranks(context, PATIENCE)
+        context.join(PATIENCE)
         RunDir(self.root / "run").clear_request("stop")  # as the next attempt's launch does
         facts = [
             json.loads((self.root / "run" / f"{token}-{rank}.json").read_text())
@@ -115,7 +113,7 @@ def computed(facts: list[dict[str, Any]]) -> tuple[int, int]:
     return sum(len(f["texts"]) for f in facts), sum(f["pictures"] for f in facts)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_fill_the_caches_once_together_and_nothing_is_left_to_do(
     ranks: int, folder: Folder
 ) -> None:
@@ -140,17 +138,19 @@ def test_ranks_fill_the_caches_once_together_and_nothing_is_left_to_do(
     assert {facts["digest"] for facts in again} == {facts["digest"] for facts in first}
 
 
+@pytest.mark.slow
 def test_no_encoder_is_left_in_any_rank(folder: Folder) -> None:
     for facts in folder.fill("first", 2):
         assert sorted(facts["loaded"]) == ["text", "vae"]
         assert facts["left"] == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_loses_only_its_current_file(folder: Folder) -> None:
     context = folder.start("killed", 2, dies=30, delay=0.01)
-    with pytest.raises(torch.multiprocessing.ProcessExitedException) as end:
-        join_ranks(context, PATIENCE)  # as a launcher does, this ends the other rank too
-    assert end.value.signal_name == "SIGKILL"
+    with pytest.raises(RanksFailedError) as end:
+        context.join(PATIENCE)  # as a launcher does, this ends the other rank too
+    assert end.value.codes == {1: -signal.SIGKILL}
     kept = {kind: folder.files(kind) for kind in ("text", "latents")}
     assert sum(map(len, kept.values())) >= 30
     unfinished = list(folder.cache.rglob(".*.tmp"))
@@ -168,6 +168,7 @@ def test_a_rank_that_is_killed_loses_only_its_current_file(folder: Folder) -> No
         assert kept[kind].items() <= now.items(), "what was there was not touched"
 
 
+@pytest.mark.slow
 def test_damaged_files_are_computed_anew_with_a_warning(folder: Folder) -> None:
     whole = folder.fill("whole", 2)
     texts, latents = folder.files("text"), folder.files("latents")
@@ -186,6 +187,7 @@ def test_damaged_files_are_computed_anew_with_a_warning(folder: Folder) -> None:
     assert min(latents) in said[1]
 
 
+@pytest.mark.slow
 def test_a_changed_picture_and_a_changed_caption_are_noticed(
     folder: Folder, tmp_path: Path
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_changed_picture_and_a_changed_caption_are_noticed(
     assert "1 new, 1 changed, 1 with another caption" in said
 
 
+@pytest.mark.slow
 def test_a_job_that_sees_little_prepares_little(folder: Folder) -> None:
     short = folder.fill("short", 2, {"max_train_steps": 3, "validation_prompts": []})
     texts, pictures = computed(short)
@@ -213,6 +216,7 @@ def test_a_job_that_sees_little_prepares_little(folder: Folder) -> None:
     assert computed(longer) == (4, 4), "and the longer one only what is new to it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "kind", "options"),
     [
@@ -238,6 +242,7 @@ def test_ranks_that_are_asked_to_stop_leave_together_and_go_on_later(
         assert files.items() <= now[kind].items(), "what was there was not touched"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sees", "place"), [(0, "index"), (1, "check-text")])
 def test_a_wish_that_one_rank_sees_is_everyones(sees: int, place: str, folder: Folder) -> None:
     RunDir(folder.root / "run").request("stop")
@@ -246,6 +251,7 @@ def test_a_wish_that_one_rank_sees_is_everyones(sees: int, place: str, folder: F
     assert computed(facts) == (0, 0)
 
 
+@pytest.mark.slow
 def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder) -> None:
     context = start_training(
         folder.root / "run", folder.toy, {"each": 0.5}, shard_text_encoders=True,
@@ -253,7 +259,7 @@ def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder)
     )  # fmt: skip
     wait_until(lambda: len(folder.files("text")) >= 3)
     RunDir(folder.root / "run").request("stop")
-    join_ranks(context, PATIENCE)
+    context.join(PATIENCE)
     end = folder.events[-1]
     assert (end["kind"], end["reason"], end["step"]) == ("end", "stopped", 0)
     assert not [e for e in folder.events if e.get("name") == "encode" and e["state"] == "end"]
@@ -266,12 +272,12 @@ def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder)
 class Late:
     """A job one of whose ranks is late."""
 
-    context: ProcessContext
+    context: Ranks
     root: Path
 
     def end_of(self, phase: str) -> dict[str, Any]:
         """The event with which a phase ended, once the job has."""
-        join_ranks(self.context, PATIENCE)
+        self.context.join(PATIENCE)
         events = read_events(self.root)
         assert (events[-1]["kind"], events[-1]["reason"]) == ("end", "completed")
         (end,) = [
@@ -286,14 +292,12 @@ class Late:
         return {p.name: p.read_bytes() for p in (self.root / "cache/text").rglob("*.safetensors")}
 
 
-def start_training(
-    root: Path, toy: Path, options: dict[str, Any], **changes: Any
-) -> ProcessContext:
+def start_training(root: Path, toy: Path, options: dict[str, Any], **changes: Any) -> Ranks:
     """A whole job on two ranks; see `data_ranks.train`."""
     values = toy_values(toy, num_processes=2, strategy="fsdp2", **changes)
     RunDir(root).create()
     RunDir(root).job_file.write_text(dump_spec(load_spec(None, values)))
-    return start_ranks(data_ranks.train, 2, values, root, free_port(), options)
+    return start_ranks(data_ranks.train, 2, values, root, options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -318,11 +322,10 @@ def late(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[dict[s
         jobs[name] = Late(context, root)
     yield jobs
     for job in jobs.values():
-        for pid in job.context.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        job.context.kill()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_by_more_than_the_timeout_fails_nothing(late: dict[str, Late]) -> None:
     encode = late["whole"].end_of("encode")
     assert encode["seconds"] > DELAY - 5 > 2 * TIMEOUT
@@ -330,6 +333,7 @@ def test_a_rank_that_is_late_by_more_than_the_timeout_fails_nothing(late: dict[s
     assert mine > 5 * its, "the other rank did not leave it all the work"
 
 
+@pytest.mark.slow
 def test_nor_does_one_for_which_sharded_encoders_wait_in_a_collective(
     late: dict[str, Late],
 ) -> None:
@@ -340,6 +344,7 @@ def test_nor_does_one_for_which_sharded_encoders_wait_in_a_collective(
     assert '"freed"' in log
 
 
+@pytest.mark.slow
 def test_sharded_encoders_fill_the_cache_with_the_same_bytes(late: dict[str, Late]) -> None:
     for job in late.values():
         job.end_of("encode")

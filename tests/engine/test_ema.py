@@ -124,3 +124,29 @@ def test_a_failure_behind_trainings_back_is_not_lost() -> None:
     with pytest.raises(RuntimeError, match="must match"):
         follower.finish()
     follower.finish()
+
+
+def test_the_average_of_a_spoilt_step_stays_as_it_was() -> None:
+    weight = parameter(1.0, 2.0)
+    ema = Ema({"w": weight}, decay=0.5)
+    weight.data += 4.0
+    ema.update(step=100, spoilt=torch.tensor(1.0))
+    assert ema.shadow["w"].tolist() == [1.0, 2.0]
+    ema.update(step=100, spoilt=torch.tensor(0.0))
+    assert ema.shadow["w"].tolist() == [3.0, 4.0]
+
+
+def test_the_average_lies_where_the_parameter_does_unless_it_is_to_be_on_the_cpu() -> None:
+    elsewhere = torch.nn.Parameter(torch.empty(2, device="meta"))
+    assert Ema({"w": elsewhere}, decay=0.5).shadow["w"].is_meta
+    with pytest.raises(NotImplementedError, match="meta"):  # nothing can be copied from there
+        Ema({"w": elsewhere}, decay=0.5, on_cpu=True)
+
+
+def test_an_average_that_restarts_is_what_is_trained_now() -> None:
+    weight = parameter(1.0)
+    ema = Ema({"w": weight}, decay=0.5)
+    weight.data += 1.0
+    ema.restart()
+    weight.data += 1.0
+    assert ema.shadow["w"].item() == 2.0

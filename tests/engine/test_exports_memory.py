@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
 from jobs.checkpoints import read_checkpoint
 from tests.bench.export import make, measure
-from tests.support.engine import PRELOADED
+from tests.support.forks.client import start
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,9 +19,9 @@ GIGABYTES = 0.4
 MOST = 150 * 2**20  # bytes beyond what the imports take; the largest tensor has 20 MB
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_never_lies_whole_in_memory(toy: Path, tmp_path: Path) -> None:
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    path = make(toy / "model", tmp_path, GIGABYTES, "forkserver")
+    path = make(toy / "model", tmp_path, GIGABYTES, lambda *words: start(*words).join())
     checkpoint = read_checkpoint(path)
     assert checkpoint is not None
     assert checkpoint.bytes > 2.5 * MOST

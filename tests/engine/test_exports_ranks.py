@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from engine.exports.__main__ import main
 from jobs.export_places import export_facts
-from tests.support.engine import PRELOADED, toy_values
+from tests.support.engine import start_ranks, toy_values
 from tests.support.exports import bytes_of
 from tests.support.ranks.export import STEP, on_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.slow
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -35,10 +35,7 @@ def shared(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "toy").symlink_to(toy)
     common = {"num_processes": 2, "strategy": "fsdp2"}
     cases = {name: toy_values(toy, **common | values) for name, values in CASES.items()}
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    torch.multiprocessing.start_processes(
-        on_rank, (2, cases, root), nprocs=2, start_method="forkserver"
-    )
+    start_ranks(on_rank, 2, cases, root).join()
     return root
 
 

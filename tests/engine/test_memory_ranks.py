@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import socket
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-import torch
 
 from engine.memory.estimator import Estimator
 from jobs.memory.predicted import MEASURED_AS
 from jobs.specfile import load_spec
-from tests.support.engine import PRELOADED, toy_values
+from tests.support.engine import start_ranks, toy_values
 from tests.support.memory import small_toy
 from tests.support.ranks import memory as memory_ranks
 
@@ -22,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE: Final = 0.03
-PATIENCE: Final = 900.0  # seconds; a slow machine under load, not an expectation
 
 SHARDED: Final = {"strategy": "fsdp2"}
 FULL: Final = {"model_type": "full"}
@@ -97,7 +94,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def counted(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, int]]]:
     """Case → of each rank, phase → bytes."""
     folder = tmp_path_factory.mktemp("counted")
-    multiprocessing.set_forkserver_preload(PRELOADED)
     return count(2, ON_TWO | RUNS, toy, folder) | count(4, ON_FOUR | HSDP_RUNS, toy, folder)
 
 
@@ -106,21 +102,7 @@ def count(
 ) -> dict[str, list[dict[str, int]]]:
     values = {case: values_of(case, toy, folder / "cache") for case in cases}
     (own := folder / str(ranks)).mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.start_processes(
-        memory_ranks.train, (ranks, values, port, str(own)), nprocs=ranks,
-        start_method="forkserver", join=False,
-    )  # fmt: skip
-    assert context is not None
-    deadline = time.monotonic() + PATIENCE
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "ranks hang"
-    finally:
-        for process in context.processes:
-            process.kill()
+    start_ranks(memory_ranks.train, ranks, values, str(own)).join()
     found = [json.loads((own / f"{rank}.json").read_text()) for rank in range(ranks)]
     return {case: [rank[case] for rank in found] for case in cases}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from diffusers.training_utils import compute_snr
 from engine.denoising import Denoising
 from engine.draws import drops_caption, sample_generators
 from engine.flow import Flow
-from engine.objective import Problem, loss_of
+from engine.objective import Problem, build_objective, loss_of
 from jobs.errors import UserError
 from jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LATENTS = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
 
@@ -72,6 +77,35 @@ def test_shift_is_the_familys_unless_the_job_names_one() -> None:
         assert torch.allclose(many_sigmas(objective), 3 * plain / (1 + 2 * plain))
 
 
+def test_a_familys_shift_is_that_of_height_width_and_frames() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def shift_of(height: int, width: int, frames: int) -> float:
+        asked.append((height, width, frames))
+        return 2.0
+
+    objective = Flow(JobSpec(), shift_of)
+    assert objective.shift_for(torch.zeros(1, 4, 6, 8)) == 2.0
+    assert objective.shift_for(torch.zeros(1, 4, 5, 6, 8)) == 2.0
+    assert asked == [(6, 8, 1), (6, 8, 5)]
+
+
+def test_sigmas_stay_within_those_that_the_model_is_for() -> None:
+    def drawn(low: float, high: float, **values: Any) -> torch.Tensor:
+        limited = Flow(JobSpec(**values), lambda height, width, frames: 1.0, (low, high))
+        return limited.draw(torch.zeros(256, 1, 1, 1), sample_generators(0, 0, range(256))).level
+
+    within = drawn(0.4, 0.6)
+    assert within.min() >= 0.4
+    assert within.max() <= 0.6
+    assert within.unique().numel() > 200, "drawn again, not cut off"
+    kept = drawn(0.0, 1.0)
+    assert torch.equal(within[(kept >= 0.4) & (kept <= 0.6)], kept[(kept >= 0.4) & (kept <= 0.6)])
+    assert drawn(0.9, 1.0, logit_mean=-30.0, logit_std=0.1).unique().tolist() == [
+        pytest.approx(0.9)
+    ], "one that lies elsewhere is cut off"
+
+
 def schedule(prediction: str) -> DDPMScheduler:
     return DDPMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
@@ -82,6 +116,47 @@ def schedule(prediction: str) -> DDPMScheduler:
 def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
     with pytest.raises(UserError, match="prediction_type: sample"):
         Denoising(schedule("sample"), None)
+
+
+def family_of(objective: str) -> Any:
+    return SimpleNamespace(
+        facts=SimpleNamespace(objective=objective),
+        shift_of=lambda height, width, frames: 2.5,
+        sigma_range=lambda: (0.1, 0.9),
+    )
+
+
+def test_a_family_of_flows_is_trained_on_its_own_shift_and_sigmas(tmp_path: Path) -> None:
+    objective = build_objective(JobSpec(), family_of("flow"), tmp_path)
+    assert isinstance(objective, Flow)
+    assert objective.sigmas == (0.1, 0.9)
+    assert objective.shift_for(LATENTS) == 2.5
+
+
+def test_a_model_is_trained_on_the_noise_schedule_in_its_directory(tmp_path: Path) -> None:
+    schedule("v_prediction").save_pretrained(tmp_path / "scheduler")
+    objective = build_objective(JobSpec(snr_gamma=5.0), family_of("denoise"), tmp_path)
+    assert isinstance(objective, Denoising)
+    assert torch.equal(objective.scheduler.alphas_cumprod, schedule("epsilon").alphas_cumprod)
+    assert objective.scheduler.config.prediction_type == "v_prediction"
+    assert objective.snr_gamma == 5.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler"),
+     ({}, "none"), (None, "none")],
+)  # fmt: skip
+def test_a_foreign_noise_schedule_is_refused(
+    tmp_path: Path, settings: dict[str, Any] | None, named: str
+) -> None:
+    """DDPM's own betas would be taken without a word."""
+    if settings is not None:
+        (tmp_path / "scheduler").mkdir()
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError) as caught:
+        build_objective(JobSpec(), family_of("denoise"), tmp_path)
+    assert caught.value.message.startswith(f"the model's scheduler ({named}) has another noise ")
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import socket
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -15,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from jobs.checkpoints import list_checkpoints, read_state
 from jobs.eventlog import EventLog
 from jobs.rundir import RunDir
-from tests.support.engine import PRELOADED, toy_values
+from tests.support.engine import start_ranks, toy_values
 from tests.support.ranks.checkpoint import train
 
 if TYPE_CHECKING:
@@ -23,9 +20,10 @@ if TYPE_CHECKING:
 
     Jobs = list[tuple[str, dict[str, Any], int | None]]
 
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
 STEPS: Final = 20
 HALF: Final = 10
-PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 # A global batch of 4 on any number of ranks.
 BATCH: Final = {1: 4, 2: 2, 4: 1}
 
@@ -64,17 +62,7 @@ class Folder:
         return (str(self.root / name), self.values(ranks, **changes), stop_at)
 
     def train(self, ranks: int, *jobs: Any) -> None:
-        multiprocessing.set_forkserver_preload(PRELOADED)
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-        context = torch.multiprocessing.start_processes(
-            train, (ranks, port, list(jobs)), nprocs=ranks, start_method="forkserver", join=False
-        )
-        assert context is not None
-        deadline = time.monotonic() + PATIENCE
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "ranks hang"
+        start_ranks(train, ranks, list(jobs)).join()
 
     def losses(self, name: str) -> list[tuple[int, float, float | None]]:
         steps = EventLog(self.run(name).events).read_all().steps
@@ -121,7 +109,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
     return made
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(folder: Folder, kind: str) -> None:
     straight, halves = folder.losses(kind), folder.losses(f"{kind}-halves")
@@ -141,7 +128,6 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(folder: Folder, kind: str
     assert folder.pictures(f"{kind}-halves") == pictures
 
 
-@pytest.mark.e2e
 def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     """And from a sharded adapter to a whole one, and to one process that shards nothing."""
     folder.train(4, folder.job("moving", 13, ranks=4))
@@ -164,7 +150,6 @@ def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     assert [(c.step, c.layout, c.world_size) for c in whole] == [(7, "full", 2), (20, "sharded", 1)]
 
 
-@pytest.mark.e2e
 def test_a_job_goes_on_from_another_jobs_checkpoint(folder: Folder) -> None:
     assert folder.losses("branch") == folder.losses("lora")[HALF:]
     assert list_checkpoints(folder.run("branch"))[-1].step == STEPS
@@ -176,7 +161,6 @@ def test_a_job_goes_on_from_another_jobs_checkpoint(folder: Folder) -> None:
     assert start["step"] == HALF
 
 
-@pytest.mark.e2e
 def test_a_checkpoint_says_what_it_was_made_by(folder: Folder) -> None:
     state = read_state(list_checkpoints(folder.run("lora"))[-1].path)
     assert state["spec"]["max_train_steps"] == STEPS

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import socket
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from tests.support.engine import PRELOADED, toy_values
+from tests.support.engine import start_ranks, toy_values
 from tests.support.ranks import sampling as sampling_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-PATIENCE: Final = 900.0  # seconds; a slow machine under load, not an expectation
+pytestmark = pytest.mark.slow
+
 ALIKE: Final = ["a red circle", "a blue square", "a green star", "a red star", "a blue circle"]
 GUIDED: Final = {"negative_prompt": "blue", "true_cfg_scale": 3.0}
 MIXED: Final[list[Any]] = [
@@ -30,26 +27,6 @@ MIXED: Final[list[Any]] = [
     {"prompt": "a blue circle", "seed": 6},
 ]
 MIXED_FORWARDS: Final = [1, 6, 2, 4, 2]
-
-
-def start(ranks: int, cases: dict[str, dict[str, Any]]) -> None:
-    """Run ranks to their end."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.start_processes(
-        sampling_ranks.look, (ranks, cases, port), nprocs=ranks, start_method="forkserver",
-        join=False,
-    )  # fmt: skip
-    assert context is not None
-    deadline = time.monotonic() + PATIENCE
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "ranks hang"
-    finally:
-        for process in context.processes:
-            process.kill()  # those that hang would keep this process from ending
 
 
 class Cases:
@@ -69,7 +46,8 @@ class Cases:
             }  # fmt: skip
             return toy_values(self.toy, **settings | changes)
 
-        start(ranks, {str(self.root / name): values(changes) for name, changes in cases.items()})
+        jobs = {str(self.root / name): values(changes) for name, changes in cases.items()}
+        start_ranks(sampling_ranks.look, ranks, jobs).join()
 
     def facts(self, name: str) -> list[dict[str, Any]]:
         """Of each rank."""

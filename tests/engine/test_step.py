@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from engine.data.loader import MicroBatch
 from engine.ema import Ema
@@ -36,6 +38,9 @@ class Rig:
     late: bool = False  # as on a GPU
     waits: float = 0.0  # seconds, for each micro-batch
     told: list[StepResult] = field(default_factory=list)
+    world: World = ALONE
+    bursts: set[int] = field(default_factory=set)  # steps whose gradient is infinite
+    drawn: list[float] = field(default_factory=list)  # in the model, as its dropout would
 
     def __post_init__(self) -> None:
         self.model = Line()
@@ -47,7 +52,7 @@ class Rig:
         family: Any = self
         loader: Any = self
         self.stepper = Stepper(
-            self.spec, family, self, self.training, loader, ALONE, Peaks(ALONE.device),
+            self.spec, family, self, self.training, loader, self.world, Peaks(ALONE.device),
             late=self.late,
         )  # fmt: skip
 
@@ -70,15 +75,22 @@ class Rig:
 
     def predict(self, model: Any, noisy: torch.Tensor, *_: Any) -> torch.Tensor:
         factor = float("nan") if self.training.step in self.spoilt else 1.0
-        return model(noisy) * factor
+        answer: torch.Tensor = model(noisy) * factor
+        if self.training.step in self.bursts:
+            answer.register_hook(lambda gradient: gradient * float("inf"))
+        self.drawn.append(torch.rand(()).item())
+        return answer
 
 
-def rig(*spoilt: int, late: bool = False, **values: Any) -> Rig:
+def rig(
+    *spoilt: int, late: bool = False, bursts: tuple[int, ...] = (), world: World = ALONE,
+    **values: Any,
+) -> Rig:  # fmt: skip
     common = {
         "mixed_precision": "no", "learning_rate": 0.1, "max_grad_norm": 0, "optimizer": "sgd",
         "weight_decay": 0.0,
     }  # fmt: skip
-    return Rig(JobSpec(**common | values), set(spoilt), late)
+    return Rig(JobSpec(**common | values), set(spoilt), late, world=world, bursts=set(bursts))
 
 
 def test_a_step_is_gradient_descent() -> None:
@@ -160,6 +172,110 @@ def test_a_skipped_nan_lowers_the_fp16_scale_and_training_goes_on() -> None:
     assert at.run().skipped
     assert at.training.scaler.get_scale() == scale / 2
     assert not at.run().skipped
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_ranks_that_share_a_sample_make_up_for_the_mean_over_ranks(accumulation: int) -> None:
+    """Each has a part of the gradient, and the parts add up; the loss is whole on each."""
+    world = replace(ALONE, context_size=4)
+    at = rig(world=world, gradient_accumulation_steps=accumulation)
+    result = at.run()
+    assert (result.loss, result.norm) == (pytest.approx(4.0), pytest.approx(4 * 4.0))
+
+
+@pytest.mark.parametrize(
+    ("bursts", "said"), [((), "loss nan, gradient norm nan"), ((0,), "loss 4.0, gradient norm inf")]
+)
+def test_either_of_loss_and_gradient_ends_the_job_and_is_named(
+    bursts: tuple[int, ...], said: str
+) -> None:
+    at = rig(*(() if bursts else (0,)), bursts=bursts)
+    with pytest.raises(UserError) as caught:
+        at.run()
+    assert caught.value.message.endswith(f"is not finite at step 1 ({said})")
+    assert at.model.weight.item() == 2.0
+
+
+def test_an_infinite_gradient_is_skipped_where_the_job_says_so() -> None:
+    at = rig(bursts=(0,), on_nonfinite="skip")
+    result = at.run()
+    assert (result.loss, result.norm, result.skipped) == (4.0, float("inf"), True)
+    assert at.model.weight.item() == 2.0
+
+
+def test_a_step_that_goes_well_ends_a_row_of_skipped_ones() -> None:
+    at = rig(*range(19), *range(20, 39), on_nonfinite="skip")
+    for _ in range(39):
+        at.run()
+    assert [result.step for result in at.told if not result.skipped] == [20]
+
+
+def test_an_infinite_fp16_gradient_counts_towards_the_row_though_it_ends_nothing_alone() -> None:
+    at = rig(bursts=tuple(range(20)), mixed_precision="fp16")
+    for _ in range(19):
+        assert at.run().skipped
+    with pytest.raises(UserError, match="20 steps in a row"):
+        at.run()
+
+
+@pytest.mark.parametrize("first", [0, 50])
+def test_the_first_three_steps_of_a_process_and_every_hundredth_are_measured(first: int) -> None:
+    """Measuring waits for the device, so that other steps must not."""
+    at = rig()
+    at.training.step = first  # a resumed run measures its own first steps
+    measured: list[tuple[int, str]] = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        measured.append((at.training.step, name))
+        yield
+
+    at.stepper._peaks.phase = phase  # type: ignore[assignment,method-assign]
+    said = []
+    for _ in range(202):
+        said.append(at.stepper.measures())
+        at.run()
+    steps = [0, 1, 2, 100, 200]
+    assert [number for number, one in enumerate(said) if one] == steps
+    names = ("forward", "backward", "step")
+    assert measured == [(first + step, name) for step in steps for name in names]
+
+
+def test_what_a_model_draws_is_keyed_by_seed_step_and_place_among_the_data() -> None:
+    """Golden: a resumed run drops what it would have dropped."""
+    at = rig(seed=42)
+    at.run()
+    at.run()
+    assert at.drawn == pytest.approx([0.184177995, 0.330163896], abs=1e-6)
+    resumed = rig(seed=42)
+    resumed.training.step = 1
+    resumed.run()
+    assert resumed.drawn == at.drawn[1:]
+    # Ranks that share a sample drop the same of it, others do not.
+    places = [replace(ALONE, rank=rank, context_size=2) for rank in range(4)]
+    alike = [rig(seed=42, world=place) for place in places]
+    for one in alike:
+        one.run()
+    first, second, third, fourth = (one.drawn for one in alike)
+    assert first == second == at.drawn[:1]
+    assert third == fourth != first
+
+
+@pytest.mark.parametrize(
+    ("offload", "wanted"), [(False, [False, False, True]), (True, [True, True, True])]
+)
+def test_replicas_meet_once_a_step_unless_gradients_go_to_host_memory(
+    offload: bool, wanted: list[bool]
+) -> None:
+    class Sharded(FSDPModule, Line):
+        pass
+
+    at = rig(gradient_accumulation_steps=3, fsdp_cpu_offload=offload)
+    asked: list[bool] = []
+    at.model.__class__ = Sharded
+    at.model.set_requires_all_reduce = asked.append  # type: ignore[assignment]
+    assert at.run().loss == pytest.approx(4.0)
+    assert asked == wanted
 
 
 # -- as on a GPU: a step is judged when the next one has been given to it ------------------------
@@ -268,4 +384,25 @@ def test_last_words_are_those_of_a_step_that_went_well() -> None:
     assert [result.step for result in at.told] == [1]
     at.stepper.run(at.told.append)
     at.stepper.last_words()
+    assert [result.step for result in at.told] == [1]
+
+
+def test_nothing_waits_for_a_device_that_is_still_computing() -> None:
+    class Computing:
+        def reached(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            raise AssertionError("the device stands still meanwhile")
+
+    at = rig(late=True)
+    at.stepper.run(at.told.append)
+    given: Any = at.stepper._given
+    at.stepper._given = given._replace(done=Computing())
+    at.stepper.last_words()
+    assert at.told == []
+    at.stepper._hear(wait=False)
+    assert at.told == []
+    at.stepper._given = given
+    at.stepper._hear(wait=False)
     assert [result.step for result in at.told] == [1]

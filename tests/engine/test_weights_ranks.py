@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from engine import weights
 from engine.families import load
-from tests.support.engine import PRELOADED
+from tests.support.engine import start_ranks
 from tests.support.weights import CPU, FILE, Tiny, full, lora, several_files, tiny_tensors, write
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def inputs(directory: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_reads_its_rows_and_the_forward_is_that_of_from_pretrained(
     ranks: int, toy: Path, tmp_path: Path
 ) -> None:
@@ -44,10 +43,7 @@ def test_each_rank_reads_its_rows_and_the_forward_is_that_of_from_pretrained(
     tensors = tiny_tensors()
     del tensors["embed.weight"]
     write(tmp_path / "tiny", tensors)
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    torch.multiprocessing.start_processes(
-        on_rank, (ranks, toy, tmp_path), nprocs=ranks, start_method="forkserver"
-    )
+    start_ranks(on_rank, ranks, toy, tmp_path).join()
     files = [toy / "model" / "transformer" / FILE, *(tmp_path / "several").glob("*.safetensors")]
     held = [sum(t.numel() * t.element_size() for t in load_file(f).values()) for f in files]
     read = [json.loads((tmp_path / f"read{rank}").read_text()) for rank in range(ranks)]

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import socket
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-import torch
 from torch.distributed.fsdp.wrap import _recursive_wrap
 
 from engine.wrap_policy import choose_modules, load_policy
@@ -19,13 +15,15 @@ from jobs.spec import JobSpec
 from jobs.specfile import load_spec
 from jobs.wrap_policy import check_wrap_policy
 from tests.support import wrap_policies
-from tests.support.engine import PRELOADED
+from tests.support.engine import start_ranks
 from tests.support.ranks import wrap_policy as wrap_policy_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-PATIENCE: Final = 120.0  # seconds; a slow machine under load, not an expectation
+    import torch
+
+MINE: Final = "tests.support.wrap_policies"
 
 
 def names(model: torch.nn.Module, chosen: list[torch.nn.Module]) -> list[str]:
@@ -35,18 +33,27 @@ def names(model: torch.nn.Module, chosen: list[torch.nn.Module]) -> list[str]:
 
 @pytest.mark.parametrize("name", ["blocks", "by_size", "by_class", "by_policy", "by_rank"])
 def test_what_can_be_called_as_torch_does_is_a_policy(name: str) -> None:
-    assert callable(load_policy(f"wrap_policies.{name}"))
+    assert callable(load_policy(f"{MINE}.{name}"))
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [
         ("no_such_module.policy", "cannot import no_such_module.policy: ModuleNotFoundError"),
-        ("wrap_policies.blokcs", "cannot import wrap_policies.blokcs: AttributeError"),
-        ("wrap_policies.number", "wrap_policies.number is a int, not a function"),
-        ("wrap_policies.without_call", "is a CustomPolicy, not a function"),
-        ("wrap_policies.more", "missing a required argument: 'depth'"),
-        ("wrap_policies.other_names", "write def policy(module, recurse, nonwrapped_numel)"),
+        (
+            f"{MINE}.blokcs",
+            f"cannot import {MINE}.blokcs: AttributeError",
+        ),
+        (
+            f"{MINE}.number",
+            f"{MINE}.number is a int, not a function",
+        ),
+        (f"{MINE}.without_call", "is a CustomPolicy, not a function"),
+        (f"{MINE}.more", "missing a required argument: 'depth'"),
+        (
+            f"{MINE}.other_names",
+            "write def policy(module, recurse, nonwrapped_numel)",
+        ),
         ("torch.distributed.fsdp.wrap.transformer_auto_wrap_policy", "transformer_layer_cls"),
     ],
 )
@@ -126,9 +133,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_good_policy_is_imported_before_the_job_is_queued(installed: Path) -> None:
     (installed / "mine.py").write_text(
         "print('noise on standard output')\n"
+        "open(__file__ + '.imported', 'w').close()\n"
         "def policy(module, recurse, nonwrapped_numel):\n    return True\n"
     )
     check_wrap_policy(spec_of("mine.policy"))
+    assert (installed / "mine.py.imported").exists()
 
 
 @pytest.mark.parametrize(
@@ -168,11 +177,12 @@ def test_the_working_directory_is_not_looked_into(
 def test_nothing_is_imported_where_nothing_is_wrapped_by_it(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr("jobs.wrap_policy.ask", refuse)
+    asked: list[object] = []
+    monkeypatch.setattr("jobs.wrap_policy.ask", lambda *words: asked.append(words[1]))
     check_wrap_policy(spec)
+    assert asked == []
+    check_wrap_policy(spec_of("no.such"))
+    assert asked == [["no.such"]], "else it is asked"
 
 
 def test_it_is_looked_at_with_the_rest_of_a_job(job_values: dict[str, Any], no_gpus: None) -> None:
@@ -185,30 +195,17 @@ def test_it_is_looked_at_with_the_rest_of_a_job(job_values: dict[str, Any], no_g
 
 
 def test_ranks_shard_as_the_policy_says_and_differ_in_nothing(tmp_path: Path) -> None:
-    policies = [f"wrap_policies.{name}" for name in ("blocks", "by_size", "by_rank", "nothing")]
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.start_processes(
-        wrap_policy_ranks.look, (2, policies, port, str(tmp_path)), nprocs=2,
-        start_method="forkserver", join=False,
-    )  # fmt: skip
-    assert context is not None
-    deadline = time.monotonic() + PATIENCE
-    try:
-        while not context.join(timeout=1):
-            assert time.monotonic() < deadline, "ranks hang"
-    finally:
-        for process in context.processes:
-            process.kill()
+    policies = [f"{MINE}.{name}" for name in ("blocks", "by_size", "by_rank", "nothing")]
+    start_ranks(wrap_policy_ranks.look, 2, policies, str(tmp_path)).join()
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
-    assert first["wrap_policies.blocks"]["units"] == ["Block", "Block", "Block", "Model"]
-    assert first["wrap_policies.blocks"]["worst"] < 1e-6
-    assert first["wrap_policies.by_size"]["worst"] < 1e-6
-    assert (
-        "it chose other modules on rank 1 than on rank 0"
-        in (first["wrap_policies.by_rank"]["error"])
-    )
-    assert "wraps nothing in this model" in first["wrap_policies.nothing"]["error"]
+    assert first[f"{MINE}.blocks"]["units"] == [
+        "Block",
+        "Block",
+        "Block",
+        "Model",
+    ]
+    assert first[f"{MINE}.blocks"]["worst"] < 1e-6
+    assert first[f"{MINE}.by_size"]["worst"] < 1e-6
+    assert "it chose other modules on rank 1 than on rank 0" in (first[f"{MINE}.by_rank"]["error"])
+    assert "wraps nothing in this model" in first[f"{MINE}.nothing"]["error"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -869,9 +867,7 @@ STEPS: Final = 2
 def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) -> None:
     """In one process, one after the other; only places and sizes are others than in the files."""
     # The other tests here need no torch, and are done before it is loaded.
-    import torch
-
-    from tests.support.engine import PRELOADED
+    from tests.support.engine import start_ranks
     from tests.support.ranks.checkpoint import train
 
     jobs = []
@@ -900,13 +896,7 @@ def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) 
             },
         )
         jobs.append((str(tmp_path / tool), spec.to_dict(), None))
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    torch.multiprocessing.start_processes(
-        train, (1, port, jobs), nprocs=1, start_method="forkserver"
-    )
+    start_ranks(train, 1, jobs).join()
     for name, values, _ in jobs:
         run = RunDir(Path(name))
         log = EventLog(run.events).read_all()

@@ -19,6 +19,7 @@ from jobs.processes import with_run_id
 from jobs.rundir import RunDir
 from jobs.store import Store
 from tests.support.engine import toy_values
+from tests.support.forks import client as forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,19 +30,33 @@ PATIENCE = 400.0  # seconds; a slow machine under load, not an expectation
 
 @dataclass
 class Bench:
-    """One state directory, shared by the jobs of this file (and so their caches)."""
+    """One state directory, shared by the jobs of this file (and so their caches).
+
+    Attributes:
+        home: An existing directory.
+        toy: Holds `model` and `data`.
+        forked: Whether the launcher's ranks are forked from the server that has imported everything
+            (see `tests.support.forks`), by the variable in which torch's launcher looks for another
+            interpreter. Their process tree is then another; all else is real.
+    """
 
     home: Path
     toy: Path
+    forked: bool = True
 
     @property
     def environment(self) -> dict[str, str]:
-        return os.environ | {
-            "FSDP_TUI_HOME": str(self.home / "state"),
-            "XDG_CACHE_HOME": str(self.home / "cache"),
-            "FSDP_TUI_CPU_JOBS": "1",
-            "FSDP_TUI_RUNNER_IDLE": "2",
-        }
+        forked = {"PYTHON_EXEC": forks.python()} if self.forked else {}
+        return (
+            os.environ
+            | forked
+            | {
+                "FSDP_TUI_HOME": str(self.home / "state"),
+                "XDG_CACHE_HOME": str(self.home / "cache"),
+                "FSDP_TUI_CPU_JOBS": "1",
+                "FSDP_TUI_RUNNER_IDLE": "2",
+            }
+        )
 
     @property
     def store(self) -> Store:

@@ -4,70 +4,47 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import socket
-import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import FluxTransformer2DModel
+from torch.distributed import TCPStore
 
 from engine import adapters, families, weights
 from engine.draws import keyed_generator
 from engine.world import World
 from jobs.specfile import load_spec
-
-PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
-
-# What a forkserver imports once, so that the ranks it forks have no need to. Modules of the tests
-# are not found there. Nothing of this computes, so no thread is lost in a fork.
-PRELOADED: Final = [
-    "engine.run",
-    "engine.families.flux",
-    "diffusers.pipelines.flux.pipeline_flux",
-    "diffusers.loaders.lora_pipeline",
-    "transformers.models.clip.modeling_clip",
-    "transformers.models.clip.tokenization_clip",
-    "transformers.models.t5.modeling_t5",
-    "transformers.models.t5.tokenization_t5",
-]
+from tests.support.forks import client
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch.multiprocessing.spawn import ProcessContext
-
     from engine.training import Training
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
+    from tests.support.forks.client import Ranks
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def start_ranks(target: Callable[..., None], ranks: int, *words: Any) -> Ranks:
+    """Fork `target(rank, ranks, *words)` from a server that has imported the libraries.
 
-
-def start_ranks(target: Callable[..., None], ranks: int, *words: Any) -> ProcessContext:
-    """Fork `target(rank, ranks, *words)` from a server that has imported the libraries."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    context = torch.multiprocessing.start_processes(
-        target, (ranks, *words), nprocs=ranks, start_method="forkserver", join=False
-    )
-    assert context is not None
-    return context
-
-
-def join_ranks(context: ProcessContext, patience: float = PATIENCE) -> None:
-    """Wait until all ranks have left, for so many seconds.
-
-    Raises:
-        torch.multiprocessing.spawn.ProcessException: One of them failed; the others are ended.
+    Ranks find each other as those of a real launch do: through a store that this process, in place
+    of elastic's agent, keeps on a port that nobody else can take meanwhile.
     """
-    deadline = time.monotonic() + patience
-    while not context.join(timeout=1):
-        assert time.monotonic() < deadline, "ranks hang"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    each = [str(rank) for rank in range(ranks)]
+    alike = {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    started = client.start(
+        target, [(ranks, *words)] * ranks, RANK=each, LOCAL_RANK=each,
+        **{name: [value] * ranks for name, value in alike.items()},
+    )  # fmt: skip
+    started.keep = store
+    return started
 
 
 def toy_values(toy: Path, **changes: Any) -> dict[str, Any]:

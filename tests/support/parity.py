@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from safetensors.torch import load_file
 
 from jobs.eventlog import EventLog
-from tests.support.engine import toy_values
-from tests.support.paths import RANKS
+from tests.support.engine import start_ranks, toy_values
+from tests.support.ranks.parity import train
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Iterable
     from pathlib import Path
 
     import torch
@@ -31,9 +28,6 @@ TOLERANCE: Final = 1e-5
 
 # Relative, of a loss after these steps; a unit in the last place is 4e-3 in bf16, 5e-4 in fp16.
 ROUNDING: Final = {"bf16": 1e-2, "fp16": 5e-3}
-
-
-PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 
 
 COMMON: Final = {"max_train_steps": STEPS, "max_grad_norm": 0.05}
@@ -151,18 +145,18 @@ class Case:
         )  # fmt: skip
 
 
-def all_cases(adamw_in: Container[str] | None = None) -> list[Case]:
+def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
     """The table.
 
     Args:
-        adamw_in: The layouts in which AdamW trains too; None for all.
+        adamw_in: The layouts and kinds in which AdamW trains too; None for all.
     """
     cases = [
         Case(layout, kind, optimizer)
         for kind in ("lora", "full")
         for layout in LAYOUTS | (LORA_ONLY if kind == "lora" else {})
         for optimizer in OPTIMIZERS
-        if optimizer == "sgd" or adamw_in is None or layout in adamw_in
+        if optimizer == "sgd" or adamw_in is None or (layout, kind) in adamw_in
     ]
     return [
         *cases,
@@ -172,7 +166,27 @@ def all_cases(adamw_in: Container[str] | None = None) -> list[Case]:
     ]
 
 
-CASES: Final = all_cases(("fsdp2 2", "hsdp 2x2", "fsdp2 2, sharded lora, accumulated"))
+# Each of these is the pair of others that stay: the layout with the other kind, and the kind in a
+# layout that goes the same way.
+COVERED: Final = {
+    Case("fsdp2 4", "lora", "sgd"),  # by full, and by LoRA in hsdp 2x2
+    Case("fsdp2 2, accumulated", "full", "sgd"),  # by LoRA, and by full accumulated in hsdp 2x2
+    Case("fsdp2 2, cpu offload", "full", "sgd"),  # by LoRA, and by full accumulated
+    Case("fsdp2 2, activation checkpointing", "full", "sgd"),  # by LoRA, and by full selective
+}
+
+
+CASES: Final = [
+    case
+    for case in all_cases(
+        {
+            ("fsdp2 2", "full"),
+            ("hsdp 2x2", "lora"),
+            ("fsdp2 2, sharded lora, accumulated", "lora"),
+        }
+    )
+    if case not in COVERED
+]
 
 
 HALF: Final = [
@@ -203,19 +217,23 @@ class Table:
         return load_file(lora if lora.exists() else whole)
 
 
-def train_all(toy: Path, root: Path, cases: Sequence[Case] = CASES) -> Table:
-    """Do every run of the table, with one launch for each number of ranks.
+def train_all(
+    toy: Path, root: Path, cases: Iterable[Case] = (*CASES, *HALF), ranks: Iterable[int] = ()
+) -> Table:
+    """Do runs of the table and what they are compared with, with one launch a number of ranks.
 
     Args:
         toy: Holds `model` and `data`.
         root: An empty directory for the runs.
-        cases: The runs, beside those of half precision and those they are compared with.
+        cases: The runs.
+        ranks: Numbers of ranks that are launched though no run has so many.
     """
     toy = _with_fewer_layers(toy, root / "toy")
-    references = {case.reference for case in [*cases, *HALF]}
-    references |= {replace(case.reference, precision="no") for case in HALF}
-    by_ranks: dict[int, dict[str, dict[str, Any]]] = {}
-    for case in [*references, *cases, *HALF]:
+    wanted = dict.fromkeys(cases)
+    wanted |= dict.fromkeys(case.reference for case in list(wanted))
+    exact = (replace(case.reference, precision="no") for case in wanted if case.precision != "no")
+    by_ranks: dict[int, dict[str, dict[str, Any]]] = {number: {} for number in ranks}
+    for case in wanted | dict.fromkeys(exact):
         values = case.values(toy) | {"cache_dir": str(root / "cache")}
         by_ranks.setdefault(values["num_processes"], {})[str(root / case.folder)] = values
     for ranks, jobs in by_ranks.items():
@@ -237,13 +255,4 @@ def _with_fewer_layers(toy: Path, root: Path) -> Path:
 def _train(ranks: int, jobs: dict[str, dict[str, Any]], root: Path) -> None:
     cases = root / f"cases-{ranks}.json"
     cases.write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc-per-node={ranks}", str(RANKS / "parity.py"), str(cases)],
-        env=os.environ | {
-            "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "XDG_CACHE_HOME": str(root / "home"),
-        },
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    start_ranks(train, ranks, cases).join()

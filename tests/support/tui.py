@@ -11,6 +11,7 @@ from jobs.rundir import RankStatus, RunDir, event, write_atomic
 from jobs.states import State
 from jobs.store import Terms
 from tests.support.checkpoints import save_checkpoint
+from tests.support.fakes.supervise import start_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ async def until(pilot: Pilot[Any], true: Callable[[], object], seconds: float = 
 
 def nothing_starts(patch: pytest.MonkeyPatch) -> None:
     """No job gets a process, and none is missed; jobs are looked at every few milliseconds."""
-    patch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    start_nothing(patch)
     patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
     patch.setattr("tui.collector.PERIOD", 0.05)
 

@@ -90,6 +90,15 @@ async def test_without_jobs_it_says_how_to_begin(store: Store) -> None:
         text = shown(jobs_of(app))
         assert "No jobs yet" in text
         assert "fsdp-tui demo" in text
+        assert "selftest" not in text
+
+
+async def test_a_new_machine_with_gpus_is_offered_the_self_test(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.devices.gpus", FakeGpus(2))
+    async with running(store) as (app, _):
+        assert "fsdp-tui selftest" in shown(jobs_of(app))
 
 
 async def test_the_title_names_machine_and_counts(store: Store) -> None:

@@ -13,6 +13,7 @@ from textual.widgets import Select
 
 from jobs.eventlog import EventLog
 from jobs.processes import with_run_id
+from tests.support.forks import client as forks
 from tui.app import FsdpTui
 from tui.job.screen import JobScreen
 from tui.job.tabs import TABS
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from jobs.store import Store
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PATIENCE = 400.0  # seconds; a slow machine under load, not an expectation
 STEPS = 60  # many more than are trained between the first one and the stop
 # The keys of what is typed, where they are not called as they are written.
@@ -116,6 +117,7 @@ async def test_a_model_is_trained_by_keys_alone(
     store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(toy)
+    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # see `tests.support.bench`
     app = FsdpTui(store)
     async with app.run_test(size=(120, 40)) as pilot:
         me = Person(app, pilot)

@@ -165,7 +165,7 @@ def die_after(files: int) -> None:
 
 
 def train(
-    rank: int, ranks: int, values: dict[str, Any], root: Path, port: int, options: dict[str, Any]
+    rank: int, ranks: int, values: dict[str, Any], root: Path, options: dict[str, Any]
 ) -> None:
     """Run a whole job among ranks with a process group.
 
@@ -173,10 +173,6 @@ def train(
         options: `delay` seconds by which the last rank prepares late; `each` seconds that all
             ranks take for each text.
     """
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
     torch.set_num_threads(1)
     run_dir = RunDir(root)
     run_dir.create()

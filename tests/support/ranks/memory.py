@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -96,12 +95,8 @@ class Counting:
         return {}
 
 
-def train(rank: int, ranks: int, cases: dict[str, dict[str, Any]], port: int, folder: str) -> None:
+def train(rank: int, ranks: int, cases: dict[str, dict[str, Any]], folder: str) -> None:
     """Train each case; writes phase → bytes of each to `<rank>.json`."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-5)  # gloo's threads need the interpreter to let go of a buffer
     found = {name: _count(name, values, rank, folder) for name, values in cases.items()}

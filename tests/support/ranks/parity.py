@@ -1,7 +1,7 @@
-"""One rank that trains several jobs in a row: `torchrun … parity_ranks.py CASES.json`.
+"""One rank that trains several jobs in a row; on GPUs started by `torchrun … parity.py CASES.json`.
 
-The file maps run directories to jobs. Starting ranks takes far longer than ten steps of a toy, so
-all jobs of a world size share the processes; each has a mesh, a model and an optimizer of its own.
+The file maps run directories to jobs. All jobs of a world size share the processes; each has a
+mesh, a model and an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from jobs.spec import JobSpec
 from jobs.specfile import load_spec
 
 
-def main() -> None:
+def train(rank: int, ranks: int, cases: Path) -> None:
     gc.freeze()  # each job collects garbage several times; what was imported is none
-    rank = int(os.environ["RANK"])
-    for name, values in json.loads(Path(sys.argv[1]).read_text()).items():
+    for name, values in json.loads(cases.read_text()).items():
         run_dir = RunDir(Path(name))
         run_dir.create()
         spec = load_spec(None, values)
@@ -42,8 +41,8 @@ def main() -> None:
             traceback.print_exc()
             os._exit(1)
         telemetry.close()
-    found = find_planted_differences(rank, int(os.environ["WORLD_SIZE"]))
-    Path(sys.argv[1]).with_name(f"planted-{len(found)}-{rank}.json").write_text(json.dumps(found))
+    found = find_planted_differences(rank, ranks)
+    cases.with_name(f"planted-{len(found)}-{rank}.json").write_text(json.dumps(found))
     leave_world()
 
 
@@ -79,4 +78,4 @@ def _plant(trained: dict[str, torch.nn.Parameter], world: World, *, on_rank: int
 
 
 if __name__ == "__main__":
-    main()
+    train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1]))

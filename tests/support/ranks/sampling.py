@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +58,8 @@ class StopsLate:
         return 0 < self._looks <= self._done
 
 
-def look(rank: int, ranks: int, cases: dict[str, dict[str, Any]], port: int) -> None:
+def look(rank: int, ranks: int, cases: dict[str, dict[str, Any]]) -> None:
     """Do each case: directory → job. Writes `rank-<r>.json` there, beside the pictures."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
     torch.set_num_threads(1)
     for name, values in cases.items():
         _case(rank, Path(name), values)

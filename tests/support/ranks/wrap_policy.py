@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -16,12 +15,8 @@ from jobs.spec import JobSpec
 from tests.support.wrap_policies import Model
 
 
-def look(rank: int, ranks: int, policies: list[str], port: int, folder: str) -> None:
+def look(rank: int, ranks: int, policies: list[str], folder: str) -> None:
     """Shard by each policy; writes what came of it to `<rank>.json`."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
     torch.set_num_threads(1)
     found = {policy: _case(policy, ranks) for policy in policies}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))

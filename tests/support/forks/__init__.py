@@ -1,0 +1,1 @@
+"""Python processes forked from a server that has imported what ranks import."""

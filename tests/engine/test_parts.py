@@ -18,7 +18,7 @@ from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
 from jobs.spec import JobSpec
-from tests.support.engine import Line, toy_spec
+from tests.support.engine import Line, parameter, toy_spec
 from tests.support.engine import save_checkpoint as save
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from engine.draws import keyed_generator
-from engine.gradients import average_gradients, clip
+from engine.gradients import Averager, clip
 from engine.objective import loss_of
 from engine.optim import decides_on_device, step_unless
 from engine.precision import computing
@@ -148,6 +148,8 @@ class Stepper:
         self._world = world
         self._peaks = peaks
         self._trained = list(training.trained().values())
+        self._averager = Averager(self._trained, world)
+        self._averager.watch()
         # Whether training goes on after a step that is left out.
         self._goes_on = spec.on_nonfinite == "skip" or training.scaler is not None
         wanted = world.device.type == "cuda" if late is None else late
@@ -239,6 +241,8 @@ class Stepper:
                 loss = self._loss(batch) / count
             del batch  # before the next one comes to the device
             self._hear(wait=False)
+            if number == count:
+                self._averager.begin()
             with self._measured("backward"):
                 # Ranks that share a sample have a part of its gradient each; see
                 # `engine.context_parallel`.
@@ -262,7 +266,7 @@ class Stepper:
     def _reduce(self, losses: torch.Tensor) -> torch.Tensor:
         """Average and clip gradients; loss and norm, `(2,)`, of all ranks, so that all do alike."""
         training = self._training
-        average_gradients(self._trained, self._world)
+        self._averager.finish()
         if training.scaler is not None:
             training.scaler.unscale_(training.optimizer)
         norm = clip(self._trained, self._spec.max_grad_norm, self._world)
@@ -281,6 +285,8 @@ class Stepper:
         """
         loss, norm = numbers.tolist()
         training, scaler = self._training, self._training.scaler
+        if training.ema is not None:
+            training.ema.catch_up()
         finite = self._judge(loss, norm, step)
         if scaler is None:
             if finite:
@@ -315,6 +321,8 @@ class Stepper:
             Loss, norm and, of fp16, the loss scale.
         """
         training, scaler = self._training, self._training.scaler
+        if training.ema is not None:
+            training.ema.catch_up()
         spoilt = 1 - numbers.isfinite().all().to(numbers.dtype)
         if decides_on_device(training.optimizer):
             step_unless(training.optimizer, spoilt)

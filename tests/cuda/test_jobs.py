@@ -63,7 +63,7 @@ JOBS: Final = dict(_families()) | dict(_on_two()) | {
     ),
     "fp32": Job(1, FULL | {"mixed_precision": "no"}),
     "fp16": Job(1, {"mixed_precision": "fp16"}),
-    "compiled": Job(1, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "compiled": Job(1, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "adafactor": Job(1, FULL | {"optimizer": "adafactor"}),
     "held out": Job(1, {"validation_fraction": 0.25, "validation_loss_steps": 1}),
     "ddp": Job(2, {"strategy": "ddp", "checkpointing_steps": 1} | SAMPLED),
@@ -185,16 +185,17 @@ def last_step(done: Outcome) -> dict[str, int]:
 def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehearsal) -> None:
     done, plain = rehearsal[name], rehearsal[other]
     mine, others = last_step(done), last_step(plain)
-    held, peak = (
-        [one.counts[0]["memory"][key] for one in (done, plain)] for key in ("held", "step")
-    )
+    held = [one.counts[0]["memory"]["held"] for one in (done, plain)]
     match name:
         case "accumulation":
             assert mine["gemms"] == 2 * others["gemms"]
         case "ema":
             assert held[0] > held[1]
-        case "checkpointing" | "selective checkpointing" | "fsdp2 checkpointing":
-            assert mine["gemms"] > others["gemms"], "some are computed twice"
+        case "checkpointing" | "fsdp2 checkpointing":
+            assert mine["gemms"] > others["gemms"], "blocks are computed twice"
+        case "selective checkpointing":
+            assert mine["gemms"] == others["gemms"], "products are kept"
+            assert mine["launches"] > others["launches"], "the rest is computed twice"
         case "sharded lora":
             assert held[0] < held[1]
         case "cpu offload":
@@ -205,7 +206,6 @@ def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehe
             assert held[0] < 0.6 * held[1]
         case _:
             raise AssertionError(f"nothing is known of {name}")
-    assert peak
 
 
 def tensors(path: Path) -> dict[str, tuple[str, bytes]]:
@@ -220,7 +220,7 @@ def tensors(path: Path) -> dict[str, tuple[str, bytes]]:
     }
 
 
-@pytest.mark.parametrize("name", _names(["fsdp2 full on one", "full state dict on one"]))
+@pytest.mark.parametrize("name", _names(["fsdp2 full on one"]))
 def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: Rehearsal) -> None:
     """No kernel changes a weight: what is exported is what was read, if every copy went right.
 

@@ -64,6 +64,9 @@ class Counting:
         # Kept, so that it is not collected while the library may call it.
         self._callback = ctypes.CFUNCTYPE(None)(self._waited)
         self._library.cuda_stub_on_sync(self._callback)
+        self._held_before = (
+            _held()
+        )  # by what libraries keep of jobs before, such as tables of angles
         run, phase = Stepper.run, Peaks.phase
         counting = self
 
@@ -106,8 +109,6 @@ class Counting:
         }
 
     def _run(self, run: Callable[[Any], Any], stepper: Any) -> Any:
-        import torch
-
         before, self._in_step = self._snapshot(), True
         self._syncs.clear()  # of the last step alone
         try:
@@ -115,9 +116,7 @@ class Counting:
         finally:
             self._in_step = False
             self._steps.append(_difference(before, self._snapshot()))
-            # cuBLAS keeps 32 MiB a handle between steps, more than a toy weighs.
-            torch._C._cuda_clearCublasWorkspaces()
-            self._memory["held"] = torch.cuda.memory_allocated()
+            self._memory["held"] = _held() - self._held_before
 
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:
@@ -156,6 +155,16 @@ class Counting:
                 places.append(f"{folder}/{name}:{frame.f_lineno}")
             frame = frame.f_back
         self._syncs[f"{self._phase or 'step'}: {' < '.join(places) or 'backward'}"] += 1
+
+
+def _held() -> int:
+    """Bytes of tensors on the device. Without cuBLAS's 32 MiB a handle: toys weigh less."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
 
 
 def _difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:

@@ -64,6 +64,7 @@ def newest(run_dir: RunDir) -> int:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_ranks_killed_around_saves_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()

@@ -23,7 +23,6 @@ from engine import adapters, checkpoint
 from engine.checkpoint import full, sharded
 from engine.checkpoint import saver as saver_module
 from engine.checkpoint.contents import collect, expected_bytes
-from engine.checkpoint.data_facts import tell_difference
 from engine.checkpoint.together import OutOfStepError, SaveError, together
 from engine.ema import Ema
 from engine.families import load
@@ -224,16 +223,6 @@ def test_a_checkpoint_of_another_shape_is_refused_in_words(toy: Path, run_dir: R
     narrow = toy_spec(toy, lora_rank=4)
     with pytest.raises(UserError, match=r"\(4, \d+\) here, and the checkpoint step-0 has it as"):
         checkpoint.load(training_of(toy, narrow), path, ALONE)
-
-
-def test_other_data_is_told_and_the_same_is_not() -> None:
-    before = {"samples": 4, "steps_per_epoch": 2, "digest": "a"}
-    assert tell_difference(before, dict(before)) is None
-    assert tell_difference({}, before) is None, "nothing is known of old checkpoints"
-    assert "4 → 5 samples" in (
-        tell_difference(before, before | {"samples": 5, "digest": "b"}) or ""
-    )
-    assert "other ones among" in (tell_difference(before, before | {"digest": "b"}) or "")
 
 
 # -- which one is loaded -------------------------------------------------------------------

@@ -23,18 +23,32 @@ from tests.support.ranks.context_parallel import CASES, Case, work
 EXACT = 1e-5  # relative; fp32 rounding
 
 
+FAST = ("plain", "LoRA replicated")
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the ranks found, by case."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What the ranks found, by case: of those that are chosen, and sampling with two ranks."""
     root = tmp_path_factory.mktemp("context")
+    here = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params.get("case") for item in here if hasattr(item, "callspec")]
     for ranks in (2, 4):
-        start_ranks(work, ranks, f"{root}/meeting-{ranks}", root / "results.json").join()
+        cases = [case for case in chosen if case is not None and case.ranks == ranks]
+        if cases or ranks == 2:
+            meeting = f"{root}/meeting-{ranks}"
+            start_ranks(work, ranks, cases, meeting, root / "results.json").join()
     found: dict[str, dict[str, Any]] = json.loads((root / "results.json").read_text())
     return found
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.ranks} ranks, {case.name}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if c.name in FAST else pytest.mark.slow) for c in CASES],
+    ids=lambda case: f"{case.ranks} ranks, {case.name}",
+)
 def test_a_split_step_is_that_of_one_process(
     results: dict[str, dict[str, Any]], case: Case
 ) -> None:

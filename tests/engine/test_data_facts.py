@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.checkpoint.data_facts import data_facts
+from engine.checkpoint.data_facts import data_facts, tell_difference
 from engine.data.index import DataIndex, Sample
 from engine.data.plan import BatchPlan
 
@@ -60,3 +60,13 @@ def test_where_samples_lie_and_how_many_make_a_step_is_not_in_the_digest() -> No
     larger = facts_of(SAMPLES, batch=2)
     assert larger["digest"] == facts_of(SAMPLES)["digest"]
     assert larger["steps_per_epoch"] == 2
+
+
+def test_other_data_is_told_and_the_same_is_not() -> None:
+    before = {"samples": 4, "steps_per_epoch": 2, "digest": "a"}
+    assert tell_difference(before, dict(before)) is None
+    assert tell_difference({}, before) is None, "nothing is known of old checkpoints"
+    assert "4 → 5 samples" in (
+        tell_difference(before, before | {"samples": 5, "digest": "b"}) or ""
+    )
+    assert "other ones among" in (tell_difference(before, before | {"digest": "b"}) or "")

@@ -102,7 +102,7 @@ def computed(facts: list[dict[str, Any]]) -> tuple[int, int]:
     return sum(len(f["texts"]) for f in facts), sum(f["pictures"] for f in facts)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_fill_the_caches_once_together_and_nothing_is_left_to_do(
     ranks: int, folder: Folder
 ) -> None:
@@ -127,12 +127,14 @@ def test_ranks_fill_the_caches_once_together_and_nothing_is_left_to_do(
     assert {facts["digest"] for facts in again} == {facts["digest"] for facts in first}
 
 
+@pytest.mark.slow
 def test_no_encoder_is_left_in_any_rank(folder: Folder) -> None:
     for facts in folder.fill("first", 2):
         assert sorted(facts["loaded"]) == ["text", "vae"]
         assert facts["left"] == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_loses_only_its_current_file(folder: Folder) -> None:
     context = folder.start("killed", 2, dies=30, holds="pictures", holder=0)
     with pytest.raises(RanksFailedError) as end:
@@ -155,6 +157,7 @@ def test_a_rank_that_is_killed_loses_only_its_current_file(folder: Folder) -> No
         assert kept[kind].items() <= now.items(), "what was there was not touched"
 
 
+@pytest.mark.slow
 def test_damaged_files_are_computed_anew_with_a_warning(folder: Folder) -> None:
     whole = folder.fill("whole", 2)
     texts, latents = folder.files("text"), folder.files("latents")
@@ -173,6 +176,7 @@ def test_damaged_files_are_computed_anew_with_a_warning(folder: Folder) -> None:
     assert min(latents) in said[1]
 
 
+@pytest.mark.slow
 def test_a_changed_picture_and_a_changed_caption_are_noticed(
     folder: Folder, tmp_path: Path
 ) -> None:
@@ -192,6 +196,7 @@ def test_a_changed_picture_and_a_changed_caption_are_noticed(
     assert "1 new, 1 changed, 1 with another caption" in said
 
 
+@pytest.mark.slow
 def test_a_job_that_sees_little_prepares_little(folder: Folder) -> None:
     short = folder.fill("short", 2, {"max_train_steps": 3, "validation_prompts": []})
     texts, pictures = computed(short)
@@ -200,6 +205,7 @@ def test_a_job_that_sees_little_prepares_little(folder: Folder) -> None:
     assert computed(longer) == (4, 4), "and the longer one only what is new to it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "kind", "holds", "ahead"),
     [
@@ -227,6 +233,7 @@ def test_ranks_that_are_asked_to_stop_leave_together_and_go_on_later(
         assert files.items() <= now[kind].items(), "what was there was not touched"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sees", "place"), [(0, "index"), (1, "check-text")])
 def test_a_wish_that_one_rank_sees_is_everyones(sees: int, place: str, folder: Folder) -> None:
     RunDir(folder.root / "run").request("stop")
@@ -235,6 +242,7 @@ def test_a_wish_that_one_rank_sees_is_everyones(sees: int, place: str, folder: F
     assert computed(facts) == (0, 0)
 
 
+@pytest.mark.slow
 def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder) -> None:
     context = start_training(
         folder.root / "run", folder.toy, {"each": 0.5}, shard_text_encoders=True,
@@ -308,6 +316,7 @@ def late(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[dict[s
         job.context.kill()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_by_more_than_the_timeout_fails_nothing(late: dict[str, Late]) -> None:
     encode = late["whole"].end_of("encode")
     assert encode["seconds"] > DELAY - 5 > 2 * TIMEOUT
@@ -315,6 +324,7 @@ def test_a_rank_that_is_late_by_more_than_the_timeout_fails_nothing(late: dict[s
     assert mine > 5 * its, "the other rank did not leave it all the work"
 
 
+@pytest.mark.slow
 def test_nor_does_one_for_which_sharded_encoders_wait_in_a_collective(
     late: dict[str, Late],
 ) -> None:
@@ -325,6 +335,7 @@ def test_nor_does_one_for_which_sharded_encoders_wait_in_a_collective(
     assert '"freed"' in log
 
 
+@pytest.mark.slow
 def test_sharded_encoders_fill_the_cache_with_the_same_bytes(late: dict[str, Late]) -> None:
     for job in late.values():
         job.end_of("encode")

@@ -37,3 +37,4 @@ def test_a_samples_draws_are_keyed_by_seed_step_and_place() -> None:
 def test_captions_that_were_dropped_are_dropped_again() -> None:
     dropped = [place for place in range(40) if drops_caption(42, 7, place, 0.2)]
     assert dropped == [7, 12, 23, 25, 31]
+    assert drops_caption(42, 7, 7, 0.0) is False

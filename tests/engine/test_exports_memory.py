@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
@@ -18,6 +19,7 @@ GIGABYTES = 0.4
 MOST = 150 * 2**20  # bytes beyond what the imports take; the largest tensor has 20 MB
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_never_lies_whole_in_memory(toy: Path, tmp_path: Path) -> None:
     path = make(toy / "model", tmp_path, GIGABYTES, lambda *words: start(*words).join())
     checkpoint = read_checkpoint(path)

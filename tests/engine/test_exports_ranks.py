@@ -16,6 +16,8 @@ from tests.support.ranks.export import STEP, on_rank
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
     "lora-sharded-ema": {"lora_placement": "sharded", "use_ema": True, "lora_alpha": 7},

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE: Final = 0.03
 
 SHARDED: Final = {"strategy": "fsdp2"}

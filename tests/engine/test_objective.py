@@ -77,6 +77,35 @@ def test_shift_is_the_familys_unless_the_job_names_one() -> None:
         assert torch.allclose(many_sigmas(objective), 3 * plain / (1 + 2 * plain))
 
 
+def test_a_familys_shift_is_that_of_height_width_and_frames() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def shift_of(height: int, width: int, frames: int) -> float:
+        asked.append((height, width, frames))
+        return 2.0
+
+    objective = Flow(JobSpec(), shift_of)
+    assert objective.shift_for(torch.zeros(1, 4, 6, 8)) == 2.0
+    assert objective.shift_for(torch.zeros(1, 4, 5, 6, 8)) == 2.0
+    assert asked == [(6, 8, 1), (6, 8, 5)]
+
+
+def test_sigmas_stay_within_those_that_the_model_is_for() -> None:
+    def drawn(low: float, high: float, **values: Any) -> torch.Tensor:
+        limited = Flow(JobSpec(**values), lambda height, width, frames: 1.0, (low, high))
+        return limited.draw(torch.zeros(256, 1, 1, 1), sample_generators(0, 0, range(256))).level
+
+    within = drawn(0.4, 0.6)
+    assert within.min() >= 0.4
+    assert within.max() <= 0.6
+    assert within.unique().numel() > 200, "drawn again, not cut off"
+    kept = drawn(0.0, 1.0)
+    assert torch.equal(within[(kept >= 0.4) & (kept <= 0.6)], kept[(kept >= 0.4) & (kept <= 0.6)])
+    assert drawn(0.9, 1.0, logit_mean=-30.0, logit_std=0.1).unique().tolist() == [
+        pytest.approx(0.9)
+    ], "one that lies elsewhere is cut off"
+
+
 def schedule(prediction: str) -> DDPMScheduler:
     return DDPMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
@@ -125,8 +154,9 @@ def test_a_foreign_noise_schedule_is_refused(
     if settings is not None:
         (tmp_path / "scheduler").mkdir()
         (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=rf"the model's scheduler \({named}\) has another noise"):
+    with pytest.raises(UserError) as caught:
         build_objective(JobSpec(), family_of("denoise"), tmp_path)
+    assert caught.value.message.startswith(f"the model's scheduler ({named}) has another noise ")
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

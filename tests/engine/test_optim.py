@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,11 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from engine.optim import WHOLE_ONLY, build_optimizer, explain_load_failure
 from jobs.errors import UserError
 from jobs.spec import JobSpec
-from tests.support.paths import RANKS, ROOT
-from tests.support.ranks.optim import CPU, RATES, Run, round_trip
+from tests.support.engine import start_ranks
+from tests.support.ranks.optim import CPU, RATES, Run, round_trip, work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 SHARDING = [name for name in RATES if name not in WHOLE_ONLY]
@@ -30,32 +26,11 @@ SHARDING = [name for name in RATES if name not in WHOLE_ONLY]
 TOLERANCE = {"adamw": 1e-5, "sgd": 1e-6, "lion": 1e-6, "adamw_8bit": 3e-3}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Any]]]:
-    """Two ranks that work while this process does the tests that need none."""
-    directory = tmp_path_factory.mktemp("ranks")
-    script = RANKS / "optim.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ranks = []
-    for rank in range(2):
-        command = [sys.executable, str(script), str(rank), str(directory)]
-        with open(directory / f"rank{rank}.log", "w") as log:
-            ranks.append(
-                subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            )
-    yield directory, ranks
-    for process in ranks:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
-def ranks(started: tuple[Path, list[Any]]) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    directory, processes = started
-    for rank, process in enumerate(processes):
-        status = process.wait(timeout=1500)  # a slow machine, not an expectation
-        assert status == 0, (directory / f"rank{rank}.log").read_text()[-3000:]
+    directory = tmp_path_factory.mktemp("ranks")
+    start_ranks(work, 2, directory).join()
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -4,14 +4,14 @@ Six steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the
 of four, of eight where four ranks accumulate, through the same code as a real job
 (`engine.run.run_job`). With SGD every loss and every trained tensor must agree; with AdamW, which
 turns the rounding of a gradient near zero into a whole step, every loss. SGD trains in every layout
-here, AdamW in some; `tests/bench/parity.py` has all.
+here, AdamW in some; `tests/bench/parity.py` has all, with both kinds of training.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -27,27 +27,57 @@ from tests.support.parity import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 
 pytestmark = pytest.mark.e2e
 
+# One of everything: strategies, both kinds, both placements of a LoRA, both optimizers,
+# accumulation, offload, an average, half precision. All others are slow.
+FAST: Final = {
+    Case("ddp 2", "lora", "sgd"),
+    Case("fsdp2 2", "full", "sgd"),
+    Case("fsdp2 2", "full", "adamw"),
+    Case("fsdp2 2, accumulated", "lora", "sgd"),
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
+    Case("fsdp2 2, cpu offload, accumulated", "full", "sgd"),
+    Case("hsdp 2x2", "full", "sgd"),
+    Case("fsdp2 2", "lora", "adamw", "bf16"),
+}
+
+
+def of_each(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """A test of each of these, as its `case`."""
+    fast = FAST | {case.reference for case in FAST}
+    return pytest.mark.parametrize(
+        "case",
+        [pytest.param(c, marks=() if c in fast else pytest.mark.slow) for c in cases],
+        ids=lambda case: case.folder,
+    )
+
 
 @pytest.fixture(scope="module")
-def table(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Table:
-    return train_all(toy, tmp_path_factory.mktemp("parity"))
+def table(
+    request: pytest.FixtureRequest, toy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Table:
+    """The runs that the chosen tests of this file look at."""
+    here = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    cases = [params["case"] for params in chosen if "case" in params]
+    ranks = {params["ranks"] for params in chosen if "ranks" in params}
+    plain = [replace(case, extra="") for case in cases if case.layout.startswith("one process")]
+    return train_all(toy, tmp_path_factory.mktemp("parity"), [*cases, *plain], ranks)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.folder)
+@of_each(CASES)
 def test_every_loss_is_that_of_one_process(table: Table, case: Case) -> None:
     losses = table.losses(case)
     assert len(losses) == STEPS
     assert losses == pytest.approx(table.losses(case.reference), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.optimizer == "sgd"], ids=lambda case: case.folder
-)
+@of_each(c for c in CASES if c.optimizer == "sgd")
 def test_every_tensor_trained_by_sgd_is_that_of_one_process(table: Table, case: Case) -> None:
     mine, expected = table.trained(case), table.trained(case.reference)
     assert mine.keys() == expected.keys()
@@ -56,27 +86,22 @@ def test_every_tensor_trained_by_sgd_is_that_of_one_process(table: Table, case: 
         assert difference <= TOLERANCE * expected[name].abs().max(), name
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@of_each(Case("one process", kind, "sgd", extra="ema") for kind in ("lora", "full"))
 def test_an_average_is_exported_and_changes_nothing_of_the_training(
-    table: Table, kind: str
+    table: Table, case: Case
 ) -> None:
-    plain = Case("one process", kind, "sgd")
-    averaged = replace(plain, extra="ema")
-    assert table.losses(averaged) == table.losses(plain)
-    with_average, without = table.trained(averaged), table.trained(plain)
+    plain = replace(case, extra="")
+    assert table.losses(case) == table.losses(plain)
+    with_average, without = table.trained(case), table.trained(plain)
     assert any(not tensor.equal(without[name]) for name, tensor in with_average.items())
 
 
-def test_dropped_captions_change_the_losses(table: Table) -> None:
-    plain = Case("one process", "full", "sgd")
-    assert table.losses(replace(plain, extra="caption dropout")) != table.losses(plain)
+@of_each([Case("one process", "full", "sgd", extra="caption dropout")])
+def test_dropped_captions_change_the_losses(table: Table, case: Case) -> None:
+    assert table.losses(case) != table.losses(replace(case, extra=""))
 
 
-@pytest.mark.parametrize(
-    "case",
-    sorted({c.reference for c in CASES}, key=lambda c: c.folder),
-    ids=lambda case: case.folder,
-)
+@of_each(sorted({c.reference for c in CASES}, key=lambda c: c.folder))
 def test_the_reference_trains_and_is_clipped(table: Table, case: Case) -> None:
     """Else the table would show that doing nothing is the same everywhere."""
     steps = table.log(case).steps
@@ -84,7 +109,7 @@ def test_the_reference_trains_and_is_clipped(table: Table, case: Case) -> None:
     assert max(step.loss for step in steps) - min(step.loss for step in steps) > 1e-3
 
 
-@pytest.mark.parametrize("case", HALF, ids=lambda case: case.folder)
+@of_each(HALF)
 def test_half_precision_differs_by_its_rounding_only(table: Table, case: Case) -> None:
     """Two ranks and one agree, and both follow the curve of fp32."""
     two, one = table.losses(case), table.losses(case.reference)

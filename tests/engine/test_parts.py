@@ -11,7 +11,6 @@ from diffusers import FluxTransformer2DModel
 from engine import checkpoint
 from engine.activation_checkpointing import checkpoint_activations
 from engine.backends import choose_attention, choose_backends, compile_blocks
-from engine.ema import Ema
 from engine.mesh import build_mesh
 from engine.peaks import Peaks
 from engine.run import start_training
@@ -19,7 +18,7 @@ from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
 from jobs.spec import JobSpec
-from tests.support.engine import Line, parameter, toy_spec
+from tests.support.engine import Line, toy_spec
 from tests.support.engine import save_checkpoint as save
 
 if TYPE_CHECKING:
@@ -29,51 +28,6 @@ if TYPE_CHECKING:
     from engine.training import Training
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
-
-
-# -- the moving average ------------------------------------------------------------------------
-
-
-def test_the_average_follows_by_its_decay() -> None:
-    weight = parameter(1.0, 2.0)
-    ema = Ema({"w": weight}, decay=0.5)
-    weight.data += 4.0
-    ema.update(step=100)
-    assert torch.allclose(ema.shadow["w"], torch.tensor([3.0, 4.0]))
-
-
-def test_the_decay_warms_up() -> None:
-    ema = Ema({}, decay=0.999)
-    assert ema.decay_at(1) == pytest.approx(2 / 11)
-    assert ema.decay_at(100_000) == 0.999
-    assert [ema.decay_at(n) for n in range(1, 50)] == sorted(ema.decay_at(n) for n in range(1, 50))
-
-
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_within_the_context_the_model_is_the_average_and_afterwards_itself(on_cpu: bool) -> None:
-    weight = parameter(1.0)
-    held = weight.data
-    ema = Ema({"w": weight}, decay=0.5, on_cpu=on_cpu)
-    weight.data += 1.0
-    with ema.in_place():
-        assert weight.item() == 1.0
-        assert weight.data.data_ptr() == held.data_ptr(), "whoever holds it still does"
-    assert weight.item() == 2.0
-    assert ema.shadow["w"].item() == 1.0
-
-
-def test_an_error_within_the_context_leaves_the_model_as_it_was() -> None:
-    weight = parameter(1.0)
-    ema = Ema({"w": weight}, decay=0.5)
-    weight.data += 1.0
-
-    def fail() -> None:
-        with ema.in_place():
-            raise RuntimeError("sampling failed")
-
-    with pytest.raises(RuntimeError, match="sampling failed"):
-        fail()
-    assert weight.item() == 2.0
 
 
 # -- peaks of memory ---------------------------------------------------------------------------

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from engine import gradients
 from engine.gradients import average_gradients, clip
 from engine.mesh import build_mesh, sharding_mesh
 from engine.replicas import check_replicas
-from engine.weights import local_part, materialise
+from engine.weights import build_on_meta, local_part, materialise, reading_of, stream
 from engine.world import World
 from jobs.spec import JobSpec
 from tests.support.engine import ALONE
 from tests.support.forked import on_ranks
+from tests.support.weights import Tiny, full, tiny_tensors, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,6 +207,42 @@ def test_replicas_of_shards_are_compared_with_each_other_alone(tmp_path: Path) -
     assert [before for before, _ in found] == [""] * 4
     wrong = "the ranks' copies of 1 trained tensors differ, such as w"
     assert [after for _, after in found] == ["", wrong, "", wrong]
+
+
+# -- shards that are read from files -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 2), ("hsdp", 4)])
+def test_each_rank_reads_its_own_rows(tmp_path: Path, strategy: str, ranks: int) -> None:
+    tensors = tiny_tensors()
+    del tensors["embed.weight"]
+    directory = write(tmp_path / "m", tensors)
+    replicas = {"dp_replicate_size": 2} if strategy == "hsdp" else {}
+    spec = full(tmp_path, num_processes=ranks, strategy=strategy, **replicas)
+
+    def work(rank: int) -> Any:
+        mesh = build_mesh(spec, strategy, ranks, "cpu")
+        assert mesh is not None
+        model: Any
+        model, stored = build_on_meta(Tiny, directory, spec)
+        fully_shard(model, mesh=sharding_mesh(mesh))
+        materialise(model, CPU)
+        read = stream(model, stored)
+        parameters = dict(model.named_parameters())
+        here = {name: local_part(p).shape[0] for name, p in parameters.items()}
+        columns = distribute_tensor(torch.zeros(3, 4), sharding_mesh(mesh)["dp_shard"], [Shard(1)])
+        with pytest.raises(RuntimeError, match=r"inner.weight is sharded as .*only rows can"):
+            reading_of("inner.weight", stored["inner.weight"], columns)
+        return read, here, {name: p.full_tensor() for name, p in parameters.items()}
+
+    found = on_ranks(work, ranks, tmp_path)
+    buffers = tensors["mean"].nbytes + tensors["count"].nbytes
+    weights = sum(tensor.nbytes for tensor in tensors.values()) - buffers
+    assert sum(read for read, _, _ in found) == weights * ranks // 2 + buffers * ranks
+    assert [here["embed.weight"] for _, here, _ in found] == [4, 3] * (ranks // 2)
+    for _, _, whole in found:
+        assert torch.equal(whole.pop("embed.weight"), tensors["head.weight"])
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in whole.items())
 
 
 # -- shards in host memory ---------------------------------------------------------------------

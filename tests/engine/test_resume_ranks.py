@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     Jobs = list[tuple[str, dict[str, Any], int | None]]
 
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
 STEPS: Final = 20
 HALF: Final = 10
 # A global batch of 4 on any number of ranks.
@@ -107,7 +109,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Folder:
     return made
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(folder: Folder, kind: str) -> None:
     straight, halves = folder.losses(kind), folder.losses(f"{kind}-halves")
@@ -127,7 +128,6 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(folder: Folder, kind: str
     assert folder.pictures(f"{kind}-halves") == pictures
 
 
-@pytest.mark.e2e
 def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     """And from a sharded adapter to a whole one, and to one process that shards nothing."""
     folder.train(4, folder.job("moving", 13, ranks=4))
@@ -150,7 +150,6 @@ def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
     assert [(c.step, c.layout, c.world_size) for c in whole] == [(7, "full", 2), (20, "sharded", 1)]
 
 
-@pytest.mark.e2e
 def test_a_job_goes_on_from_another_jobs_checkpoint(folder: Folder) -> None:
     assert folder.losses("branch") == folder.losses("lora")[HALF:]
     assert list_checkpoints(folder.run("branch"))[-1].step == STEPS
@@ -162,7 +161,6 @@ def test_a_job_goes_on_from_another_jobs_checkpoint(folder: Folder) -> None:
     assert start["step"] == HALF
 
 
-@pytest.mark.e2e
 def test_a_checkpoint_says_what_it_was_made_by(folder: Folder) -> None:
     state = read_state(list_checkpoints(folder.run("lora"))[-1].path)
     assert state["spec"]["max_train_steps"] == STEPS

@@ -15,6 +15,8 @@ from tests.support.ranks import sampling as sampling_ranks
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 ALIKE: Final = ["a red circle", "a blue square", "a green star", "a red star", "a blue circle"]
 GUIDED: Final = {"negative_prompt": "blue", "true_cfg_scale": 3.0}
 MIXED: Final[list[Any]] = [

@@ -385,3 +385,24 @@ def test_last_words_are_those_of_a_step_that_went_well() -> None:
     at.stepper.run(at.told.append)
     at.stepper.last_words()
     assert [result.step for result in at.told] == [1]
+
+
+def test_nothing_waits_for_a_device_that_is_still_computing() -> None:
+    class Computing:
+        def reached(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            raise AssertionError("the device stands still meanwhile")
+
+    at = rig(late=True)
+    at.stepper.run(at.told.append)
+    given: Any = at.stepper._given
+    at.stepper._given = given._replace(done=Computing())
+    at.stepper.last_words()
+    assert at.told == []
+    at.stepper._hear(wait=False)
+    assert at.told == []
+    at.stepper._given = given
+    at.stepper._hear(wait=False)
+    assert [result.step for result in at.told] == [1]

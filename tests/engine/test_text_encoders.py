@@ -13,10 +13,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from engine import text_encoders
+from engine.families import load
 from engine.imports import uncollected
 from engine.meeting import Meeting
 from engine.release import Watch
-from engine.text_encoders import agree_on_sharding, encoder_bytes, encoder_names, shards_encoders
+from engine.text_encoders import (
+    agree_on_sharding,
+    encoder_bytes,
+    encoder_names,
+    load_whole,
+    shards_encoders,
+)
 from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
@@ -110,6 +118,7 @@ def launch(ranks: int, toy: Path, shared: Path) -> list[dict[str, Any]]:
     return [json.loads((shared / f"found{ranks}-{r}.json").read_text()) for r in range(ranks)]
 
 
+@pytest.mark.slow
 def test_sharded_encoders_are_those_of_from_pretrained_and_leave_nothing(
     toy: Path, tmp_path: Path
 ) -> None:
@@ -139,8 +148,62 @@ def test_sharded_encoders_are_those_of_from_pretrained_and_leave_nothing(
     assert "imed out" in both[0]["late"]["default group"]
 
 
+@pytest.mark.slow
 def test_four_ranks_encode_what_one_does(toy: Path, tmp_path: Path) -> None:
     launch(4, toy, tmp_path)
+
+
+def test_whole_encoders_are_read_straight_onto_the_device(toy: Path, tmp_path: Path) -> None:
+    """Their weights are those of `from_pretrained`, whatever their files call the tensors."""
+    write_cases(tmp_path)
+    for case, encoder in tiny_encoders().items():
+        root = tmp_path / case
+        moved: list[int] = []
+        for dtype in (torch.float32, torch.bfloat16):
+            ours = load_whole(root, dtype, CPU, progress=moved.append)
+            assert bool(ours) is (case != "experts"), "whose tensors are stored otherwise"
+            if not ours:
+                continue
+            stock = type(encoder).from_pretrained(root / "text_encoder", dtype=dtype)
+            tensors, expected = ours["text_encoder"].state_dict(), stock.state_dict()
+            assert tensors.keys() == expected.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, expected[name]), (case, name)
+            assert not ours["text_encoder"].training
+            tokens = torch.tensor([[5, 7, 11, 2]])
+            with torch.no_grad():
+                # Where numbers lie in memory decides how a product is summed up.
+                torch.testing.assert_close(ours["text_encoder"](tokens)[0], stock(tokens)[0])
+            assert ours["text_encoder"].config._attn_implementation == (
+                stock.config._attn_implementation
+            )
+            assert moved
+
+
+def test_ranks_on_gpus_load_encoders_past_the_host(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stock pipeline is handed what was streamed, and reads no weights of its own."""
+    root, flux = toy / "model", load("flux")
+    streamed: list[torch.device] = []
+    whole = text_encoders.load_whole
+
+    def on_host(root: Path, dtype: torch.dtype, device: torch.device, **more: Any) -> Any:
+        streamed.append(device)
+        return whole(root, dtype, CPU, **more)
+
+    monkeypatch.setattr(text_encoders, "load_whole", on_host)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *where, **more: module)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", None)
+    gpu = World(0, 1, torch.device("cuda", 0), "single", "t")
+    pipeline = text_encoders._load(
+        flux, root, torch.float32, gpu, None, lambda line: None, lambda done: None
+    )
+    assert streamed == [gpu.device]
+    assert {"text_encoder", "text_encoder_2"} <= pipeline.components.keys()
+    expected = load_file(root / "text_encoder" / FILE)
+    tensors = pipeline.text_encoder.state_dict()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
 def test_the_encoders_of_a_model_and_their_size(toy: Path, tmp_path: Path) -> None:
@@ -192,7 +255,10 @@ def test_sharding_is_chosen_where_encoders_would_crowd_a_gpu(
     assert not chosen(size / 0.59)
     assert not chosen(size, wish=False)
     assert chosen(2**40, wish=True)
+    monkeypatch.setattr("engine.text_encoders.available_memory", lambda: int(2 * size / 0.59))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert not chosen(size, World(0, 2, CPU, "ddp", "t"))
+    assert chosen(size, World(0, 3, CPU, "ddp", "t")), "they share the host's memory"
     assert chosen(size, World(0, 2, CPU, "ddp", "t"), wish=True)
     assert not chosen(size, World(0, 1, gpu.device, "single", "t"), wish=True)
     shutil.copytree(root, tmp_path / "quantised")

@@ -35,7 +35,7 @@ def inputs(directory: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_reads_its_rows_and_the_forward_is_that_of_from_pretrained(
     ranks: int, toy: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,17 @@ from engine.data.pictures import decode
 from engine.lockstep import Forwards
 from engine.precision import narrow_inputs
 from engine.toy.weights import one_thread
-from tests.support.families import DEVICE, NEGATIVE, PROMPT, Case, Spied, batch_of, cases, toys_root
+from tests.support.families import (
+    DEVICE,
+    NEGATIVE,
+    PROMPT,
+    Case,
+    Spied,
+    batch_of,
+    cases,
+    chosen,
+    toys_root,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +37,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=cases())
+@pytest.fixture(scope="module", params=chosen(cases()))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, toys_root(tmp_path_factory))
 

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from engine.toy.weights import one_thread
-from jobs.families import FAMILIES
 from jobs.prompts import requests_of
 from jobs.rundir import RunDir
 from tests.support.engine import start_ranks
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KINDS = ("lora", "full")
+ALONE = ("wan", "qwen_image")  # compared with one process
 RANKS = 2
 STEPS = 4
 # What has hardly learnt anything by then is trained for twice as long.
@@ -80,12 +80,24 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _trainings() -> list[tuple[str, str]]:
-    """Both kinds for every family; for its other layouts, one after another, one of them."""
-    others = [name for name in cases() if name not in FAMILIES]
-    return [(name, kind) for name in FAMILIES for kind in KINDS] + [
-        (name, KINDS[place % 2]) for place, name in enumerate(others)
-    ]
+FAST = {("flux", "lora"), ("wan", "full"), ("sdxl", "lora")}
+
+
+def _trainings() -> list[Any]:
+    """Each layout; both kinds for every family.
+
+    A family of several layouts trains a LoRA in the first, and all of the model in the second; only
+    where there is one, or where one process is compared with two ranks, both kinds train in it.
+    """
+    others: dict[str, list[str]] = {}
+    for name in cases():
+        others.setdefault(name.partition(":")[0], []).append(name)
+    pairs = []
+    for family, (first, *more) in others.items():
+        both = not more or family in ALONE
+        pairs += [(first, kind) for kind in (KINDS if both else KINDS[:1])]
+        pairs += [(name, KINDS[1 - place % 2]) for place, name in enumerate(more)]
+    return [pytest.param(*p, marks=() if p in FAST else pytest.mark.slow) for p in pairs]
 
 
 @pytest.mark.e2e
@@ -121,7 +133,7 @@ def test_two_ranks_train_as_one_process_does(
     runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Where some parameters stay whole beside the shards, and where texts of a batch are padded."""
-    chosen = [n for n in ("wan", "qwen_image") if RunDir(runs / place(n, "full")).events.exists()]
+    chosen = [n for n in ALONE if RunDir(runs / place(n, "full")).events.exists()]
     if not chosen:
         pytest.skip("neither is among the chosen tests")
     jobs = {}

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.memory.estimate import Need, needs_of
+from jobs.gpu import Gpu
+from jobs.memory.cards import CARDS
+from jobs.memory.estimate import Need, Place, needs_of, place_of
 from jobs.memory.fit import Fit, Room, Verdict, fit_of, worst
 from jobs.memory.predicted import Predicted
 from jobs.spec import JobSpec
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROOM = Room("GPU 0", 80 * GIB)
+ROOMS = (Room("a", 40), Room("b", 60), Room("c", 80))
 
 
 def predicted(**changes: Any) -> Predicted:
@@ -65,6 +68,42 @@ def test_on_the_cpu_the_machine_holds_all_ranks() -> None:
 def test_of_several_devices_the_tightest_counts() -> None:
     fits = [Fit(1, 2, Room(name, total)) for name, total in (("a", 9), ("b", 4), ("c", 7))]
     assert worst(fits).room.name == "b"
+
+
+@pytest.mark.parametrize(
+    ("place", "tightest"),
+    [
+        (Place(True, ROOMS), "b"),  # the two roomiest of three, for two ranks
+        (Place(True, ROOMS, chosen=True), "a"),  # the job takes all of them
+        (Place(True, ROOMS, here=False), "a"),
+        (Place(False, ROOMS[2:]), "c"),
+    ],
+)
+def test_free_choice_leaves_out_the_fullest(place: Place, tightest: str) -> None:
+    assert place.fit(predicted(device=(1, 2))).room.name == tightest
+
+
+def test_gpus_that_no_job_may_have_are_no_place_for_one() -> None:
+    gpus = [
+        Gpu(0, "GPU-a", "x", 80 * GIB),
+        Gpu(1, "GPU-b", "x", 80 * GIB, problem="has fallen off the bus"),
+        Gpu(2, "GPU-c", "x", 0),
+        Gpu(3, "GPU-d", "x", 80 * GIB, mig_mode=True),
+    ]
+
+    def rooms(spec: JobSpec) -> list[str]:
+        place = place_of(spec, gpus)
+        assert place.on_gpus
+        assert place.here
+        return [room.name for room in place.rooms]
+
+    assert rooms(JobSpec()) == ["GPU 0"]
+    assert rooms(JobSpec(gpus=[1, 0])) == ["GPU 0"]
+    assert place_of(JobSpec(gpus=[0]), gpus).chosen
+    assert not place_of(JobSpec(gpus=[1]), gpus).chosen
+    imagined = place_of(JobSpec(), gpus[1:])
+    assert (imagined.on_gpus, imagined.here) == (True, False)
+    assert place_of(JobSpec(), gpus, card=24) == Place(True, (CARDS[24],), here=False)
 
 
 def test_a_need_is_met_by_exactly_as_much() -> None:

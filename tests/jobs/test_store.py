@@ -100,6 +100,19 @@ def test_a_job_that_is_not_there(store: Store) -> None:
             call(7)
 
 
+def test_a_number_may_be_as_large_as_a_database_can_hold(home: Path, store: Store) -> None:
+    add(store)
+    largest = 2**63 - 1
+    with sqlite3.connect(store.path) as db:
+        db.execute("UPDATE sqlite_sequence SET seq=? WHERE name='jobs'", (largest - 1,))
+    db.close()
+    assert add(store).id == largest
+    assert store.get(largest).id == largest
+    for no_job in (0, -1, largest + 1, 2**99):
+        with pytest.raises(NotFoundError, match=f"there is no job {no_job}"):
+            store.get(no_job)
+
+
 def test_the_home_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_TUI_HOME", str(tmp_path / "deep" / "home"))
     store = Store()

@@ -26,7 +26,7 @@ import click
 import yaml
 
 from tests.mutation.mutants import Mutant, mutants_of
-from tests.mutation.which import tests_of
+from tests.mutation.which import files_for
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def choose(module: str, lines: dict[str, set[int]] | None, seed: int, sample: in
     if sample is not None and sample < len(found):
         found = random.Random(f"{seed} {module}").sample(found, sample)
     ordered = sorted(found, key=lambda one: (one.start, one.text))
-    return Chosen(module, file, source, ordered, tests_of(module))
+    return Chosen(module, file, source, ordered, files_for(module))
 
 
 @contextmanager

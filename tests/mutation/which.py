@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 # Where tests are about a module that they do not import, or import what they are not about.
 _FILES: Final[dict[str, tuple[str, ...]]] = {
     "engine.checkpoint.choose": ("engine/test_checkpoints.py",),
-    "engine.checkpoint.data_facts": ("engine/test_data_facts.py", "engine/test_checkpoints.py"),
+    "engine.checkpoint.data_facts": ("engine/test_data_facts.py",),
     "engine.checkpoint.full": ("engine/test_checkpoints.py",),
     "engine.checkpoint.restore": ("engine/test_checkpoints.py",),
     "engine.checkpoint.write": ("engine/test_checkpoints.py",),
     "engine.draws": ("engine/test_draws.py", "engine/test_objective.py"),
-    "engine.ema": ("engine/test_parts.py",),
+    "engine.ema": ("engine/test_parts.py", "engine/test_step.py"),
     "engine.gradients": ("engine/test_replicated.py",),
     "engine.objective": ("engine/test_objective.py",),
     "engine.replicas": ("engine/test_replicated.py",),
     "engine.step": ("engine/test_step.py", "engine/test_late_steps.py"),
-    "engine.weight_reader": ("engine/test_weights.py",),
+    "engine.weight_reader": ("engine/test_weight_reader.py",),
     "engine.weights": ("engine/test_weights.py", "engine/test_replicated.py"),
     "jobs.conflicts": ("jobs/test_conflicts.py", "jobs/test_flags.py"),
     "jobs.dispatch": ("jobs/test_dispatch.py", "jobs/test_edit.py"),
@@ -31,11 +31,12 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
     "jobs.memory.fit": ("jobs/test_fit.py", "jobs/test_estimate.py"),
     "jobs.resume": ("jobs/test_resume.py", "jobs/test_service.py"),
     "jobs.states": ("jobs/test_states.py", "jobs/test_store.py"),
+    "jobs.supervisor": ("jobs/test_supervisor_parts.py", "jobs/test_supervisor.py"),
     "jobs.store": ("jobs/test_store.py", "jobs/test_service.py"),
 }
 
 
-def tests_of(module: str) -> list[str]:
+def files_for(module: str) -> list[str]:
     """Test files for a module, the one of its own name first.
 
     Those of its package's folder that import it, unless `_FILES` says otherwise.

@@ -20,10 +20,8 @@ from jobs.prompts import requests_of
 from jobs.specfile import load_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
-
-    import pytest
 
     from engine.families import Family
     from jobs.prompts import SampleRequest
@@ -44,6 +42,15 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
     "sana": ("1.6b",),
     "hidream": ("dev",),
 }
+
+
+# A flow that is not video, a flow that is, and a U-Net that predicts noise: all others are slow.
+FAST: Final = frozenset({"flux", "wan", "sdxl"})
+
+
+def chosen(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test, of which those that are not fast are marked."""
+    return [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in names]
 
 
 def toys_root(factory: pytest.TempPathFactory) -> Path:

@@ -8,8 +8,8 @@ from typing import Final
 # these would keep one worker busy for minutes while the other has nothing left to do.
 SLOWEST_FIRST: Final = (
     "families/test_ranks.py",
-    "engine/test_parity.py",
     "e2e/test_training.py",
+    "engine/test_parity.py",
     "tui/test_walkthrough.py",
     "engine/test_resume_ranks.py",
     "tui/test_bytes.py",

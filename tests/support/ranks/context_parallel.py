@@ -369,8 +369,8 @@ def _turned(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
 
 
-def work(rank: int, ranks: int, meeting: str, results: Path) -> None:
-    """A rank's life: all cases of this number of ranks, one after another."""
+def work(rank: int, ranks: int, cases: list[Case], meeting: str, results: Path) -> None:
+    """A rank's life: cases of this number of ranks, one after another."""
     torch.set_num_threads(1)
     bend()
     dist.init_process_group(
@@ -378,7 +378,7 @@ def work(rank: int, ranks: int, meeting: str, results: Path) -> None:
         timeout=timedelta(seconds=60),
     )  # fmt: skip
     found = {}
-    for case in [case for case in CASES if case.ranks == ranks]:
+    for case in cases:
         found[case.name] = measure(case, _world(rank, case))
     if ranks == 2:
         found["sampling"] = measure_sampling(_world(rank, Case("sampling", ranks)))

@@ -1,15 +1,10 @@
-"""Run on each of two gloo ranks by `tests/engine/test_optim.py`: what optimizers do on shards.
-
-`python optim_ranks.py RANK DIRECTORY` writes `rank<RANK>.json` there.
-"""
+"""Run on each of two gloo ranks by `tests/engine/test_optim.py`: what optimizers do on shards."""
 
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +20,9 @@ from torch.distributed.tensor import DTensor
 from engine.optim import WHOLE_ONLY, build_optimizer, build_scheduler, fill_state
 from jobs.errors import UserError
 from jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CPU = torch.device("cpu")
 RATES = {"adamw": 1e-2, "adamw_8bit": 1e-2, "sgd": 0.1, "lion": 1e-3, "prodigy": 1.0}
@@ -207,11 +205,10 @@ def refusal(name: str) -> str:
     return ""
 
 
-def main(rank: int, directory: Path) -> None:
-    """Everything that needs ranks, in one start of them."""
+def work(rank: int, _: int, directory: Path) -> None:
+    """Everything that needs ranks, in one start of them; `rank<RANK>.json` says what was found."""
     torch.set_num_threads(1)
-    store = (directory / "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     sharding = [name for name in RATES if name not in WHOLE_ONLY]
     result = {
         "parity": {name: parity(name, "sharded") for name in sharding},
@@ -222,7 +219,3 @@ def main(rank: int, directory: Path) -> None:
     }
     (directory / f"rank{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -34,7 +34,7 @@ SLOWEST_FIRST: Final = (
     "engine/test_toy.py",
     "jobs/test_estimate.py",
     "e2e/test_fault_matrix.py",
-    "jobs/test_imports.py",
+    "e2e/test_imports.py",
     "doctor/test_ranks.py",
     "engine/test_text_encoders.py",
     "engine/test_sampling_ranks.py",

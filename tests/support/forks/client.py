@@ -89,11 +89,13 @@ def _start(place: Path) -> None:
         listener.bind(str(place / "socket"))
         listener.listen(64)
         log = stack.enter_context(open(place / "log", "w"))
+        # Nothing of the test that happens to be the first: it goes on when that has ended.
+        inherited = {n: v for n, v in os.environ.items() if not n.startswith(("FSDP_TUI_", "XDG_"))}
         variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, "-m", "tests.support.forks.server", str(listener.fileno())]
         server = subprocess.Popen(
             [*command, "-" * _LINE],
-            env=os.environ | _LAUNCHED | variables | {"PADDING": "-" * _ROOM},
+            env=inherited | _LAUNCHED | variables | {"PADDING": "-" * _ROOM},
             pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             cwd="/", start_new_session=True,
         )  # fmt: skip

@@ -864,6 +864,7 @@ STEPS: Final = 2
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) -> None:
     """In one process, one after the other; only places and sizes are others than in the files."""
     # The other tests here need no torch, and are done before it is loaded.

@@ -34,9 +34,11 @@ def attempts(
         yield
 
 
-def eventually(condition: Callable[[], object], *, told: Callable[[], object] = str) -> None:
+def eventually(
+    condition: Callable[[], object], seconds: float = PATIENCE, *, told: Callable[[], object] = str
+) -> None:
     """Return as soon as the condition holds; see `attempts`."""
-    for _ in attempts(condition, told=told):
+    for _ in attempts(condition, seconds, told=told):
         time.sleep(_LOOK_EVERY)
 
 

@@ -251,7 +251,8 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
 async def test_a_failure_comes_with_its_cause_and_what_to_do(store: Store, job: Job) -> None:
     reason = "rank 1 ran out of GPU memory at step 12 during backward: 79.1 of 79.6 GiB"
     store.change(job.id, State.FAILED, reason)
-    for rank, kind, words in ((0, "DistBackendError", "NCCL"), (1, "OutOfMemoryError", "memory")):
+    aborted = "NCCL communicator was aborted on rank 0."
+    for rank, kind, words in ((0, "DistBackendError", aborted), (1, "OutOfMemoryError", "memory")):
         record = {"t": rank, "rank": rank, "type": kind, "message": words, "phase": "backward",
                   "step": 12, "trace": f"Traceback …\nthe last line of rank {rank}\n"}  # fmt: skip
         job.run_dir.rank_error(rank).write_text(json.dumps(record))

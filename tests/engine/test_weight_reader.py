@@ -83,6 +83,10 @@ def test_a_number_too_large_for_fp16_is_found_in_any_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_reader, "_CHUNK_BYTES", 16)
+    fits = stored(tmp_path)
+    target = torch.zeros(10, 6, dtype=torch.float16)
+    read_all([Reading(fits.source, 0, target)], lambda done: None)
+    assert torch.equal(target.float(), NUMBERS)
     numbers = NUMBERS.clone()
     numbers[-1, -1] = 1e5
     reading = stored(tmp_path, numbers)

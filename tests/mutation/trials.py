@@ -53,27 +53,41 @@ def main() -> None:
 
 
 def _try(file: str, source: str, tests: list[str], seconds: float) -> dict[str, Any]:
-    """Run tests on another source of a file, which is put back afterwards."""
+    """Run test files, one after the other, on another source of a file; it is put back then."""
     before = Path(file).read_text()
+    _write(Path(file), source)
+    begun = _spent()
+    answer: dict[str, Any] = {}
+    for one in tests:
+        answer = _run(one, seconds)
+        if answer["outcome"] != "survives":
+            break
+    _write(Path(file), before)
+    return answer | {"cpu": _spent() - begun}
+
+
+def _run(tests: str, seconds: float) -> dict[str, Any]:
+    """What becomes of a test file, in a fork."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as scratch:
-        _write(Path(file), source)
-        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
         pid = os.fork()
         if not pid:
             _test(tests, Path(scratch), seconds)
         status = _wait(pid, seconds)
         _end_all(pid, scratch)
-        _write(Path(file), before)
-        spent = resource.getrusage(resource.RUSAGE_CHILDREN)
         said = (Path(scratch) / "log").read_text(errors="replace")
-    cpu = spent.ru_utime + spent.ru_stime - begun.ru_utime - begun.ru_stime
     if status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
-        return {"outcome": "hangs", "by": "", "cpu": cpu}
+        return {"outcome": "hangs", "by": tests, "said": said[-3000:]}
+    if status == 0:
+        return {"outcome": "survives", "by": "", "said": said[-3000:]}
     failed = [line.split(" ")[1] for line in said.splitlines()
               if line.startswith(("FAILED ", "ERROR "))]  # fmt: skip
-    if status == 0:
-        return {"outcome": "survives", "by": "", "cpu": cpu, "said": said[-3000:]}
-    return {"outcome": "dies", "by": failed[0] if failed else "", "cpu": cpu, "said": said[-3000:]}
+    return {"outcome": "dies", "by": failed[0] if failed else "", "said": said[-3000:]}
+
+
+def _spent() -> float:
+    """CPU-seconds of all forks that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _write(path: Path, text: str) -> None:
@@ -82,7 +96,7 @@ def _write(path: Path, text: str) -> None:
     os.utime(path, (stamp, stamp))
 
 
-def _test(tests: list[str], scratch: Path, seconds: float) -> None:
+def _test(tests: str, scratch: Path, seconds: float) -> None:
     """In the fork."""
     code = 99
     try:
@@ -94,7 +108,7 @@ def _test(tests: list[str], scratch: Path, seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
         pytest = importlib.import_module("pytest")
         words = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "-m",
-                 "not slow and not e2e", f"--basetemp={scratch / 'tmp'}", *tests]  # fmt: skip
+                 "not slow and not e2e", f"--basetemp={scratch / 'tmp'}", tests]  # fmt: skip
         code = int(pytest.main(words))
         sys.stdout.flush()
     finally:

@@ -12,11 +12,16 @@ if TYPE_CHECKING:
 
 # Where tests are about a module that they do not import, or import what they are not about.
 _FILES: Final[dict[str, tuple[str, ...]]] = {
-    "engine.checkpoint.choose": ("engine/test_checkpoints.py",),
+    "engine.checkpoint.choose": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
+    "engine.checkpoint.contents": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
     "engine.checkpoint.data_facts": ("engine/test_data_facts.py",),
-    "engine.checkpoint.full": ("engine/test_checkpoints.py",),
-    "engine.checkpoint.restore": ("engine/test_checkpoints.py",),
-    "engine.checkpoint.write": ("engine/test_checkpoints.py",),
+    "engine.checkpoint.full": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
+    "engine.checkpoint.restore": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
+    "engine.checkpoint.resume": ("engine/test_checkpoint_files.py",),
+    "engine.checkpoint.together": ("engine/test_checkpoint_files.py",),
+    "engine.checkpoint.write": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
+    "engine.checkpoint.saver": ("engine/test_checkpoints.py",),
+    "engine.checkpoint.sharded": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
     "engine.draws": ("engine/test_draws.py", "engine/test_objective.py"),
     "engine.ema": ("engine/test_parts.py", "engine/test_step.py"),
     "engine.gradients": ("engine/test_replicated.py",),
@@ -31,7 +36,11 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
     "jobs.memory.fit": ("jobs/test_fit.py", "jobs/test_estimate.py"),
     "jobs.resume": ("jobs/test_resume.py", "jobs/test_service.py"),
     "jobs.states": ("jobs/test_states.py", "jobs/test_store.py"),
-    "jobs.supervisor": ("jobs/test_supervisor_parts.py", "jobs/test_supervisor.py"),
+    "jobs.supervisor": (
+        "jobs/test_supervisor_parts.py",
+        "jobs/test_supervisor_looks.py",
+        "jobs/test_supervisor.py",
+    ),
     "jobs.store": ("jobs/test_store.py", "jobs/test_service.py"),
 }
 

@@ -180,8 +180,11 @@ def run(argv: list[str]) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):  # Python ends by the signal, for a shell to see
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         return 1
     return 0
 

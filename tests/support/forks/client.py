@@ -166,9 +166,9 @@ class Ranks:
 
     def kill(self) -> None:
         """End those that are left, and wait for it."""
-        for rank, pid in enumerate(self.pids):
+        for rank, connection in enumerate(self._connections):
             if rank not in self.codes:
-                os.kill(pid, signal.SIGKILL)  # a zombie at worst, until the server is asked
+                connection.shutdown(socket.SHUT_WR)  # the server kills what nobody asks for
         while len(self.codes) < len(self.pids):
             self._look(1)
         for connection in self._connections:

@@ -30,21 +30,30 @@ def main() -> int:
     if not sys.stdout.isatty():
         _write_to_log(run_dir.rank_log(rank))
 
-    # Diffusers imports torchao where there is one, which complains about kernels that no optimizer
-    # needs, and makes torch complain about it.
+    # Where torchao is needed, it complains about kernels that no optimizer needs, and makes torch
+    # complain about it.
     for library in ("torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
     # After the redirection, so that whatever these imports print is in the rank's own log.
     from engine.failure import record_failure
+    from engine.imports import hide, uncollected, unneeded
     from engine.telemetry import Telemetry
+    from jobs.specfile import load_spec
 
     faulthandler.enable()  # a crash in C leaves a stack too
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for when the job stands still
     telemetry = Telemetry(run_dir, rank)
     try:
-        from engine.run import run
+        with telemetry.phase("import"), uncollected():
+            telemetry.say("importing libraries")
+            spec = load_spec(run_dir.job_file)
+            hide(*unneeded(spec))
+            from engine import families
+            from engine.run import run
 
+            # With its pipeline and its denoiser, which every job of the family needs.
+            families.load(spec.model_family, spec.model_flavour).transformer_class()
         run(run_dir, telemetry)
     except BaseException as error:
         record_failure(run_dir, rank, error, telemetry)

@@ -10,8 +10,11 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.tensor import DTensor
 
+from engine.lora_layer import LoraConv2d, LoraLinear, narrow_together
+from engine.precision import compute_dtype
 from engine.weights import local_part, rows_of
 from jobs.errors import UserError
+from jobs.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
@@ -37,6 +40,11 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
         target_modules=spec.lora_target_modules or targets,
         init_lora_weights=False,  # `initialise` does it, alike on every rank
     )
+    # Inductor fuses peft's own, and autocast's casts with them.
+    if not spec.torch_compile:
+        config._register_custom_module({
+            torch.nn.Linear: LoraLinear, torch.nn.Conv2d: LoraConv2d,
+        })  # fmt: skip
     model.requires_grad_(False)
     try:
         if hasattr(model, "add_adapter"):
@@ -50,6 +58,12 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
         owner, _, leaf = name.rpartition(".")
         master = torch.nn.Parameter(parameter.detach().float(), requires_grad=True)
         setattr(model.get_submodule(owner), leaf, master)
+    selective = checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "selective"
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.keeps = selective
+    if compute_dtype(spec) is not torch.float32:
+        narrow_together(model, compute_dtype(spec))
 
 
 def lora_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from jobs.rundir import REQUESTS
 
@@ -23,6 +26,13 @@ class Wishes:
     save_failed: bool = False
 
 
+class _Asked(NamedTuple):
+    """A vote under way: host memory, through gloo, so that no device is waited for."""
+
+    votes: torch.Tensor
+    work: Any
+
+
 class StoppedError(Exception):
     """All ranks have agreed to leave before the first step; nothing has failed."""
 
@@ -34,19 +44,42 @@ class Control:
         self._run_dir = run_dir
         self._world = world
         self._stop = False
+        self._asked: _Asked | None = None
         signal.signal(signal.SIGTERM, self._note_termination)
 
-    def agree(self, *, save_failed: bool = False) -> Wishes:
-        """Look once, and agree. A collective: every rank calls it at the same step boundary.
+    def agree(self, *, save_failed: bool = False, now: bool = False) -> Wishes:
+        """What all ranks do at this step boundary. A collective, at the same one on every rank.
 
-        A file may appear between two ranks' looks, so the ranks vote; one vote is enough.
+        SIGTERM may reach one rank before another, so the ranks vote; one vote is enough.
 
         Args:
             save_failed: Whether this rank knows that a save behind training's back has failed;
                 the others may not have noticed yet.
+            now: Look now, and wait for the others. Else ranks on GPUs take what they were asked
+                with `ask` a step before, which has been answered meanwhile.
         """
-        others = [self._run_dir.requested(name) for name in REQUESTS[1:]]
-        return Wishes(*self._world.any([self.wants_stop(), *others, save_failed]))
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.work.wait()
+        if asked is None or now:
+            return Wishes(*self._world.any(self._votes(save_failed=save_failed)))
+        return Wishes(*map(bool, asked.votes))
+
+    def ask(self, *, save_failed: bool = False) -> None:
+        """Vote for the next boundary, after what was agreed for this one is done.
+
+        On CPU ranks, and where there is one rank, nothing is gained by that: `agree` looks itself.
+        """
+        if self._world.size == 1 or self._world.device.type == "cpu":
+            return
+        votes = torch.tensor(self._votes(save_failed=save_failed), dtype=torch.int32)
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, async_op=True)
+        self._asked = _Asked(votes, work)
+
+    def _votes(self, *, save_failed: bool) -> list[bool]:
+        # Rank 0 removes the other requests, and so it alone knows which of them are new.
+        others = [self._world.main and self._run_dir.requested(name) for name in REQUESTS[1:]]
+        return [self.wants_stop(), *others, save_failed]
 
     def wants_stop(self) -> bool:
         """Whether this rank has seen a wish to stop. No collective: others may see it later.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.objective import Problem
+from engine.objective import Drawn, Problem
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,23 +44,23 @@ class Denoising:
         """What the model says of noisy latents: epsilon or v_prediction."""
         return str(self.scheduler.config.prediction_type)
 
-    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Problem:
+    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
         """Draw a timestep and noise for each sample.
 
         Args:
-            latents: Clean latents `(B, C, h, w)`.
+            latents: Clean latents `(B, C, h, w)`; their shape counts.
             generators: One for each sample, on the CPU.
-
-        Returns:
-            Noisy latents, the timesteps `(B,)` as the level, and the noise or v as the target.
         """
         steps = self.scheduler.config.num_train_timesteps
         drawn, noises = [], []
         for generator in generators:
             drawn.append(torch.randint(steps, (), generator=generator))
             noises.append(torch.randn(latents.shape[1:], generator=generator))
-        timesteps = torch.stack(drawn).to(latents.device)
-        noise = torch.stack(noises).to(latents.device)
+        return Drawn(torch.stack(drawn), torch.stack(noises))
+
+    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
+        """Noisy latents, the timesteps as the level, and the noise or v as the target."""
+        timesteps, noise = drawn
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
         target = noise
         if self.prediction == "v_prediction":

@@ -6,27 +6,32 @@ costs one more shard and no communication.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from engine.weights import local_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
+    Pair = tuple[torch.Tensor, torch.Tensor]  # an average and its parameter, this rank's parts
+
+_BUCKET: Final = 16 << 20  # numbers; bounds what an update takes beside the average
 
 
 class Ema:
     """The average of a set of parameters.
 
+    An average in host memory follows parameters on a GPU behind the training's back: whoever is
+    about to change them calls `catch_up` first.
+
     Args:
         parameters: Name → trained parameter, plain or `DTensor`.
         decay: Share of the old average that each step keeps.
         on_cpu: Keep plain tensors in host memory; `DTensor`s stay where they are.
-
-    Attributes:
-        shadow: Name → average, of the parameter's own kind, so that a checkpoint saves it alike.
     """
 
     def __init__(
@@ -34,10 +39,17 @@ class Ema:
     ) -> None:
         self._parameters = dict(parameters)
         self._decay = decay
-        self.shadow: dict[str, torch.Tensor] = {
+        self._shadow: dict[str, torch.Tensor] = {
             name: parameter.detach().to("cpu", copy=True) if on_cpu else parameter.detach().clone()
             for name, parameter in self._parameters.items()
         }
+        self._follower: Follower | None = None
+
+    @property
+    def shadow(self) -> dict[str, torch.Tensor]:
+        """Name → average, of the parameter's own kind, so that a checkpoint saves it alike."""
+        self.catch_up()
+        return self._shadow
 
     def decay_at(self, step: int) -> float:
         """The decay of optimizer step `step`, counted from 1.
@@ -48,15 +60,32 @@ class Ema:
         return min(self._decay, (1 + step) / (10 + step))
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Move the average towards the parameters after optimizer step `step`, counted from 1."""
+    def update(self, step: int, spoilt: torch.Tensor | None = None) -> None:
+        """Move the average towards the parameters after optimizer step `step`, counted from 1.
+
+        Args:
+            step: The step.
+            spoilt: A scalar on the device that computes; where it is 1 nothing changes.
+        """
+        self.catch_up()
         weight = 1 - self.decay_at(step)
-        for average, current in self._pairs():
-            average.lerp_(current.to(average.device), weight)
+        pairs = list(self._pairs())
+        beside = [pair for pair in pairs if pair[0].device == pair[1].device]
+        apart = [pair for pair in pairs if pair[0].device != pair[1].device]
+        follow(beside, weight, spoilt)
+        if apart:
+            if self._follower is None:
+                self._follower = Follower(apart[0][1].device)
+            self._follower.begin(apart, weight, spoilt)
+
+    def catch_up(self) -> None:
+        """Wait until the average has seen the parameters as they are, which may change then."""
+        if self._follower is not None:
+            self._follower.finish()
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew from the present parameters."""
+        """Start again from the present parameters."""
         for average, current in self._pairs():
             average.copy_(current)
 
@@ -80,7 +109,115 @@ class Ema:
             current.copy_(average)
             average.copy_(before)
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(average, parameter), this rank's parts of them."""
+    def _pairs(self) -> Iterator[Pair]:
         for name, average in self.shadow.items():
             yield local_part(average), local_part(self._parameters[name].detach())
+
+
+def follow(pairs: Iterable[Pair], weight: float, spoilt: torch.Tensor | None) -> None:
+    """Move averages by `weight` towards tensors on the same device; many in one kernel.
+
+    Args:
+        pairs: Averages and what they follow.
+        weight: 0 … 1.
+        spoilt: A scalar there; where it is 1 nothing changes.
+    """
+    for bucket in _buckets(pairs):
+        averages, currents = ([pair[side] for pair in bucket] for side in (0, 1))
+        if spoilt is None:
+            torch._foreach_lerp_(averages, currents, weight)
+            continue
+        # There is no lerp of many tensors by a weight that only the device knows.
+        ways = torch._foreach_sub(currents, averages)
+        torch._foreach_mul_(ways, weight * (1 - spoilt.to(ways[0].device)))
+        torch._foreach_add_(averages, ways)
+
+
+class Follower:
+    """Averages in host memory that follow tensors on a GPU, in a thread and on a stream of its own.
+
+    Tensors come over piece by piece through two pinned buffers: while one is filled, the average
+    moves towards what is in the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="average")
+        self._buffers: list[torch.Tensor] = []
+        self._job: Future[None] | None = None
+
+    def begin(self, pairs: list[Pair], weight: float, spoilt: torch.Tensor | None) -> None:
+        """Follow what the tensors are when the device is done with what it has been given."""
+        self.finish()
+        if not self._buffers:
+            most = min(_BUCKET, sum(average.numel() for average, _ in pairs))
+            self._buffers = [torch.empty(most, pin_memory=self._cuda) for _ in range(2)]
+        ready = self._mark()
+        self._job = self._thread.submit(self._run, pairs, weight, spoilt, ready)
+
+    def finish(self) -> None:
+        """Wait for that."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    @torch.no_grad()
+    def _run(
+        self, pairs: list[Pair], weight: float, spoilt: torch.Tensor | None, ready: Any
+    ) -> None:
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            if self._stream is not None:
+                self._stream.wait_event(ready)
+            if spoilt is not None and bool(spoilt.cpu()):  # this thread alone waits
+                return
+            before: tuple[Any, list[Pair]] | None = None
+            for number, bucket in enumerate(_buckets(_pieces(pairs))):
+                copied = self._copy(bucket, self._buffers[number % 2])
+                self._move(before, weight)
+                before = self._mark(), copied
+            self._move(before, weight)
+
+    def _copy(self, bucket: list[Pair], buffer: torch.Tensor) -> list[Pair]:
+        """Averages, and copies in the buffer that will be complete."""
+        sizes = [average.numel() for average, _ in bucket]
+        parts = buffer[: sum(sizes)].split(sizes)
+        for part, (_, current) in zip(parts, bucket, strict=True):
+            part.copy_(current, non_blocking=True)
+        return [(average, part) for part, (average, _) in zip(parts, bucket, strict=True)]
+
+    def _move(self, copied: tuple[Any, list[Pair]] | None, weight: float) -> None:
+        if copied is not None:
+            if copied[0] is not None:
+                copied[0].synchronize()
+            follow(copied[1], weight, None)
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _pieces(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """Flat pairs of at most a bucket."""
+    for average, current in pairs:
+        yield from zip(
+            average.view(-1).split(_BUCKET), current.reshape(-1).split(_BUCKET), strict=True
+        )
+
+
+def _buckets(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+    """Runs of about a bucket, none empty."""
+    bucket: list[Pair] = []
+    size = 0
+    for pair in pairs:
+        if bucket and size + pair[0].numel() > _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(pair)
+        size += pair[0].numel()
+    if bucket:
+        yield bucket

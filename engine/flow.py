@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.objective import Problem
+from engine.objective import Drawn, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,24 +34,25 @@ class Flow:
     shift_of: Callable[[int, int, int], float]
     sigmas: tuple[float, float] = (0.0, 1.0)
 
-    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Problem:
+    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
         """Draw sigma and noise for each sample.
 
         Args:
-            latents: Clean latents `(B, C, h, w)`, or `(B, C, frames, h, w)`.
+            latents: Clean latents `(B, C, h, w)`, or `(B, C, frames, h, w)`; their shape counts.
             generators: One for each sample, on the CPU.
-
-        Returns:
-            Noisy latents `(1 - sigma) · latents + sigma · noise`, sigma in (0, 1) as the level,
-            and the velocity `noise - latents` as the target.
         """
         shift = self.shift_for(latents)
         sigmas, noises = [], []
         for generator in generators:
             sigmas.append(self._draw_sigma(shift, generator))
             noises.append(torch.randn(latents.shape[1:], generator=generator))
-        sigma = torch.stack(sigmas).to(latents.device)
-        noise = torch.stack(noises).to(latents.device)
+        return Drawn(torch.stack(sigmas), torch.stack(noises))
+
+    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
+        """Noisy latents `(1 - sigma) · latents + sigma · noise`, with sigma in (0, 1) as the level
+        and the velocity `noise - latents` as the target.
+        """
+        sigma, noise = drawn
         mix = sigma.view(-1, *[1] * (latents.dim() - 1))
         return Problem((1 - mix) * latents + mix * noise, sigma, noise - latents)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,29 +13,99 @@ if TYPE_CHECKING:
 
     from engine.world import World
 
-_BUCKET: Final = 64 << 20  # elements; bounds the extra memory of one flat bucket
+BUCKET: Final = 8 << 20  # elements; large enough to be sent at full speed
+UNDER_WAY: Final = 2  # buckets beside the one that is sent next; bounds the extra memory
+
+
+class Averager:
+    """Replaces gradients by their means over the ranks, while backward still runs.
+
+    FSDP2 averages the gradients of sharded parameters (`DTensor`s). Parameters whole on every rank
+    (DDP, LoRA placed `replicated`) are averaged here, in flat buckets, before clipping and the
+    optimizer step, so that all replicas stay identical. What is in a bucket never changes, so that
+    sums have one order whatever has been trained before; when a bucket is sent does.
+
+    Args:
+        parameters: What is trained; the same on every rank, in the same order.
+        world: The ranks.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], world: World) -> None:
+        self._world = world
+        plain = [p for p in parameters if not isinstance(p, DTensor)] if world.size > 1 else []
+        # Backward goes through the model from its end.
+        self._buckets = list(_buckets(plain[::-1]))
+        self._place = {p: n for n, bucket in enumerate(self._buckets) for p in bucket}
+        self._order: list[int] = []  # in which buckets are sent; none before it is known
+        self._filled: list[int] = []
+        self._missing: list[set[torch.nn.Parameter]] = []
+        self._sent = 0
+        self._under_way: list[tuple[int, torch.Tensor, Any]] = []
+
+    def watch(self) -> None:
+        """Be told of gradients as they come."""
+        for parameter in self._place:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def begin(self) -> None:
+        """The backward that begins now is the last one of the step."""
+        self._missing = [set(bucket) for bucket in self._buckets]
+        self._filled = []
+
+    def finish(self) -> None:
+        """Average what is left; a collective, and so is what it began with."""
+        for number in self._order or range(len(self._buckets)):
+            if number not in self._order[: self._sent]:
+                self._send(number)
+        while self._under_way:
+            self._receive()
+        if self._missing and not self._order:
+            # As rank 0 saw them: collectives must have one order. What is not used comes last.
+            filled = self._world.from_main(self._filled)
+            rest = [number for number in range(len(self._buckets)) if number not in filled]
+            self._order = [*filled, *rest]
+        self._missing, self._sent = [], 0
+
+    def _arrived(self, parameter: torch.nn.Parameter) -> None:
+        if not self._missing:
+            return
+        number = self._place[parameter]
+        self._missing[number].remove(parameter)
+        if self._missing[number]:
+            return
+        self._filled.append(number)
+        while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
+            self._send(self._order[self._sent])
+            self._sent += 1
+
+    @torch.no_grad()
+    def _send(self, number: int) -> None:
+        bucket = self._buckets[number]
+        for parameter in bucket:
+            if parameter.grad is None:  # unused this step here, but perhaps not on other ranks
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
+        # Gloo has no AVG, so sum and divide everywhere alike.
+        work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, async_op=True)
+        self._under_way.append((number, flat, work))
+        if len(self._under_way) > UNDER_WAY:
+            self._receive()
+
+    @torch.no_grad()
+    def _receive(self) -> None:
+        """Have the first bucket under way replace its gradients; on a GPU nothing waits here."""
+        number, flat, work = self._under_way.pop(0)
+        work.wait()
+        flat.div_(self._world.size)
+        gradients = [p.grad for p in self._buckets[number] if p.grad is not None]
+        means = flat.split([gradient.numel() for gradient in gradients])
+        shaped = [mean.view_as(g) for mean, g in zip(means, gradients, strict=True)]
+        torch._foreach_copy_(gradients, shaped)
 
 
 def average_gradients(parameters: Sequence[torch.nn.Parameter], world: World) -> None:
-    """Replace each plain gradient by its mean over the ranks; a collective.
-
-    FSDP2 has already averaged the gradients of sharded parameters (`DTensor`s). Parameters whole
-    on every rank (DDP, LoRA placed `replicated`) are averaged here, in flat buckets, before
-    clipping and the optimizer step, so that all replicas stay identical.
-    """
-    if world.size == 1:
-        return
-    plain = [p for p in parameters if not isinstance(p, DTensor)]
-    for parameter in plain:
-        if parameter.grad is None:  # unused this step here, but perhaps not on other ranks
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([p.grad for p in plain if p.grad is not None]):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        world.average(flat)
-        offset = 0
-        for gradient in bucket:
-            gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
-            offset += gradient.numel()
+    """Replace each plain gradient by its mean over the ranks, after backward; a collective."""
+    Averager(parameters, world).finish()
 
 
 def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float, world: World) -> torch.Tensor:
@@ -73,15 +143,17 @@ def _norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of one dtype and about `_BUCKET` elements."""
-    bucket: list[torch.Tensor] = []
+def _buckets(
+    parameters: Sequence[torch.nn.Parameter],
+) -> Iterator[list[torch.nn.Parameter]]:
+    """Runs of parameters of one precision and about `BUCKET` elements."""
+    bucket: list[torch.nn.Parameter] = []
     size = 0
-    for tensor in tensors:
-        if bucket and (size + tensor.numel() > _BUCKET or tensor.dtype != bucket[0].dtype):
+    for parameter in parameters:
+        if bucket and (size + parameter.numel() > BUCKET or parameter.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel()
+        bucket.append(parameter)
+        size += parameter.numel()
     if bucket:
         yield bucket

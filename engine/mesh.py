@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 REPLICATE, SHARD, RING, ULYSSES = "dp_replicate", "dp_shard", "ring", "ulysses"
 _FLAT = "dp_shard_cp"
+_HEAD_START: Final = 60.0  # seconds in which the supervisor ends a job that stands still
 
 
 def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> DeviceMesh | None:
@@ -41,10 +42,22 @@ def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> De
         names += [RING, ULYSSES]
     mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
     for name in names:
-        _set_timeout(mesh[name], spec.distributed_timeout_seconds)
+        _set_timeout(mesh[name], collective_timeout(spec))
     if context > 1:
-        _set_timeout(_flat(mesh), spec.distributed_timeout_seconds)
+        _set_timeout(_flat(mesh), collective_timeout(spec))
     return mesh
+
+
+def collective_timeout(spec: JobSpec) -> timedelta:
+    """How long a collective may take before torch aborts its rank.
+
+    Of two equal timeouts the supervisor's comes first: it knows which rank is late, and writes
+    down where all of them stand.
+    """
+    seconds = spec.distributed_timeout_seconds
+    if 0 < spec.hang_timeout <= seconds:
+        seconds = max(seconds, spec.hang_timeout + _HEAD_START)
+    return timedelta(seconds=seconds)
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -65,6 +78,6 @@ def _flat(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[SHARD, RING, ULYSSES]._flatten(_FLAT)
 
 
-def _set_timeout(mesh: DeviceMesh, seconds: float) -> None:
+def _set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
     """Give the group of a 1-D mesh the job's timeout: a new group has torch's default (2.13)."""
-    _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group())
+    _set_pg_timeout(timeout, mesh.get_group())

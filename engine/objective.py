@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch.nn import functional
 
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
     from engine.families import Family
     from jobs.spec import JobSpec
+
+
+class Drawn(NamedTuple):
+    """What is random about a micro-batch.
+
+    Attributes:
+        level: How noisy each sample is, `(B,)`: sigma in (0, 1), or the timestep.
+        noise: `(B, C, h, w)`, fp32.
+    """
+
+    level: torch.Tensor
+    noise: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -38,10 +50,18 @@ class Problem:
 
 
 class Objective(Protocol):
-    """Draws the training problem of a micro-batch."""
+    """Draws what is random about a micro-batch, and makes the training problem of it.
 
-    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Problem:
-        """The problem for clean latents `(B, C, h, w)`, each sample with its own generator."""
+    Apart, since draws are made in host memory by the loader's threads, ahead of time, and the
+    problem on the device.
+    """
+
+    def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> Drawn:
+        """Draw for clean latents `(B, C, h, w)`, each sample with its own generator on the CPU."""
+        ...
+
+    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
+        """The problem for clean latents `(B, C, h, w)`, on their device; waits for nothing."""
         ...
 
 

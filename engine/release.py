@@ -97,6 +97,7 @@ class Watch:
 
     def _holders(self) -> list[str]:
         """Who refers to the first thing that is left."""
+        gc.unfreeze()  # modules, which may be who; see `engine.imports`
         for _, module in self._modules:
             if (thing := module()) is not None:
                 return _referrers(thing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +25,13 @@ from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.ema import Ema
 from engine.exports.live import export_trained
+from engine.flight import write_flight
 from engine.meeting import Meeting
 from engine.objective import build_objective
 from engine.optim import build_optimizer, build_scheduler
 from engine.parallel import precision_policy, shard
 from engine.peaks import Peaks
+from engine.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.sharding_check import check_sharding
 from engine.step import Stepper
 from engine.trainer import Trainer
@@ -65,6 +68,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     telemetry.device = str(world.device)
     telemetry.device_uuid = world.device_uuid()
     telemetry.peaks = peaks
+    telemetry.record_flight = partial(write_flight, run_dir, world.rank)
     telemetry.say(
         f"rank {world.rank} of {world.size} on {world.device}; {world.strategy}: {world.reason}"
     )
@@ -92,8 +96,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     saver = Saver(spec, run_dir, world, telemetry, facts)
     saver.check_room(training)
 
-    loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
+    loader = Loader(spec, data, world, family, objective)
     stepper = Stepper(spec, family, objective, training, loader, world, peaks)
     telemetry.emit(
         "start",
@@ -114,6 +118,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         try:
             outcome = trainer.train()
         except BaseException:
+            stepper.last_words()
             saver.rescue()
             raise
     loader.close()
@@ -149,6 +154,8 @@ def build_model(
         checkpoint_activations(model, spec)
     if spec.model_type == "lora":
         adapters.add_lora(model, spec, family.LORA_TARGETS)
+    if computes_alone(spec, sharded=world.shards):
+        narrow_inputs(model, compute_dtype(spec))
     if world.mesh is not None and world.context_size > 1:
         enable_context_parallel(model, world.mesh)
     compile_blocks(model, spec)
@@ -156,8 +163,8 @@ def build_model(
     if world.shards:
         units = shard(model, spec, world, replicated=kept_whole(model, spec))
     offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
-    weights.materialise(model, world.device, parameters_on=offload)
     with telemetry.phase("load", len(stored)) as progress:
+        weights.materialise(model, world.device, parameters_on=offload)
         names = adapters.adapted_name(model)
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":

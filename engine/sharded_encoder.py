@@ -1,4 +1,4 @@
-"""Load a transformers model as FSDP2 shards: each rank reads only its own rows.
+"""Load a transformers model as FSDP2 shards, each rank its own rows, or whole; never by the host.
 
 The result computes what `from_pretrained` would. Transformers (5.23) can shard while it loads too,
 but only classes that bring a plan (T5, CLIP and Qwen2.5-VL bring none), over a mesh of its own with
@@ -84,6 +84,38 @@ def load_encoder(
         f"{', '.join(f'{count} {name}' for name, count in units.items()) or 'nothing'}; "
         f"{here / 2**20:.1f} of {whole / 2**20:.1f} MiB here"
     )
+    return model
+
+
+def load_encoder_whole(
+    model_class: Any,
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    moved: Callable[[], None],
+) -> torch.nn.Module | None:
+    """Build without weights, and fill them on the device; host memory holds a few chunks.
+
+    Args:
+        model_class: A transformers class.
+        directory: With its config.json and weights.
+        dtype: What `from_pretrained` would be asked for.
+        device: Where to.
+        moved: Called for each tensor that is filled.
+
+    Returns:
+        The model in eval mode, frozen; None if its files do not hold the tensors as it does.
+
+    Raises:
+        UserError: The weights are quantised, or of other shapes than the config says.
+    """
+    model: torch.nn.Module = _build(model_class, directory, dtype)
+    stored, obstacle = _places(model, stored_tensors(directory))
+    if obstacle:
+        return None
+    materialise(model, device)
+    stream(model, stored, progress=lambda done: moved())
     return model
 
 

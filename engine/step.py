@@ -1,24 +1,31 @@
-"""One optimizer step: forward and backward over the global batch, average, clip, update."""
+"""One optimizer step: forward and backward over the global batch, average, clip, update.
+
+On a GPU nothing here waits for the device, which would stand still meanwhile: a step's loss and
+norm are read when the next one has been given to it, and what must not depend on them by then is
+decided on the device.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from engine.draws import keyed_generator, sample_generators
-from engine.gradients import average_gradients, clip
+from engine.draws import keyed_generator
+from engine.gradients import Averager, clip
 from engine.objective import loss_of
-from engine.precision import autocast
+from engine.optim import decides_on_device, step_unless
+from engine.precision import computing
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from engine.data.loader import Loader, MicroBatch
@@ -42,24 +49,84 @@ class StepResult:
     """What a step came to, the same on every rank but for the times.
 
     Attributes:
+        step: Which one, counted from 1.
         loss: Mean over the global batch.
         norm: Global gradient norm before clipping.
-        rate: The learning rate of this step.
         skipped: Nothing was updated, since loss or gradient were not finite.
-        seconds: Wall time.
-        data_seconds: Of it, waiting for data.
+        scale: The loss scale of fp16 after it; may be left out where nothing was skipped.
+        rate: The learning rate of this step.
+        seconds: Wall time; on a GPU, since it was done with the step before.
+        data_seconds: The host's waiting for data; a GPU may have had work meanwhile.
     """
 
+    step: int
     loss: float
     norm: float
-    rate: float
     skipped: bool
+    scale: float | None
+    rate: float
     seconds: float
     data_seconds: float
 
 
+class _Moment:
+    """A moment: on a GPU, when it is done with what it has been given until now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            # Blocking: a rank that waits leaves its core to the loader's threads.
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+            self._event.record()
+
+    def reached(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: _Moment) -> float:
+        if self._event is None or earlier._event is None:
+            return self._host - earlier._host
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+class _Given(NamedTuple):
+    """A step that the device has been given, and may still be computing.
+
+    Attributes:
+        step: Counted from 0.
+        numbers: Loss, norm and, of fp16, loss scale, in host memory once `done` is reached.
+        begun: Where its time begins.
+        done: When it has been computed.
+        rate: The learning rate.
+        data_seconds: Of waiting for data.
+    """
+
+    step: int
+    numbers: torch.Tensor
+    begun: _Moment
+    done: _Moment
+    rate: float
+    data_seconds: float
+
+
 class Stepper:
-    """Does steps. All ranks call `run` together."""
+    """Does steps. All ranks call `run` and `settle` together.
+
+    Args:
+        spec: The job.
+        family: Its family.
+        objective: Its objective.
+        training: What is trained.
+        loader: This rank's micro-batches.
+        world: The ranks.
+        peaks: Measures memory.
+        late: Whether a step is judged when the next one has been given to the device; where that
+            gains something, when left out.
+    """
 
     def __init__(
         self,
@@ -70,6 +137,8 @@ class Stepper:
         loader: Loader,
         world: World,
         peaks: Peaks,
+        *,
+        late: bool | None = None,
     ) -> None:
         self._spec = spec
         self._family = family
@@ -79,37 +148,66 @@ class Stepper:
         self._world = world
         self._peaks = peaks
         self._trained = list(training.trained().values())
+        self._averager = Averager(self._trained, world)
+        self._averager.watch()
+        # Whether training goes on after a step that is left out.
+        self._goes_on = spec.on_nonfinite == "skip" or training.scaler is not None
+        wanted = world.device.type == "cuda" if late is None else late
+        self._late = wanted and self._can_be_late()
+        self._given: _Given | None = None
+        self._tell: Callable[[StepResult], None] = lambda result: None
         self._done = 0
         self._skipped = 0
 
-    def run(self) -> StepResult:
+    def run(self, tell: Callable[[StepResult], None]) -> None:
         """Do the next step.
 
+        Args:
+            tell: Called with what each step came to, in their order, as soon as it is known: of
+                this one before `run` returns or, on a GPU, in the course of the next one.
+
         Raises:
-            UserError: Loss or gradient is not finite, and the job says to fail, or this has
-                happened too often in a row.
+            UserError: Loss or gradient of a step is not finite, and the job says to fail, or this
+                has happened too often in a row. Nothing that comes of that step is in any file.
         """
-        begun = time.perf_counter()
-        training, step = self._training, self._training.step
+        self._tell = tell
+        begun, step = time.perf_counter(), self._training.step
+        # Its time begins where that of the step before ended, if that one is still computed.
+        start = self._given.done if self._given else _Moment(self._world.device)
         # Dropout inside the model draws from the global generator: keyed like everything else.
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
         losses, waited = self.accumulate(step)
         with self._measured("step"):
-            average_gradients(self._trained, self._world)
-            if training.scaler is not None:
-                training.scaler.unscale_(training.optimizer)
-            norm = clip(self._trained, self._spec.max_grad_norm, self._world)
-            # Both are global, so all ranks decide alike; one wait for the device for both.
-            loss, norm_value = torch.stack(
-                [self._world.average(losses), norm.to(losses.device)]
-            ).tolist()
-            rate = float(training.scheduler.get_last_lr()[0])
-            skipped = self._update(loss, norm_value, step)
+            numbers = self._reduce(losses)
+            rate = float(self._training.scheduler.get_last_lr()[0])
+            if self._late:
+                numbers = self._update_on_device(numbers)
+            else:
+                result = self._update(numbers, step)
         self._done += 1
-        seconds = time.perf_counter() - begun
-        return StepResult(loss, norm_value, rate, skipped, seconds, waited)
+        if not self._late:
+            tell(StepResult(step + 1, *result, rate, time.perf_counter() - begun, waited))
+            return
+        numbers = numbers.to("cpu", non_blocking=True)  # pinned memory: nothing waits
+        done = _Moment(self._world.device)
+        self._hear(wait=True)  # the step before, so that the device is given no more than two
+        self._given = _Given(step, numbers, start, done, rate, waited)
+
+    def settle(self, tell: Callable[[StepResult], None]) -> None:
+        """Wait for the step that is still computed, if one is.
+
+        Raises:
+            UserError: As of `run`.
+        """
+        self._tell = tell
+        self._hear(wait=True)
+
+    def last_words(self) -> None:
+        """Tell of the step before the one that failed, if it is known by now; waits for nothing."""
+        with suppress(Exception):  # what has failed is being raised already
+            self._hear(wait=False)
 
     def measures(self) -> bool:
         """Whether the memory of the next step is measured; the same on every rank."""
@@ -140,8 +238,11 @@ class Stepper:
                 last = number == count or self._spec.fsdp_cpu_offload
                 model.set_requires_all_reduce(last)
             with self._measured("forward"):
-                loss = self._loss(batch, step) / count
+                loss = self._loss(batch) / count
             del batch  # before the next one comes to the device
+            self._hear(wait=False)
+            if number == count:
+                self._averager.begin()
             with self._measured("backward"):
                 # Ranks that share a sample have a part of its gradient each; see
                 # `engine.context_parallel`.
@@ -150,10 +251,9 @@ class Stepper:
             losses += loss.detach()
         return losses, waited
 
-    def _loss(self, batch: MicroBatch, step: int) -> torch.Tensor:
-        generators = sample_generators(self._spec.seed, step, batch.positions)
-        problem = self._objective.draw(batch.latents, generators)
-        with autocast(self._spec, self._world.device):
+    def _loss(self, batch: MicroBatch) -> torch.Tensor:
+        problem = self._objective.problem(batch.latents, batch.drawn)
+        with computing(self._spec, self._world):
             prediction = self._family.predict(
                 self._training.model,
                 problem.noisy,
@@ -163,46 +263,138 @@ class Stepper:
             )
         return loss_of(prediction, problem, self._spec)
 
-    def _update(self, loss: float, norm: float, step: int) -> bool:
-        """Step optimizer, schedule and average; whether the update was left out."""
+    def _reduce(self, losses: torch.Tensor) -> torch.Tensor:
+        """Average and clip gradients; loss and norm, `(2,)`, of all ranks, so that all do alike."""
         training = self._training
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        # An fp16 gradient that overflows is the loss scale's doing, not the model's.
-        overflow = training.scaler is not None and math.isfinite(loss)
-        if not finite:
-            self._tolerate(loss, norm, step, overflow)
-        else:
-            self._skipped = 0
+        self._averager.finish()
         if training.scaler is not None:
-            if finite or overflow:
-                training.scaler.step(training.optimizer)  # does nothing after an overflow
-            training.scaler.update()
-        elif finite:
-            training.optimizer.step()
-        training.optimizer.zero_grad(set_to_none=True)
-        training.scheduler.step()
-        training.step = step + 1
-        if finite and training.ema is not None:
-            training.ema.update(training.step)
-        return not finite
+            training.scaler.unscale_(training.optimizer)
+        norm = clip(self._trained, self._spec.max_grad_norm, self._world)
+        return torch.stack([self._world.average(losses), norm.to(losses.device)])
 
-    def _tolerate(self, loss: float, norm: float, step: int, overflow: bool) -> None:
-        """Count a step that is left out.
+    # -- the update, judged by the host ------------------------------------------------------
+
+    def _update(self, numbers: torch.Tensor, step: int) -> tuple[float, float, bool, float | None]:
+        """Step the optimizer unless loss or norm are not finite.
+
+        Returns:
+            Loss, norm, whether it was left out, and then the loss scale.
 
         Raises:
-            UserError: It must not be.
+            UserError: They are not, and must be. Nothing has changed.
         """
+        loss, norm = numbers.tolist()
+        training, scaler = self._training, self._training.scaler
+        if training.ema is not None:
+            training.ema.catch_up()
+        finite = self._judge(loss, norm, step)
+        if scaler is None:
+            if finite:
+                training.optimizer.step()
+        else:
+            if math.isfinite(loss):
+                scaler.step(training.optimizer)  # does nothing after an overflow
+            scaler.update()
+        self._advance()
+        if finite and training.ema is not None:
+            training.ema.update(training.step)
+        scale = None if finite or scaler is None else scaler.get_scale()
+        return loss, norm, not finite, scale
+
+    # -- the update, before it is judged -----------------------------------------------------
+
+    def _can_be_late(self) -> bool:
+        """Whether a step may be given to the device before it is known what the last one came to.
+
+        Not with weights in host memory, which wait in any case. Where training goes on after a
+        step that is left out, the device has to leave it out; where that ends the job, no more is
+        saved.
+        """
+        if any(parameter.device.type != self._world.device.type for parameter in self._trained):
+            return False
+        return decides_on_device(self._training.optimizer) or not self._goes_on
+
+    def _update_on_device(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Step the optimizer unless loss or norm are not finite, without looking at them.
+
+        Returns:
+            Loss, norm and, of fp16, the loss scale.
+        """
+        training, scaler = self._training, self._training.scaler
+        if training.ema is not None:
+            training.ema.catch_up()
+        spoilt = 1 - numbers.isfinite().all().to(numbers.dtype)
+        if decides_on_device(training.optimizer):
+            step_unless(training.optimizer, spoilt)
+        else:
+            training.optimizer.step()
+        if scaler is not None:
+            scaler.update()
+            numbers = torch.cat([numbers, scaler.scale(torch.ones_like(numbers[:1]))])
+        self._advance()
+        if training.ema is not None:
+            training.ema.update(training.step, spoilt if self._goes_on else None)
+        return numbers
+
+    def _hear(self, *, wait: bool) -> None:
+        """Read what the step before came to, judge it, and tell.
+
+        Args:
+            wait: Else only if it is known by now, and as it should be: ranks do not know it at the
+                same time, and must fail at the same place.
+
+        Raises:
+            UserError: It is not as it must be.
+        """
+        given = self._given
+        if given is None or not (wait or given.done.reached()):
+            return
+        given.done.wait()
+        loss, norm, *scale = given.numbers.tolist()
+        if not (wait or (math.isfinite(loss) and math.isfinite(norm))):
+            return
+        self._given = None
+        finite = self._judge(loss, norm, given.step)
+        seconds = given.done.seconds_since(given.begun)
+        self._tell(
+            StepResult(
+                given.step + 1, loss, norm, not finite, scale[0] if scale else None, given.rate,
+                seconds, given.data_seconds,
+            )
+        )  # fmt: skip
+
+    # ----------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """What a step does whether it is left out or not."""
+        training = self._training
+        training.optimizer.zero_grad(set_to_none=True)
+        training.scheduler.step()
+        training.step += 1
+
+    def _judge(self, loss: float, norm: float, step: int) -> bool:
+        """Whether a step is finite; if not, whether it may be left out.
+
+        Raises:
+            UserError: It may not.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._skipped = 0
+            return True
         self._skipped += 1
         what = (
             f"the loss or gradient is not finite at step {step + 1} "
             f"(loss {loss}, gradient norm {norm})"
         )
+        # An fp16 gradient that overflows is the loss scale's doing, not the model's.
+        overflow = self._training.scaler is not None and math.isfinite(loss)
         if self._spec.on_nonfinite == "fail" and not overflow:
             raise UserError(what, "lower learning_rate, or resume from an earlier checkpoint")
         if self._skipped >= _MOST_SKIPPED:
             raise UserError(
                 f"{what}, as in {self._skipped} steps in a row", "lower learning_rate, or use bf16"
             )
+        return False
 
     def _measured(self, name: str) -> AbstractContextManager[None]:
         return self._peaks.phase(name) if self.measures() else nullcontext()

@@ -13,10 +13,10 @@ import psutil
 
 from engine.progress import Progress
 from jobs.procfs import started_at
-from jobs.rundir import PHASES, RankStatus, event, write_atomic
+from jobs.rundir import FLIGHT, PHASES, RankStatus, event, write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engine.peaks import Peaks
     from jobs.rundir import RunDir
@@ -38,6 +38,7 @@ class Telemetry:
         self.device = "cpu"
         self.device_uuid: str | None = None
         self.peaks: Peaks | None = None  # until torch and the device are known
+        self.record_flight: Callable[[], None] | None = None  # the same
         self._process = psutil.Process()
         self._started = started_at(os.getpid()) or 0.0
         self._progressed = time.time()
@@ -142,6 +143,10 @@ class Telemetry:
     def _keep_writing(self) -> None:
         while not self._ended.wait(_STATUS_EVERY):
             self._write_status()
+            if self.record_flight is not None and self.run_dir.requested(FLIGHT):
+                with suppress(OSError, ValueError):
+                    self.record_flight()
+                self.record_flight = None  # once: the job is about to be ended
 
     def _write_status(self) -> None:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -23,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from engine.host_memory import available_memory
 from engine.release import Released, Watch, give_back, memory_in_use
-from engine.sharded_encoder import is_quantised, load_encoder
+from engine.sharded_encoder import is_quantised, load_encoder, load_encoder_whole
 from engine.weights import stored_tensors
 from jobs.errors import UserError
 from jobs.rundir import read_json, write_atomic
@@ -83,19 +85,26 @@ def shards_encoders(
         return False, "a single rank has nobody to share them with"
     if wish is not None:
         return wish, "as the job asks"
-    if world.device.type != "cuda":
-        return False, "CPU ranks shard them only if the job asks for it"
     try:
         needed = encoder_bytes(root, dtype)
     except UserError as error:
         return False, f"their size is not known ({error})"
     if quantised := [name for name in encoder_names(root) if is_quantised(root / name)]:
         return False, f"{quantised[0]} is quantised"
-    free, _ = torch.cuda.mem_get_info(world.device)
+    if world.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(world.device)
+        where = "are free on a GPU"
+    else:
+        # What all ranks of this machine share.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+        free, where = (
+            available_memory() // ranks,
+            f"of host memory are free for each of {ranks} ranks",
+        )
     return (
         needed > _CROWDED * free,
         f"they take {needed / 2**30:.1f} GiB, {needed / free:.0%} of the {free / 2**30:.1f} GiB "
-        f"that are free on a GPU; from {_CROWDED:.0%} on they are sharded",
+        f"that {where}; from {_CROWDED:.0%} on they are sharded",
     )
 
 
@@ -168,10 +177,9 @@ def load_sharded(
     """
     encoders: dict[str, torch.nn.Module] = {}
     read = count(1)
-    for name, (library, class_name) in _entries(root).items():
-        model_class = _class(library, class_name)
-        if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-            say(f"{name}: {class_name} is not of transformers, so each rank loads it whole")
+    for name, model_class in _classes(root).items():
+        if model_class is None:
+            say(f"{name} is not of transformers, so each rank loads it whole")
             continue
         encoders[name] = load_encoder(
             model_class,
@@ -183,6 +191,38 @@ def load_sharded(
             moved=lambda: progress(next(read)),
         )
     return encoders
+
+
+def load_whole(
+    root: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, torch.nn.Module]:
+    """The text encoders that can be read straight onto a device, by their names in the pipeline.
+
+    Args:
+        root: The model.
+        dtype: What `from_pretrained` would be asked for.
+        device: Where to.
+        progress: Called with the number of tensors filled so far.
+
+    Raises:
+        UserError: An encoder's files are damaged, or do not fit its config.
+    """
+    read = count(1)
+    return {
+        name: encoder
+        for name, model_class in _classes(root).items()
+        if model_class is not None
+        and not is_quantised(root / name)
+        and (
+            encoder := load_encoder_whole(
+                model_class, root / name, dtype, device, moved=lambda: progress(next(read))
+            )
+        )
+    }
 
 
 @contextmanager
@@ -210,7 +250,8 @@ def text_pipeline(
         sharded: From `agree_on_sharding`. If set, all ranks enter together and call the encoders
             equally often.
         say: Called with lines for the log.
-        progress: Called with the number of tensors filled so far, if sharded.
+        progress: Called with the number of tensors filled so far, except by CPU ranks that do not
+            shard.
         freed: Called at the end with what memory said before, with and after.
 
     Raises:
@@ -254,9 +295,13 @@ def _load(
     say: Callable[[str], None],
     progress: Callable[[int], None],
 ) -> Any:
-    if mesh is None:
+    if mesh is not None:
+        encoders = load_sharded(root, dtype, world, mesh, say=say, progress=progress)
+    elif world.device.type == "cuda":
+        # Not by the host, where all ranks of a machine would hold a copy at once.
+        encoders = load_whole(root, dtype, world.device, progress=progress)
+    else:
         return family.load_text_pipeline(root, dtype).to(world.device)
-    encoders = load_sharded(root, dtype, world, mesh, say=say, progress=progress)
     pipeline = family.load_text_pipeline(root, dtype, **encoders)
     # Not `pipeline.to`, which would go through the shards too: they are in place.
     for name, model in _models(pipeline).items():
@@ -311,6 +356,15 @@ def _entries(root: Path) -> dict[str, tuple[str, str]]:
         }
     except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error})", "fetch the model again") from None
+
+
+def _classes(root: Path) -> dict[str, type[PreTrainedModel] | None]:
+    """Text encoder → its class; None if that is not of transformers."""
+    found = {name: _class(*entry) for name, entry in _entries(root).items()}
+    return {
+        name: one if isinstance(one, type) and issubclass(one, PreTrainedModel) else None
+        for name, one in found.items()
+    }
 
 
 def _class(library: str, name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import gc
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.replicas import check_replicas
@@ -10,6 +12,7 @@ from engine.sampling import Sampler
 from engine.validation_loss import ValidationLoss
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from engine.checkpoint import Saver
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
 
+_COLLECT_EVERY: Final = 50  # steps
 _REPLICAS_EVERY: Final = 200  # steps between comparisons of what is whole on several ranks
 
 
@@ -52,13 +56,20 @@ class Trainer:
         Returns:
             "completed" or "stopped".
         """
+        with collected_together():
+            return self._train()
+
+    def _train(self) -> str:
         self.training.model.train()
         if self.spec.validation_on_startup and self.training.step == 0:
             self.validate()
             self.sample()
         while True:
             self.saver.tell()
-            wishes = self.control.agree(save_failed=self.saver.failed())
+            ending = self.training.step >= self.spec.max_train_steps
+            wishes = self.control.agree(save_failed=self.saver.failed(), now=ending)
+            if any(astuple(wishes)):
+                self.settle()
             if wishes.save_failed:
                 self.saver.finish()
             if wishes.save_now:
@@ -70,19 +81,32 @@ class Trainer:
             if wishes.stop:
                 self.save(last=True)
                 return "stopped"
-            if self.training.step >= self.spec.max_train_steps:
+            if ending:
                 self.save(last=True)
                 self.validate()
                 self.sample()
                 return "completed"
+            self.control.ask(save_failed=self.saver.failed())
             measured = self.stepper.measures()
-            self._report(self.stepper.run())
+            self.stepper.run(self._report)
+            self.telemetry.moved(self.training.step)
             if measured:
                 self.report_memory()
             self._after_step()
 
+    def settle(self) -> None:
+        """Wait for the step that is still computed, if one is, and report it.
+
+        Before whatever is written or judged: a step that went wrong must not come to be part of
+        it. All ranks find the same.
+
+        Raises:
+            UserError: It went wrong, and the job says to fail then.
+        """
+        self.stepper.settle(self._report)
+
     def _report(self, result: StepResult) -> None:
-        step = self.training.step
+        step = result.step
         values: dict[str, Any] = {
             "step": step,
             "epoch": round(self.data.plan.epoch(step), 4),
@@ -94,15 +118,13 @@ class Trainer:
             "images_per_second": round(self.data.plan.global_batch / result.seconds, 3),
             "peak_bytes": self.peaks.memory().get("peak"),
         }
-        self.telemetry.moved(step)
         self.telemetry.emit("step", **values)
         self.telemetry.say(
             f"step {step}/{self.spec.max_train_steps}  loss {result.loss:.5f}  "
             f"lr {result.rate:.3g}  grad norm {result.norm:.4f}  {result.seconds:.2f} s"
         )
         if result.skipped:
-            scaler = self.training.scaler
-            scale = f"; the loss scale is now {scaler.get_scale():g}" if scaler is not None else ""
+            scale = f"; the loss scale is now {result.scale:g}" if result.scale is not None else ""
             self.telemetry.warn(
                 f"step {step} was left out: loss {result.loss}, gradient norm {result.norm}{scale}"
             )
@@ -111,6 +133,8 @@ class Trainer:
         spec, step = self.spec, self.training.step
         if step >= spec.max_train_steps:
             return  # the end saves and samples by itself
+        if step % _COLLECT_EVERY == 0:
+            gc.collect(1)
         if step % _REPLICAS_EVERY == 0:
             check_replicas(self.training.trained(), self.world)
         if spec.checkpointing_steps and step % spec.checkpointing_steps == 0:
@@ -125,6 +149,7 @@ class Trainer:
         """Write a checkpoint; a collective. Replicas are compared first: a copy of a wrong one
         would be worse than none.
         """
+        self.settle()
         check_replicas(self.training.trained(), self.world)
         self.saver.save(self.training, last=last)
 
@@ -132,6 +157,7 @@ class Trainer:
         """Sample the validation prompts, if there are any; a collective."""
         if not self.spec.validation_prompts:
             return
+        self.settle()
         step = self.training.step
         target = self.run_dir.samples / f"step-{step}"
         sampler = Sampler(
@@ -140,6 +166,7 @@ class Trainer:
         )  # fmt: skip
         with self.training.averaged():
             files = sampler.sample(self.training.model, target, step)
+        gc.collect(1)  # pipelines hold themselves, and the device's memory with them
         self.telemetry.emit("sample", step=step, directory=str(target), files=files)
 
     def sample_now(self) -> None:
@@ -152,6 +179,7 @@ class Trainer:
         """Measure the loss on what is held out, if anything is; a collective."""
         if not self.data.held:
             return
+        self.settle()
         loss = ValidationLoss(
             self.spec, self.family, self.objective, self.data, self.world, self.telemetry,
             self.control.wants_stop,
@@ -183,3 +211,18 @@ class Trainer:
             measure=self.peaks.measure,
             peaks={name: [rank.get(name) for rank in everyone] for name in mine},
         )
+
+
+@contextmanager
+def collected_together() -> Iterator[None]:
+    """Within, Python collects garbage only when it is told to: all ranks at the same step.
+
+    By itself it would stop each rank for a moment at a time of its own, and all of them wait for
+    the one that stands. What exists by now is old: `gc.collect(1)` does not look at it again.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

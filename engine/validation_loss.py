@@ -22,7 +22,7 @@ from engine.draws import keyed_generator
 from engine.flow import Flow
 from engine.objective import Objective, Problem
 from engine.parallel import reshard
-from engine.precision import autocast
+from engine.precision import computing
 from jobs.prompts import validation_seed_of
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class ValidationLoss:
         device = self.world.device
         texts = [self.data.held_text(number) for number in samples]
         latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
-        batch = collate(texts, multiple=self.world.context_size)
+        batch = self.family.arrange(collate(texts, multiple=self.world.context_size))
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
     def _errors(
@@ -148,7 +148,7 @@ class ValidationLoss:
         ]).to(latents.device)  # fmt: skip
         quantile = quantile_of(batch.level, self.spec)
         problem = problem_at(self.objective, latents, noise, quantile)
-        with autocast(self.spec, self.world.device):
+        with computing(self.spec, self.world):
             prediction = self.family.predict(
                 model, problem.noisy, problem.level, condition, self.spec.train_guidance
             )

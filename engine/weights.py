@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from engine.pinned import PinnedMemory, bytes_of
 from engine.precision import compute_dtype, storage_dtype
 from engine.weight_files import StoredTensor, stored_tensors
 from engine.weight_reader import Reading, read_all
@@ -127,14 +128,21 @@ def materialise(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), (parameter, []))[1].append(name)
     placed: dict[int, torch.Tensor] = {}
+    offloads = parameters_on is not None and parameters_on.type == "cpu" and device.type == "cuda"
+    shards = [local_part(p) for p in model.parameters() if offloads and isinstance(p, DTensor)]
+    pinned = PinnedMemory(bytes_of(shards)) if shards else None
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         sharded = isinstance(tensor, DTensor)
         where = parameters_on if sharded and parameters_on is not None else device
         if not tensor.is_meta:
             return tensor.to(where)
-        if sharded:
-            return torch.empty_like(tensor, device=where)
+        if isinstance(tensor, DTensor):
+            there: Any = torch.empty_like(tensor, device=where)  # its pages are never touched
+            if pinned is not None:
+                # As FSDP does it; `from_local` would move it to the mesh's device.
+                there._local_tensor = pinned.take_like(local_part(tensor))
+            return there
         if id(tensor) not in placed:  # once for a shared one; `shared` keeps the ids valid
             placed[id(tensor)] = torch.empty_like(tensor, device=where)
         return placed[id(tensor)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import uuid
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from engine.mesh import build_mesh
+from engine.mesh import build_mesh, collective_timeout
 from jobs.errors import UserError
 from jobs.strategy import SHARDING, STRATEGY_VARIABLE, chosen_strategy, world_size
 
@@ -134,15 +133,19 @@ def start_world(spec: JobSpec) -> World:
     """Join the process group and take this rank's device.
 
     Raises:
-        UserError: The launcher started another number of ranks than the job asks for.
+        UserError: The launcher started another number of ranks than the job asks for, or torch
+            does not see the GPUs that the job was given.
     """
     on_cpu = spec.device == "cpu" or not torch.cuda.is_available()
+    _check_gpus(spec)
     options: dict[str, Any] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        options["timeout"] = timedelta(seconds=spec.distributed_timeout_seconds)
+        options["timeout"] = collective_timeout(spec)
         if not on_cpu:
             # Requests and checkpoints use small CPU tensors: gloo beside NCCL.
             options["backend"] = "cpu:gloo,cuda:nccl"
+            # NCCL connects now, and never guesses a device.
+            options["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     state = PartialState(cpu=on_cpu, **options)
     if state.num_processes != world_size(spec):
         raise UserError(
@@ -150,8 +153,9 @@ def start_world(spec: JobSpec) -> World:
             f"{state.num_processes}",
             "launch with the same --num_processes",
         )
-    # All CPU ranks compute on the one CPU, which accelerate numbers.
-    device = torch.device("cpu") if state.device.type == "cpu" else torch.device(state.device)
+    # All CPU ranks compute on the one CPU, which accelerate numbers. Of a single GPU it leaves the
+    # number out.
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     common = [uuid.uuid4().hex[:12], *_strategy(spec)]
     if state.num_processes > 1:
         dist.broadcast_object_list(common, src=0)
@@ -166,6 +170,25 @@ def start_world(spec: JobSpec) -> World:
         mesh=build_mesh(spec, strategy, state.num_processes, device.type),
         context_size=spec.context_parallel_size,
     )
+
+
+def _check_gpus(spec: JobSpec) -> None:
+    """Refuse to train on the CPU, or twice on one GPU, where the job was given GPUs.
+
+    Raises:
+        UserError: Torch sees fewer GPUs than this machine's ranks need.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    if spec.device == "cpu" or on_cpu or not (given or spec.device == "cuda"):
+        return
+    if (seen := torch.cuda.device_count()) < needed:
+        raise UserError(
+            f"torch {torch.__version__} sees {seen} of the {needed} GPUs that this job was given"
+            f"{f' ({given})' if given else ''}",
+            "`fsdp-tui doctor` says what is wrong with the driver or with torch",
+        )
 
 
 def _strategy(spec: JobSpec) -> tuple[str, str]:

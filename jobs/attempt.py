@@ -110,19 +110,29 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
 
 
 def adopt(job: Job) -> Attempt | None:
-    """Find the attempt that an earlier supervisor launched; None when there was none yet."""
+    """Find the attempt that an earlier supervisor launched; None when there was none yet.
+
+    Raises:
+        UserError: The job file cannot be read any more.
+        ValueError: The record of the launch cannot be read.
+    """
     record = read_json(job.run_dir.launch_file) or {}
     if (record.get("run_id"), record.get("attempt")) != (job.run_id, job.attempt):
         return None  # missing, or left by an earlier attempt or another job
-    return Attempt(
-        spec=load_spec(job.run_dir.job_file),
-        command=" ".join(record.get("command", [])),
-        launcher=ProcessId(*record["launcher"]) if record.get("launcher") else None,
-        child=None,
-        events_offset=int(record["events_offset"]),
-        restarts=int(record.get("restarts", 0)),
-        oom_kills=int(record.get("oom_kills", 0)),
-    )
+    spec = load_spec(job.run_dir.job_file)
+    try:
+        launcher = record["launcher"]
+        return Attempt(
+            spec=spec,
+            command=" ".join(map(str, record["command"])),
+            launcher=ProcessId(int(launcher[0]), float(launcher[1])) if launcher else None,
+            child=None,
+            events_offset=max(0, int(record["events_offset"])),
+            restarts=int(record["restarts"]),
+            oom_kills=int(record["oom_kills"]),
+        )
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _git_revision() -> str | None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.elastic import launcher_signal, rank_exits, signal_name
+from jobs.flight import find_wait
+from jobs.nccl import essence, find_timeout, is_aftermath
 from jobs.processes import kernel_oom_kills
+from jobs.rundir import read_tail
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from pathlib import Path
 
     from jobs.rundir import RunDir
 
-# Torch elastic's closing summary names every rank that did not end well.
-_RANK_EXIT: Final = re.compile(r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+)")
-# What ranks say when *another* one has gone: never the cause.
-_AFTERMATH: Final = re.compile(
-    r"connection (reset|closed|refused)|closed by peer|broken pipe|socket|gloo|nccl|timed? ?out"
-    r"|ProcessGroup|remote (worker|process)",
-    re.IGNORECASE,
-)
 _LONGEST: Final = 300
 
 
@@ -45,10 +39,13 @@ def why_failed(
     causes = causes_of(errors)
     if causes:
         return _rank_error(causes[0])
+    exits = rank_exits(run_dir)
+    # Those that the launcher or we ended say nothing about why.
     told = {int(error.get("rank", -1)) for error in errors} | set(ended_by_us)
-    for rank, code in rank_exits(run_dir).items():
-        if rank not in told:
-            return _silent_death(run_dir, rank, code, out_of_memory)
+    told |= {one.rank for one in exits if one.ended}
+    for one in exits:
+        if one.rank not in told:
+            return _silent_death(run_dir, one.rank, one.code, out_of_memory)
     if errors or ended_by_us:
         silent = [s.rank for s in run_dir.rank_statuses() if s.rank not in told]
         if silent:
@@ -56,11 +53,13 @@ def why_failed(
         if errors:
             return _rank_error(errors[0])
     if exit_code is not None and exit_code < 0:
-        return f"the launcher was killed by {_signal_name(-exit_code)}"
+        return f"the launcher was killed by {signal_name(-exit_code)}"
+    if number := launcher_signal(run_dir):
+        return f"somebody sent {number} to the launcher, which ended the ranks"
     if exit_code == 0:
         return "the ranks ended without saying why; see logs/launcher.log"
-    tail = _tail(run_dir.launcher_log)
-    last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
+    lines = read_tail(run_dir.launcher_log).splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "")
     return f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
 
 
@@ -72,25 +71,15 @@ def is_persons_fault(run_dir: RunDir) -> bool:
 
 def causes_of(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What failing ranks left, without those that only suffered from another one's failure."""
-    return [error for error in errors if not _is_aftermath(error)]
-
-
-def _is_aftermath(error: dict[str, Any]) -> bool:
-    if error.get("type") == "StrandedError":
-        return True
-    return error.get("type") in {"RuntimeError", "DistBackendError", "DistNetworkError"} and bool(
-        _AFTERMATH.search(str(error.get("message", "")))
-    )
-
-
-def rank_exits(run_dir: RunDir) -> dict[int, int]:
-    """Rank → exit status of each that did not end well, as the launcher tells at its end."""
-    found = _RANK_EXIT.findall(_tail(run_dir.launcher_log))
-    return {int(rank): int(code) for rank, code in found if int(code) != 0}
+    return [
+        error
+        for error in errors
+        if not is_aftermath(str(error.get("type")), str(error.get("message", "")))
+    ]
 
 
 def _rank_error(error: dict[str, Any]) -> str:
-    message = _shorten(str(error.get("message", "")))
+    message = _shorten(essence(str(error.get("message", ""))))
     if error.get("type") == "UserError":
         return message
     where = f"rank {error.get('rank')}"
@@ -108,31 +97,26 @@ def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: b
         return f"rank {rank} was killed by the kernel {when}: the machine ran out of memory"
     if code is None:
         return f"rank {rank} vanished {when}"
+    if code == -signal.SIGABRT and (words := _timed_out(run_dir, rank, when)):
+        return words
     if code < 0:
-        return f"rank {rank} was killed by {_signal_name(-code)} {when}"
+        return f"rank {rank} was killed by {signal_name(-code)} {when}"
     return f"rank {rank} exited with status {code} {when}; {_last_line(run_dir, rank)}"
 
 
+def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:
+    """What a rank waited for that torch's watchdog has aborted; the late rank, if that is known."""
+    timeout = find_timeout(run_dir, rank)
+    if timeout is None:
+        return None
+    wait = find_wait(run_dir)
+    found = f": {wait}" if wait else " for other ranks"
+    return f"rank {rank} waited {timeout.seconds:.0f} s in {timeout.collective} {when}{found}"
+
+
 def _last_line(run_dir: RunDir, rank: int) -> str:
-    lines = [line for line in _tail(run_dir.rank_log(rank)).splitlines() if line.strip()]
+    lines = [line for line in read_tail(run_dir.rank_log(rank)).splitlines() if line.strip()]
     return f"its log ends with: {_shorten(lines[-1])}" if lines else "its log is empty"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _tail(path: Path, size: int = 64 << 10) -> str:
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - size))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _shorten(text: str) -> str:

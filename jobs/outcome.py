@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobs.diagnosis import is_persons_fault, rank_exits, why_failed
+from jobs.diagnosis import is_persons_fault, why_failed
+from jobs.elastic import rank_exits
 from jobs.eventlog import EventLog
 from jobs.states import State
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs import devices
+from jobs.compiler import check_compiler
 from jobs.conflicts import GPU_KERNELS
 from jobs.datasets import datasets_of, find_layout
 from jobs.errors import SpecError
@@ -44,6 +45,7 @@ def check(spec: JobSpec) -> int | list[str] | None:
     check_dataset(spec)
     ensure_private_dir(Path(spec.cache_dir) if spec.cache_dir else cache_home())
     wanted = check_devices(spec)
+    check_compiler(spec, on_gpus=wanted is not None)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
 

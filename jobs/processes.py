@@ -110,6 +110,11 @@ def reap() -> None:
     child that was collected elsewhere, but loses its exit status, so a caller that needs the
     status polls its `Popen` first.
     """
+    try:
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return  # nobody has ended: spare the look at all processes of the machine
+    except ChildProcessError:
+        return
     for child in psutil.Process().children():
         try:
             if child.status() == psutil.STATUS_ZOMBIE and child.pid not in _WAITED_FOR:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import yaml
 
+from jobs import bytecode
 from jobs.flags import to_flags
 from jobs.launchers import local
 from jobs.processes import RUN_ID_VARIABLE
@@ -68,7 +69,8 @@ def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool
         named = spec.gpus if isinstance(spec.gpus, list) else range(world_size(spec))
         gpus = [str(name) for name in named]
     launch = local.build(spec, run_dir, gpus=gpus, run_id="")
-    environment = {k: v for k, v in launch.environment.items() if k != RUN_ID_VARIABLE}
+    of_here = (RUN_ID_VARIABLE, *bytecode.VARIABLES)
+    environment = {k: v for k, v in launch.environment.items() if k not in of_here}
     command = ["accelerate", *launch.command[launch.command.index("launch") :]]
     return {
         "environment": environment,

@@ -12,18 +12,23 @@ import os
 import shutil
 import time
 import uuid
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 REQUESTS: Final = ("stop", "save_now", "sample_now")
+# Asks each rank for its flight record (`jobs.flight`), which it writes within a second.
+FLIGHT: Final = "flight"
 MANIFEST: Final = "manifest.json"
+_FOREVER: Final = 1e12  # seconds; no time that a rank tells is later
 
-# The phases of a rank, and what people read for them. Only `train` has steps.
+# The phases of a rank, and what people read for them. Only `train` has steps. Until `start`, which
+# `import` is a part of, is over, a rank is not up.
 PHASES: Final = {
     "start": "starting",
+    "import": "importing libraries",
     "index": "looking at the data",
     "check": "checking the caches",
     "encode": "encoding captions",
@@ -75,9 +80,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, or None when it is missing or not (yet) a JSON object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def read_tail(path: Path, size: int = 64 << 10) -> str:
+    """The last bytes of a text file, however large it is; empty where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - size))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -112,13 +128,37 @@ class RankStatus:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> RankStatus | None:
-        """None when a field that every rank writes is missing."""
-        known = {f.name for f in fields(cls)}
-        try:
-            return cls(**{key: value for key, value in data.items() if key in known})
-        except TypeError:
-            return None
+    def from_dict(cls, data: Any) -> RankStatus:
+        """Take what a rank wrote; fields that are not known are left out.
+
+        Raises:
+            ValueError: A field is missing, or is not what it must be; the message says which.
+        """
+        if not isinstance(data, dict):
+            raise ValueError("it is no JSON object")
+        for one in fields(cls):
+            if one.name not in data and one.default is MISSING:
+                raise ValueError(f"{one.name} is missing")
+            if one.name in data and not _fits(data[one.name], str(one.type)):
+                raise ValueError(f"{one.name} is {data[one.name]!r:.60}, not {one.type}")
+        return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value from a file is what the type of a field of `RankStatus` says."""
+    if value is None:
+        return kind.endswith("| None")
+    match kind.removesuffix(" | None"):
+        case "int":  # all of them count something
+            return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+        case "float":
+            return type(value) in (int, float) and -_FOREVER < value < _FOREVER
+        case "str":
+            return isinstance(value, str)
+        case "dict[str, int]":
+            return isinstance(value, dict) and all(_fits(size, "int") for size in value.values())
+        case _:
+            raise AssertionError(kind)
 
 
 @dataclass(frozen=True)
@@ -188,6 +228,15 @@ class RunDir:
         return self.logs / f"rank{rank}.log"
 
     @property
+    def flight_prefix(self) -> Path:
+        """Torch adds the rank, and writes what it remembers of its collectives there."""
+        return self.logs / "flight_"
+
+    def flight(self, rank: int) -> Path:
+        """The same as JSON, of a rank that was asked for it."""
+        return self.logs / f"flight_{rank}.json"
+
+    @property
     def launcher_log(self) -> Path:
         return self.logs / "launcher.log"
 
@@ -199,7 +248,7 @@ class RunDir:
 
     def request(self, name: str) -> None:
         """Ask the ranks for something; they see it at the next step boundary."""
-        if name not in REQUESTS:
+        if name not in (*REQUESTS, FLIGHT):
             raise ValueError(f"unknown request {name!r}")
         self.control.mkdir(parents=True, exist_ok=True, mode=0o700)
         (self.control / name).touch()
@@ -214,26 +263,49 @@ class RunDir:
 
     def rank_statuses(self) -> list[RankStatus]:
         """What the ranks last wrote, by rank; files that cannot be read are left out."""
-        found = []
+        return self.read_ranks()[0]
+
+    def read_ranks(self) -> tuple[list[RankStatus], dict[str, str]]:
+        """What the ranks last wrote, by rank, and why which files cannot be read, by name."""
+        found, unreadable = [], {}
         for path in self.ranks.glob("[0-9]*.json"):
-            if path.name.endswith(".error.json"):
+            number = path.name.removesuffix(".json")
+            if not (number.isascii() and number.isdecimal()):
                 continue
-            data = read_json(path)
-            status = RankStatus.from_dict(data) if data else None
-            if status is not None:
+            try:
+                status = RankStatus.from_dict(json.loads(path.read_text(encoding="utf-8")))
+                if status.rank != int(number):
+                    raise ValueError(f"it says that it is of rank {status.rank}")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, RecursionError) as error:
+                unreadable[f"ranks/{path.name}"] = str(error) or type(error).__name__
+            else:
                 found.append(status)
-        return sorted(found, key=lambda status: status.rank)
+        return sorted(found, key=lambda status: status.rank), unreadable
 
     def rank_errors(self) -> list[dict[str, Any]]:
-        """What failing ranks wrote, the earliest first."""
-        found = [data for path in self.ranks.glob("*.error.json") if (data := read_json(path))]
-        return sorted(found, key=lambda data: float(data.get("t", 0)))
+        """What failing ranks wrote, the earliest first.
+
+        In each, `rank` and `t` are numbers, `type` and `message` texts.
+        """
+        found = []
+        for path in self.ranks.glob("[0-9]*.error.json"):
+            number = path.name.removesuffix(".error.json")
+            data = read_json(path) if number.isascii() and number.isdecimal() else None
+            if data:
+                t = data.get("t")
+                found.append(data | {
+                    "rank": int(number), "t": t if _fits(t, "float") else 0.0,
+                    "type": str(data.get("type")), "message": str(data.get("message", "")),
+                })  # fmt: skip
+        return sorted(found, key=lambda data: float(data["t"]))
 
     def forget_attempt(self) -> None:
-        """Remove what only concerned an earlier attempt: requests, rank files."""
-        for name in REQUESTS:
+        """Remove what only concerned an earlier attempt: requests, rank files, flight records."""
+        for name in (*REQUESTS, FLIGHT):
             self.clear_request(name)
-        for path in self.ranks.glob("*.json"):
+        for path in (*self.ranks.glob("*.json"), *self.logs.glob(f"{self.flight_prefix.name}*")):
             path.unlink(missing_ok=True)
 
     # -- checkpoints -----------------------------------------------------------------------
@@ -255,7 +327,7 @@ class RunDir:
         found = []
         for path in self.checkpoints.glob("step-*"):
             number = path.name.removeprefix("step-")
-            if number.isdigit() and read_json(path / MANIFEST) is not None:
+            if number.isascii() and number.isdecimal() and read_json(path / MANIFEST) is not None:
                 found.append((int(number), path))
         return sorted(found)
 

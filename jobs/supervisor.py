@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING, Final
 from jobs import devices, processes
 from jobs.attempt import Attempt, adopt, launch
 from jobs.errors import UserError
+from jobs.flight import find_wait
 from jobs.gpu import still_held
-from jobs.hang import find_hang
+from jobs.hang import Watch, find_hang
 from jobs.housekeeping import cap_logs, space_warning
 from jobs.memory.calibration import record
 from jobs.outcome import Outcome, judge
 from jobs.processes import ProcessId
-from jobs.rundir import REQUESTS
+from jobs.rundir import FLIGHT, REQUESTS
 from jobs.states import State
 
 if TYPE_CHECKING:
+    from jobs.hang import Stillness
     from jobs.rundir import RankStatus
     from jobs.store import Job, Store
 
@@ -36,10 +38,11 @@ LOOK_EVERY: Final = 0.2  # seconds
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
 RELEASE_TAKES: Final = 15.0  # seconds for the driver to give back what dead processes held
-STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack
+STACKS_TAKE: Final = 2.0  # seconds for every rank to write its stack and its flight record
 SAVE_STEP: Final = 60.0  # seconds in which a save that goes on writes something
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
+_NOT_UP: Final = ("start", "import")  # phases of a rank
 _UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})
 
 
@@ -52,20 +55,18 @@ class Supervisor:
     stop_level: int = 0
     deadline: float | None = None
     failed_at: float | None = None
+    watch: Watch = field(default_factory=Watch)
     hang: str | None = None
     interrupted: bool = False
     ended_by_us: set[int] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
     tidied_at: float = 0.0
 
     def run(self) -> None:
         """Launch, or adopt what an earlier supervisor launched, and stay until the end."""
         processes.become_subreaper()
         try:
-            attempt = adopt(self.job)
-            if attempt is not None:
-                self._say("adopted the job of a supervisor that is gone")
-            else:
-                attempt = self._launch(restarts=0)
+            attempt = self._adopt() or self._launch(restarts=0)
             outcome = self._watch(attempt)
             while (
                 outcome.worth_retrying
@@ -84,13 +85,25 @@ class Supervisor:
                 attempt = self._launch(restarts=number)
                 outcome = self._watch(attempt)
         except UserError as error:
+            self._end_all()  # of a job whose file was damaged before a new supervisor read it
             outcome = Outcome(State.FAILED, f"could not start: {error}")
         except Exception as error:  # a supervisor that dies is replaced, and would die again
             self._say(traceback.format_exc())
-            processes.end(processes.with_run_id(self.job.run_id), grace=2.0)
+            self._end_all()
             reason = f"its supervisor failed: {type(error).__name__}: {error}"
             outcome = Outcome(State.FAILED, reason)
         self._finish(outcome)
+
+    def _adopt(self) -> Attempt | None:
+        """What an earlier supervisor launched; None if there is nothing that could be watched."""
+        try:
+            attempt = adopt(self.job)
+        except ValueError as error:
+            self._say(f"cannot read launch.json: {error}; launches again")
+            return None
+        if attempt is not None:
+            self._say("adopted the job of a supervisor that is gone")
+        return attempt
 
     def _launch(self, restarts: int) -> Attempt:
         attempt = launch(self.job, restarts)
@@ -99,11 +112,14 @@ class Supervisor:
 
     def _watch(self, attempt: Attempt) -> Outcome:
         """Stay with an attempt until nothing of it is left."""
+        self.watch = Watch(attempt.spec.hang_timeout)
         while attempt.alive():
             try:
                 self._look(attempt)
             except (OSError, sqlite3.Error) as error:  # a full disk must not end the training
                 self._say(f"could not look: {error}")
+            except Exception as error:  # and neither must a mistake of ours
+                self._say_once(type(error).__name__, f"could not look: {traceback.format_exc()}")
             processes.reap()
             time.sleep(LOOK_EVERY)
         self._clean_up(attempt)
@@ -120,9 +136,12 @@ class Supervisor:
     def _look(self, attempt: Attempt) -> None:
         """Follow the ranks' phases, and carry out what was asked."""
         job = self.store.get(self.job.id)
-        statuses = self.job.run_dir.rank_statuses()
+        statuses, unreadable = self.job.run_dir.read_ranks()
+        for name, why in unreadable.items():
+            self._say_once(name, f"cannot read {name}: {why}")
+        ranks = self._watch_ranks(statuses)
         everyone = len(statuses) == job.ranks
-        if everyone and all(status.phase != "start" for status in statuses):
+        if everyone and all(status.phase not in _NOT_UP for status in statuses):
             saving = [_SAVING[s.phase] for s in statuses if s.phase in _SAVING]
             if job.state is State.STARTING:
                 self._change(State.RUNNING, "all ranks are up", {State.STARTING})
@@ -132,15 +151,26 @@ class Supervisor:
                 self._change(State.RUNNING, f"no longer {job.reason}", {State.SAVING})
         self._end_the_stranded(statuses)
         if everyone:
-            self._end_a_hang(attempt, statuses)
+            self._end_a_hang(attempt, ranks)
         self._tidy()
-        if self.deadline is not None and saves_on(statuses):
+        if self.deadline is not None and saves_on(ranks):
             # What it saves is what the stop is for; it gets the time that it needs.
             self.deadline = max(self.deadline, time.monotonic() + SAVE_STEP)
         overdue = self.deadline is not None and time.monotonic() > self.deadline
         wanted = max(job.stop_level, self.stop_level + 1 if overdue else 0)
         if wanted > self.stop_level:
             self._stop(attempt, min(wanted, 3))
+
+    def _watch_ranks(self, statuses: list[RankStatus]) -> list[Stillness]:
+        """How long the ranks have stood still; a time when nobody could look counts for nothing."""
+        ranks = self.watch.look(statuses, time.monotonic())
+        if unwatched := self.watch.unwatched:
+            self._say(f"was not running for {unwatched:.0f} s")
+            if self.deadline is not None:
+                self.deadline += unwatched
+            if self.failed_at is not None:
+                self.failed_at += unwatched
+        return ranks
 
     # -- stopping --------------------------------------------------------------------------
 
@@ -180,7 +210,7 @@ class Supervisor:
             return
         if time.monotonic() - self.failed_at < FAILURE_GRACE:
             return
-        told = {int(error["rank"]) for error in failed if "rank" in error}
+        told = {error["rank"] for error in failed}
         stranded = [s for s in statuses if s not in ended and s.rank not in told]
         if not stranded or not (failed or ended):
             return
@@ -189,19 +219,26 @@ class Supervisor:
             ProcessId(status.pid, status.started).signal(signal.SIGKILL)
         self._say(f"ended ranks that waited for a failed one: {[s.rank for s in stranded]}")
 
-    def _end_a_hang(self, attempt: Attempt, statuses: list[RankStatus]) -> None:
+    def _end_a_hang(self, attempt: Attempt, ranks: list[Stillness]) -> None:
         """A job that stands still is ended, once every rank's stack is in its log."""
         if self.hang is not None or self.failed_at is not None or self.stop_level:
             return
-        found = find_hang(statuses, time.time(), attempt.spec.hang_timeout)
+        found = find_hang(ranks, attempt.spec.hang_timeout)
         if found is None:
             return
         self.hang = found.reason
         self._say(f"hang: {found.reason}")
-        identities = [ProcessId(status.pid, status.started) for status in statuses]
+        self.job.run_dir.request(FLIGHT)
+        identities = [ProcessId(rank.status.pid, rank.status.started) for rank in ranks]
         for identity in identities:
             identity.signal(signal.SIGUSR1)  # the engine's faulthandler writes all stacks
         time.sleep(STACKS_TAKE)
+        try:
+            if wait := find_wait(self.job.run_dir):
+                self.hang = f"{found.reason}; {wait}"
+                self._say(f"hang: {wait}")
+        except Exception as error:  # whatever another torch wrote, the ranks have to go
+            self._say(f"cannot read the flight records: {type(error).__name__}: {error}")
         for identity in [*identities, *([attempt.launcher] if attempt.launcher else [])]:
             identity.signal(signal.SIGKILL)
 
@@ -228,6 +265,9 @@ class Supervisor:
         if stubborn := processes.end(left, grace=0):
             self._say(f"still alive after SIGKILL: {[p.pid for p in stubborn]}")
 
+    def _end_all(self) -> None:
+        processes.end(processes.with_run_id(self.job.run_id), grace=2.0)
+
     def _wait_for_gpu_memory(self) -> None:
         """A dead process's memory is given back a moment later; the next job must find it free."""
         pids = {status.pid for status in self.job.run_dir.rank_statuses()}
@@ -242,7 +282,7 @@ class Supervisor:
             time.sleep(LOOK_EVERY)
 
     def _finish(self, outcome: Outcome) -> None:
-        for request in REQUESTS:
+        for request in (*REQUESTS, FLIGHT):
             with suppress(OSError):
                 self.job.run_dir.clear_request(request)
         self.job.run_dir.forget_unfinished()
@@ -278,6 +318,11 @@ class Supervisor:
         if self.store.change(self.job.id, state, reason, only_from=only_from):
             self._say(f"{state}: {reason}")
 
+    def _say_once(self, what: str, text: str) -> None:
+        if what not in self.said:
+            self.said.add(what)
+            self._say(text)
+
     def _say(self, text: str) -> None:
         """A line in logs/supervisor.log, which standard error is."""
         with suppress(OSError):
@@ -305,7 +350,6 @@ def supervise(store: Store, job_id: int) -> None:
     dispatch(store)
 
 
-def saves_on(statuses: list[RankStatus]) -> bool:
+def saves_on(ranks: list[Stillness]) -> bool:
     """Whether a checkpoint is being written, and has not stood still."""
-    now = time.time()
-    return any(s.phase in ("copy", "save") and now - s.progressed < SAVE_STEP for s in statuses)
+    return any(r.status.phase in ("copy", "save") and r.still < SAVE_STEP for r in ranks)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.bytecode import bytecode_variables
 from jobs.cascade import settle
 from jobs.errors import UserError
 from jobs.preflight import check_dataset
@@ -115,7 +116,7 @@ def ask(
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONSAFEPATH": "1"},
+            env=os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables(),
         )  # fmt: skip
     wait_for_by_hand(process.pid)
     assert process.stderr is not None

@@ -7,14 +7,16 @@ import os
 import struct
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
 
+from tests.support.fakes.supervise import start_nothing, stop_server
+from tests.support.left_over import end_all_of, name_of, processes_of
 from tests.support.order import SLOWEST_FIRST
 from tests.support.paths import FAKE_MEMORY, ROOT
+from tests.support.waiting import PATIENCE
 
 # Before anything imports torch: two test files and their ranks share the machine, and threads that
 # wait for each other on busy cores take many times as long as one.
@@ -23,17 +25,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # time that a command line takes to start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from jobs import processes
 from jobs.specfile import load_spec
 from jobs.store import Store
 from tests.support.forks import client as forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from jobs.spec import JobSpec
-
-_LEAVES_WITHIN = 5.0  # seconds that supervisors of ended jobs get to leave by themselves
 
 
 def pytest_configure() -> None:
@@ -84,6 +84,12 @@ def store(home: Path) -> Store:
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, whatever the real one has."""
     monkeypatch.setattr("jobs.devices.gpus", list)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Jobs that get as far as `starting` and no further: no process; their ids, in order."""
+    return start_nothing(monkeypatch)
 
 
 @pytest.fixture
@@ -165,36 +171,14 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_outlives_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fails the session when a job of a test is still running at its end (and ends it)."""
+    """Fails the session when a process of a test is still running at its end (and ends it)."""
     yield
+    stop_server()
     base = tmp_path_factory.getbasetemp()
-    deadline = time.monotonic() + _LEAVES_WITHIN
-    while (left := _of_tests(base)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE
+    while (left := processes_of(base)) and time.monotonic() < deadline:
         time.sleep(0.05)
     if left:
-        names = [f"{p.pid} {_command(p.pid)}" for p in left]
-        processes.end(left, grace=0)
+        names = [name_of(process) for process in left]
+        end_all_of(base)
         pytest.fail("processes outlived the tests:\n" + "\n".join(names))
-
-
-def _of_tests(base: Path) -> list[processes.ProcessId]:
-    """Live supervisors, launchers and ranks whose state directory lies below `base`."""
-    below = f"FSDP_TUI_HOME={base}{os.sep}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(path.parent.name)
-        try:
-            ours = any(entry.startswith(below) for entry in path.read_bytes().split(b"\0"))
-        except OSError:  # gone, or not ours to read
-            continue
-        identity = processes.ProcessId.of(pid) if ours and pid != os.getpid() else None
-        if identity is not None and identity.alive():
-            found.append(identity)
-    return found
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return "?"

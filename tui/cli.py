@@ -42,6 +42,7 @@ from tui.cli_import import import_job
 from tui.cli_keys import keys
 from tui.cli_queue import COMMANDS
 from tui.cli_samples import samples
+from tui.cli_selftest import selftest
 from tui.cli_settings import settings
 from tui.cli_templates import templates
 from tui.cli_web import web
@@ -289,7 +290,7 @@ def gpus(as_json: bool) -> None:
 
 for command in (
     data, detect, doctor, estimate_job, families, cache, resume, checkpoints, export, import_job,
-    keys, completion, settings, web, samples, diff, edit, templates, *COMMANDS,
+    keys, completion, settings, web, samples, diff, edit, templates, selftest, *COMMANDS,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -7,13 +7,23 @@ from typing import Final
 import click
 
 _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
-    "Begin": ("demo", "toy", "doctor", "import", "families", "detect", "templates", "keys"),
+    "Begin": (
+        "demo",
+        "toy",
+        "doctor",
+        "selftest",
+        "import",
+        "families",
+        "detect",
+        "templates",
+        "keys",
+    ),
     "Train": ("submit", "run", "data", "estimate", "resume", "export"),
     "Look": ("list", "show", "logs", "samples", "diff", "checkpoints", "gpus", "web"),
     "Steer": ("edit", "stop", "save-now", "sample-now", "hold", "release", "move", "pause"),
     "Tidy up": ("remove", "prune", "cache"),
     "Set up": ("settings", "completion"),
-}
+}  # fmt: skip
 _OTHERS: Final = "More"
 
 EXAMPLES: Final = """\b

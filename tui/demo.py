@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import devices, service
+from jobs.bytecode import bytecode_variables
 from jobs.errors import UserError
 from jobs.specfile import load_spec
 from jobs.states import ACTIVE, State
@@ -85,7 +86,7 @@ def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[
          *(["--flavour", flavour] if flavour else []), "--json"],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        env=os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables(),
         check=False,
     )  # fmt: skip
     if done.returncode != 0:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from jobs.hang import find_hang
+from jobs.hang import by_clock, find_hang
 from jobs.states import State
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Watch:
         pace = view.progress.seconds_per_step
         usual = _STILL_AT_FIRST if pace is None else max(_STILL_SECONDS, pace * _STILL_STEPS)
         training = all(rank.phase == "train" for rank in view.ranks)
-        hang = find_hang(view.ranks, now, usual)
+        hang = find_hang(by_clock(view.ranks, now), usual)
         if hang is None or not training or view.job.state is not State.RUNNING:
             self._still.discard(key)
             return []

@@ -11,14 +11,15 @@ import sys
 from types import ModuleType
 from typing import Any, Final
 
-# Optional for diffusers. `None` is Python's own word for "cannot be imported".
+from engine.imports import hide
+
+# Optional for diffusers.
 _OPTIONAL: Final = ("peft", "transformers", "torchao", "bitsandbytes")
 
 
 def import_lean() -> None:
     """Make the rest of this process import lean; before torch or diffusers are imported."""
-    for name in _OPTIONAL:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    hide(*_OPTIONAL)
     # Modules that are imported only name functions that must not be compiled, of which there are
     # none here.
     compiler: Any = ModuleType("torch._dynamo")

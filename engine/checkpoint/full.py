@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine.checkpoint.together import OutOfStepError
 from engine.gather import gather
 from engine.safetensors_file import SafetensorsWriter
 from engine.weight_files import read_header
@@ -38,13 +39,16 @@ def write_tensors(contents: Contents, directory: Path, *, main: bool) -> None:
         main: Whether this rank writes.
 
     Raises:
-        OSError: This rank could not write. It has taken part in all gathering nevertheless.
+        OutOfStepError: This rank could not gather a tensor, which the others still wait for.
+        Exception: It could not write. It has taken part in all gathering nevertheless.
     """
-    failure: OSError | None = None
+    failure: Exception | None = None
     for part, values in contents.tensors.items():
         try:
             _write_part(_tensors(values), directory / f"{part}.safetensors", main=main)
-        except OSError as error:
+        except OutOfStepError:
+            raise
+        except Exception as error:
             failure = failure or error
     if failure is not None:
         raise failure
@@ -97,20 +101,23 @@ def _write_part(tensors: dict[str, torch.Tensor], path: Path, *, main: bool) -> 
     it stopped, it would leave the others in a collective.
     """
     writer: SafetensorsWriter | None = None
-    failure: OSError | None = None
+    failure: Exception | None = None
     try:
         if main:
             facts = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
             writer = SafetensorsWriter(path, facts)
-    except OSError as error:
+    except Exception as error:
         failure = error
     with writer or nullcontext():
         for name, tensor in tensors.items():
-            whole = gather(tensor)
+            try:
+                whole = gather(tensor)
+            except Exception as error:
+                raise OutOfStepError(name) from error
             if writer is not None and failure is None:
                 try:
                     writer.add(name, whole)
-                except OSError as error:
+                except Exception as error:
                     failure = error
             del whole
         if failure is not None:

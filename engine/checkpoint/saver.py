@@ -2,7 +2,8 @@
 
 Writing is a thread's work either way, with a process group of its own, so that its collectives
 never meet those of training. Where there is room in host memory, what is saved is copied there
-first and training goes on at once.
+first and training goes on at once. A save that fails, whatever of it fails, is tried once more
+while training waits; older checkpoints are not touched before a new one is complete.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from engine.checkpoint.contents import collect, expected_bytes
+from engine.checkpoint.together import NoRoomError, SaveError, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest, write
 from engine.host_memory import available_memory
+from engine.release import give_back
 from jobs.errors import UserError
 from jobs.rundir import MANIFEST, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from engine.checkpoint.contents import Contents
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from engine.world import World
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
+
+_T = TypeVar("_T")
 
 # Slow disks make slow saves: a rank that waits here for another one does not fail.
 _TIMEOUT: Final = timedelta(days=14)
@@ -50,6 +55,7 @@ _HINT: Final = "free some space, or set on_save_failure: warn to train on withou
 class _Pending:
     """A checkpoint that is being written."""
 
+    training: Training
     path: Path
     step: int
     total: int
@@ -82,9 +88,8 @@ class Saver:
         self._telemetry = telemetry
         self._data = data
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world.size > 1 else None
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="save", initializer=_use_device, initargs=(world.device,)
-        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._thread.submit(int).result()  # if there can be no thread, then now, not after hours
         self._stager: DefaultStager | None = None
         self._behind: bool | None = None  # whether training goes on meanwhile; not known yet
         self._pending: _Pending | None = None
@@ -107,19 +112,12 @@ class Saver:
         # Agreed, since a network file system may show it to one rank before another.
         if self._world.any([read_json(final / MANIFEST) is not None])[0]:
             return
-        contents = collect(training, self._spec, self._world.size, self._data)
-        total, lack = self._look_at_disk(contents.total_bytes)
-        if lack is not None:
-            self._fail(f"cannot save {final.name}: {lack}", last=last)
-            return
-        begun = time.monotonic()
-        goes_on = not last and self._goes_on(contents)
-        if goes_on:
-            contents = self._copied(contents)
-        job = self._thread.submit(self._write, contents, final)
-        self._pending = _Pending(final, contents.step, total, begun, job)
-        if not goes_on:
-            self.finish(last=last)
+        try:
+            self._begin(training, final, waits=last)
+        except NoRoomError as error:
+            self._fail(f"cannot save {final.name}: {error}", last=last)
+        except SaveError as error:
+            self._try_again(training, final, error, last=last)
 
     def failed(self) -> bool:
         """Whether the save that was under way has failed, as far as this rank knows."""
@@ -138,10 +136,12 @@ class Saver:
             self._say(pending)
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait for a save that is under way. All ranks come to the same: see `write`.
+        """Wait for a save that is under way. All ranks come to the same: see `together`.
+
+        If it failed, the present step is saved in its place.
 
         Raises:
-            UserError: It failed, and the job says to stop then.
+            UserError: That failed too, and the job says to stop then.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -149,12 +149,9 @@ class Saver:
         if not pending.outcome.done():
             self._watch(pending)
         try:
-            pending.outcome.result()
-        except OSError as error:
-            why = error.strerror or str(error)
-            self._fail(f"cannot save {pending.path.name}: {why}", last=last)
-            return
-        self._say(pending)
+            self._settle(pending)
+        except SaveError as error:
+            self._try_again(pending.training, pending.path, error, last=last)
 
     def rescue(self) -> None:
         """Let a save that is under way become complete, before this rank ends with a failure.
@@ -176,8 +173,7 @@ class Saver:
     def close(self) -> None:
         """End the thread and free what it used."""
         self._thread.shutdown(wait=True)
-        if self._stager is not None:
-            self._stager.close()
+        self._forget_copy()
 
     def check_room(self, training: Training) -> None:
         """Look whether there is room for a checkpoint, before there is anything to lose.
@@ -191,10 +187,80 @@ class Saver:
 
     # -- how -------------------------------------------------------------------------------
 
+    def _begin(self, training: Training, final: Path, *, waits: bool) -> None:
+        """Start a save, and complete it unless training goes on meanwhile.
+
+        Args:
+            training: What is saved.
+            final: Where to.
+            waits: Whether training waits, whatever the job says.
+
+        Raises:
+            SaveError: It failed, on all ranks.
+            NoRoomError: There is no room for it.
+        """
+        contents = self._agreed(lambda: collect(training, self._spec, self._world.size, self._data))
+        total, lack = self._look_at_disk(contents.total_bytes)
+        if lack is not None:
+            raise NoRoomError(lack)
+        begun = time.monotonic()
+        goes_on = not waits and self._goes_on(contents)
+        if goes_on:
+            contents = self._agreed(lambda: self._copied(contents))
+        job = self._thread.submit(self._write, contents, final)
+        pending = _Pending(training, final, contents.step, total, begun, job)
+        if goes_on:
+            self._pending = pending
+            return
+        self._watch(pending)
+        self._settle(pending)
+
+    def _settle(self, pending: _Pending) -> None:
+        """Say that a save is complete.
+
+        Raises:
+            SaveError: It is not, on any rank.
+            Exception: Ranks could not even agree on that: one of them is gone.
+        """
+        error = pending.outcome.exception()
+        if error is None:
+            self._say(pending)
+        elif isinstance(error, SaveError) or self._world.size > 1:
+            raise error
+        else:
+            raise SaveError(words_of(error)) from error
+
+    def _try_again(self, training: Training, failed: Path, first: SaveError, *, last: bool) -> None:
+        """Save the present step while training waits, in place of a save that failed."""
+        self._telemetry.say(f"cannot save {failed.name}: {first}; trying once more, and waiting")
+        went_on, self._behind = self._behind, False
+        self._forget_copy()
+        final = self._run_dir.checkpoint(training.step)
+        try:
+            self._begin(training, final, waits=True)
+        except SaveError as second:
+            self._behind = went_on
+            what = "tried twice" if str(second) == str(first) else f"and again: {second}"
+            self._fail(f"cannot save {failed.name}: {first} ({what})", last=last)
+        else:
+            self._telemetry.warn(
+                f"could not save {failed.name} at first: {first}; saved {final.name} "
+                "while training waited"
+            )
+
+    def _agreed(self, act: Callable[[], _T]) -> _T:
+        """This rank's outcome of what all ranks do, once all have done it; see `together`."""
+        own: list[_T] = []
+        together(lambda: own.append(act()), self._world, self._group)
+        return own[0]
+
     def _write(self, contents: Contents, final: Path) -> int:
         size = write(contents, final, self._world, self._group)
         if self._world.main:
-            keep_newest(self._run_dir.complete_checkpoints(), self._spec.checkpoints_total_limit)
+            with suppress(OSError):  # of this one rank, and the checkpoint is complete
+                keep_newest(
+                    self._run_dir.complete_checkpoints(), self._spec.checkpoints_total_limit
+                )
         return size
 
     def _watch(self, pending: _Pending) -> None:
@@ -240,7 +306,10 @@ class Saver:
         where = self._run_dir.checkpoints
         if not where.exists():
             where = self._run_dir.root
-        free = shutil.disk_usage(where).free
+        try:
+            free = shutil.disk_usage(where).free
+        except OSError:  # the save itself will say what is wrong
+            return None
         if total + _SPARE_DISK <= free:
             return None
         return f"it takes {_size(total)}, and {_size(free)} are free on the disk of {where}"
@@ -250,7 +319,9 @@ class Saver:
         if self._behind is None:
             wanted = self._spec.checkpointing_async
             able = contents.layout == "sharded" and contents.can_be_copied
-            fits = able and (wanted or _fits_in_memory(contents.own_bytes))
+            fits = self._agreed(
+                lambda: able and (bool(wanted) or _fits_in_memory(contents.own_bytes))
+            )
             # One rank without room is enough, so all decide alike.
             self._behind = wanted is not False and not self._world.any([not fits])[0]
             how = "while training goes on" if self._behind else "while training waits"
@@ -271,17 +342,19 @@ class Saver:
             staged: Any = self._stager.stage(contents.tensors)
         return replace(contents, tensors=staged)
 
+    def _forget_copy(self) -> None:
+        """Free the copy's memory, and what else a save that failed may have left."""
+        stager, self._stager = self._stager, None
+        with suppress(Exception):  # it may be what failed
+            if stager is not None:
+                stager.close()
+            give_back(self._world.device)
+
 
 def _fits_in_memory(part: int) -> bool:
     """Whether all ranks of this machine can hold a copy of their parts."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return part * ranks <= _SPARE_MEMORY * available_memory()
-
-
-def _use_device(device: torch.device) -> None:
-    """A thread begins on GPU 0, whatever the process uses."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def _bytes_in(directory: Path) -> int:

@@ -7,16 +7,18 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from engine.checkpoint import full, sharded
 from engine.checkpoint.contents import SCHEMA
+from engine.checkpoint.together import together
 from jobs.checkpoints import STATE_FILE, delete, sha256
-from jobs.errors import UserError
 from jobs.rundir import MANIFEST, sync, write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from pathlib import Path
 
     import torch.distributed as dist
@@ -44,14 +46,14 @@ def write(
         The bytes of all its files.
 
     Raises:
-        OSError: It could not be written, on whichever rank; raised on all of them, and nothing
+        SaveError: It could not be written, on whichever rank; raised on all of them, and nothing
             is left of it.
     """
     aside = aside_of(final)
     try:
-        _together(lambda: _make(aside) if world.main else None, world, group)
-        hashes = _together(lambda: _write_own(contents, aside, world, group), world, group)
-        sizes = _together(
+        together(lambda: _begin(aside, world), world, group)
+        hashes = together(lambda: _write_own(contents, aside, world, group), world, group)
+        sizes = together(
             lambda: _complete(contents, aside, final, hashes) if world.main else 0, world, group
         )
     except BaseException:
@@ -69,26 +71,16 @@ def aside_of(final: Path) -> Path:
 def keep_newest(checkpoints: Iterable[tuple[int, Path]], limit: int | None) -> None:
     """Delete all but the newest so many complete checkpoints (one rank)."""
     for _, path in list(checkpoints)[:-limit] if limit is not None else []:
-        with suppress(OSError, UserError):  # somebody else may be deleting it
+        with suppress(Exception):  # somebody else may be deleting it; the new one is complete
             delete(path)
 
 
-def _together(act: Callable[[], Any], world: World, group: dist.ProcessGroup | None) -> list[Any]:
-    """Do something on every rank; what each came to, by rank. A failure of one is one of all."""
-    try:
-        outcome = act()
-    except (OSError, RuntimeError, UserError) as error:
-        outcome = error
-    everyone = world.gather(outcome, group)
-    for one in everyone:
-        if isinstance(one, Exception):
-            raise one
-    return everyone
-
-
-def _make(aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed
-    aside.mkdir(parents=True)
+def _begin(aside: Path, world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # a thread begins on GPU 0, whatever the process uses
+    if world.main:
+        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed
+        aside.mkdir(parents=True)
 
 
 def _write_own(

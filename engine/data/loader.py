@@ -12,13 +12,16 @@ import torch
 from engine.data.collate import collate
 from engine.data.plan import Draw, positions_of_rank
 from engine.data.texts import NO_TEXT
-from engine.draws import drops_caption
+from engine.draws import drops_caption, sample_generators
+from engine.objective import Drawn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.data.prepare import Prepared
     from engine.data.texts import Text
+    from engine.families import Family
+    from engine.objective import Objective
     from engine.world import World
     from jobs.spec import JobSpec
 
@@ -32,11 +35,13 @@ class MicroBatch:
     Attributes:
         positions: Places of its samples in the global batch; draws are keyed by them.
         latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalised, fp32.
-        condition: Encoded captions, each `(B, …)`.
+        drawn: Levels and noise.
+        condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them.
     """
 
     positions: range
     latents: torch.Tensor
+    drawn: Drawn
     condition: dict[str, torch.Tensor]
 
 
@@ -46,6 +51,7 @@ class _Read:
 
     positions: range
     latents: torch.Tensor
+    drawn: Drawn
     texts: list[Text]
     condition: dict[str, torch.Tensor] | None
 
@@ -53,14 +59,18 @@ class _Read:
 class Loader:
     """This rank's micro-batches, step by step.
 
-    Whole steps are read ahead into ordinary memory; only the next micro-batch is in pinned memory,
-    and only the one that is asked for on the device.
+    Whole steps are read ahead into ordinary memory, and what is random about them drawn there;
+    only the next micro-batch is in pinned memory, and only the one that is asked for on the device.
     """
 
-    def __init__(self, spec: JobSpec, data: Prepared, world: World) -> None:
+    def __init__(
+        self, spec: JobSpec, data: Prepared, world: World, family: Family, objective: Objective
+    ) -> None:
         self._spec = spec
         self._data = data
         self._world = world
+        self._family = family
+        self._objective = objective
         self._pins = world.device.type == "cuda"  # copies from pinned memory do not block
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="loader")
         # Of its own: behind the reading of later steps, pinning would come too late.
@@ -106,7 +116,8 @@ class Loader:
         condition = batch.condition
         if condition is not None:
             condition = {name: tensor.pin_memory() for name, tensor in condition.items()}
-        return replace(batch, latents=batch.latents.pin_memory(), condition=condition)
+        drawn = Drawn(*(tensor.pin_memory() for tensor in batch.drawn))
+        return replace(batch, latents=batch.latents.pin_memory(), drawn=drawn, condition=condition)
 
     def _read(self, step: int) -> list[_Read]:
         draws = self._data.plan.draws(step)
@@ -120,9 +131,10 @@ class Loader:
 
     def _micro_batch(self, step: int, draws: tuple[Draw, ...], positions: range) -> _Read:
         latents = torch.stack([self._data.latents_of(draws[position]) for position in positions])
+        drawn = self._objective.draw(latents, sample_generators(self._spec.seed, step, positions))
         texts = [self._text(step, position, draws[position]) for position in positions]
         condition = self._encoded(texts) if self._data.texts.ahead else None
-        return _Read(positions, latents, texts, condition)
+        return _Read(positions, latents, drawn, texts, condition)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""
@@ -132,7 +144,7 @@ class Loader:
 
     def _encoded(self, texts: list[Text]) -> dict[str, torch.Tensor]:
         each = [self._data.texts.encoded(text) for text in texts]
-        return collate(each, multiple=self._world.context_size)
+        return self._family.arrange(collate(each, multiple=self._world.context_size))
 
     def _to_device(self, batch: _Read) -> MicroBatch:
         device = self._world.device
@@ -142,5 +154,6 @@ class Loader:
         return MicroBatch(
             batch.positions,
             batch.latents.to(device, non_blocking=True),
+            Drawn(*(tensor.to(device, non_blocking=True) for tensor in batch.drawn)),
             {name: tensor.to(device, non_blocking=True) for name, tensor in condition.items()},
         )

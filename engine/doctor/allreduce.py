@@ -1,4 +1,4 @@
-"""`python -m engine.doctor.allreduce FOLDER`: one rank that all-reduces messages of several sizes.
+"""`python -m engine.doctor.allreduce FOLDER`: one rank that measures all-reduce and all-gather.
 
 Started by `jobs.doctor.ranks` as a job's ranks are, so that it meets what a job would meet. FOLDER
 is a run directory of its own: each rank keeps its status there, rank 0 leaves what was measured.
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,8 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         telemetry.moved()
         sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
         found = list(measure(sizes, options.seconds, device, telemetry.moved))
+        gathered = measure_gather(sizes[-1], options.seconds / len(sizes), device, telemetry.moved)
         if rank == 0:
-            write_atomic(run_dir.root / RESULT, json.dumps({"sizes": found}))
+            write_atomic(run_dir.root / RESULT, json.dumps({"sizes": found, "gathered": gathered}))
         leave()
     except BaseException as error:
         record_failure(run_dir, rank, error, telemetry)
@@ -98,12 +100,43 @@ def measure(
     Raises:
         RuntimeError: A sum is wrong.
     """
+    import torch
+    import torch.distributed as dist
+
     for place, size in enumerate(sizes, 1):
         check_sums(max(1, size // _FLOAT), device, size)
-        once = timed(size, _WARM_UP, device, moved)
-        each = timed(size, _repetitions(once, seconds / len(sizes), device), device, moved)
+        message = torch.zeros(max(1, size // _FLOAT), device=device)
+        reduce = partial(dist.all_reduce, message)
+        once = timed(reduce, _WARM_UP, device, moved)
+        each = timed(reduce, _repetitions(once, seconds / len(sizes), device), device, moved)
         moved(place)
         yield {"bytes": size, "seconds": each, "bus": bus_bandwidth(size, each)}
+
+
+def measure_gather(
+    size: int, seconds: float, device: torch.device, moved: Callable[..., None]
+) -> dict[str, Any]:
+    """All-gather one size, as FSDP does before each unit. Collective.
+
+    Args:
+        size: Bytes that each rank has afterwards.
+        seconds: About how long.
+        device: Where the shards are.
+        moved: Called after each repetition.
+    """
+    import torch
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size()
+    shard = torch.zeros(max(1, size // _FLOAT // ranks), device=device)
+    whole = torch.empty(shard.numel() * ranks, device=device)
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole, shard)
+
+    once = timed(gather, _WARM_UP, device, moved)
+    each = timed(gather, _repetitions(once, seconds, device), device, moved)
+    return {"bytes": size, "seconds": each, "bus": (ranks - 1) / ranks * size / each}
 
 
 def check_sums(count: int, device: torch.device, size: int) -> None:
@@ -126,17 +159,17 @@ def check_sums(count: int, device: torch.device, size: int) -> None:
         )
 
 
-def timed(size: int, times: int, device: torch.device, moved: Callable[..., None]) -> float:
-    """Seconds of one all-reduce, the mean of so many in a row; the same on no two ranks."""
-    import torch
+def timed(
+    collective: Callable[[], None], times: int, device: torch.device, moved: Callable[..., None]
+) -> float:
+    """Seconds of one collective, the mean of several in a row; ranks measure different means."""
     import torch.distributed as dist
 
-    message = torch.zeros(max(1, size // _FLOAT), device=device)
     dist.barrier()
     _wait(device)
     begun = time.perf_counter()
     for _ in range(times):
-        dist.all_reduce(message)
+        collective()
         moved()
     _wait(device)
     return (time.perf_counter() - begun) / times

@@ -186,6 +186,14 @@ class Family(ABC):
 
     # -- training --------------------------------------------------------------------------
 
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Collated prompts as `predict` needs them, where that depends on their values.
+
+        Called while they are in host memory: on a GPU, to look at a value is to wait for all that
+        it still has to do. Doing it twice changes nothing.
+        """
+        return condition
+
     @abstractmethod
     def predict(
         self,
@@ -202,7 +210,7 @@ class Family(ABC):
             noisy: `(B, C, h, w)`, of videos `(B, C, f, h, w)`.
             level: `(B,)`: sigma in (0, 1) of flow matching, where 1 is pure noise and the
                 prediction is the velocity noise - data; of denoising, the timestep.
-            condition: Encoded prompts, each `(B, …)`.
+            condition: Encoded prompts, each `(B, …)`, after `arrange`.
             guidance: For models that take it as an input.
         """
 

@@ -57,10 +57,11 @@ class Chroma(PackedFamily):
         embeds, tokens = condition["prompt_embeds"], pack(noisy)
         seen = torch.ones(tokens.shape[:2], dtype=torch.bool, device=noisy.device)
         mask = torch.cat([condition["prompt_attention_mask"], seen], dim=1)  # as the pipeline
-        # The pipeline's own; it uses no pipeline state.
-        image_ids = ChromaPipeline._prepare_latent_image_ids(
-            batch, height // 2, width // 2, noisy.device, noisy.dtype
-        )
+        # The pipeline's own; it uses no pipeline state. Made on the device: copying them waits.
+        with noisy.device:
+            image_ids = ChromaPipeline._prepare_latent_image_ids(
+                batch, height // 2, width // 2, noisy.device, noisy.dtype
+            )
         with _masked_when_checkpointed(transformer, mask):
             velocity = transformer(
                 hidden_states=tokens,

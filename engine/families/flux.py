@@ -46,10 +46,11 @@ class Flux(PackedFamily):
         guidance: float,
     ) -> torch.Tensor:
         batch, _, height, width = noisy.shape
-        # The pipeline's own; it uses no pipeline state.
-        image_ids = FluxPipeline._prepare_latent_image_ids(
-            batch, height // 2, width // 2, noisy.device, noisy.dtype
-        )
+        # The pipeline's own; it uses no pipeline state. Made on the device: copying them waits.
+        with noisy.device:
+            image_ids = FluxPipeline._prepare_latent_image_ids(
+                batch, height // 2, width // 2, noisy.device, noisy.dtype
+            )
         embeds = condition["prompt_embeds"]
         strength = None
         if transformer.config.guidance_embeds:

@@ -114,13 +114,16 @@ class Flux2(Family):
         strength = None
         if transformer.config.guidance_embeds:
             strength = torch.full((len(noisy),), guidance, device=noisy.device)
+        with noisy.device:  # made there: copying them waits
+            text_ids = Flux2Pipeline._prepare_text_ids(embeds)
+            image_ids = Flux2Pipeline._prepare_latent_ids(noisy)
         velocity = transformer(
             hidden_states=Flux2Pipeline._pack_latents(noisy),
             timestep=level,
             guidance=strength,
             encoder_hidden_states=embeds,
-            txt_ids=Flux2Pipeline._prepare_text_ids(embeds).to(noisy.device),
-            img_ids=Flux2Pipeline._prepare_latent_ids(noisy).to(noisy.device),
+            txt_ids=text_ids,
+            img_ids=image_ids,
             return_dict=False,
         )[0]
         return _grid(velocity, *noisy.shape[2:])

@@ -48,16 +48,17 @@ class SDXL(Family):
         guidance: float,
     ) -> torch.Tensor:
         batch, _, height, width = noisy.shape
-        size = [height * _CELL, width * _CELL]
-        # As the pipeline's defaults have it: never resized, and cropped nowhere.
-        sizes = torch.tensor([*size, 0, 0, *size], device=noisy.device, dtype=noisy.dtype)
+        # As the pipeline's defaults have it: never resized, and cropped nowhere. Filled in on the
+        # device: copying it waits.
+        sizes = noisy.new_zeros(batch, 6)  # height, width, top, left, height, width
+        sizes[:, 0::4], sizes[:, 1::4] = height * _CELL, width * _CELL
         prediction: torch.Tensor = transformer(
             noisy,
             level,
             encoder_hidden_states=condition["prompt_embeds"],
             added_cond_kwargs={
                 "text_embeds": condition["pooled_prompt_embeds"],
-                "time_ids": sizes.expand(batch, -1),
+                "time_ids": sizes,
             },
             return_dict=False,
         )[0]

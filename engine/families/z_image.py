@@ -35,6 +35,14 @@ class ZImage(Family):
         mask = torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)
         return {"prompt_embeds": embeds.contiguous(), "prompt_embeds_mask": mask}
 
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Each sample's own text `(L, D)`, by its number: lengths can only be seen on the host."""
+        if "prompt_embeds_mask" not in condition:
+            return condition
+        masks = condition["prompt_embeds_mask"].bool()
+        texts = zip(condition["prompt_embeds"], masks, strict=True)
+        return {f"prompt_embeds.{number}": text[mask] for number, (text, mask) in enumerate(texts)}
+
     def predict(
         self,
         transformer: Any,
@@ -43,9 +51,8 @@ class ZImage(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        masks = condition["prompt_embeds_mask"].bool()
         # It takes each sample's own text, and fills up by itself: with a token that it learned.
-        texts = [text[mask] for text, mask in zip(condition["prompt_embeds"], masks, strict=True)]
+        texts = list(self.arrange(condition).values())
         velocities = transformer(
             list(noisy.unsqueeze(2)),  # videos of one frame
             1 - level,  # its time is 1 for data

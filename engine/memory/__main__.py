@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.command import OneLineParser
+from engine.imports import QUANTISERS, hide
 from jobs.errors import UserError
 from jobs.specfile import load_spec
 
@@ -107,8 +108,7 @@ def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
 
 def _estimator() -> Estimator:
     # Not needed for any of this, and slow to import.
-    for name in ("torchao", "bitsandbytes"):
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    hide(*QUANTISERS)
     os.environ["HF_HUB_OFFLINE"] = "1"
     from engine.memory.estimator import Estimator
 

@@ -46,7 +46,9 @@ def host_of(
     if layout.offload:
         shards = sum(cost_of(unit, layout).host for unit in trace.units)
         found["offloaded_weights"] = shards
-        found["offloaded_gradients"] = sum(one.size for one in trained)
+        # FSDP copies them into memory that torch pins, in powers of two; the shards lie in our own
+        # (`engine.pinned`).
+        found["offloaded_gradients"] = sum(_power_of_two(4 * one.numel) for one in trained)
         found["offloaded_optimizer"] = state_bytes(spec, trained)
     if spec.use_ema and spec.ema_device == "cpu" and not on_cpu:
         found["ema"] = sum(one.size for one in trained)
@@ -61,6 +63,10 @@ def host_of(
         "rank": rank, "least": needed, "machine": rank * ranks, "machine_least": needed * ranks,
         "present": host_bytes(),
     }  # fmt: skip
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def disk_of(spec: JobSpec, trace: Trace, run_root: Path | None = None) -> dict[str, int]:

@@ -16,7 +16,7 @@ from engine import adapters, families
 from engine.backends import choose_attention
 from engine.memory.live import rounded
 from engine.parallel import build_plugin, modules_to_wrap
-from engine.precision import compute_dtype, storage_dtype
+from engine.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
 from engine.run import kept_whole
 from engine.weights import parameters_on_meta, trained_in_fp32
 from jobs.errors import UserError
@@ -120,6 +120,8 @@ def build(shape: Shape) -> Built:
     if spec.model_type == "lora":
         adapters.add_lora(model, spec, family.LORA_TARGETS)
         fp32 = {name.replace(".base_layer.", ".") for name in fp32}
+    if shape.training and computes_alone(spec, sharded=shape.sharded):
+        narrow_inputs(model, compute_dtype(spec))
     units, blocks = _units(model, shape, fp32)
     buffers = sum(rounded(one.numel() * one.element_size()) for one in model.buffers())
     return Built(model, family, units, blocks, buffers)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from engine.gradients import BUCKET, UNDER_WAY
 from engine.memory.live import rounded
 from engine.memory.optimizers import Trained, state_bytes, temporary_bytes
 from engine.memory.overheads import OVERHEADS, Overheads
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from engine.memory.trace import Trace
     from jobs.spec import JobSpec
 
-_BUCKET = 64 << 20  # numbers; `engine.gradients` averages so many at a time
 _ADAPTER_B = ".lora_B."
 
 # What of a job is said beside a prediction.
@@ -192,7 +191,7 @@ def _workspace(
 
 
 def _averaging(trace: Trace, layout: Layout) -> int:
-    """Two flat buckets of gradients: the next one is filled before the last one is freed."""
+    """Flat buckets of gradients: those under way, and the next one."""
     numbers = [
         w.numel
         for unit in trace.units
@@ -200,12 +199,12 @@ def _averaging(trace: Trace, layout: Layout) -> int:
         if w.trained and not layout.is_sharded(w)
     ]
     buckets = [0]
-    for number in numbers:
-        if buckets[-1] and buckets[-1] + number > _BUCKET:
+    for number in reversed(numbers):
+        if buckets[-1] and buckets[-1] + number > BUCKET:
             buckets.append(0)
         buckets[-1] += number
-    sizes = [rounded(4 * number) for number in (0, *buckets)]
-    return max(a + b for a, b in pairwise(sizes))
+    sizes = [rounded(4 * number) for number in buckets]
+    return max(sum(sizes[first : first + UNDER_WAY + 1]) for first in range(len(sizes)))
 
 
 def _gathering(spec: JobSpec, trace: Trace, layout: Layout) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _ALWAYS: Final = (
     "pretrained_model_name_or_path", "model_family", "model_flavour", "model_type",
     "mixed_precision", "max_sequence_length", "attention_backend", "fsdp_auto_wrap_policy",
+    "torch_compile",
 )  # fmt: skip
 _OF_TRAINING: Final = ("train_batch_size", "loss_type", "snr_gamma")
 _OF_LORA: Final = ("lora_rank", "lora_dropout", "lora_target_modules")

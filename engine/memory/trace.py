@@ -20,6 +20,7 @@ from engine.memory.live import Live
 from engine.memory.marks import watch
 from engine.memory.model import Built, Unit, build, on_fake
 from engine.memory.timeline import Entry, Recorder
+from engine.objective import Drawn
 from engine.precision import autocast
 from engine.step import Stepper
 from engine.training import Training
@@ -173,7 +174,8 @@ def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
     """What `engine.step` does with a micro-batch."""
     spec = shape.spec.model_copy(update={"gradient_accumulation_steps": 1})
     device = torch.device("cpu")
-    world = World(rank=0, size=1, device=device, strategy="single", token="")
+    strategy = "fsdp2" if shape.sharded else "single"
+    world = World(rank=0, size=1, device=device, strategy=strategy, token="")
     optimizer: Any = None
     training = Training(built.model, optimizer, optimizer)
     loader: Any = _Loader(built, shape)
@@ -230,7 +232,9 @@ def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
         name: torch.empty((count, *size), dtype=dtype)
         for name, (size, dtype) in caption_shapes(spec, config).items()
     }
-    return MicroBatch(range(count), latents, condition)
+    of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64
+    drawn = Drawn(torch.empty(count, dtype=of_level), torch.empty_like(latents))
+    return MicroBatch(range(count), latents, drawn, built.family.arrange(condition))
 
 
 def _objective(built: Built, shape: Shape) -> Any:

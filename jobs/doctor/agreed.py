@@ -9,4 +9,4 @@ END: Final = "end"
 
 RESULT: Final = "allreduce.json"
 """What rank 0 of `python -m engine.doctor.allreduce` leaves in its run directory: `sizes`, a list
-of `bytes`, `seconds` and `bus` (bytes a second)."""
+of `bytes`, `seconds` and `bus` (bytes a second), and `gathered`, the same of one all-gather."""

@@ -13,6 +13,7 @@ import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from jobs.bytecode import bytecode_variables
 from jobs.doctor.agreed import END
 from jobs.doctor.finding import Finding, fail
 from jobs.doctor.started import end_all
@@ -52,7 +53,7 @@ def find(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=os.environ | {"PYTHONSAFEPATH": "1"},
+            env=os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables(),
         )
         wait_for_by_hand(process.pid)
         assert process.stdout is not None

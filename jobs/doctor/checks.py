@@ -18,7 +18,7 @@ from jobs.doctor.limits import (
     check_shared_memory,
 )
 from jobs.doctor.nvml import ask_driver
-from jobs.doctor.packages import check_extras, check_packages, check_python
+from jobs.doctor.packages import check_compilers, check_extras, check_packages, check_python
 from jobs.doctor.topology import check_topology
 from jobs.doctor.torch_build import SECONDS, ask_torch, check_backends, check_torch
 from jobs.doctor.variables import check_variables
@@ -36,6 +36,7 @@ CHECKS: Final[Sequence[Check]] = (
     Check("software", "Python", check_python),
     Check("software", "packages", check_packages),
     Check("software", "extras", check_extras),
+    Check("software", "C compiler", check_compilers),
     Check("software", "torch", ask_torch, seconds=SECONDS + 10, when_late=_DRIVER_HANGS),
     Check("software", "torch", check_torch, stage=_JUDGE),
     Check("software", "NCCL", check_backends, stage=_JUDGE),

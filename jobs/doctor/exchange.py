@@ -102,6 +102,8 @@ def judge(outcome: Outcome, gpus: Sequence[Gpu], *, nvlink: bool, ranks: int) ->
         )
     else:
         words = f"{where}: {large.bus / 1e9:.1f} GB/s bus, {latency}"
+        if outcome.gathered is not None:
+            words += f"; all-gather {outcome.gathered.bus / 1e9:.1f} GB/s"
         least = _LEAST_NVLINK if nvlink else _LEAST_PCIE
         finding = ok("all-reduce", words, **facts)
         if gpus and large.bus < least:

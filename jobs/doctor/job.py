@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.block_names import check_block_names
 from jobs.cascade import settle
+from jobs.compiler import check_compiler
 from jobs.conflicts import find_warnings
 from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
 from jobs.doctor.keeper import claimed
@@ -65,6 +66,7 @@ def check_job(patient: Patient) -> Iterator[Finding]:
     if patient.nvml is not None:  # else the driver hangs, and would again
         yield from check_job_gpus(spec, patient.nvml.gpus)
         on_gpus = spec.device != "cpu" and bool(patient.nvml.gpus)
+        yield from _tried("compiler", partial(check_compiler, on_gpus=on_gpus), spec)
         yield from _tried("host memory", partial(check_host_memory, on_gpus=on_gpus), spec)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import jobs
+from jobs.compiler import hint, what_lacks
 from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.errors import UserError
 
@@ -119,6 +120,18 @@ def _checkout(path: Path) -> Wanted | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def check_compilers(_: Patient) -> Iterator[Finding]:
+    """Whether kernels can be compiled while a job runs."""
+    if lack := what_lacks(on_gpus=True):
+        yield warn(
+            "C compiler",
+            f"torch_compile and optimizer: adamw_8bit compile kernels on GPUs, and {lack}",
+            hint(on_gpus=True),
+        )
+    else:
+        yield ok("C compiler", "kernels can be compiled: torch_compile, adamw_8bit")
 
 
 def _judge(text: str, *, needed: bool) -> Finding | None:

@@ -15,6 +15,7 @@ import yaml
 from jobs.diagnosis import why_failed
 from jobs.doctor.agreed import RESULT
 from jobs.doctor.started import end_all
+from jobs.hang import Watch
 from jobs.launchers import local
 from jobs.processes import wait_for_by_hand
 from jobs.rundir import RunDir, read_json, write_atomic
@@ -23,6 +24,7 @@ from jobs.spec import JobSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jobs.hang import Stillness
     from jobs.rundir import RankStatus
 
 _LOOK_EVERY: Final = 0.1  # seconds
@@ -37,7 +39,7 @@ class Size:
 
     Attributes:
         bytes: Of the message on each rank.
-        seconds: Of one all-reduce.
+        seconds: Of one collective.
         bus: Bytes a second over each rank's link, as nccl-tests count: it does not depend on the
             number of ranks.
     """
@@ -53,6 +55,7 @@ class Outcome:
 
     Attributes:
         sizes: What was measured, the smallest first; empty when it came to nothing.
+        gathered: An all-gather of the largest size.
         problem: Why, in one sentence.
         silent: The ranks that did not answer.
         left: Pids that could not be killed.
@@ -60,6 +63,7 @@ class Outcome:
     """
 
     sizes: tuple[Size, ...] = ()
+    gathered: Size | None = None
     problem: str | None = None
     silent: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
@@ -84,20 +88,22 @@ def all_reduce(
         run_dir.create()
         child = _start(run_dir, gpus, ranks, run_id, seconds, limit)
         silent: tuple[int, ...] = ()
-        late = False
+        late, watch = False, Watch(still)
         try:
             deadline = time.monotonic() + limit
             while child.poll() is None and not late:
                 time.sleep(_LOOK_EVERY)
                 statuses = run_dir.rank_statuses()
-                late = time.monotonic() > deadline or _stand_still(statuses, ranks, still)
+                now = time.monotonic()
+                late = _stand_still(watch.look(statuses, now), ranks, still) or now > deadline
                 silent = find_silent(statuses, ranks, min(_MUTE, still / 2)) if late else ()
         finally:
             left = _end(child, run_id)
         warning = _nccl_warning(run_dir.launcher_log)
         result = read_json(run_dir.root / RESULT)
         if result is not None and child.returncode == 0:
-            return Outcome(tuple(Size(**one) for one in result["sizes"]), left=left)
+            sizes = tuple(Size(**one) for one in result["sizes"])
+            return Outcome(sizes, Size(**result["gathered"]), left=left)
         problem = _words(silent, limit, still) if late else why_failed(run_dir, child.returncode)
         return Outcome(problem=problem, silent=silent, left=left, warning=warning)
 
@@ -157,11 +163,11 @@ def _start(
     return child
 
 
-def _stand_still(statuses: Sequence[RankStatus], ranks: int, still: float) -> bool:
-    """Whether all ranks had met, and none has moved on for so long."""
-    if len(statuses) < ranks or not all(status.step for status in statuses):
+def _stand_still(seen: Sequence[Stillness], ranks: int, still: float) -> bool:
+    """Whether all ranks had met, and none has moved on for `still` seconds."""
+    if len(seen) < ranks or not all(one.status.step for one in seen):
         return False
-    return time.time() - max(status.progressed for status in statuses) > still
+    return min(one.still for one in seen) > still
 
 
 def _end(child: subprocess.Popen[bytes], run_id: str) -> tuple[int, ...]:

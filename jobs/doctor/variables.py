@@ -11,6 +11,7 @@ import psutil
 
 import jobs
 from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.launchers.local import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -61,10 +62,13 @@ _RULES: Final = (
     _Rule("TORCH_COMPILE_DISABLE", _on, "turns torch_compile off in silence"),
     _Rule("PYTHONHOME", lambda v: bool(v), "makes Python look for its library elsewhere"),
     _Rule("PYTHONOPTIMIZE", _on, "takes the engine's own checks out"),
-    _Rule(
-        "PYTORCH_CUDA_ALLOC_CONF",
-        lambda v: "expandable_segments:false" in v.lower(),
-        "turns off expandable segments, which save GPU memory",
+    *(
+        _Rule(
+            name,
+            lambda v: "expandable_segments:false" in v.lower(),
+            "turns off expandable segments, which save GPU memory",
+        )
+        for name in sorted(ALLOCATOR_VARIABLES)
     ),
 )
 # Shown when they are set, whatever they say, because they matter to whoever reads the report.
@@ -75,7 +79,7 @@ _SHOWN: Final = (
     "PYTHONPATH",
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
-    "PYTORCH_CUDA_ALLOC_CONF",
+    *sorted(ALLOCATOR_VARIABLES),
     "TMPDIR",
 )
 _SHOWN_KINDS: Final = ("NCCL_", "TORCH_", "TORCHINDUCTOR_", "GLOO_", "UCX_", "FI_")

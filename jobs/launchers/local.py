@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from jobs import devices
+from jobs import devices, flight
+from jobs.bytecode import bytecode_variables
 from jobs.errors import UserError
 from jobs.extra_args import words_of
 from jobs.families import component_of
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from jobs.spec import JobSpec
 
 _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "fsdp-tui")
+# Its options, by their present name and the former one; torch takes both until 3.0.
+ALLOCATOR_VARIABLES: Final = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     }
     more = words_of(spec)
     named = {word[2:].partition("=")[0] for word in more}
-    command = [*_accelerate(), "launch"]
+    command = [sys.executable, "-m", "engine.accelerate", "launch"]
     command += [
         f"--{name}={value}"
         for name, value in flags.items()
@@ -91,6 +92,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         # A folder called engine/ or jobs/ in some working directory must not shadow ours.
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
+        **bytecode_variables(),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "TOKENIZERS_PARALLELISM": "false",
         # A rank's log is for the run: no advice about optional packages, no library progress bars.
@@ -99,12 +101,13 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         "DIFFUSERS_VERBOSITY": "error",
         # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
+        **flight.environment(run_dir),
         # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
     }
     if gpus:
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the person's own choice stays
-            environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if not ALLOCATOR_VARIABLES & os.environ.keys():  # the person's own choice stays
+            environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus), strategy)
@@ -147,14 +150,6 @@ def full_environment(launch: Launch) -> dict[str, str]:
     for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(key, None)
     return inherited | launch.environment
-
-
-def _accelerate() -> list[str]:
-    """The `accelerate` of this very environment, whatever PATH says."""
-    beside = Path(sys.executable).parent / "accelerate"
-    if shutil.which(str(beside)):
-        return [str(beside)]
-    return [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
 
 
 def _word(value: Any) -> str:

@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.bytecode import bytecode_variables
 from jobs.errors import SpecError
 from jobs.memory.cache import forget_old
 from jobs.processes import wait_for_by_hand
@@ -160,7 +161,9 @@ class Server:
             list(self._command or COMMAND),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             # A folder called engine/ in some working directory must not shadow ours.
-            env=os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
+            env=os.environ
+            | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+            | bytecode_variables(),
             start_new_session=True,  # Ctrl-C is for whoever asks
         )  # fmt: skip
         wait_for_by_hand(process.pid)

@@ -152,11 +152,11 @@ def engine_steps(spec: Any, world: Any, toy: Path) -> tuple[Callable[[], Any], A
     meeting = Meeting(run_dir, world.token, world.rank, world.size)
     data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
     training = start_training(spec, build_model(spec, family, model_root, world, telemetry), world)
-    loader = Loader(spec, data, world)
     objective = build_objective(spec, family, model_root)
+    loader = Loader(spec, data, world, family, objective)
     batch = next(iter(loader.step(0)))
     stepper = Stepper(spec, family, objective, training, loader, world, Peaks(world.device))
-    return stepper.run, batch.latents, batch.condition
+    return lambda: stepper.run(lambda result: None), batch.latents, batch.condition
 
 
 def bare_steps(spec: Any, world: Any, toy: Path, latents: Any, condition: Any) -> Callable[[], Any]:

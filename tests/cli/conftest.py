@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def shell(
-    no_gpus: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    no_gpus: None,
+    started: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Shell:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
     return Shell(monkeypatch, capsys)
 
 

@@ -26,8 +26,8 @@ from jobs.states import State
 from jobs.store import Job, Store
 from tests.support.checkpoints import save_checkpoint
 from tests.support.fakes.supervise import start_supervisor
-from tests.support.fakes.waiting import eventually
 from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 from tui import cli
 from tui.follow import _Tail
 
@@ -114,10 +114,9 @@ class Shell:
 
 @pytest.fixture
 def shell(
-    home: Path, job_values: dict[str, Any], no_gpus: None,
+    home: Path, job_values: dict[str, Any], no_gpus: None, started: list[int],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> Shell:  # fmt: skip
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
     return Shell(home, job_values, monkeypatch, capsys)
 
 

@@ -21,8 +21,8 @@ from jobs import tools
 from jobs.errors import UserError
 from jobs.specfile import load_spec
 from jobs.tools import Cancelled, ToolError, look_at_data
-from tests.support.fakes.waiting import eventually
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE, eventually
 from tui import cli
 from tui.data.tables import data_text
 from tui.data.words import changes, left_out
@@ -238,7 +238,7 @@ def test_who_loses_interest_ends_the_tool(tool: Callable[..., Any], tmp_path: Pa
     mark = tmp_path / "pid"
     with pytest.raises(Cancelled):
         tool(
-            f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)",
+            f"open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(10**6)",
             lambda: mark.exists() and bool(mark.read_text()),
         )
     assert not psutil.pid_exists(int(mark.read_text()))
@@ -284,7 +284,7 @@ def test_ctrl_c_ends_the_look(job_file: Callable[..., Path], messy: Path, home: 
 
         eventually(looks)
         command.send_signal(signal.SIGINT)
-        out, err = command.communicate(timeout=20)
+        out, err = command.communicate(timeout=PATIENCE)
     assert (command.returncode, out, err.strip()) == (130, "", "fsdp-tui: interrupted")
     assert not _runs(children[0].pid)
 

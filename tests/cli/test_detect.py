@@ -40,9 +40,7 @@ CLASS_KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _no_job_runs(no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+pytestmark = pytest.mark.usefixtures("no_gpus", "started")
 
 
 @pytest.fixture

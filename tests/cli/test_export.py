@@ -58,11 +58,8 @@ def saved(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def job(
-    store: Store, toy: Path, saved: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> Job:
+def job(store: Store, toy: Path, saved: Path, no_gpus: None, started: list[int]) -> Job:
     """A stopped job with those checkpoints."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
     made = service.submit(store, load_spec(None, toy_values(toy, name="cats", use_ema=True)))
     store.change(made.id, State.STOPPED, "asked to")
     shutil.copytree(saved, made.run_dir.checkpoints)

@@ -21,7 +21,7 @@ from jobs.doctor.examine import Check, examine
 from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
 from jobs.doctor.patient import Patient
 from jobs.errors import UserError
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import eventually
 from tui import cli, cli_doctor
 from tui.cli_doctor import Style, lines, style
 

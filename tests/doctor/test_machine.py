@@ -344,6 +344,7 @@ def test_the_cache_is_measured_as_far_as_there_is_time(tmp_path: Path) -> None:
         ({"GLOO_SOCKET_IFNAME": "eth"}, "fail", "GLOO_SOCKET_IFNAME"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "warn",
          "PYTORCH_CUDA_ALLOC_CONF"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "warn", "PYTORCH_ALLOC_CONF"),
         ({"TMPDIR": "/no/such/place"}, "fail", "TMPDIR"),
         ({"WORLD_SIZE": "4", "ACCELERATE_USE_CPU": "1", "FSDP_VERSION": "1"}, "ok",
          "not passed on"),

@@ -26,7 +26,7 @@ from jobs.launchers import local
 from jobs.processes import with_run_id
 from jobs.rundir import RankStatus, RunDir
 from jobs.spec import JobSpec
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import eventually
 
 PATIENCE = 300.0  # seconds; a slow machine under load, not an expectation
 GPUS = tuple(Gpu(n, f"GPU-{n}", "H200", 2**37) for n in range(4))

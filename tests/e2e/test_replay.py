@@ -36,10 +36,7 @@ def ended(root: Path) -> int:
     return log.last.step
 
 
-def test_the_line_trains(
-    store: Store, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+def test_the_line_trains(store: Store, toy: Path, tmp_path: Path, started: list[int]) -> None:
     values = toy_values(toy, max_train_steps=2, num_processes=1, name="hand")
     job = service.submit(store, load_spec(None, values))
     done = subprocess.run(

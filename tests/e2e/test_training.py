@@ -105,6 +105,11 @@ def test_a_run_leaves_what_the_contract_names(straight: Run) -> None:
     assert json.loads((files.samples / "step-12" / "02.json").read_text())["prompt"] == (
         "a green star"
     )
+    first, second = map(json.loads, files.events.read_text().splitlines()[:2])
+    assert [(e["kind"], e["name"], e["state"]) for e in (first, second)] == [
+        ("phase", "import", "begin"), ("phase", "import", "end"),
+    ]  # fmt: skip
+    assert "importing libraries" in files.rank_log(1).read_text()
     log = EventLog(files.events).read_all()
     assert log.end_reason == "completed"
     assert [step.step for step in log.steps] == list(range(1, 13))

@@ -320,6 +320,7 @@ def look(config: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_process_says_what_a_whole_import_finds(toy: Path, tmp_path: Path) -> None:
     config = json.loads((toy / "model/transformer/config.json").read_text())
     done = look(config, tmp_path)
@@ -328,6 +329,7 @@ def test_a_process_says_what_a_whole_import_finds(toy: Path, tmp_path: Path) -> 
     assert "step 3 3" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_a_lean_process_cannot_build_is_built_by_a_whole_one(tmp_path: Path) -> None:
     """This UNet stands beside a pipeline, which needs transformers."""
     done = look({"_class_name": "AudioLDM2UNet2DConditionModel"}, tmp_path)

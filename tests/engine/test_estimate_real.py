@@ -42,6 +42,7 @@ def estimate(server: Server, **values: Any) -> Estimate:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_step_of_the_ladder_needs_less_than_the_one_before(server: Server) -> None:
     spec = estimate(
         server, model_type="full", strategy="ddp", mixed_precision="no",
@@ -63,6 +64,7 @@ def test_each_step_of_the_ladder_needs_less_than_the_one_before(server: Server) 
     assert set(titles) <= {rung.title for rung in LADDER}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "helps"),
     [({}, True), ({"gradient_checkpointing": True, "resolution": 256}, False)],
@@ -100,6 +102,7 @@ def test_sharding_holds_less_than_copies(server: Server) -> None:
     assert found.advised == "ddp", "all fit, and it is the fastest"
 
 
+@pytest.mark.slow
 def test_the_table_says_what_is_predicted(server: Server) -> None:
     known = read_smallest()[SMALL]
     for model_type in ("lora", "full"):

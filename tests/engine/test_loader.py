@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from engine import families
 from engine.data.loader import Loader
 from engine.data.plan import Draw
+from engine.draws import sample_generators
+from engine.objective import Drawn
 from engine.world import World
 from jobs.spec import JobSpec
 
@@ -36,6 +39,11 @@ class Data:
         self.read.append(draw.sample)
         return torch.full((1, 2, 2), float(draw.sample))
 
+    def draw(self, latents: torch.Tensor, generators: list[torch.Generator]) -> Drawn:
+        """The objective's: what it gives depends on the generators alone."""
+        draws = torch.stack([torch.rand(3, generator=one) for one in generators])
+        return Drawn(draws[:, 0], draws[:, 1:])
+
     def caption_of(self, draw: Draw) -> str:
         return str(draw.sample)
 
@@ -49,7 +57,8 @@ def loader(data: Any) -> Loader:
         train_batch_size=2, gradient_accumulation_steps=3, max_train_steps=4, prefetch_steps=1,
         caption_dropout_probability=0.0,
     )  # fmt: skip
-    return Loader(spec, data, World(0, 1, torch.device("cpu"), "single", "t"))
+    world = World(0, 1, torch.device("cpu"), "single", "t")
+    return Loader(spec, data, world, families.load("flux"), data)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -67,6 +76,25 @@ def test_every_micro_batch_of_every_step_in_order() -> None:
         numbers = torch.arange(6.0).view(3, 2) + 6 * step
         assert torch.equal(torch.stack([b.latents[:, 0, 0, 0] for b in batches]), numbers)
         assert torch.equal(torch.stack([b.condition["embeds"][:, 0] for b in batches]), numbers)
+    at.close()
+
+
+def test_draws_are_those_of_the_step_and_the_place_of_the_sample() -> None:
+    data = Data()
+    at = loader(data)
+    for step in range(2):
+        for batch in at.step(step):
+            expected = data.draw(batch.latents, sample_generators(42, step, batch.positions))
+            assert torch.equal(batch.drawn.level, expected.level)
+            assert torch.equal(batch.drawn.noise, expected.noise)
+    at.close()
+
+
+def test_what_depends_on_the_values_of_texts_is_done_before_they_leave_the_host() -> None:
+    at = loader(Data())
+    family: Any = at._family
+    family.arrange = lambda condition: {"arranged": -condition["embeds"]}
+    assert [set(batch.condition) for batch in at.step(0)] == [{"arranged"}] * 3
     at.close()
 
 
@@ -111,8 +139,10 @@ def test_it_closes_in_the_middle_of_a_step() -> None:
 
 def test_only_the_next_micro_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
+    shapes: set[int] = set()
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.add(tensor.dim())
         if tensor.dim() == 4:
             pinned.append(int(tensor.flatten()[0]))
         return tensor.clone()
@@ -127,3 +157,4 @@ def test_only_the_next_micro_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) ->
             assert len(pinned) <= len(seen) + 1
     at.close()
     assert pinned == seen == list(range(0, 24, 2))
+    assert shapes == {1, 2, 4}, "levels, noise and texts too: copies from elsewhere wait"

@@ -67,9 +67,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "checkpointing", "sharded"),
     [
         ("lora", False, True),
-        ("lora", True, False),
-        ("full", False, False),
-        ("full", True, False),
+        pytest.param(*("lora", True, False), marks=pytest.mark.slow),
+        pytest.param(*("full", False, False), marks=pytest.mark.slow),
+        pytest.param(*("full", True, False), marks=pytest.mark.slow),
         ("full", True, True),
     ],
 )
@@ -82,9 +82,14 @@ def test_an_echo_takes_what_its_block_does(
     assert phases_of(one) == pytest.approx(phases_of(every), rel=0.01)
     ends = [[e for e in t.timeline if not isinstance(e, Mark)][-1] for t in (one, every)]
     assert ends[0].gradients == ends[1].gradients
-    assert {end.activations for end in ends} == {0}, "all that was kept is freed"
+    # All that was kept is freed, but for the adapters in bf16, which the next forward fills again.
+    adapters = [w for unit in one.units for w in unit.weights if w.lora]
+    assert bool(adapters) == (kind == "lora")
+    narrow = sum(rounded(2 * weight.numel) for weight in adapters)
+    assert {end.activations for end in ends} == {narrow}
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Path) -> None:
     kinds = {
         "full": {"gradient_checkpointing": True},
@@ -108,14 +113,20 @@ def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Pa
     "changes",
     [
         {},
-        {"lora_placement": "sharded"},
+        pytest.param({"lora_placement": "sharded"}, marks=pytest.mark.slow),
         {"gradient_checkpointing": True},
         FULL,
         FULL | BF16 | {"gradient_checkpointing": True},
-        FULL | BF16 | {"fsdp_reshard_after_forward": False},
-        FULL | BF16 | {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2},
-        FULL | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 50_000},
-        FULL | {"fsdp_auto_wrap_policy": "NO_WRAP"},
+        pytest.param(FULL | BF16 | {"fsdp_reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param(
+            FULL | BF16 | {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            FULL | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 50_000},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(FULL | {"fsdp_auto_wrap_policy": "NO_WRAP"}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: " ".join(map(str, changes.values())) or "lora",
 )
@@ -179,31 +190,35 @@ def estimator() -> Estimator:
 
 
 @pytest.mark.parametrize(
-    ("changes", "part", "sign"),
+    ("changes", "part", "least", "most"),
     [
-        ({"gradient_checkpointing": True}, "activations", -1),
-        ({"train_batch_size": 4}, "activations", 1),
-        ({"resolution": 256}, "activations", 1),
-        ({"optimizer": "lion"}, "optimizer", -1),
-        ({"use_ema": True}, "optimizer", 1),
-        ({"fsdp_cpu_offload": True}, "parameters", -1),
-        ({"fsdp_reshard_after_forward": False}, "gathered", 1),
-        ({"strategy": "ddp"}, "gathered", -1),
-        ({"num_processes": 4}, "parameters", -1),
-        ({"gradient_accumulation_steps": 2}, "gradients", 1),
+        # Times what it was; where not a matter of counting, between what would be odd.
+        ({"gradient_checkpointing": True}, "activations", 0.2, 0.6),
+        ({"train_batch_size": 4}, "activations", 1.95, 2.0),
+        ({"resolution": 256}, "activations", 3.0, 4.0),  # four times the pixels, the same texts
+        ({"optimizer": "lion"}, "optimizer", 0.48, 0.5),  # one moment of two
+        ({"use_ema": True}, "optimizer", 1.48, 1.5),
+        ({"fsdp_cpu_offload": True}, "parameters", 0.0, 0.0),
+        ({"fsdp_reshard_after_forward": False}, "gathered", 1.1, 1.3),
+        ({"strategy": "ddp"}, "gathered", 0.0, 0.0),
+        ({"strategy": "ddp"}, "parameters", 1.98, 2.0),
+        ({"num_processes": 4}, "parameters", 0.5, 0.51),
+        ({"gradient_accumulation_steps": 2}, "gradients", 1.3, 1.5),
     ],
     ids=lambda value: str(value),
 )
 def test_each_option_changes_its_part(
-    estimator: Estimator, toy: Path, changes: dict[str, Any], part: str, sign: int
+    estimator: Estimator, toy: Path, changes: dict[str, Any], part: str, least: float, most: float
 ) -> None:
     base = FULL | BF16 | {"strategy": "fsdp2"}
-    before = estimator.estimate(spec_of(toy, **base))
-    after = estimator.estimate(spec_of(toy, **{**base, **changes}))
-    change = max(getattr(p.parts, part) for p in after.phases) - max(
-        getattr(p.parts, part) for p in before.phases
-    )
-    assert (change > 0) - (change < 0) == sign
+
+    def needed(values: dict[str, Any]) -> int:
+        """The most of this part within a step."""
+        phases = estimator.estimate(spec_of(toy, **values)).phases
+        step = [p for p in phases if p.name in ("forward", "backward", "optimizer")]
+        return max(getattr(phase.parts, part) for phase in step)
+
+    assert least <= needed({**base, **changes}) / needed(base) <= most
 
 
 def test_what_is_arithmetic_is_not_traced_again(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +260,15 @@ def test_offload_moves_shards_and_state_to_the_host(estimator: Estimator, toy: P
     assert held - backward.parts.parameters - backward.parts.optimizer == moved
 
 
+def test_gradients_are_offloaded_into_powers_of_two(estimator: Estimator, toy: Path) -> None:
+    """Torch pins memory so; the weights' own memory is exact."""
+    spec = spec_of(toy, strategy="fsdp2", fsdp_cpu_offload=True, **FULL, **BF16)
+    host = estimator.estimate(spec).host
+    assert host["offloaded_weights"] < host["offloaded_gradients"]
+    assert host["offloaded_gradients"] < 2 * host["offloaded_weights"]
+
+
+@pytest.mark.slow
 def test_samples_and_caches_are_predicted_where_the_model_is_here(
     estimator: Estimator, toy: Path
 ) -> None:
@@ -316,6 +340,7 @@ def test_the_server_answers_each_request_and_survives_bad_ones(toy: Path) -> Non
         Predicted.of(one)
 
 
+@pytest.mark.slow
 def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
     """The config comes with us; two layers of it are enough to see that it is understood."""
     spec = load_spec(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,15 +14,23 @@ from diffusers.training_utils import compute_snr
 from engine.denoising import Denoising
 from engine.draws import drops_caption, sample_generators
 from engine.flow import Flow
-from engine.objective import Problem, loss_of
+from engine.objective import Problem, build_objective, loss_of
 from jobs.errors import UserError
 from jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LATENTS = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
 
 
 def flow(shift: float = 1.0, **values: Any) -> Flow:
     return Flow(JobSpec(**values), lambda height, width, frames: shift)
+
+
+def problem_of_draw(objective: Any, latents: torch.Tensor, generators: Any) -> Problem:
+    problem: Problem = objective.problem(latents, objective.draw(latents, generators))
+    return problem
 
 
 def many_sigmas(objective: Flow) -> torch.Tensor:
@@ -32,14 +42,15 @@ def test_draws_do_not_depend_on_who_draws() -> None:
     halves = [
         flow().draw(LATENTS[i : i + 2], sample_generators(5, 7, range(i, i + 2))) for i in (0, 2)
     ]
-    assert torch.equal(whole.noisy, torch.cat([half.noisy for half in halves]))
+    assert torch.equal(whole.noise, torch.cat([half.noise for half in halves]))
     assert torch.equal(whole.level, torch.cat([half.level for half in halves]))
     later = flow().draw(LATENTS, sample_generators(5, 8, range(4)))
     assert not torch.equal(whole.level, later.level)
 
 
 def test_flow_targets_lie_on_the_line_from_data_to_noise() -> None:
-    problem = flow(timestep_sampling="uniform").draw(LATENTS, sample_generators(0, 0, range(4)))
+    objective = flow(timestep_sampling="uniform")
+    problem = problem_of_draw(objective, LATENTS, sample_generators(0, 0, range(4)))
     sigma = problem.level.view(-1, 1, 1, 1)
     assert torch.allclose(problem.noisy - sigma * problem.target, LATENTS, atol=1e-6)
 
@@ -66,6 +77,35 @@ def test_shift_is_the_familys_unless_the_job_names_one() -> None:
         assert torch.allclose(many_sigmas(objective), 3 * plain / (1 + 2 * plain))
 
 
+def test_a_familys_shift_is_that_of_height_width_and_frames() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def shift_of(height: int, width: int, frames: int) -> float:
+        asked.append((height, width, frames))
+        return 2.0
+
+    objective = Flow(JobSpec(), shift_of)
+    assert objective.shift_for(torch.zeros(1, 4, 6, 8)) == 2.0
+    assert objective.shift_for(torch.zeros(1, 4, 5, 6, 8)) == 2.0
+    assert asked == [(6, 8, 1), (6, 8, 5)]
+
+
+def test_sigmas_stay_within_those_that_the_model_is_for() -> None:
+    def drawn(low: float, high: float, **values: Any) -> torch.Tensor:
+        limited = Flow(JobSpec(**values), lambda height, width, frames: 1.0, (low, high))
+        return limited.draw(torch.zeros(256, 1, 1, 1), sample_generators(0, 0, range(256))).level
+
+    within = drawn(0.4, 0.6)
+    assert within.min() >= 0.4
+    assert within.max() <= 0.6
+    assert within.unique().numel() > 200, "drawn again, not cut off"
+    kept = drawn(0.0, 1.0)
+    assert torch.equal(within[(kept >= 0.4) & (kept <= 0.6)], kept[(kept >= 0.4) & (kept <= 0.6)])
+    assert drawn(0.9, 1.0, logit_mean=-30.0, logit_std=0.1).unique().tolist() == [
+        pytest.approx(0.9)
+    ], "one that lies elsewhere is cut off"
+
+
 def schedule(prediction: str) -> DDPMScheduler:
     return DDPMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
@@ -78,10 +118,52 @@ def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
         Denoising(schedule("sample"), None)
 
 
+def family_of(objective: str) -> Any:
+    return SimpleNamespace(
+        facts=SimpleNamespace(objective=objective),
+        shift_of=lambda height, width, frames: 2.5,
+        sigma_range=lambda: (0.1, 0.9),
+    )
+
+
+def test_a_family_of_flows_is_trained_on_its_own_shift_and_sigmas(tmp_path: Path) -> None:
+    objective = build_objective(JobSpec(), family_of("flow"), tmp_path)
+    assert isinstance(objective, Flow)
+    assert objective.sigmas == (0.1, 0.9)
+    assert objective.shift_for(LATENTS) == 2.5
+
+
+def test_a_model_is_trained_on_the_noise_schedule_in_its_directory(tmp_path: Path) -> None:
+    schedule("v_prediction").save_pretrained(tmp_path / "scheduler")
+    objective = build_objective(JobSpec(snr_gamma=5.0), family_of("denoise"), tmp_path)
+    assert isinstance(objective, Denoising)
+    assert torch.equal(objective.scheduler.alphas_cumprod, schedule("epsilon").alphas_cumprod)
+    assert objective.scheduler.config.prediction_type == "v_prediction"
+    assert objective.snr_gamma == 5.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler"),
+     ({}, "none"), (None, "none")],
+)  # fmt: skip
+def test_a_foreign_noise_schedule_is_refused(
+    tmp_path: Path, settings: dict[str, Any] | None, named: str
+) -> None:
+    """DDPM's own betas would be taken without a word."""
+    if settings is not None:
+        (tmp_path / "scheduler").mkdir()
+        (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError) as caught:
+        build_objective(JobSpec(), family_of("denoise"), tmp_path)
+    assert caught.value.message.startswith(f"the model's scheduler ({named}) has another noise ")
+
+
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_noise_can_be_told_from_what_denoising_asks_for(prediction: Any) -> None:
     scheduler = schedule(prediction)
-    problem = Denoising(scheduler, None).draw(LATENTS, sample_generators(1, 2, range(4)))
+    objective = Denoising(scheduler, None)
+    problem = problem_of_draw(objective, LATENTS, sample_generators(1, 2, range(4)))
     alpha = scheduler.alphas_cumprod[problem.level].sqrt().view(-1, 1, 1, 1)
     sigma = (1 - alpha**2).sqrt()
     noise = (problem.noisy - alpha * LATENTS) / sigma
@@ -94,7 +176,8 @@ def test_noise_can_be_told_from_what_denoising_asks_for(prediction: Any) -> None
 def test_min_snr_weights(prediction: Any) -> None:
     scheduler = schedule(prediction)
     objective = Denoising(scheduler, snr_gamma=5.0)
-    problem = objective.draw(torch.zeros(64, 1, 1, 1), sample_generators(0, 0, range(64)))
+    latents = torch.zeros(64, 1, 1, 1)
+    problem = problem_of_draw(objective, latents, sample_generators(0, 0, range(64)))
     snr = compute_snr(scheduler, problem.level)
     expected = snr.clamp(max=5.0) / (snr if prediction == "epsilon" else snr + 1)
     assert problem.weight is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,77 +11,23 @@ from diffusers import FluxTransformer2DModel
 from engine import checkpoint
 from engine.activation_checkpointing import checkpoint_activations
 from engine.backends import choose_attention, choose_backends, compile_blocks
-from engine.data.loader import MicroBatch
-from engine.ema import Ema
 from engine.mesh import build_mesh
-from engine.objective import Problem
-from engine.optim import build_scheduler
 from engine.peaks import Peaks
-from engine.replicas import check_replicas
 from engine.run import start_training
-from engine.step import Stepper
-from engine.training import Training
 from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
 from jobs.spec import JobSpec
+from tests.support.engine import Line, parameter, toy_spec
 from tests.support.engine import save_checkpoint as save
-from tests.support.engine import toy_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from engine.training import Training
+
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
-
-
-# -- the moving average ------------------------------------------------------------------------
-
-
-def parameter(*values: float) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.tensor(values))
-
-
-def test_the_average_follows_by_its_decay() -> None:
-    weight = parameter(1.0, 2.0)
-    ema = Ema({"w": weight}, decay=0.5)
-    weight.data += 4.0
-    ema.update(step=100)
-    assert torch.allclose(ema.shadow["w"], torch.tensor([3.0, 4.0]))
-
-
-def test_the_decay_warms_up() -> None:
-    ema = Ema({}, decay=0.999)
-    assert ema.decay_at(1) == pytest.approx(2 / 11)
-    assert ema.decay_at(100_000) == 0.999
-    assert [ema.decay_at(n) for n in range(1, 50)] == sorted(ema.decay_at(n) for n in range(1, 50))
-
-
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_within_the_context_the_model_is_the_average_and_afterwards_itself(on_cpu: bool) -> None:
-    weight = parameter(1.0)
-    held = weight.data
-    ema = Ema({"w": weight}, decay=0.5, on_cpu=on_cpu)
-    weight.data += 1.0
-    with ema.in_place():
-        assert weight.item() == 1.0
-        assert weight.data.data_ptr() == held.data_ptr(), "whoever holds it still does"
-    assert weight.item() == 2.0
-    assert ema.shadow["w"].item() == 1.0
-
-
-def test_an_error_within_the_context_leaves_the_model_as_it_was() -> None:
-    weight = parameter(1.0)
-    ema = Ema({"w": weight}, decay=0.5)
-    weight.data += 1.0
-
-    def fail() -> None:
-        with ema.in_place():
-            raise RuntimeError("sampling failed")
-
-    with pytest.raises(RuntimeError, match="sampling failed"):
-        fail()
-    assert weight.item() == 2.0
 
 
 # -- peaks of memory ---------------------------------------------------------------------------
@@ -101,140 +45,6 @@ def test_each_phase_has_a_peak_of_its_own() -> None:
     with peaks.phase("large"):
         pass
     assert peaks.phases["large"] - peaks.phases["small"] > 100 << 20, "the largest run counts"
-
-
-# -- a step on a model of one weight -----------------------------------------------------------
-
-
-class Line(torch.nn.Module):
-    """Predicts `weight · noisy`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = parameter(2.0)
-
-    def forward(self, noisy: torch.Tensor) -> torch.Tensor:
-        return self.weight * noisy
-
-
-@dataclass
-class Rig:
-    """A stepper on `Line`, whose answers may be spoilt in some steps."""
-
-    spec: JobSpec
-    spoilt: set[int] = field(default_factory=set)
-    waits: float = 0.0  # seconds, for each micro-batch
-
-    def __post_init__(self) -> None:
-        self.model = Line()
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=self.spec.learning_rate)
-        ema = Ema(dict(self.model.named_parameters()), 0.9) if self.spec.use_ema else None
-        scaler = torch.amp.GradScaler("cpu") if self.spec.mixed_precision == "fp16" else None
-        scheduler = build_scheduler(self.spec, optimizer)
-        self.training = Training(self.model, optimizer, scheduler, ema, scaler)
-        family: Any = self
-        loader: Any = self
-        self.stepper = Stepper(
-            self.spec, family, self, self.training, loader, ALONE, Peaks(ALONE.device)
-        )
-
-    def step(self, step: int) -> Iterator[MicroBatch]:
-        for _ in range(self.spec.gradient_accumulation_steps):
-            time.sleep(self.waits)
-            yield MicroBatch(range(1), torch.ones(1, 1, 1, 1), {})
-
-    def draw(self, latents: torch.Tensor, generators: Any) -> Problem:
-        return Problem(latents, torch.zeros(1), torch.zeros_like(latents))
-
-    def predict(self, model: Any, noisy: torch.Tensor, *_: Any) -> torch.Tensor:
-        factor = float("nan") if self.training.step in self.spoilt else 1.0
-        return model(noisy) * factor
-
-
-def rig(*spoilt: int, **values: Any) -> Rig:
-    common = {"mixed_precision": "no", "learning_rate": 0.1, "max_grad_norm": 0}
-    return Rig(JobSpec(**common | values), set(spoilt))
-
-
-def test_a_step_is_gradient_descent() -> None:
-    at = rig()
-    result = at.stepper.run()
-    assert (result.loss, result.norm, result.skipped) == (4.0, 4.0, False)
-    assert at.model.weight.item() == pytest.approx(2.0 - 0.1 * 4.0)
-    assert at.training.step == 1
-    assert set(at.stepper._peaks.phases) == {"forward", "backward", "step"}
-
-
-def test_waiting_for_data_counts_for_every_micro_batch() -> None:
-    at = rig(gradient_accumulation_steps=3)
-    at.waits = 0.05
-    result = at.stepper.run()
-    assert 0.15 <= result.data_seconds <= result.seconds
-    assert result.loss == pytest.approx(4.0)
-
-
-def test_a_loss_that_is_not_finite_ends_the_job_and_changes_nothing() -> None:
-    at = rig(0)
-    with pytest.raises(UserError, match=r"not finite at step 1 .*lower learning_rate"):
-        at.stepper.run()
-    assert at.model.weight.item() == 2.0
-    assert at.training.step == 0
-
-
-def test_a_loss_that_is_not_finite_is_skipped_where_the_job_says_so() -> None:
-    at = rig(1, on_nonfinite="skip", lr_scheduler="linear", max_train_steps=10)
-    at.stepper.run()
-    before = at.model.weight.item()
-    assert at.stepper.run().skipped
-    assert at.model.weight.item() == before
-    assert at.training.step == 2, "the data moves on"
-    assert at.training.scheduler.get_last_lr() == [pytest.approx(0.08)]
-    assert not at.stepper.run().skipped
-    assert at.model.weight.item() < before
-
-
-def test_skipping_has_an_end() -> None:
-    at = rig(*range(100), on_nonfinite="skip")
-    for _ in range(19):
-        at.stepper.run()
-    with pytest.raises(UserError, match="20 steps in a row"):
-        at.stepper.run()
-
-
-def test_the_average_leaves_out_what_the_step_left_out() -> None:
-    at = rig(1, on_nonfinite="skip", use_ema=True)
-    at.stepper.run()
-    assert at.training.ema is not None
-    average = at.training.ema.shadow["weight"].item()
-    at.stepper.run()
-    assert at.training.ema.shadow["weight"].item() == average
-
-
-def test_fp16_gradients_are_scaled_and_unscaled() -> None:
-    at = rig(mixed_precision="fp16", max_grad_norm=1.0)
-    result = at.stepper.run()
-    assert result.norm == pytest.approx(4.0, rel=1e-3), "the norm is that of the real gradient"
-    assert at.model.weight.item() == pytest.approx(2.0 - 0.1 * 1.0, rel=1e-3), "clipped to 1"
-
-
-def test_an_fp16_gradient_that_overflows_is_left_out_even_where_nan_would_end_the_job() -> None:
-    at = rig(mixed_precision="fp16")
-    assert at.training.scaler is not None
-    at.training.scaler.scale(torch.ones(()))
-    at.training.scaler.update(3e38)
-    result = at.stepper.run()
-    assert (result.loss, result.norm, result.skipped) == (4.0, float("inf"), True)
-    assert at.training.scaler.get_scale() == pytest.approx(1.5e38)
-    assert at.model.weight.item() == 2.0
-
-
-def test_a_skipped_nan_lowers_the_fp16_scale_and_training_goes_on() -> None:
-    at = rig(0, mixed_precision="fp16", on_nonfinite="skip")
-    assert at.training.scaler is not None
-    scale = at.training.scaler.get_scale()
-    assert at.stepper.run().skipped
-    assert at.training.scaler.get_scale() == scale / 2
-    assert not at.stepper.run().skipped
 
 
 # -- what a checkpoint holds beside weights ----------------------------------------------------
@@ -270,6 +80,39 @@ def test_average_and_loss_scale_are_saved_and_restored(toy: Path, tmp_path: Path
     assert resumed.scaler.get_scale() == 1024.0
 
 
+def test_a_layer_that_the_model_never_uses_keeps_no_checkpoint_from_loading(
+    toy: Path, tmp_path: Path
+) -> None:
+    """It has no gradient, and so no optimizer state of its own; Qwen-Image's LoRA has one."""
+    spec = toy_spec(toy)
+    straight = start_training(spec, with_idle(), ALONE)
+
+    def step(training: Training) -> None:
+        training.model(torch.ones(1)).square().sum().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.step += 1
+
+    step(straight)
+    resumed = start_training(spec, with_idle(), ALONE)
+    checkpoint.load(resumed, save(straight, spec, RunDir(tmp_path)), ALONE)
+    for training in (straight, resumed):
+        step(training)
+    for mine, theirs in zip(
+        resumed.optimizer.state.values(), straight.optimizer.state.values(), strict=True
+    ):
+        assert {n: float(v) for n, v in mine.items()} == {n: float(v) for n, v in theirs.items()}
+    found = {name: p.item() for name, p in resumed.trained().items()}
+    assert found == {name: p.item() for name, p in straight.trained().items()}
+    assert found["idle"] == 1.0
+
+
+def with_idle() -> torch.nn.Module:
+    model = Line()
+    model.idle = parameter(1.0)
+    return model
+
+
 def test_an_average_wanted_only_now_begins_with_the_resumed_weights(
     toy: Path, tmp_path: Path
 ) -> None:
@@ -282,11 +125,7 @@ def test_an_average_wanted_only_now_begins_with_the_resumed_weights(
     assert resumed.ema.shadow["weight"].item() == training.trained()["weight"].item()
 
 
-# -- replicas and meshes of one rank -----------------------------------------------------------
-
-
-def test_one_rank_has_no_copies_to_compare() -> None:
-    check_replicas({"w": parameter(1.0)}, ALONE)
+# -- meshes --------------------------------------------------------------------------------------
 
 
 def test_a_strategy_that_shards_nothing_has_no_mesh() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,9 +13,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from engine import text_encoders
+from engine.families import load
+from engine.imports import uncollected
 from engine.meeting import Meeting
 from engine.release import Watch
-from engine.text_encoders import agree_on_sharding, encoder_bytes, encoder_names, shards_encoders
+from engine.text_encoders import (
+    agree_on_sharding,
+    encoder_bytes,
+    encoder_names,
+    load_whole,
+    shards_encoders,
+)
 from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
@@ -143,6 +153,59 @@ def test_four_ranks_encode_what_one_does(toy: Path, tmp_path: Path) -> None:
     launch(4, toy, tmp_path)
 
 
+def test_whole_encoders_are_read_straight_onto_the_device(toy: Path, tmp_path: Path) -> None:
+    """Their weights are those of `from_pretrained`, whatever their files call the tensors."""
+    write_cases(tmp_path)
+    for case, encoder in tiny_encoders().items():
+        root = tmp_path / case
+        moved: list[int] = []
+        for dtype in (torch.float32, torch.bfloat16):
+            ours = load_whole(root, dtype, CPU, progress=moved.append)
+            assert bool(ours) is (case != "experts"), "whose tensors are stored otherwise"
+            if not ours:
+                continue
+            stock = type(encoder).from_pretrained(root / "text_encoder", dtype=dtype)
+            tensors, expected = ours["text_encoder"].state_dict(), stock.state_dict()
+            assert tensors.keys() == expected.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, expected[name]), (case, name)
+            assert not ours["text_encoder"].training
+            tokens = torch.tensor([[5, 7, 11, 2]])
+            with torch.no_grad():
+                # Where numbers lie in memory decides how a product is summed up.
+                torch.testing.assert_close(ours["text_encoder"](tokens)[0], stock(tokens)[0])
+            assert ours["text_encoder"].config._attn_implementation == (
+                stock.config._attn_implementation
+            )
+            assert moved
+
+
+def test_ranks_on_gpus_load_encoders_past_the_host(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stock pipeline is handed what was streamed, and reads no weights of its own."""
+    root, flux = toy / "model", load("flux")
+    streamed: list[torch.device] = []
+    whole = text_encoders.load_whole
+
+    def on_host(root: Path, dtype: torch.dtype, device: torch.device, **more: Any) -> Any:
+        streamed.append(device)
+        return whole(root, dtype, CPU, **more)
+
+    monkeypatch.setattr(text_encoders, "load_whole", on_host)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *where, **more: module)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", None)
+    gpu = World(0, 1, torch.device("cuda", 0), "single", "t")
+    pipeline = text_encoders._load(
+        flux, root, torch.float32, gpu, None, lambda line: None, lambda done: None
+    )
+    assert streamed == [gpu.device]
+    assert {"text_encoder", "text_encoder_2"} <= pipeline.components.keys()
+    expected = load_file(root / "text_encoder" / FILE)
+    tensors = pipeline.text_encoder.state_dict()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
 def test_the_encoders_of_a_model_and_their_size(toy: Path, tmp_path: Path) -> None:
     assert encoder_names(toy / "model") == ["text_encoder", "text_encoder_2"]
     files = [toy / "model" / name / FILE for name in encoder_names(toy / "model")]
@@ -192,7 +255,10 @@ def test_sharding_is_chosen_where_encoders_would_crowd_a_gpu(
     assert not chosen(size / 0.59)
     assert not chosen(size, wish=False)
     assert chosen(2**40, wish=True)
+    monkeypatch.setattr("engine.text_encoders.available_memory", lambda: int(2 * size / 0.59))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert not chosen(size, World(0, 2, CPU, "ddp", "t"))
+    assert chosen(size, World(0, 3, CPU, "ddp", "t")), "they share the host's memory"
     assert chosen(size, World(0, 2, CPU, "ddp", "t"), wish=True)
     assert not chosen(size, World(0, 1, gpu.device, "single", "t"), wish=True)
     shutil.copytree(root, tmp_path / "quantised")
@@ -229,7 +295,7 @@ def test_every_rank_does_what_rank_0_decided(toy: Path, tmp_path: Path) -> None:
 
 
 def test_the_watch_finds_what_is_left_and_who_holds_it() -> None:
-    def left_by(keep: Callable[[torch.nn.Sequential], Any]) -> str:
+    def left_by(keep: Callable[[torch.nn.Sequential], Any], holder: str) -> str:
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
         watch = Watch({"encoder": model})
         assert watch.held == sum(tensor.nbytes for tensor in model.state_dict().values())
@@ -237,17 +303,36 @@ def test_the_watch_finds_what_is_left_and_who_holds_it() -> None:
         del model
         with pytest.raises(RuntimeError, match="still in memory") as left:
             watch.check()
-        assert "kept in test_the_watch" in str(left.value) or not isinstance(kept, torch.nn.Module)
+        assert kept is not None
+        assert f"the first is referred to by {holder}" in str(left.value)
         return str(left.value)
 
-    assert "3 modules (encoder, encoder.0, encoder.1)" in left_by(lambda model: model)
-    assert "1 modules (encoder.1), 5 tensors (encoder.1.weight" in left_by(lambda model: model[1])
-    assert "1 tensors (encoder.1.bias), 1 blocks" in left_by(lambda model: model[1].bias)
-    assert "a list of 1" in left_by(lambda model: [model[1].bias])
+    here = "kept in test_the_watch_finds_what_is_left_and_who_holds_it.<locals>.left_by"
+    all_of_it = left_by(lambda model: model, here)
+    assert "3 modules (encoder, encoder.0, encoder.1), 7 tensors (encoder.0.weight, " in all_of_it
+    one_layer = left_by(lambda model: model[1], here)
+    assert "needed: 1 modules (encoder.1), 5 tensors (encoder.1.weight, " in one_layer
+    one_tensor = left_by(lambda model: model[1].bias, here)
+    assert "needed: 1 tensors (encoder.1.bias), 1 blocks" in one_tensor
+    assert "1 tensors (encoder.1.bias)" in left_by(lambda model: [model[1].bias], "a list of 1")
     # A view of the numbers, where the tensor itself is gone.
-    text = left_by(lambda model: model[0].weight.detach()[1:])
+    text = left_by(
+        lambda model: model[0].weight.detach()[1:], "a tensor of shape (3, 3), and that by kept in"
+    )
     assert "needed: 1 blocks of tensor memory (encoder.0.weight)" in text
-    assert "a tensor of shape" in text
+
+
+def test_the_watch_names_a_holder_that_was_imported() -> None:
+    """What was imported is frozen, where Python's collector does not look for it."""
+    module = ModuleType("made_up")
+    with uncollected():
+        module.of_a_library = holder = {}  # type: ignore[attr-defined]
+    model = torch.nn.Linear(3, 4)
+    watch = Watch({"encoder": model})
+    holder["kept"] = model
+    del model
+    with pytest.raises(RuntimeError, match="referred to by 'kept' of a dict"):
+        watch.check()
 
 
 def test_the_watch_is_content_when_all_is_gone() -> None:

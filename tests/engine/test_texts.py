@@ -39,6 +39,7 @@ def losses(events: list[dict[str, Any]]) -> list[float]:
     return [event["loss"] for event in events if event["kind"] == "step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False], ids=["cached on the way", "not cached"])
 def test_resident_encoders_train_like_cached_captions(
     kept: bool, toy: Path, tmp_path: Path
@@ -70,6 +71,7 @@ def test_resident_encoders_train_like_cached_captions(
     assert bool(on_the_way) is kept
 
 
+@pytest.mark.slow
 def test_what_was_cached_on_the_way_is_used_and_repaired(toy: Path, tmp_path: Path) -> None:
     first = train(toy, tmp_path, unload_text_encoder=False)
     cache = TensorCache(tmp_path / "cache", "text")

@@ -180,12 +180,11 @@ def test_flow_problems_are_those_of_the_training_at_a_fixed_sigma(own: float | N
     sigma = shift * 0.25 / (1 + (shift - 1) * 0.25)
     assert problem.level.tolist() == pytest.approx([sigma] * 2)
     drawn = flow.draw(LATENTS, [torch.Generator().manual_seed(n) for n in range(2)])
-    part = drawn.level.view(-1, 1, 1, 1)
-    noise = drawn.target + LATENTS  # of which training made its problem, as ours is made
+    trained = flow.problem(LATENTS, drawn)
     for n in range(2):
-        place = quantile(float(part[n]), shift)
-        again = problem_at(flow, LATENTS[n : n + 1], noise[n : n + 1], place)
-        assert torch.allclose(again.noisy[0], drawn.noisy[n], atol=1e-5)
+        place = quantile(float(drawn.level[n]), shift)
+        again = problem_at(flow, LATENTS[n : n + 1], drawn.noise[n : n + 1], place)
+        assert torch.allclose(again.noisy[0], trained.noisy[n], atol=1e-5)
     assert torch.equal(problem.target, NOISE - LATENTS)
 
 

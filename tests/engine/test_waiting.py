@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,32 +19,44 @@ from engine.data.work import Team, pieces, together
 from engine.meeting import Meeting
 from engine.telemetry import Telemetry
 from engine.world import World
-from jobs.hang import find_hang
+from jobs.hang import Watch, find_hang
 from jobs.rundir import RunDir
 from tests.support.engine import toy_spec
+from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-PATIENCE = 30.0  # seconds
+TIMEOUT = 8.0  # seconds of a clock that only `Pair.hang` moves
 
 
 def never() -> bool:
     return False
 
 
+class Meetings(Meeting):
+    """Counts how often it is asked who has arrived, which who waits does again and again."""
+
+    asked = 0
+
+    def arrived(self, place: str) -> int:
+        self.asked += 1
+        return super().arrived(place)
+
+
 class Pair:
     """Two ranks of a run, in threads of this process."""
 
     def __init__(self, root: Path) -> None:
+        self._watch, self._now = Watch(TIMEOUT), 0.0
         self.files = RunDir(root / "run")
         self.files.create()
         self.teams = [self.team(rank) for rank in range(2)]
 
     def team(self, rank: int) -> Team:
         world = World(rank, 2, torch.device("cpu"), "ddp", "t")
-        meeting = Meeting(self.files, "t", rank, 2)
+        meeting = Meetings(self.files, "t", rank, 2)
         return Team(world, meeting, Telemetry(self.files, rank), never)
 
     @contextmanager
@@ -58,7 +69,7 @@ class Pair:
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
-        self.until(lambda: self.teams[0].meeting.arrived(phase) == 1)
+        eventually(lambda: self.teams[0].meeting.arrived(phase) == 1)
         yield
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -67,16 +78,19 @@ class Pair:
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.files.events.read_text().splitlines()]
 
-    def hang(self, timeout: float) -> str | None:
-        """What the supervisor finds."""
-        found = find_hang([t.telemetry.status() for t in self.teams], time.time(), timeout)
-        return found.reason if found else None
+    def waits_on(self) -> None:
+        """Until rank 0, which waits, has looked a few more times whether it still has to."""
+        meeting = self.teams[0].meeting
+        assert isinstance(meeting, Meetings)
+        before = meeting.asked
+        eventually(lambda: meeting.asked > before + 3)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    def hang(self) -> str | None:
+        """What the supervisor finds when it looks half a timeout later."""
+        self._now += TIMEOUT / 2
+        ranks = self._watch.look([t.telemetry.status() for t in self.teams], self._now)
+        found = find_hang(ranks, TIMEOUT)
+        return found.reason if found else None
 
 
 @pytest.fixture
@@ -90,23 +104,22 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 def test_when_the_rank_that_others_wait_for_is_stuck_the_job_stands_still(pair: Pair) -> None:
     with pair.waiting("latents", 5), together("latents", 5, pair.teams[1]) as shared:
         shared.add()
-        began = time.monotonic()
-        pair.until(lambda: pair.hang(0.5) is not None or time.monotonic() - began > 5)
-        assert "caching latents" in str(pair.hang(0.5))
+        assert pair.hang() is None
+        pair.waits_on()
+        assert pair.hang() is None
+        assert "caching latents" in str(pair.hang())
 
 
 def test_while_it_works_the_job_moves_on_and_the_waiting_one_tells_of_it(pair: Pair) -> None:
-    def told() -> int:
-        """How many the events say the ranks have done together."""
-        return max(sum(event.get("ranks") or [0]) for event in pair.events)
+    def works_on() -> bool:
+        shared.add()
+        assert pair.hang() is None
+        # How many the events say the ranks have done together.
+        return max(sum(event.get("ranks") or [0]) for event in pair.events) >= 10
 
-    with pair.waiting("latents", 500), together("latents", 500, pair.teams[1]) as shared:
+    with pair.waiting("latents", 10**6), together("latents", 10**6, pair.teams[1]) as shared:
         stood = pair.teams[0].telemetry.status().progressed
-        while told() < 10:
-            shared.add()
-            assert pair.hang(5) is None
-            assert shared.done < 500
-            time.sleep(0.05)
+        eventually(works_on)
         assert pair.teams[0].telemetry.status().progressed == stood, "waiting is not moving on"
     (end,) = {tuple(e["ranks"]) for e in pair.events if e.get("state") == "end"}
     assert end == (0, shared.done)
@@ -150,15 +163,23 @@ def test_a_wish_that_was_seen_stays_though_its_file_goes(pair: Pair) -> None:
 def test_looking_at_the_data_ends_soon_after_the_wish(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked = []
+    """What readers are at is finished; of the other pictures none is begun."""
+    looked, leaving = [], threading.Event()
     stock = index._look
 
-    def slow(*words: Any) -> Any:
+    def look(*words: Any) -> Any:
         looked.append(words)
-        time.sleep(0.2)
+        if len(looked) > 1:
+            assert leaving.wait(PATIENCE)
         return stock(*words)
 
-    monkeypatch.setattr(index, "_look", slow)
+    class Readers(ThreadPoolExecutor):
+        def shutdown(self, *words: Any, **names: Any) -> None:
+            leaving.set()
+            super().shutdown(*words, **names)
+
+    monkeypatch.setattr(index, "_look", look)
+    monkeypatch.setattr(index, "ThreadPoolExecutor", Readers)
     files = RunDir(tmp_path / "run")
     files.create()
     spec = toy_spec(toy, cache_dir=str(tmp_path / "cache"))
@@ -170,4 +191,4 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
             Meeting(files, "t", 0, 1), telemetry, lambda: True,
         )  # fmt: skip
     telemetry.close()
-    assert len(looked) < 20, "of 24"
+    assert len(looked) <= 1 + index._READERS < 24

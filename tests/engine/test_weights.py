@@ -81,6 +81,30 @@ def test_what_a_model_freezes_itself_stays_frozen(tmp_path: Path) -> None:
     assert not any(p.requires_grad for p in load(directory, lora(tmp_path)).parameters())
 
 
+@pytest.mark.parametrize("parameters_on", [None, CPU])
+def test_what_is_not_sharded_computes_where_the_rank_does(
+    tmp_path: Path, parameters_on: torch.device | None
+) -> None:
+    """Only shards may lie elsewhere: `test_replicated.py`."""
+    model, _ = weights.build_on_meta(Tiny, write(tmp_path / "m", tiny_tensors()), full(tmp_path))
+    weights.materialise(model, torch.device("meta"), parameters_on=parameters_on)
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    weights.materialise(model, CPU, parameters_on=torch.device("meta"))
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
+    assert model.head.weight is model.embed.weight
+
+
+def test_every_tensor_read_is_counted(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    del tensors["embed.weight"]
+    model, stored = weights.build_on_meta(Tiny, write(tmp_path / "m", tensors), full(tmp_path))
+    weights.materialise(model, CPU)
+    counted: list[int] = []
+    read = weights.stream(model, stored, progress=counted.append)
+    assert counted == list(range(1, len(tensors) + 1))
+    assert read == sum(tensor.nbytes for tensor in tensors.values())
+
+
 # Files
 
 
@@ -270,6 +294,14 @@ def test_a_quantised_config_or_integer_weights_are_refused(tmp_path: Path) -> No
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"is quantised \(bitsandbytes\)"):
         load(directory, lora(tmp_path))
+
+
+def test_what_is_trained_and_computes_in_fp32_is_what_the_model_lists(tmp_path: Path) -> None:
+    directory = write(tmp_path / "m", tiny_tensors())
+    model = load(directory, full(tmp_path))
+    listed = weights.trained_in_fp32(model)
+    assert {id(one) for one in listed} == {id(model.norm.weight), id(model.norm.bias)}
+    assert weights.trained_in_fp32(load(directory, lora(tmp_path))) == [], "frozen"
 
 
 def test_the_check_names_what_is_in_a_wrong_precision(tmp_path: Path) -> None:

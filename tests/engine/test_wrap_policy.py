@@ -133,9 +133,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_good_policy_is_imported_before_the_job_is_queued(installed: Path) -> None:
     (installed / "mine.py").write_text(
         "print('noise on standard output')\n"
+        "open(__file__ + '.imported', 'w').close()\n"
         "def policy(module, recurse, nonwrapped_numel):\n    return True\n"
     )
     check_wrap_policy(spec_of("mine.policy"))
+    assert (installed / "mine.py.imported").exists()
 
 
 @pytest.mark.parametrize(
@@ -175,11 +177,12 @@ def test_the_working_directory_is_not_looked_into(
 def test_nothing_is_imported_where_nothing_is_wrapped_by_it(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr("jobs.wrap_policy.ask", refuse)
+    asked: list[object] = []
+    monkeypatch.setattr("jobs.wrap_policy.ask", lambda *words: asked.append(words[1]))
     check_wrap_policy(spec)
+    assert asked == []
+    check_wrap_policy(spec_of("no.such"))
+    assert asked == [["no.such"]], "else it is asked"
 
 
 def test_it_is_looked_at_with_the_rest_of_a_job(job_values: dict[str, Any], no_gpus: None) -> None:

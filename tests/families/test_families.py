@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
+from engine import adapters, weights
 from engine.activation_checkpointing import checkpoint_activations
 from engine.data.pictures import decode
 from engine.lockstep import Forwards
+from engine.precision import narrow_inputs
 from engine.toy.weights import one_thread
 from tests.support.families import (
+    DEVICE,
     NEGATIVE,
     PROMPT,
     Case,
@@ -103,6 +107,41 @@ def test_recomputed_activations_are_those_of_the_pipeline(case: Case, policy: st
     for name, gradient in wanted.items():
         limit = 1e-5 * float(gradient.abs().max()) + 1e-9
         assert torch.allclose(got[name], gradient, rtol=1e-4, atol=limit), name
+
+
+def test_a_lora_in_bf16_is_trained_without_autocast(case: Case) -> None:
+    """What autocast would make of it, and in bf16: nothing was computed in fp32 by mistake."""
+    spec = case.spec(mixed_precision="bf16", lora_rank=4)
+    transformer_class, root = case.family.transformer_class(), case.paths.model
+    denoiser, stored = weights.build_on_meta(transformer_class, root / case.family.component, spec)
+    adapters.add_lora(denoiser, spec, case.family.LORA_TARGETS)
+    weights.materialise(denoiser, DEVICE)
+    weights.stream(denoiser, stored, names=adapters.adapted_name(denoiser).__getitem__)
+    adapters.initialise(denoiser, spec.seed)
+    with torch.no_grad():
+        for name, parameter in adapters.lora_parameters(denoiser).items():
+            if ".lora_B." in name:
+                parameter.fill_(0.01)
+    narrow_inputs(denoiser.train(), torch.bfloat16)
+    shape = case.family.encode_pictures(*vae_and_pixels(case)).shape[1:]
+    noisy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(3))
+    levels = torch.tensor([0.3, 0.8])
+    if case.family.facts.objective == "denoising":
+        levels = torch.tensor([300, 800])
+    texts = case.family.arrange(batch_of(case.encoded(PROMPT), case.encoded("a star")))
+    texts = {n: t.bfloat16() if t.is_floating_point() else t for n, t in texts.items()}
+    found = []
+    for context in (nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        denoiser.zero_grad()
+        with context:
+            said = case.family.predict(denoiser, noisy, levels, texts, 2.0)
+        said.float().square().mean().backward()
+        parts = [p.grad for p in denoiser.parameters() if p.grad is not None]
+        found.append((said.detach(), torch.cat([part.flatten() for part in parts])))
+    (alone, learned), (cast, wanted) = found
+    assert alone.dtype is torch.bfloat16
+    assert (alone.float() - cast.float()).norm() < 0.02 * cast.float().norm()
+    assert (learned - wanted).norm() < 0.05 * wanted.norm()
 
 
 def vae_and_pixels(case: Case) -> tuple[Any, torch.Tensor]:

@@ -111,9 +111,9 @@ def test_a_v_prediction_model_is_trained_on_v(case: Case, tmp_path: Path) -> Non
     }  # fmt: skip
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     latents = torch.randn(2, 4, 8, 8, generator=keyed_generator(1))
-    problem = build_objective(case.spec(), case.family, root).draw(
-        latents, [keyed_generator(2), keyed_generator(3)]
-    )
+    objective = build_objective(case.spec(), case.family, root)
+    drawn = objective.draw(latents, [keyed_generator(2), keyed_generator(3)])
+    problem = objective.problem(latents, drawn)
     alphas = EulerDiscreteScheduler.from_pretrained(root, subfolder="scheduler").alphas_cumprod
     schedule = DDPMScheduler.from_pretrained(root, subfolder="scheduler")
     assert torch.allclose(schedule.alphas_cumprod[:-1], alphas[:-1])

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from jobs.store import Job, Store
 
 
-@pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+pytestmark = pytest.mark.usefixtures("no_gpus", "started")
 
 
 @pytest.fixture

@@ -199,6 +199,8 @@ def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:
     (warning,) = find_warnings(read(optimizer="prodigy"))
     assert "1.0 is usual" in warning
     assert find_warnings(read(optimizer="prodigy", learning_rate=1.0)) == []
+    assert find_warnings(read(optimizer="prodigy", learning_rate=0.05)) == []
+    assert find_warnings(read(optimizer="prodigy", learning_rate=0.0499)) != []
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from jobs.store import Job
 
 
-@pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> list[int]:
-    """The jobs for which a supervisor was started, in order."""
-    ids: list[int] = []
-    monkeypatch.setattr(dispatching, "_start_supervisor", lambda job: ids.append(job.id))
-    return ids
+pytestmark = pytest.mark.usefixtures("no_gpus", "started")
 
 
 @pytest.fixture

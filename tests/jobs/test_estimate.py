@@ -442,8 +442,9 @@ def test_it_needs_no_files_and_says_how_much_each_rank_needs() -> None:
     assert said.return_value == 0
     rows = [line.split()[:2] for line in said.output.splitlines()[1:6]]
     assert rows == [["ddp", "2"], ["fsdp2", "2"], ["ddp", "8"], ["hsdp", "8"], ["fsdp2", "8"]]
-    assert "this job, ddp on 8 ranks" in said.output or "this job, fsdp2 on 8" in said.output
-    assert "smallest number that would do" in said.output
+    assert "this job, ddp on 8 ranks, on 80 GB: fits, 8.1 GiB spare\n" in said.output
+    fewest_of_each = "4 × 24 GB, 2 × 48 GB, 1 × 80 GB, 1 × 141 GB"
+    assert f"smallest number that would do: {fewest_of_each}\n" in said.output
     assert "host memory: 16.0 GiB" in said.output
 
 

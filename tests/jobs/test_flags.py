@@ -18,8 +18,8 @@ from jobs.resume_plan import plan_resume
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from tests.support.checkpoints import save_checkpoint
+from tests.support.pilot import until
 from tests.support.spec_strategies import REQUIRED, VALUES
-from tests.support.tui import until
 from tests.support.tui_app import form
 from tui.cli import cli
 from tui.newjob import draft
@@ -599,9 +599,8 @@ def test_submit_warns_of_what_it_translated(job_values: dict[str, Any], no_gpus:
 
 
 def test_a_resume_warns_too(
-    store: Store, job_values: dict[str, Any], no_gpus: None, monkeypatch: pytest.MonkeyPatch
+    store: Store, job_values: dict[str, Any], no_gpus: None, started: list[int]
 ) -> None:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
     job = service.submit(store, load_spec(None, job_values))
     store.change(job.id, State.STOPPED, "was stopped")
     save_checkpoint(job.run_dir, 3)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import py_compile
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
-from jobs import accelerate_file, extra_args
+from jobs import accelerate_file, bytecode, extra_args
 from jobs.launchers import local
 from jobs.processes import RUN_ID_VARIABLE
 from jobs.rundir import RunDir
 from jobs.spec import JobSpec
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 
 def build(tmp_path: Path, gpus: list[str] | None = None, **values: Any) -> local.Launch:
@@ -167,3 +171,93 @@ def test_a_callable_policy_is_the_engines_business(tmp_path: Path) -> None:
 
 def test_the_versions_of_what_decides_the_numbers_are_recorded() -> None:
     assert {"python", "torch", "accelerate", "diffusers", "peft"} <= set(local.versions())
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a package without byte code, which stands for what ranks import."""
+    file = tmp_path / "site" / "made_up_package" / "__init__.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("x = 1\n")
+    monkeypatch.syspath_prepend(file.parents[1])
+    monkeypatch.setattr(bytecode, "_PACKAGES", [file.parent.name, "one_that_is_not_installed"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in bytecode.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    return file
+
+
+def import_as_a_rank(package: Path, launch: local.Launch) -> str:
+    """Import the package with a launch's environment; where its byte code is."""
+    script = f"import {package.parent.name} as found; print(found.__cached__)"
+    environment = local.full_environment(launch) | {"PYTHONPATH": str(package.parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script], env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def test_byte_code_that_python_keeps_is_left_to_it(package: Path, tmp_path: Path) -> None:
+    launch = build(tmp_path)
+    assert not launch.environment.keys() & set(bytecode.VARIABLES)
+    assert Path(import_as_a_rank(package, launch)).parent == package.parent / "__pycache__"
+
+
+@pytest.mark.parametrize("obstacle", ["variable", "read-only"])
+def test_byte_code_that_python_would_not_keep_is_kept_in_our_cache(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    beside = package.parent / "__pycache__"
+    if obstacle == "variable":
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    else:  # a file, since everything is writable for root
+        beside.touch()
+    kept = Path(import_as_a_rank(package, build(tmp_path)))
+    assert kept.is_relative_to(tmp_path / "cache" / "fsdp-tui" / "bytecode")
+    assert kept.is_file()
+    assert beside.exists() == (obstacle == "read-only"), "nothing is written beside the source"
+
+
+def test_byte_code_that_is_there_is_read_whatever_the_variable_says(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = py_compile.compile(str(package))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    launch = build(tmp_path)
+    assert "PYTHONPYCACHEPREFIX" not in launch.environment
+    assert import_as_a_rank(package, launch) == compiled
+
+
+def test_a_place_for_byte_code_that_the_person_chose_stays(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tmp_path / "chosen"
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(chosen))
+    monkeypatch.setattr(sys, "pycache_prefix", str(chosen))  # as Python does when it starts
+    (package.parent / "__pycache__").touch()
+    kept = Path(import_as_a_rank(package, build(tmp_path)))
+    assert kept.is_relative_to(chosen)
+    assert kept.is_file()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_persons_own_allocator_options_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for one in local.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(one, raising=False)
+    launch = build(tmp_path, ["GPU-a"])
+    assert launch.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    assert not build(tmp_path, ["GPU-a"]).environment.keys() & local.ALLOCATOR_VARIABLES
+
+
+def test_torch_writes_what_it_remembers_of_collectives_into_the_run_directory(
+    tmp_path: Path,
+) -> None:
+    given = build(tmp_path, ["GPU-a", "GPU-b"], num_processes=2).environment
+    assert given["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "logs" / "flight_")
+    assert int(given["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert given["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "true"

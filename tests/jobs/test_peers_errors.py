@@ -30,14 +30,13 @@ NEEDS_RAM = TWO_GPUS | {"model_type": "full", "fsdp_cpu_offload": True}
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch, started: list[int]) -> None:
     """Two GPUs, 64 GiB of host memory, and a model of FLUX.1's size whose blocks are known."""
     gpus = [Gpu(n, f"GPU-{n}", "H200", 140 * GIB, memory_used=0) for n in range(2)]
     monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
     monkeypatch.setattr("jobs.host_room.host_bytes", lambda: 64 * GIB)
     monkeypatch.setattr("jobs.host_room.count_parameters", lambda path: FLUX)
     monkeypatch.setattr("jobs.block_names.detect_blocks", lambda **_: flux())
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
 
 
 ROWS: list[tuple[dict[str, Any], str]] = [
@@ -112,7 +111,12 @@ def test_the_least_that_is_kept_in_host_memory(
         check_host_memory(spec, on_gpus=on_gpus)
 
 
-def test_ranks_on_gpus_without_offload_need_nothing_of_it(job_values: dict[str, Any]) -> None:
+def test_ranks_on_gpus_without_offload_need_nothing_of_it(
+    job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.host_room.host_bytes", lambda: 0)
     model = job_values["pretrained_model_name_or_path"]
     spec = JobSpec(pretrained_model_name_or_path=model, num_processes=2, model_type="full")
     check_host_memory(spec, on_gpus=True)
+    with pytest.raises(UserError, match="in host memory"):
+        check_host_memory(spec, on_gpus=False)

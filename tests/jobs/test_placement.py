@@ -235,3 +235,18 @@ def test_a_blocked_job_starts_once_those_before_it_have_ended(
         ended = before.pop(0)  # of the later ones, none ends
         claims = {uuid: job for uuid, job in claims.items() if job != ended}
     raise AssertionError("never started")
+
+
+def test_people_read_the_numbers_that_the_driver_shows_not_places_in_a_list() -> None:
+    """A GPU may be left out, as one that is off the bus."""
+    numbers = {A: 4, B: 7}
+    queue = [Request(10, [A]), Request(11, [B])]
+    foreign = {B: "ann"}
+    decided = place(queue, {A: 1}, [A, B], [], 1, foreign, indices=numbers)
+    assert decided == [
+        Wait(10, "waits for job 1 on GPU 4"), Wait(11, "waits: GPU 7 is used by ann"),
+    ]  # fmt: skip
+    decided = place(queue, {A: 1}, [A, B], [], 1, foreign)
+    assert [one.reason for one in decided if isinstance(one, Wait)] == [
+        "waits for job 1 on GPU 0", "waits: GPU 1 is used by ann",
+    ]  # fmt: skip

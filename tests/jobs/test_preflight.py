@@ -268,3 +268,74 @@ def test_gpus_are_named_as_people_number_them(
     text = complaint(read(job_values, device="auto", gpus=[0, 2]))
     assert "there is no GPU 0 on this machine" in text
     assert "2 (GPU-22-abc), 3 (GPU-33-abc)" in text
+
+
+# -- what compiles -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder as the only one of PATH."""
+    found = tmp_path / "tools"
+    found.mkdir()
+    monkeypatch.setenv("PATH", str(found))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def add_tool(folder: Path, name: str) -> None:
+    (folder / name).write_text("")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"torch_compile": True}, "torch_compile"),
+     ({"optimizer": "adamw_8bit"}, "optimizer: adamw_8bit")],
+)  # fmt: skip
+def test_a_job_on_gpus_that_compiles_needs_a_c_compiler(
+    job_values: dict[str, Any], four_gpus: None, tools: Path, changes: dict[str, Any], key: str
+) -> None:
+    spec = read(job_values, device="auto", gpus=1, num_processes="left out", **changes)
+    assert complaint(spec) == (
+        f"{key} compiles kernels while it runs, and there is no gcc or clang (PATH); "
+        "apt install gcc python3-dev, or the like"
+    )
+    add_tool(tools, "clang")
+    assert preflight.check(spec) == 1
+
+
+def test_the_compiler_that_a_variable_names_is_looked_for(
+    job_values: dict[str, Any], four_gpus: None, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_tool(tools, "gcc")
+    monkeypatch.setenv("CC", "/no/cc -m64")
+    spec = read(job_values, device="auto", gpus=1, num_processes="left out", torch_compile=True)
+    assert "there is no /no/cc (CC=/no/cc -m64)" in complaint(spec)
+
+
+def test_the_headers_of_python_are_needed_too(
+    job_values: dict[str, Any], four_gpus: None, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_tool(tools, "gcc")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tools)})
+    spec = read(job_values, device="auto", gpus=1, num_processes="left out", torch_compile=True)
+    assert f"there is no Python.h in {tools}" in complaint(spec)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"optimizer": "adamw_8bit"}, {"torch_compile": True, "torch_compile_backend": "eager"}],
+)
+def test_what_compiles_nothing_needs_no_compiler(
+    job_values: dict[str, Any], tools: Path, changes: dict[str, Any]
+) -> None:
+    assert preflight.check(read(job_values, **changes)) is None
+
+
+def test_cpu_ranks_compile_with_a_cpp_compiler(job_values: dict[str, Any], tools: Path) -> None:
+    spec = read(job_values, torch_compile=True)
+    assert "there is no g++ (PATH); apt install g++" in complaint(spec)
+    add_tool(tools, "g++")
+    assert preflight.check(spec) is None

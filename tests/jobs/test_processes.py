@@ -16,12 +16,12 @@ import pytest
 
 from jobs import processes
 from jobs.processes import ProcessId
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_READY = "import sys, time, signal, os; {setup}; print('ready', flush=True); time.sleep(60)"
+_READY = "import sys, time, signal, os; {setup}; print('ready', flush=True); signal.pause()"
 
 
 class Children:
@@ -96,7 +96,7 @@ def test_a_pid_that_now_belongs_to_another_is_not_the_same_process(children: Chi
 def test_a_signal_is_sent_to_the_very_process(children: Children) -> None:
     identity = children.start()
     assert identity.signal(signal.SIGTERM)
-    assert children.all[0].wait(5) == -signal.SIGTERM
+    assert children.all[0].wait(PATIENCE) == -signal.SIGTERM
 
 
 def test_identity_survives_the_database(children: Children) -> None:
@@ -118,18 +118,45 @@ def test_a_zombie_is_not_alive(children: Children) -> None:
 
 def test_ending_asks_first(children: Children) -> None:
     saves = children.start("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))")
-    assert processes.end([saves], grace=5) == []
-    assert children.all[0].wait(5) in (7, 0), "collected by us or by its Popen"
+    assert processes.end([saves], grace=PATIENCE) == []
+    assert children.all[0].wait(PATIENCE) in (7, 0), "collected by us or by its Popen"
     assert not saves.alive()
 
 
-def test_ending_kills_who_does_not_listen(children: Children) -> None:
-    polite, deaf = children.start(), children.start(IGNORE_TERM)
-    begun = time.monotonic()
-    assert processes.end([polite, deaf], grace=0.2) == []
-    assert time.monotonic() - begun < 3
+class Clock:
+    """The module `time`, on a clock that only moves when somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("deaf", [1, 3])
+def test_ending_kills_who_does_not_listen(
+    children: Children, monkeypatch: pytest.MonkeyPatch, deaf: int
+) -> None:
+    """All get the grace together, and not one after the other."""
+    clock, killed = Clock(), []
+    stock = ProcessId.signal
+
+    def signal_(self: ProcessId, number: signal.Signals) -> bool:
+        killed.extend([(self, clock.now)] if number is signal.SIGKILL else [])
+        return stock(self, number)
+
+    monkeypatch.setattr(processes, "time", clock)
+    monkeypatch.setattr(ProcessId, "signal", signal_)
+    polite, *others = children.start(), *(children.start(IGNORE_TERM) for _ in range(deaf))
+    assert processes.end([*others, polite], grace=0.2, timeout=1e9) == []
+    times = {who: when for who, when in killed if who != polite}
+    assert set(times) == set(others)
+    assert all(0.2 <= when < 0.3 for when in times.values()), times
     assert not polite.alive()
-    assert not deaf.alive()
+    assert not any(who.alive() for who in others)
 
 
 def test_without_grace_nobody_is_asked(children: Children, tmp_path: object) -> None:
@@ -166,7 +193,7 @@ def test_reaping_leaves_alone_who_is_waited_for_by_hand(
         eventually(lambda pid=identity.pid: state_of(pid) == psutil.STATUS_ZOMBIE)  # type: ignore[misc]
     processes.reap()
     assert not psutil.pid_exists(orphan.pid)
-    assert children.all[0].wait(5) == -signal.SIGKILL, "its exit status is still known"
+    assert children.all[0].wait(PATIENCE) == -signal.SIGKILL, "its exit status is still known"
 
 
 # -- the mark of a run ---------------------------------------------------------------------
@@ -192,9 +219,7 @@ def test_the_mark_is_found_in_a_session_of_its_own(children: Children) -> None:
 
 def test_a_grandchild_carries_the_mark_and_an_ended_one_does_not_count(children: Children) -> None:
     run_id = uuid.uuid4().hex
-    spawn = (
-        "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    )
+    spawn = "import subprocess; subprocess.Popen(['sleep', '100000'])"
     parent = children.start(spawn, run_id=run_id)
     eventually(lambda: len(processes.with_run_id(run_id)) == 2)
     assert processes.end(processes.with_run_id(run_id), grace=0) == []
@@ -212,13 +237,15 @@ if os.fork() == 0:
         time.sleep(0.05)
         os._exit(0)
     os._exit(0)
-deadline = time.monotonic() + 5
 while psutil.Process().children():
-    assert time.monotonic() < deadline
     processes.reap()
     time.sleep(0.01)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+from dataclasses import replace as with_changes
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
-from jobs import service
+from jobs import bytecode, service
 from jobs.flags import parse_flags
+from jobs.launchers import local
 from jobs.processes import RUN_ID_VARIABLE
 from jobs.replay import replay, replay_facts
 from jobs.specfile import load_spec
@@ -22,12 +24,11 @@ if TYPE_CHECKING:
 
     from jobs.store import Job, Store
 
-pytestmark = pytest.mark.usefixtures("no_gpus")
+pytestmark = pytest.mark.usefixtures("no_gpus", "started")
 
 
 @pytest.fixture
-def submitted(store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+def submitted(store: Store, job_values: dict[str, Any]) -> Job:
     more = {
         "trigger_word": "it's \"sks\"", "strategy": "fsdp2", "lora_alpha": 3.5,
         "validation_prompts": ["a cat, asleep\n", {"prompt": "[trigger]", "seed": 3}],
@@ -75,10 +76,15 @@ def test_no_supervisor_may_take_the_ranks_for_its_own(submitted: Job) -> None:
     assert RUN_ID_VARIABLE not in replay_facts(submitted, "accelerate")["environment"]
 
 
-def test_what_auto_came_to_is_kept(
-    store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_where_byte_code_is_kept_here_is_of_no_use_elsewhere(
+    submitted: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    kept = dict.fromkeys(bytecode.VARIABLES, "x")
+    monkeypatch.setattr(local, "bytecode_variables", lambda: kept)
+    assert not replay_facts(submitted, "accelerate")["environment"].keys() & kept.keys()
+
+
+def test_what_auto_came_to_is_kept(store: Store, job_values: dict[str, Any]) -> None:
     job = service.submit(store, load_spec(None, job_values))
     assert "--use_fsdp" in replay_facts(job, "accelerate")["command"]
     launched = {"environment": {STRATEGY_VARIABLE: "ddp: a whole copy fits"}}
@@ -87,13 +93,10 @@ def test_what_auto_came_to_is_kept(
 
 
 def test_gpus_are_named_as_the_job_does_or_by_number(
-    store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    store: Store, job_values: dict[str, Any]
 ) -> None:
-    from dataclasses import replace
-
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
     job = service.submit(store, load_spec(None, job_values))
-    on_gpus = replace(job, wanted=2, gpus=["GPU-of-this-machine", "GPU-and-another"])
+    on_gpus = with_changes(job, wanted=2, gpus=["GPU-of-this-machine", "GPU-and-another"])
     facts = replay_facts(on_gpus, "accelerate")
     assert "--gpu_ids=0,1" in facts["command"]
     assert "CUDA_VISIBLE_DEVICES" not in facts["environment"]

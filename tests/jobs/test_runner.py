@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from jobs import runner
 from jobs.processes import ProcessId, end
 from jobs.states import State
-from tests.support.fakes.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
@@ -20,9 +22,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch, no_gpus: None, started: list[int]) -> None:
     monkeypatch.setattr(runner, "LOOK_EVERY", 0.01)
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
 
 
 def submit(store: Store, spec: JobSpec) -> int:
@@ -31,18 +32,39 @@ def submit(store: Store, spec: JobSpec) -> int:
     return service.submit(store, spec).id
 
 
-def test_without_work_it_leaves(store: Store) -> None:
-    runner.keep(store, idle_seconds=0.05)
+def test_without_work_it_leaves_once_it_has_been_idle_for_long_enough(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep, strftime=time.strftime)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner, "LOOK_EVERY", 1.0)
+    runner.keep(store, idle_seconds=3.0)
+    assert now == 1003.0
+    assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "started", "nothing to do, ended",
+    ]  # fmt: skip
+    with open(store.home / "runner.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the next one may come
 
 
-def test_it_stays_as_long_as_there_is_work(store: Store, job_spec: JobSpec) -> None:
+def test_it_stays_as_long_as_there_is_work(
+    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = submit(store, job_spec)
-    keeper = threading.Thread(target=runner.keep, args=(store, 0.05))
+    looks: list[int] = []
+    monkeypatch.setattr("jobs.dispatch.dispatch", lambda _: looks.append(1))
+    keeper = threading.Thread(target=runner.keep, args=(store, 0.05), daemon=True)
     keeper.start()
-    keeper.join(0.3)
+    eventually(lambda: len(looks) > 20)  # for longer than it may be idle
     assert keeper.is_alive()
     store.change(job, State.STOPPED, "")
-    keeper.join(10)
+    keeper.join(PATIENCE)
     assert not keeper.is_alive()
 
 
@@ -74,14 +96,12 @@ def test_a_second_one_leaves_at_once(store: Store, job_spec: JobSpec) -> None:
 
 def test_it_leaves_when_the_state_directory_is_deleted(store: Store, job_spec: JobSpec) -> None:
     submit(store, job_spec)
-    keeper = threading.Thread(target=runner.keep, args=(store, 5.0))
+    keeper = threading.Thread(target=runner.keep, args=(store, 3600.0), daemon=True)
     keeper.start()
     for path in store.home.glob("jobs.db*"):
         path.unlink(missing_ok=True)  # SQLite takes some of them away itself
-    keeper.join(2)
-    gone = not keeper.is_alive()
-    keeper.join()
-    assert gone, "it was there until it had been idle for long"
+    keeper.join(PATIENCE)
+    assert not keeper.is_alive(), "it stays until it has been idle for long"
     assert not store.path.exists(), "it put nothing in its place"
 
 

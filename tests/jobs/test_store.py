@@ -19,6 +19,7 @@ from jobs.processes import ProcessId, boot_id
 from jobs.states import ACTIVE, ENDED, State
 from jobs.store import Job, Store, Terms
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,6 +98,19 @@ def test_a_job_that_is_not_there(store: Store) -> None:
     for call in (store.get, store.remove, lambda n: store.change(n, State.FAILED, "")):
         with pytest.raises(NotFoundError, match="there is no job 7"):
             call(7)
+
+
+def test_a_number_may_be_as_large_as_a_database_can_hold(home: Path, store: Store) -> None:
+    add(store)
+    largest = 2**63 - 1
+    with sqlite3.connect(store.path) as db:
+        db.execute("UPDATE sqlite_sequence SET seq=? WHERE name='jobs'", (largest - 1,))
+    db.close()
+    assert add(store).id == largest
+    assert store.get(largest).id == largest
+    for no_job in (0, -1, largest + 1, 2**99):
+        with pytest.raises(NotFoundError, match=f"there is no job {no_job}"):
+            store.get(no_job)
 
 
 def test_the_home_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +434,7 @@ def together(calls: list[Any]) -> list[Any]:
     results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:
-        barrier.wait(10)
+        barrier.wait(PATIENCE)
         try:
             results[index] = calls[index]()
         except Exception as error:
@@ -430,7 +444,7 @@ def together(calls: list[Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     failed = [result for result in results if isinstance(result, Exception)]
     assert not failed, failed
     return results
@@ -456,9 +470,10 @@ while not (home / "go").exists():
         )
         for number in range(count)
     ]  # fmt: skip
-    deadline = time.monotonic() + 20
-    while not all((home / f"ready-{number}").exists() for number in range(count)):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    (home / "go").touch()
-    return [worker.communicate(timeout=30)[1] for worker in workers]
+    try:
+        eventually(lambda: len(list(home.glob("ready-*"))) == count)
+        (home / "go").touch()
+        return [worker.communicate(timeout=PATIENCE)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()

@@ -20,12 +20,7 @@ pytest_plugins = ["tests.nvml_stub.fixture"]
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The jobs for which a supervisor would have been started."""
-    ids: list[int] = []
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: ids.append(job.id))
-    return ids
+pytestmark = pytest.mark.usefixtures("started")
 
 
 def add(store: Store, wanted: int | list[str], *, shares: bool = False) -> int:

@@ -114,7 +114,7 @@ static void parse(FILE *file) {
 
 /* Whether there is a file; it is parsed again only when it is another one than last time. */
 static int refresh(void) {
-    const char *path = getenv("FSDP_TUI_NVML_STUB");
+    const char *path = getenv("NVML_STUB_STATE");
     struct stat now;
     if (!path || stat(path, &now)) return 0;
     if (now.st_ino == seen.st_ino && now.st_size == seen.st_size

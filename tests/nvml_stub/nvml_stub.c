@@ -1,7 +1,7 @@
 /* A stand-in for libnvidia-ml.so.1 that plays GPUs from a text file.
  *
  * The real pynvml runs against it, so that what is tested is the code that meets a real driver.
- * The file is named by FSDP_TUI_NVML_STUB, is written by stub.py (which describes its lines) and is
+ * The file is named by NVML_STUB_STATE, is written by stub.py (which describes its lines) and is
  * read again whenever it changes. What a GPU's lines leave out is NVML_ERROR_NOT_SUPPORTED.
  */
 #include <pthread.h>
@@ -89,12 +89,14 @@ int nvmlInitWithFlags(uint flags) {
     if (!refresh()) return DRIVER_NOT_LOADED;
     int code = injected(rules, rule_count, __func__);
     if (code) return code;
+    if (owner != getpid()) references = 0; /* a forked child, on its own */
     references++;
-    if (references == 1) owner = getpid();
+    owner = getpid();
     return SUCCESS;
 }
 
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+int nvmlInit(void) { return nvmlInitWithFlags(0); } /* torch */
 
 int nvmlShutdown(void) {
     LOCKED;
@@ -111,6 +113,12 @@ const char *nvmlErrorString(int code) {
 int nvmlSystemGetDriverVersion(char *version, uint size) {
     DRIVER_CALL;
     return text(version, size, driver);
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    DRIVER_CALL;
+    *version = 13000;
+    return SUCCESS;
 }
 
 int nvmlDeviceGetCount_v2(uint *count) {
@@ -137,6 +145,19 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, device *handle) {
         *handle = handle_of(i, which);
         return code;
     }
+    return NOT_FOUND;
+}
+
+/* `domain:bus:slot.0`, each in hexadecimal. */
+int nvmlDeviceGetHandleByPciBusId_v2(const char *place, device *handle) {
+    DRIVER_CALL;
+    uint domain, bus, slot;
+    if (sscanf(place, "%x:%x:%x", &domain, &bus, &slot) != 3) return INVALID_ARGUMENT;
+    for (int i = 0; i < gpu_count; i++)
+        if (gpus[i].domain == domain && gpus[i].bus == bus && gpus[i].slot == slot) {
+            *handle = handle_of(i, 0);
+            return injected(gpus[i].rules, gpus[i].rule_count, __func__);
+        }
     return NOT_FOUND;
 }
 
@@ -260,6 +281,17 @@ int nvmlDeviceGetNvLinkState(device handle, uint link, uint *state) {
     return SUCCESS;
 }
 
+/* Which device a link leads to is not played. */
+int nvmlDeviceGetNvLinkRemoteDeviceType(device handle) {
+    WHOLE_GPU_CALL(handle);
+    return NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(device handle) {
+    WHOLE_GPU_CALL(handle);
+    return NOT_SUPPORTED;
+}
+
 /* -- processes --------------------------------------------------------------------------------- */
 
 static void gather(const part *p, int kind, uint *found, uint room, process_info *infos) {
@@ -291,6 +323,7 @@ static int list_processes(const char *function, device handle, int kind, uint *c
     int name(device handle, uint *count, process_info *infos) {         \
         return list_processes(__func__, handle, kind, count, infos);    \
     }
+LISTING(nvmlDeviceGetComputeRunningProcesses, COMPUTE)
 LISTING(nvmlDeviceGetComputeRunningProcesses_v2, COMPUTE)
 LISTING(nvmlDeviceGetComputeRunningProcesses_v3, COMPUTE)
 LISTING(nvmlDeviceGetGraphicsRunningProcesses_v2, GRAPHICS)

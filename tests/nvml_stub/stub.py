@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GIB: Final = 2**30
 LIBRARY: Final = "libnvidia-ml.so.1"
-STATE_VARIABLE: Final = "FSDP_TUI_NVML_STUB"
+STATE_VARIABLE: Final = "NVML_STUB_STATE"
 _SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("nvml_stub.c", "nvml_state.h"))
 _UNKNOWN_MEMORY: Final = 2**64 - 1  # what the driver answers where it may not say
 _CLOCKS: Final = {"clock": 1, "memory_clock": 2}  # NVML_CLOCK_SM, NVML_CLOCK_MEM

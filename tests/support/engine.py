@@ -118,3 +118,19 @@ def inputs(toy: Path) -> dict[str, Any]:
         },
         "guidance": 3.5,
     }
+
+
+def parameter(*values: float) -> torch.nn.Parameter:
+    """What is trained, of a model of a few numbers."""
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+class Line(torch.nn.Module):
+    """Predicts `weight · noisy`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = parameter(2.0)
+
+    def forward(self, noisy: torch.Tensor) -> torch.Tensor:
+        return self.weight * noisy

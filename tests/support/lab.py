@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import service
 from jobs.eventlog import EventLog
-from jobs.processes import ProcessId, end, with_run_id
+from jobs.processes import ProcessId, with_run_id
 from jobs.rundir import read_json
 from jobs.specfile import load_spec
 from jobs.states import ACTIVE, State
-from tests.support.fakes.supervise import start_supervisor
-from tests.support.fakes.waiting import eventually
+from tests.support.fakes.supervise import start_nothing, start_supervisor
+from tests.support.left_over import end_all_of, name_of, processes_of
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import pytest
 
@@ -34,6 +36,7 @@ class Lab:
     store: Store
     values: dict[str, Any]
     monkeypatch: pytest.MonkeyPatch
+    gates: Path
 
     def set(self, **environment: str) -> None:
         """`ranks="1:crash@2"` sets FAKE_RANKS, and so on; inherited by what starts from now on."""
@@ -42,6 +45,12 @@ class Lab:
 
     def submit(self, **changes: Any) -> Job:
         return service.submit(self.store, load_spec(None, self.values | changes))
+
+    def submit_unsupervised(self, **changes: Any) -> Job:
+        """A job that is `starting`, with nobody there yet who starts it; see `start_supervisor`."""
+        with self.monkeypatch.context() as patch:
+            start_nothing(patch)
+            return self.submit(**changes)
 
     def get(self, job: Job) -> Job:
         return self.store.get(job.id)
@@ -61,6 +70,13 @@ class Lab:
 
     def wait_for_step(self, job: Job, step: int) -> None:
         eventually(lambda: self.step(job) >= step, told=lambda: self.get(job))
+
+    def wait_for_ranks(self, job: Job, number: int) -> None:
+        """Until they are there, and the launch is recorded: what is not is launched again."""
+        eventually(
+            lambda: len(job.run_dir.rank_statuses()) == number and job.run_dir.launch_file.exists(),
+            told=lambda: self.get(job),
+        )
 
     def running(self, **changes: Any) -> Job:
         """A job that trains, and would do so for hours."""
@@ -112,33 +128,38 @@ class Lab:
         return states
 
     def left(self) -> list[ProcessId]:
-        found = [process for job in self.store.all() for process in with_run_id(job.run_id)]
-        return found + [
-            j.supervisor for j in self.store.all() if j.supervisor and j.supervisor.alive()
-        ]
+        """Every process that works for these jobs, but this one."""
+        return processes_of(self.store.home)
+
+    def hold(self, step: int) -> Path:
+        """Ranks stand still at this step until there is a file of the returned name."""
+        self.set(gates=str(self.gates), ranks=f"hold@{step}")
+        for gate in ("start", "save"):
+            (self.gates / gate).touch()
+        return self.gates / "train"
 
 
 @contextmanager
-def opened(store: Store, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    """A laboratory, and at the end the proof that nothing was left running in it.
+def opened(
+    store: Store, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, gates: Path
+) -> Iterator[Lab]:
+    """A laboratory, and after a test that passed the proof that nothing was left running in it.
 
     Args:
         store: Where its jobs are.
         values: What every job of it has in common.
         monkeypatch: Of the test that works in it.
+        gates: A folder that it makes, outside of the state directory.
     """
     monkeypatch.setattr("jobs.dispatch._start_supervisor", start_supervisor)
     for name in [name for name in os.environ if name.startswith("FAKE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.03")
-    made = Lab(store, values | {"checkpointing_steps": 0}, monkeypatch)
+    gates.mkdir()
+    made = Lab(store, values | {"checkpointing_steps": 0}, monkeypatch, gates)
     try:
         yield made
+        assert not store.in_states(ACTIVE), "the test ended before its job"
+        eventually(lambda: not made.left(), told=lambda: [name_of(one) for one in made.left()])
     finally:
-        still_active = store.in_states(ACTIVE)
-        try:
-            if not still_active:
-                eventually(lambda: not made.left(), 5, told=made.left)
-        finally:
-            end(made.left(), grace=0)
-    assert not still_active, "the test ended before its job"
+        end_all_of(store.home)

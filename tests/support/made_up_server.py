@@ -17,6 +17,7 @@ from jobs.rundir import event
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from tests.support.detection import flux
+from tests.support.fakes.supervise import start_nothing
 from tests.support.paths import FAKE_MEMORY
 from tests.support.tui import (
     GIB,
@@ -189,7 +190,7 @@ def stamp(root: Path, t: float) -> None:
 def nobody_starts(patch: pytest.MonkeyPatch, cards: FakeGpus) -> None:
     """Take every process and the machine's own GPUs out of the picture."""
     patch.setattr("jobs.devices.gpus", cards)
-    patch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    start_nothing(patch)
     patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
     patch.setattr("jobs.dispatch.dispatch", lambda store: None)
     patch.setattr("jobs.service.ensure_runner", lambda store: None)

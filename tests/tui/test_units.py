@@ -218,6 +218,19 @@ def test_training_shows_steps_and_the_time_left(store: Store) -> None:
     assert "1:00 left" in text
 
 
+def test_a_job_that_starts_says_what_it_is_doing_all_the_while(store: Store) -> None:
+    job = add_job(store, state=State.STARTING)
+    assert "starting the ranks" in said(JobView(job))
+    write_rank(job, 0, phase="import", step=0)
+    ranks = tuple(job.run_dir.rank_statuses())
+    assert "importing libraries" in said(JobView(job, phase=Phase("import"), ranks=ranks))
+    waiting = JobView(job, phase=Phase("import", finished=True), ranks=ranks)
+    assert "importing libraries" in said(waiting), "rank 0 is done and its status is not yet new"
+    write_rank(job, 0, phase="start", step=0)
+    ranks = tuple(job.run_dir.rank_statuses())
+    assert "starting" in said(JobView(job, phase=Phase("import", finished=True), ranks=ranks))
+
+
 def test_a_resumed_job_does_not_train_before_its_ranks_do(store: Store) -> None:
     job = add_job(store, state=State.STARTING)
     write_rank(job, 0, phase="load", step=0)

@@ -28,8 +28,12 @@ _EMPTY: tuple[Row, ...] = (
     (Span("  n", "accent"), Span("  describes one and queues it", "dim")),
     (
         Span("  fsdp-tui demo", "accent"),
-        Span("  in a shell trains a toy model, to see how it goes", "dim"),
+        Span("  in a shell trains a toy model as a trial run", "dim"),
     ),
+)
+_ON_GPUS: Row = (
+    Span("  fsdp-tui selftest", "accent"),
+    Span("  proves in 3 minutes that these GPUs train", "dim"),
 )
 
 
@@ -138,7 +142,7 @@ class JobsPanel(Lines, can_focus=True):
         self._caption(snapshot)
         if not snapshot.jobs:
             self._lines = []
-            self.show(_EMPTY)
+            self.show((*_EMPTY, _ON_GPUS) if snapshot.gpus else _EMPTY)
             return
         known = self._shaped
         if known is None or known[0] is not snapshot or known[1] != width:

@@ -1,9 +1,10 @@
 """`python launcher.py RUNDIR RANKS STEPS GRACE`: what `accelerate launch` looks like from outside.
 
 As torch elastic does, it starts every rank in a session of its own; hands SIGTERM on to them; and
-when one fails, ends the others (SIGTERM, after GRACE seconds SIGKILL), prints which one it was,
-and exits with status 1. With `FAKE_LAUNCHER=refuse` it prints an error and exits with status 2
-before any rank starts.
+when one fails, ends the others (SIGTERM, after GRACE seconds SIGKILL), prints how all of them
+ended, the others first, and exits with status 1. With `FAKE_LAUNCHER=refuse` it prints an error and
+exits with status 2 before any rank starts. Ranks are forked, which spares each of them the imports;
+`.ended-N` in the run directory says that the launcher has noticed the end of rank N.
 """
 
 from __future__ import annotations
@@ -13,56 +14,143 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-SUMMARY = """\
-failed (exitcode: {code}) local_rank: {rank} (pid: {pid}) of binary: {binary}
-Root Cause (first observed failure):
-[0]:
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# As torch elastic 2.13 prints it; `tests/jobs/test_diagnosis.py` has recorded ends to compare with.
+FAILURE = """\
+[{index}]:
   time      : {time}
   host      : node
   rank      : {rank} (local_rank: {rank})
-  exitcode  : {code} (pid: {pid})
+  exitcode  : {code} (pid: {pid}) {signal}
   error_file: <N/A>
+  traceback : {traceback}"""
+SUMMARY = """\
+Traceback (most recent call last):
+  File "accelerate/commands/launch.py", line 1029, in multi_gpu_launcher
+    distrib_run.run(args)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+{border}
+engine FAILED
+{section}
+Failures:
+{others}
+{section}
+Root Cause (first observed failure):
+{root}
+{border}
 """
 
 
+def failure(index: int, rank: int, code: int, pid: int) -> str:
+    """One rank's end in the summary."""
+    name = signal.Signals(-code).name if code < 0 else ""
+    return FAILURE.format(
+        index=index, rank=rank, code=code, pid=pid, time=time.strftime("%Y-%m-%d_%H:%M:%S"),
+        signal=f" ({name})" if name else "",
+        traceback=f"Signal {-code} ({name}) received by PID {pid}" if name else
+        "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html",
+    )  # fmt: skip
+
+
+def summary(root: tuple[int, int, int], others: Sequence[tuple[int, int, int]] = ()) -> str:
+    """What elastic prints at the end; of each rank its number, exit status and pid."""
+    rest = [failure(index, *other) for index, other in enumerate(others, 1)]
+    first = failure(0, *root)
+    width = max(len(line) for text in (first, *rest) for line in text.splitlines())
+    return SUMMARY.format(
+        border="=" * width, section="-" * width, root=first,
+        others="\n".join(rest) or "  <NO_OTHER_FAILURES>",
+    )  # fmt: skip
+
+
+def say(level: str, line: int, text: str) -> None:
+    """A line of elastic's own log."""
+    stamp = time.strftime("%m%d %H:%M:%S.000000")
+    where = f"torch/distributed/elastic/multiprocessing/api.py:{line}"
+    print(f"{level}{stamp} {os.getpid()} {where}] {text}", flush=True)
+
+
+def alone(code: int) -> int:
+    """A single rank is started without elastic, and `subprocess` says how it ended."""
+    try:
+        subprocess.CompletedProcess([sys.executable, "-m", "engine"], code).check_returncode()
+    except subprocess.CalledProcessError as error:
+        print(f"Traceback (most recent call last):\nsubprocess.{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def start(run_dir: Path, rank: int, ranks: int, steps: int) -> int:
+    """Fork a rank; its pid."""
+    from rank import Rank  # type: ignore[import-not-found]  # beside this script
+
+    from jobs.rundir import RunDir
+
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        status = Rank(RunDir(run_dir), rank, ranks, steps).run()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
 def main() -> int:
-    run_dir, ranks, steps, grace = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    run_dir, ranks, steps, grace = Path(sys.argv[1]), *map(int, sys.argv[2:4]), float(sys.argv[4])
     if os.environ.get("FAKE_LAUNCHER") == "refuse":
         print("warming up\nerror: no such option: --fsdp_versoin")
         return 2
-    script = str(Path(__file__).resolve().parent / "rank.py")
-    children = [
-        subprocess.Popen(
-            [sys.executable, script, run_dir, str(rank), str(ranks), steps], start_new_session=True
-        )
-        for rank in range(ranks)
-    ]
+    for mark in run_dir.glob(".ended-*"):  # of an earlier attempt
+        mark.unlink()
+    living = {start(run_dir, rank, ranks, steps): rank for rank in range(ranks)}
+    ends: list[tuple[int, int, int]] = []
 
     def hand_on(number: int, _: object) -> None:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+        for pid in living:
+            with suppress(ProcessLookupError):  # it has just been waited for
+                os.kill(pid, number)
+
+    def wait_for_one() -> None:
+        pid, status = os.wait()
+        rank = living.pop(pid)
+        (run_dir / f".ended-{rank}").touch()
+        ends.append((rank, os.waitstatus_to_exitcode(status), pid))
+
+    def give_up(*_: object) -> None:
+        for pid in living:
+            unable = f"Unable to shutdown process {pid} via 15, forcefully exiting via 9"
+            say("W", 1048, unable)
+        hand_on(signal.SIGKILL, None)
 
     signal.signal(signal.SIGTERM, hand_on)
-    failed = None
-    while failed is None and any(child.poll() is None for child in children):
-        time.sleep(0.01)
-        failed = next((r for r, c in enumerate(children) if c.poll() not in (None, 0)), None)
-    if failed is None:
+    while living and not (ends and ends[-1][1]):
+        wait_for_one()
+    first = ends[-1]
+    if ranks == 1:
+        return alone(first[1])
+    if first[1] == 0:
         return 0
+    for pid in living:
+        say("W", 1028, f"Sending process {pid} closing signal SIGTERM")
     hand_on(signal.SIGTERM, None)
-    deadline = time.monotonic() + grace
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    hand_on(signal.SIGKILL, None)
-    for child in children:
-        child.wait()
-    first = children[failed]
-    print(SUMMARY.format(
-        rank=failed, code=first.returncode, pid=first.pid, binary=sys.executable, time=time.ctime()
-    ))  # fmt: skip
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, max(grace, 0.001))
+    while living:
+        wait_for_one()
+    others = sorted(end for end in ends if end != first and end[1] != 0)
+    say("E", 1002, f"failed (exitcode: {first[1]}) local_rank: {first[0]} "
+        f"(pid: {first[2]}) of binary: {sys.executable}")  # fmt: skip
+    print(summary(first, others))
     return 1
 
 

@@ -1,4 +1,4 @@
-"""`python rank.py RUNDIR RANK RANKS STEPS`: a rank that trains nothing and tells everything.
+"""A rank that trains nothing and tells everything; `launcher.py` forks it.
 
 It writes its status, rank 0 also events and checkpoints, through `jobs.rundir`, as the engine
 does; stops at a step boundary when it is asked to, by file or by SIGTERM; and goes on after the
@@ -19,8 +19,8 @@ rank N only:
     leave@S        exits with status 0 at step S, without a word
     save@S         saves at step S and goes on
     never-up       stays in the phase `start`
+    imports        is in the phase `import` until it is up
     once           the above only in a run without a checkpoint
-    slow-save      a save takes a fifth of a second
 
 and more of the environment:
 
@@ -39,7 +39,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ class Rank:
             signal.signal(signal.SIGTERM, self._note_termination)
 
     def run(self) -> int:
-        self.tell("start")
+        self.tell("import" if "imports" in self.words else "start")
         # As ranks do when they join their process group: nobody begins before all are there.
         while "never-up" in self.words or self.held_at("start") or self.is_early():
             self.wait()
@@ -153,8 +152,6 @@ class Rank:
         if self.run_dir.checkpoint(self.step).exists():
             return
         self.tell("save")
-        if "slow-save" in self.words:
-            time.sleep(0.2)
         aside = self.run_dir.checkpoints / f".step-{self.step}.tmp"
         if self.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -237,8 +234,3 @@ def _words(rank: int, *, fresh: bool) -> set[str]:
         if not colon or whose == str(rank):
             found.add(rest)
     return found if fresh or "once" not in found else set()
-
-
-if __name__ == "__main__":
-    arguments = [int(word) for word in sys.argv[2:]]
-    sys.exit(Rank(RunDir(Path(sys.argv[1])), *arguments).run())

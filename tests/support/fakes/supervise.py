@@ -1,4 +1,8 @@
-"""`python supervise.py ID`: the real supervisor, with a fake launcher and shorter waits.
+"""The real supervisor, with a fake launcher and shorter waits.
+
+Importing what it needs takes far longer than most of the jobs of tests do. So `python supervise.py`
+is a server that has imported it and forks supervisors, for the tests of a process and whatever
+they start.
 
 Everything that a test wants to be different is said in `FAKE_*` environment variables, which
 supervisor, launcher and ranks inherit:
@@ -9,42 +13,152 @@ supervisor, launcher and ranks inherit:
     FAKE_TERM_GRACE, FAKE_FAILURE_GRACE, FAKE_STACKS_TAKE
                           seconds, in the place of the supervisor's own
     FAKE_TROUBLE          `build` or `housekeeping`: this raises in the supervisor
+    FAKE_GATES            a folder: once it holds `haste`, nine seconds of the supervisor's clock
+                          pass with each heartbeat of rank 0
 """
 
 from __future__ import annotations
 
 import errno
+import gc
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pytest
+
     from jobs.launchers.local import Launch
-    from jobs.rundir import RunDir
+    from jobs.rundir import RankStatus, RunDir
     from jobs.spec import JobSpec
     from jobs.store import Job
 
 HERE = Path(__file__).resolve().parent
+ADDRESS = "FSDP_TUI_TESTS_SERVER"  # in the environment; an abstract socket
+_HASTE = 9.0  # seconds; a supervisor that is not scheduled for ten begins to count again
+
+_server: subprocess.Popen[str] | None = None
+
+
+# -- asking for a supervisor -----------------------------------------------------------------
 
 
 def start_supervisor(job: Job) -> None:
     """Stands in for `jobs.dispatch._start_supervisor`."""
-    job.run_dir.create()
-    with open(job.run_dir.supervisor_log, "ab") as log:
-        subprocess.run(
-            [sys.executable, str(HERE / "supervise.py"), str(job.id)],
-            env=os.environ | {"FSDP_TUI_HOME": str(job.run_dir.root.parent.parent)},
-            cwd=job.run_dir.root,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            check=True,
-        )
+    if ADDRESS not in os.environ:
+        _start_server()
+    run_dir = job.run_dir
+    run_dir.create()
+    wish = {
+        "job": job.id, "cwd": str(run_dir.root), "log": str(run_dir.supervisor_log),
+        "env": os.environ | {"FSDP_TUI_HOME": str(run_dir.root.parent.parent)},
+    }  # fmt: skip
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect("\0" + os.environ[ADDRESS])
+        server.sendall(json.dumps(wish).encode() + b"\n")
+        assert server.recv(1) == b"+", "no supervisor was started"
+
+
+def _start_server() -> None:
+    global _server
+    # Its own group: who presses Ctrl-C wants the tests to end, and they end it. It belongs to no
+    # state directory, and neither do supervisors before they are in theirs.
+    _server = subprocess.Popen(
+        [sys.executable, __file__], stdout=subprocess.PIPE, text=True, process_group=0,
+        env={name: value for name, value in os.environ.items() if name != "FSDP_TUI_HOME"},
+    )  # fmt: skip
+    assert _server.stdout is not None
+    os.environ[ADDRESS] = _server.stdout.readline().strip()
+
+
+def stop_server() -> None:
+    """End this process's server, if it has one; the supervisors go on."""
+    global _server
+    if _server is not None:
+        _server.kill()
+        _server.communicate()
+        del os.environ[ADDRESS]
+        _server = None
+
+
+# -- the server ------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Fork a supervisor for each line that comes; end with the process that started this one."""
+    import jobs.dispatch
+    import jobs.launchers.local
+    import jobs.supervisor  # noqa: F401
+
+    starter = os.getppid()
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0fsdp-tui-tests-{os.getpid()}-{time.monotonic_ns()}")
+        server.listen(64)
+        server.settimeout(1.0)
+        print(server.getsockname()[1:].decode(), flush=True)
+        while os.getppid() == starter:
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                    pass
+            try:
+                asker, _ = server.accept()
+            except TimeoutError:
+                continue
+            with asker, asker.makefile("rb") as lines:
+                asker.settimeout(None)
+                wish = json.loads(lines.readline())
+                if os.fork() == 0:
+                    _become_supervisor(asker, **wish)
+
+
+def _become_supervisor(
+    asker: socket.socket, job: int, cwd: str, log: str, env: dict[str, str]
+) -> NoReturn:
+    """Leave the server, and be as if the product had started this process."""
+    status = 1
+    try:
+        os.setsid()
+        os.chdir(cwd)
+        asker.sendall(b"+")
+        os.closerange(3, 64)
+        for number, path, mode in (
+            (0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_APPEND | os.O_CREAT),
+        ):  # fmt: skip
+            file = os.open(path, mode, 0o600)
+            os.dup2(file, number)
+            os.close(file)
+        os.dup2(1, 2)
+        os.environ.clear()
+        os.environ.update(env)
+        disguise()
+        from jobs.store import Store
+        from jobs.supervisor import supervise
+
+        supervise(Store(), job)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+# -- the disguise ----------------------------------------------------------------------------
+
+
+def start_nothing(patch: pytest.MonkeyPatch) -> list[int]:
+    """No job gets a supervisor; the ids of those that would have got one, as they come."""
+    started: list[int] = []
+    patch.setattr("jobs.dispatch._start_supervisor", lambda job: started.append(job.id))
+    return started
 
 
 def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -> Launch:
@@ -66,6 +180,56 @@ def _no_space(*_: Any) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+class Hasty:
+    """The module `time`, for a supervisor whose clock can be made to run; see `FAKE_GATES`."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate, self._gained, self._beat = gate, 0.0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._gained
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if self._gate.exists():
+            while (beat := self._newest()) == self._beat and self._lives():
+                time.sleep(seconds)
+            self._beat = beat
+            self._gained += _HASTE
+
+    def _newest(self) -> int:
+        """Changes with each heartbeat of rank 0."""
+        try:
+            return os.stat("ranks/0.json").st_mtime_ns
+        except OSError:
+            return 0
+
+    def _lives(self) -> bool:
+        from jobs.processes import ProcessId
+        from jobs.rundir import RunDir
+
+        ranks = RunDir(Path.cwd()).rank_statuses()
+        return any(r.rank == 0 and ProcessId(r.pid, r.started).alive() for r in ranks)
+
+
+def _when_noticed(stock: Any) -> Any:
+    """`_end_the_stranded`, once the launcher has noticed who died.
+
+    The real grace is long enough for that. Else the launcher might name a rank that was ended.
+    """
+    from jobs.processes import ProcessId
+
+    def end_the_stranded(self: Any, statuses: list[RankStatus]) -> None:
+        dead = [s.rank for s in statuses if not ProcessId(s.pid, s.started).alive()]
+        if all(Path(f".ended-{rank}").exists() for rank in dead):
+            stock(self, statuses)
+
+    return end_the_stranded
+
+
 def disguise() -> None:
     """In this process, jobs get fake launchers, and supervisors wait less."""
     from jobs import dispatch, supervisor
@@ -79,20 +243,12 @@ def disguise() -> None:
     settings.TERM_GRACE = float(os.environ.get("FAKE_TERM_GRACE", "30"))
     settings.FAILURE_GRACE = float(os.environ.get("FAKE_FAILURE_GRACE", "30"))
     settings.STACKS_TAKE = float(os.environ.get("FAKE_STACKS_TAKE", "0.1"))
+    settings.Supervisor._end_the_stranded = _when_noticed(supervisor.Supervisor._end_the_stranded)
+    if gates := os.environ.get("FAKE_GATES"):
+        settings.time = Hasty(Path(gates, "haste"))
     if os.environ.get("FAKE_TROUBLE") == "housekeeping":
         settings.cap_logs = _no_space
 
 
-def main() -> None:
-    if os.fork() > 0:
-        os._exit(0)
-    os.setsid()
-    disguise()
-    from jobs.store import Store
-    from jobs.supervisor import supervise
-
-    supervise(Store(), int(sys.argv[1]))
-
-
 if __name__ == "__main__":
-    main()
+    serve()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from engine.telemetry import Telemetry
 from engine.training import Training
 from engine.weights import local_part
 from engine.world import World, leave_world, start_world
+from jobs.errors import UserError
 from jobs.rundir import RunDir
 from jobs.specfile import load_spec
 
@@ -84,6 +86,40 @@ def save_for_ever(rank: int, ranks: int, values: dict[str, Any], root: str) -> N
         number(training)
         saver.tell()
         saver.save(training, last=training.step % 3 == 0)
+
+
+def save_with_trouble(
+    rank: int, ranks: int, values: dict[str, Any], root: str, part: str, times: int
+) -> None:
+    """Save, while a part of it fails on rank 1 alone; each rank writes what came of it."""
+    spec, run_dir = load_spec(None, values), RunDir(Path(root))
+    telemetry = Telemetry(run_dir, rank)
+    training = numbered(spec, world := start_world(spec))
+    saver = Saver(spec, run_dir, world, telemetry)
+    owner, _, name = part.rpartition(".")
+    works, left = getattr(sys.modules[owner], name), times if rank == 1 else 0
+
+    def fail(*words: Any, **more: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            return works(*words, **more)
+        left -= 1
+        raise ZeroDivisionError("odd")
+
+    setattr(sys.modules[owner], name, fail)
+    came = "saved"
+    try:
+        saver.save(training)
+        saver.finish()
+    except UserError as error:
+        came = error.message
+    setattr(sys.modules[owner], name, works)
+    training.step += 1
+    saver.save(training, last=True)  # the ranks are in step still
+    saver.close()
+    telemetry.close()
+    Path(root, f"came.{rank}").write_text(came)
+    leave_world()
 
 
 def numbered(spec: JobSpec, world: World) -> Training:

@@ -6,7 +6,7 @@ Diffusers wants GPUs for this; `bend` lets it do without.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,19 @@ from diffusers import (
 from diffusers.models import attention_dispatch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from engine.activation_checkpointing import checkpoint_activations
 from engine.adapters import add_lora, lora_parameters
 from engine.context_parallel import enable_context_parallel
+from engine.data.loader import MicroBatch
 from engine.families.flux import Flux
-from engine.gradients import average_gradients
 from engine.mesh import build_mesh, sharding_mesh
+from engine.objective import Drawn, Problem
+from engine.peaks import Peaks
+from engine.step import Stepper
 from engine.toy.flux import build_scheduler
+from engine.training import Training
 from engine.weights import local_part, materialise, rows_of
 from engine.world import World
 from jobs.spec import JobSpec
@@ -57,7 +62,7 @@ class Case:
     checkpointing: str = "none"  # full, selective
     accumulation: int = 1
     autocast: bool = False
-    factor: int | None = None  # of the loss; the size of a group if None
+    factor: int | None = None  # what a step takes a group to be; its size if None
 
 
 CASES = (
@@ -197,8 +202,11 @@ def micro_batches(case: Case) -> Iterator[tuple[Inputs, int]]:
 
 
 def loss_of(output: torch.Tensor, seed: int) -> torch.Tensor:
-    target = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))
-    return torch.nn.functional.mse_loss(output.float(), target)
+    return torch.nn.functional.mse_loss(output.float(), target_of(output.shape, seed))
+
+
+def target_of(shape: torch.Size, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def forward(model: torch.nn.Module, case: Case, inputs: Inputs) -> torch.Tensor:
@@ -219,6 +227,61 @@ def train_whole(
     return outputs, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+class Kept(torch.optim.SGD):
+    """Keeps the gradients that it is to step by, and does not step."""
+
+    gradients: dict[str, torch.Tensor]
+
+    def __init__(self, trained: dict[str, torch.nn.Parameter]) -> None:
+        super().__init__(trained.values(), lr=1.0)
+        self._trained = trained
+
+    def step(self, closure: Any = None) -> None:
+        """A collective."""
+        self.gradients = {
+            name: whole(p.grad).clone() for name, p in self._trained.items() if p.grad is not None
+        }
+
+
+class Rig:
+    """Stands in for what a step asks: the loader, the objective and the family."""
+
+    def __init__(self, case: Case, batches: list[tuple[Inputs, int]]) -> None:
+        self._case = case
+        self._batches = batches
+        self.outputs: dict[int, torch.Tensor] = {}
+
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        for inputs, seed in self._batches:
+            drawn = Drawn(torch.tensor([seed]), torch.zeros(1))
+            yield MicroBatch(range(BATCH), inputs["hidden_states"], drawn, inputs)
+
+    def problem(self, latents: torch.Tensor, drawn: Drawn) -> Problem:
+        return Problem(latents, drawn.level, target_of(latents.shape, int(drawn.level)))
+
+    def predict(self, model: Any, _: Any, level: torch.Tensor, inputs: Inputs, *__: Any) -> Any:
+        output: torch.Tensor = model(**inputs, return_dict=False)[0]
+        self.outputs[int(level)] = output.detach()
+        return output
+
+
+def take_step(
+    case: Case, model: torch.nn.Module, batches: list[tuple[Inputs, int]], world: World
+) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+    """What the engine's own step gets on these ranks: outputs and gradients as of `train_whole`."""
+    spec = JobSpec(
+        gradient_accumulation_steps=len(batches), max_grad_norm=0,
+        mixed_precision="bf16" if case.autocast else "no",
+    )  # fmt: skip
+    optimizer = Kept({name: p for name, p in model.named_parameters() if p.requires_grad})
+    training = Training(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
+    if case.factor is not None:
+        world = replace(world, context_size=case.factor)
+    rig: Any = Rig(case, batches)
+    Stepper(spec, rig, rig, training, rig, world, Peaks(world.device)).run(lambda result: None)
+    return rig.outputs, optimizer.gradients
+
+
 def measure(case: Case, world: World) -> dict[str, Any]:
     """Train one step both ways.
 
@@ -229,18 +292,8 @@ def measure(case: Case, world: World) -> dict[str, Any]:
     reference = reference_model(case)
     model = parallel_model(case, world, reference)
     assert isinstance(model, FSDPModule)
-    factor = case.context if case.factor is None else case.factor
     batches = list(micro_batches(case))
-    mine = batches[world.data_rank :: world.data_size]
-    outputs = {}
-    for number, (inputs, seed) in enumerate(mine, start=1):
-        model.set_requires_gradient_sync(number == len(mine))
-        output = forward(model, case, inputs)
-        (loss_of(output, seed) / len(mine) * factor).backward()
-        outputs[seed] = output.detach()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    average_gradients(list(trained.values()), world)
-    gradients = {name: whole(p.grad) for name, p in trained.items() if p.grad is not None}
+    outputs, gradients = take_step(case, model, batches[world.data_rank :: world.data_size], world)
     if not world.main:
         return {}
     wanted_outputs, wanted = train_whole(case, reference, batches)

@@ -1,0 +1,163 @@
+"""Layers with adapters: a linear one and its adapter as one operation, in the base's precision.
+
+Peft's layer (0.21) is five operations, and twelve where fp32 adapters meet a bf16 base: every
+adapter is cast up and down on its own, in forward and in backward. Here the product of the adapter
+is added by the very multiplication that makes it, and all adapters of a model are cast together,
+once in a forward. They stay fp32 where they are trained, saved and averaged.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from peft.tuners.lora import Conv2d, Linear
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+_ADAPTER: Final = "default"
+
+
+class LoraLinear(Linear):
+    """Peft's, but for how it computes what is plain: one adapter, no dropout, a dense base.
+
+    Attributes:
+        narrow: A and B in the precision of the base, as of this forward; see `narrow_together`.
+        keeps: Whether what is computed may be kept, for recomputation, and so not be added to.
+    """
+
+    narrow: tuple[torch.Tensor, ...] | None = None
+    keeps: bool = False
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`(…, in)` → `(…, out)`."""
+        base, dropout = self.base_layer, self.lora_dropout[_ADAPTER]
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        masters = [part[_ADAPTER].weight for part in (self.lora_A, self.lora_B)]
+        if (
+            args
+            or kwargs
+            or type(base) is not torch.nn.Linear  # one that FSDP gathers when it is called
+            or base.weight.dtype is not dtype
+            or any(isinstance(master, DTensor) for master in masters)
+            or (self.training and not isinstance(dropout, torch.nn.Identity))
+            or self.disable_adapters
+            or self.merged
+            or self.active_adapters != [_ADAPTER]
+            or self.lora_variant
+        ):
+            with _autocast_to(x.dtype, x.device):
+                return super().forward(x, *args, **kwargs)
+        narrow = self.narrow
+        if narrow is None or narrow[0].dtype is not dtype:
+            narrow = tuple(master.detach().to(dtype) for master in masters)
+        flat = x.to(dtype).reshape(-1, x.shape[-1])
+        out: torch.Tensor = _Adapted.apply(
+            flat, base.weight, base.bias, *masters, *narrow, self.scaling[_ADAPTER], self.keeps
+        )
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class LoraConv2d(Conv2d):
+    """Peft's, which would else compute its adapter in the precision of the masters."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with _autocast_to(x.dtype, x.device):
+            return super().forward(x, *args, **kwargs)
+
+
+def _autocast_to(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
+    """Autocast, for what is given bf16 or fp16 outside of it."""
+    if dtype is torch.float32 or torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def narrow_together(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Have all adapters be cast to `dtype` at the beginning of each forward of the model.
+
+    Forwards that are part of a backward, by which activations are recomputed, find what the whole
+    forward found: nothing is trained in between. Adapters that FSDP gathers are cast when used.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+
+    @torch.no_grad()
+    def narrow(*_: Any) -> None:
+        narrow: list[torch.Tensor] = []
+        wide: list[torch.Tensor] = []
+        for layer in layers:
+            masters = [part[_ADAPTER].weight for part in (layer.lora_A, layer.lora_B)]
+            if any(isinstance(master, DTensor) for master in masters):
+                continue
+            if layer.narrow is None or layer.narrow[0].device != masters[0].device:
+                layer.narrow = tuple(torch.empty_like(m, dtype=dtype) for m in masters)
+            assert layer.narrow is not None
+            narrow += layer.narrow
+            wide += masters
+        if wide:
+            torch._foreach_copy_(narrow, wide)
+
+    model.register_forward_pre_hook(narrow)
+
+
+class _Adapted(torch.autograd.Function):
+    """`x Wᵀ + bias + scale · (x Aᵀ) Bᵀ`, with a frozen W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        wide_a: torch.Tensor,
+        wide_b: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+        keeps: bool,
+    ) -> torch.Tensor:
+        """`x (N, in)`, `weight (out, in)`, `a (r, in)`, `b (out, r)` of one precision.
+
+        `wide_a` and `wide_b` are the masters of `a` and `b`, which get the gradients.
+        """
+        out = functional.linear(x, weight, bias)
+        low = functional.linear(x, a)  # (N, r)
+        if keeps:
+            out = torch.addmm(out, low, b.t(), alpha=scale)
+        else:
+            out.addmm_(low, b.t(), alpha=scale)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale, ctx.dtypes = scale, (wide_a.dtype, wide_b.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Gradients of the masters come out of their products in fp32."""
+        (gradient,) = gradients
+        x, weight, a, b, low = ctx.saved_tensors
+        of_a = of_b = of_x = None
+        of_low = gradient @ b  # (N, r)
+        if ctx.scale != 1:
+            of_low, low = of_low * ctx.scale, low * ctx.scale
+        if ctx.needs_input_grad[3]:
+            of_a = _product(of_low.t(), x, ctx.dtypes[0])
+        if ctx.needs_input_grad[4]:
+            of_b = _product(gradient.t(), low, ctx.dtypes[1])
+        if ctx.needs_input_grad[0]:
+            of_x = (gradient @ weight).addmm_(of_low, a)
+        return of_x, None, None, of_a, of_b, None, None, None, None
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A product of two matrices in `dtype`: on a GPU as it is summed up, not rounded before."""
+    if left.dtype is dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)

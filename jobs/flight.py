@@ -1,0 +1,151 @@
+"""Which collective ranks wait in, and which rank is late for it, from torch's flight recorders.
+
+Torch keeps the newest collectives of each process group in memory. Its watchdog writes them to a
+file, by `pickle`, when one of NCCL's times out; a rank of ours writes them as JSON when it is asked
+to (`engine.flight`), which works while it waits.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.nccl import plain_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from jobs.rundir import RunDir
+
+    Entries = dict[int, dict[str, Any]]  # sequence number → what was recorded
+
+_COLLECTIVES: Final = 2000  # that a rank remembers, torch's own default for NCCL
+_LARGEST: Final = 64 << 20  # bytes of a file
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A collective that not all ranks have reached.
+
+    Attributes:
+        collective: Such as all_reduce.
+        late: The ranks that have not reached it; empty if all have, and it does not end.
+        waiting: The ranks that wait in it.
+    """
+
+    collective: str
+    late: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """In words that go on after a semicolon."""
+        if not self.late:
+            return f"all ranks are in the same {self.collective}, which does not end"
+        many = len(self.waiting) > 1
+        return (
+            f"{_ranks(self.late)} never reached the {self.collective} that "
+            f"{_ranks(self.waiting)} {'wait' if many else 'waits'} in"
+        )
+
+
+def environment(run_dir: RunDir) -> dict[str, str]:
+    """Variables that have torch remember collectives, and write them into the run directory."""
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(_COLLECTIVES),
+        "TORCH_FR_DUMP_TEMP_FILE": str(run_dir.flight_prefix),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "true",
+    }
+
+
+def find_wait(run_dir: RunDir) -> Wait | None:
+    """The earliest collective that holds the ranks up; None if that cannot be told."""
+    recorded: dict[tuple[int, str], dict[int, Entries]] = {}
+    for path in sorted(run_dir.logs.glob(f"{run_dir.flight_prefix.name}*")):
+        number = path.name.removeprefix(run_dir.flight_prefix.name).removesuffix(".json")
+        if not number.isdigit():
+            continue
+        with suppress(
+            LookupError, TypeError, ValueError, AttributeError
+        ):  # a file of another torch
+            for place, dump in enumerate(_read(path)):
+                for group, entries in _by_group(dump).items():
+                    recorded.setdefault((place, group), {})[int(number)] = entries
+    waits = [wait for ranks in recorded.values() if (wait := _wait_of(ranks)) is not None]
+    return min(waits, key=lambda one: one[0])[1] if waits else None
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The recorders in a file: JSON has one for each kind of group, a pickle is one."""
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            return []
+        data = path.read_bytes()
+        if path.suffix == ".json":
+            return list(json.loads(data))
+        return [_Plain(io.BytesIO(data)).load()]
+    except Exception:  # a torn or foreign file says nothing, whatever is wrong with it
+        return []
+
+
+class _Plain(pickle.Unpickler):
+    """Reads numbers, texts, lists and dicts; refuses whatever would run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a flight record")
+
+
+def _by_group(dump: dict[str, Any]) -> dict[str, Entries]:
+    """The collectives of each process group that a rank is in; of point-to-point calls none."""
+    names = (str(one.get("name", "")) for one in dump.get("pg_config", {}).values())
+    found: dict[str, Entries] = {name: {} for name in names if name}
+    for entry in dump.get("entries", []):
+        if not entry["is_p2p"]:
+            group = str(entry["process_group"][0])
+            found.setdefault(group, {})[int(entry["collective_seq_id"])] = entry
+    return found
+
+
+def _wait_of(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
+    """When ranks of a group began to wait for others, and in what."""
+    last = {rank: max(entries, default=0) for rank, entries in ranks.items()}
+    least, most = min(last.values()), max(last.values())
+    if least == most:
+        return _stuck(ranks)
+    number = least + 1
+    waiting = [rank for rank in ranks if last[rank] >= number]
+    seen = [ranks[rank][number] for rank in waiting if number in ranks[rank]]
+    if not seen:  # so long ago that it is forgotten
+        return None
+    late = tuple(rank for rank in ranks if last[rank] == least)
+    wait = Wait(plain_name(seen[0]["profiling_name"]), late, tuple(waiting))
+    return _begun(seen), wait
+
+
+def _stuck(ranks: dict[int, Entries]) -> tuple[int, Wait] | None:
+    """The first collective that all have reached and none has completed; only NCCL tells."""
+    open_ones = [
+        {
+            number: entry
+            for number, entry in entries.items()
+            if entry["state"] != "completed" and str(entry["profiling_name"]).startswith("nccl:")
+        }
+        for entries in ranks.values()
+    ]
+    if not all(open_ones):
+        return None
+    first = [entries[min(entries)] for entries in open_ones]
+    name = plain_name(first[0]["profiling_name"])
+    return _begun(first), Wait(name, (), tuple(ranks))
+
+
+def _begun(entries: Iterable[dict[str, Any]]) -> int:
+    return min(int(entry["time_created_ns"]) for entry in entries)
+
+
+def _ranks(numbers: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,258 @@
+"""What the self-test does, in the order in which a first hour with a machine should go."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs import service
+from jobs.checkpoints import find_damage, list_checkpoints
+from jobs.doctor.exchange import LIMIT, STILL, judge
+from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.doctor.ranks import all_reduce
+from jobs.errors import UserError
+from jobs.processes import with_run_id
+from jobs.samples import list_samples
+from jobs.selftest.speed import speed
+from jobs.selftest.stage import STEPS, SceneFailed, losses, steps_done
+from jobs.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from jobs.selftest.stage import Stage
+    from jobs.store import Job
+
+PARITY: Final = 1e-4
+"""Largest relative difference of a loss in fp32 that rounding explains."""
+_PIXEL: Final = 2  # of 255; rounding to 8 bits on two devices
+_LONG: Final = 5_000  # steps: never reached, but the job ends should nobody be there to kill it
+_MEASURE: Final = 4.0  # seconds of collectives
+
+Scene = tuple[str, str, "Callable[[], Iterator[Finding]]"]
+
+
+def perform(stage: Stage) -> Iterator[Finding]:
+    """Every scene; one that fails does not keep the others from being played."""
+    yield from _toy(stage)
+    first = _First(stage)
+    everything = _layouts(stage.ranks)
+    scenes: list[Scene] = [
+        ("one device", "train, sample, export", first.train),
+        ("one device", "stop, resume", first.stop_and_resume),
+        ("one device", "exported LoRA", first.load_export),
+        *(
+            ("all devices", name, lambda name=name, keys=keys: first.compare(name, keys))
+            for name, keys in everything.items()
+        ),
+        ("all devices", "bandwidth", lambda: _bandwidth(stage)),
+        ("failures", "killed rank", lambda: _killed_rank(stage)),
+    ]
+    if stage.gpus:
+        scenes += [
+            ("failures", "out of memory", lambda: _out_of_memory(stage)),
+            ("speed", "steps", lambda: speed(stage)),
+        ]
+    for group, name, play in scenes:
+        stage.say(f"{group}: {name}")
+        for finding in _played(stage, name, play):
+            yield finding.plain(group)
+
+
+def _played(stage: Stage, name: str, play: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from play()
+    except SceneFailed as failed:
+        advice = "nothing of it is left to look at"
+        if failed.job is not None:
+            stage.failed.add(failed.job.id)
+            advice = f"see `fsdp-tui logs {failed.job.id}`; the job is kept"
+        yield fail(name, str(failed), advice)
+    except UserError as error:
+        yield fail(name, f"the job was refused: {error}", "`fsdp-tui doctor` may say more")
+
+
+def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
+    """Strategies that so many ranks can have. Pure."""
+    if ranks < 2:
+        return {}
+    found: dict[str, dict[str, Any]] = {"ddp": {"strategy": "ddp"}, "fsdp2": {"strategy": "fsdp2"}}
+    if ranks >= 4 and ranks % 2 == 0:
+        found["hsdp"] = {"strategy": "hsdp", "dp_replicate_size": 2}
+    return found
+
+
+def _toy(stage: Stage) -> Iterator[Finding]:
+    stage.say("writing a small FLUX.1 and captioned images")
+    stage.engine(
+        "engine.toy", str(stage.root / "toy"), "--family=flux", "--pictures=32", "--size=64",
+        "--json",
+    )  # fmt: skip
+    yield from ()
+
+
+class _First:
+    """One device trains; what it trained is what everything else is compared with."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._job: Job | None = None
+
+    @property
+    def job(self) -> Job:
+        if self._job is None:
+            raise SceneFailed("skipped: one device did not train")
+        return self._job
+
+    def _values(self, name: str, **changes: Any) -> dict[str, Any]:
+        """One rank, with the global batch of all ranks."""
+        stage = self._stage
+        accumulated = {"train_batch_size": 1, "gradient_accumulation_steps": stage.ranks}
+        return stage.values(name, 1, **accumulated, **changes)
+
+    def train(self) -> Iterator[Finding]:
+        """Train, save, sample and export on one device."""
+        prompts = ["a red circle on a blue background"]
+        values = self._values(
+            "one", checkpointing_async=False, validation_prompts=prompts,
+            validation_steps=STEPS, validation_num_inference_steps=8,
+        )  # fmt: skip
+        job = self._stage.run(values)
+        saved = list_checkpoints(job.run_dir)
+        found, damage = losses(job), [find_damage(one.path) for one in saved]
+        missing = [
+            name
+            for name, there in (
+                (f"{STEPS} losses", len(found) == STEPS),
+                ("two checkpoints", [one.step for one in saved] == [STEPS // 2, STEPS]),
+                ("a sample", bool(list_samples(job.run_dir))),
+                ("an export", any(job.run_dir.export.glob("*.safetensors"))),
+            )
+            if not there
+        ]
+        if missing or any(damage):
+            what = ", ".join(missing) or next(str(one) for one in damage if one)
+            raise SceneFailed(f"it completed, but this is missing or damaged: {what}", job)
+        self._job = job
+        yield ok("train", f"{STEPS} steps, 2 checkpoints, a sample and an export", losses=found)
+
+    def stop_and_resume(self) -> Iterator[Finding]:
+        """Stop the same job after a step, resume it, and compare bit for bit."""
+        stage, straight = self._stage, self.job
+        job = stage.submit(self._values("resumed", checkpointing_async=True))
+        stage.until(job, lambda job: job.state.ended or steps_done(job) > 0)
+        if not stage.store.get(job.id).state.ended:
+            service.stop(stage.store, job.id)
+        job = stage.ended(job)
+        after = steps_done(job)
+        if job.state is State.STOPPED:
+            service.resume(stage.store, job.id)
+            job = stage.ended(job)
+        stage.expect(job, State.COMPLETED)
+        difference = largest_difference(losses(job), losses(straight))
+        if difference > PARITY:
+            raise SceneFailed(f"resumed after step {after}, losses differ by {difference:.1e}", job)
+        how = "all losses equal those of a job that never stopped, bit for bit"
+        if difference:
+            how = f"losses differ by {difference:.1e} from those of a job that never stopped"
+        if after >= STEPS:
+            yield warn("stop, resume", "the job ended before it could be stopped", "run it again")
+        elif difference:
+            yield warn("stop, resume", how, "expected only where kernels are not deterministic")
+        else:
+            yield ok("stop, resume", f"stopped after step {after}; {how}", step=after)
+        stage.say("comparing checkpoints")
+        answer = stage.engine(
+            "engine.selftest", "same", str(straight.run_dir.checkpoint(STEPS)),
+            str(job.run_dir.checkpoint(STEPS)),
+        )  # fmt: skip
+        if answer["different"] and not difference:
+            names = ", ".join(answer["different"][:3])
+            raise SceneFailed(f"saved behind training, these differ: {names}", job)
+        if not difference:
+            yield ok(
+                "saves",
+                f"{answer['tensors']} tensors saved behind training equal those saved while "
+                "it waited",
+            )
+
+    def load_export(self) -> Iterator[Finding]:
+        """The stock diffusers pipeline with the exported LoRA makes the run's last sample."""
+        job = self.job
+        sample = max(list_samples(job.run_dir), key=lambda one: one.step)
+        answer = self._stage.engine(
+            "engine.selftest", "sample", str(self._stage.root / "toy" / "model"),
+            str(job.run_dir.export), str(sample.picture),
+        )  # fmt: skip
+        off = answer["largest_difference"]
+        if off > _PIXEL:
+            raise SceneFailed(f"diffusers makes another image of it: up to {off} of 255 off", job)
+        yield ok(
+            "export", f"diffusers loads it and makes the run's last sample (within {off} of 255)"
+        )
+
+    def compare(self, name: str, keys: dict[str, Any]) -> Iterator[Finding]:
+        """All devices train what one did."""
+        stage, expected = self._stage, losses(self.job)
+        job = stage.run(stage.values(name, stage.ranks, train_batch_size=1, **keys))
+        found = largest_difference(losses(job), expected)
+        if found > PARITY:
+            raise SceneFailed(
+                f"{stage.ranks} ranks do not train what one does: losses differ by {found:.1e}", job
+            )
+        yield ok(
+            name, f"{stage.ranks} ranks train what one does: losses within {found:.0e}",
+            difference=found,
+        )  # fmt: skip
+
+
+def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference of two runs' losses; infinite if one has fewer. Pure."""
+    if len(found) != len(expected) or not expected:
+        return float("inf")
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def _bandwidth(stage: Stage) -> Iterator[Finding]:
+    """All-reduce and all-gather between all devices."""
+    if stage.ranks < 2:
+        return
+    outcome = all_reduce(
+        [gpu.uuid for gpu in stage.gpus], stage.ranks, run_id=f"selftest-{os.getpid()}",
+        seconds=_MEASURE, limit=LIMIT, still=STILL,
+    )  # fmt: skip
+    nvlink = all(gpu.nvlinks for gpu in stage.gpus) if stage.gpus else False
+    yield from judge(outcome, stage.gpus, nvlink=nvlink, ranks=stage.ranks)
+
+
+def _killed_rank(stage: Stage) -> Iterator[Finding]:
+    """A rank that is killed is named, and the others are gone."""
+    rank = stage.ranks - 1
+    values = stage.values(
+        "killed", stage.ranks, max_train_steps=_LONG, checkpointing_steps=0, train_batch_size=1
+    )
+    job = stage.submit(values)
+    job = stage.until(job, lambda job: job.state.ended or steps_done(job) > 0)
+    if not job.state.ended:
+        stage.kill_rank(job, rank)
+    job = stage.ended(job)
+    stage.expect(job, State.FAILED)
+    if not job.reason.startswith(f"rank {rank} was killed by SIGKILL"):
+        raise SceneFailed(f"the reason it gives is not the real one: {job.reason}", job)
+    yield ok("killed rank", f"“{job.reason}”; no process is left")
+
+
+def _out_of_memory(stage: Stage) -> Iterator[Finding]:
+    """A batch that no GPU can hold ends with one sentence, and leaves the GPUs free."""
+    values = stage.values(
+        "memory", stage.ranks, resolution=1024, max_upscale=32, train_batch_size=2048,
+        max_train_steps=1, checkpointing_steps=0, dataset=None,
+        datasets=[{"path": str(stage.root / "toy" / "data"), "repeats": 64 * stage.ranks}],
+    )  # fmt: skip
+    job = stage.ended(stage.submit(values))
+    stage.expect(job, State.FAILED)
+    if "ran out of GPU memory" not in job.reason:
+        raise SceneFailed(f"the reason it gives is not the real one: {job.reason}", job)
+    if with_run_id(job.run_id):
+        raise SceneFailed("processes of it are left", job)
+    yield ok("out of memory", f"“{job.reason}”")

@@ -1,0 +1,276 @@
+"""Jobs on GPUs that compute nothing, many in one process: all that surrounds the numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from jobs.diagnosis import why_failed
+from jobs.families import FAMILIES
+from tests.cuda_stub import budgets
+from tests.cuda_stub.rehearsal import STEPS, Job, prompt_of
+from tests.nvml_stub.stub import uuid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+from tests.cuda_stub.rehearsal import Outcome, Rehearsal
+
+pytest_plugins = ["tests.nvml_stub.fixture", "tests.cuda_stub.fixture"]
+
+FSDP: Final = {"strategy": "fsdp2"}
+HSDP: Final = {"strategy": "hsdp", "dp_replicate_size": 2}
+FULL: Final = {"model_type": "full"}
+SAMPLED: Final = {"validation_prompts": [prompt_of("flux")] * 3}
+KINDS: Final = ("lora", "full")
+# The host reads a mask of the device in every forward.
+_READS_WHILE_TRAINING: Final = {"z_image": ("forward",)}
+
+
+def _families() -> Iterator[tuple[str, Job]]:
+    for family in FAMILIES:
+        for kind in KINDS:
+            values = {
+                "model_family": family, "model_type": kind, "train_batch_size": 2,
+                "validation_prompts": [prompt_of(family)],
+            }  # fmt: skip
+            yield f"{family} {kind}", Job(1, values, _READS_WHILE_TRAINING.get(family, ()))
+
+
+BUDGETED: Final = ("flux", "flux2", "qwen_image", "sdxl", "wan")
+
+
+def _on_two() -> Iterator[tuple[str, Job]]:
+    for family in BUDGETED:
+        for kind in KINDS:
+            values = {"model_family": family, "model_type": kind, "train_batch_size": 2}
+            yield f"{family} {kind} on two", Job(2, FSDP | values)
+
+
+JOBS: Final = dict(_families()) | dict(_on_two()) | {
+    "one gpu": Job(1, SAMPLED | {"checkpointing_steps": 1}),
+    "accumulation": Job(1, {"gradient_accumulation_steps": 2}),
+    "ema": Job(1, FULL | {"use_ema": True, "checkpointing_steps": 2}),
+    "ema on the cpu": Job(1, FULL | {"use_ema": True, "ema_device": "cpu"}),
+    "checkpointing": Job(1, {"gradient_checkpointing": True}),
+    "selective checkpointing": Job(
+        1, {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
+    ),
+    "fp32": Job(1, FULL | {"mixed_precision": "no"}),
+    "fp16": Job(1, {"mixed_precision": "fp16"}),
+    "compiled": Job(1, {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "adafactor": Job(1, FULL | {"optimizer": "adafactor"}),
+    "held out": Job(1, {"validation_fraction": 0.25, "validation_loss_steps": 1}),
+    "ddp": Job(2, {"strategy": "ddp", "checkpointing_steps": 1} | SAMPLED),
+    "ddp full": Job(2, FULL | {"strategy": "ddp"}),
+    "fsdp2": Job(2, FSDP | SAMPLED),
+    "fsdp2 full": Job(2, FSDP | FULL | SAMPLED | {"checkpointing_steps": 1}),
+    "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
+    "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
+    "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
+    "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
+    "saved behind": Job(2, FSDP | FULL | {"checkpointing_steps": 1, "checkpointing_async": True}),
+    "saved at once": Job(2, FSDP | FULL | {"checkpointing_steps": 1, "checkpointing_async": False}),
+    "fsdp2 fp16": Job(2, FSDP | {"mixed_precision": "fp16"}),
+    "fsdp2 accumulation and ema": Job(
+        2, FSDP | FULL | {"gradient_accumulation_steps": 2, "use_ema": True}
+    ),
+    "fsdp2 checkpointing": Job(2, FSDP | FULL | {"gradient_checkpointing": True}),
+    "ring": Job(2, FSDP | {"context_parallel_size": 2}),
+    "ulysses": Job(
+        2, FSDP | {"context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"}
+    ),
+    "hsdp": Job(4, HSDP | SAMPLED | {"checkpointing_steps": 1}),
+    "hsdp full": Job(4, HSDP | FULL | {"gradient_accumulation_steps": 2}),
+    "fsdp2 on four": Job(4, FSDP | {"context_parallel_size": 2}),
+    "fsdp2 full on one": Job(1, FULL, resumes="fsdp2 full"),
+    "full state dict on one": Job(1, FULL, resumes="full state dict"),
+    "one gpu on two": Job(2, FSDP, resumes="one gpu"),
+    "fsdp2 on hsdp": Job(4, HSDP, resumes="fsdp2"),
+    "hsdp on two": Job(2, {"strategy": "ddp"}, resumes="hsdp"),
+}  # fmt: skip
+
+# Out of memory from a phase on → the phase that the sentence names, and the step.
+FULL_IN: Final = {
+    "start": "at step 0 during load",
+    "forward": "at step 0 during train",
+    "backward": "at step 0 during train",
+    "step": "at step 0 during train",
+    "sample": f"at step {STEPS} during sample",
+}
+_LARGE: Final = {"validation_prompts": [prompt_of("flux")], "validation_resolution": 512}
+JOBS |= {
+    f"full in {phase}": Job(1, FULL | _LARGE, full_in=phase, cached_by="flux full")
+    for phase in FULL_IN
+}
+
+WITH_BUDGET: Final = (
+    *(f"{family} {kind}{on}" for family in BUDGETED for kind in KINDS for on in ("", " on two")),
+    "one gpu", "ddp", "ddp full", "fsdp2", "fsdp2 full", "cpu offload", "ema", "ema on the cpu",
+    "ring", "ulysses", "hsdp", "hsdp full",
+)  # fmt: skip
+
+# Done by a plain `pytest`; the others are slow.
+CORE: Final = ("one gpu", "fsdp2", "fsdp2 full", "cpu offload", "fsdp2 full on one")
+# What is asked of the device in a step is compared with a job that differs in one thing.
+COMPARED: Final = {
+    "accumulation": "one gpu",
+    "ema": "flux full",
+    "checkpointing": "one gpu",
+    "selective checkpointing": "one gpu",
+    "sharded lora": "fsdp2",
+    "cpu offload": "fsdp2 full",
+    "fsdp2 full": "ddp full",
+    "fsdp2 checkpointing": "fsdp2 full",
+}
+
+
+def needed_for(name: str, *_: str) -> Iterator[str]:
+    """The jobs that a test of this one looks at, or that these need."""
+    if name in FULL_IN:
+        name = f"full in {name}"
+    for one in (name, COMPARED.get(name), JOBS[name].resumes, JOBS[name].cached_by):
+        if one is not None:
+            yield one
+
+
+def _names(names: Any) -> list[Any]:
+    return [n if n in CORE else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", _names(n for n, job in JOBS.items() if not job.full_in))
+def test_a_job_on_gpus_runs_to_its_end(name: str, rehearsal: Rehearsal) -> None:
+    job, done = JOBS[name], rehearsal[name]
+    assert not done.error, done.error[-3000:]
+    last = STEPS + (2 if job.resumes else 0)
+    steps = [step.step for step in done.log.steps]
+    assert steps == list(range(STEPS + 1 if job.resumes else 1, last + 1))
+    assert done.log.end_reason == "completed"
+    kinds = [event["kind"] for event in done.events]
+    assert "export" in kinds
+    warnings = [event["message"] for event in done.events if event["kind"] == "warning"]
+    assert not [text for text in warnings if "left out" in text], "no update was skipped"
+    (end,) = done.run_dir.complete_checkpoints()[-1:]
+    assert end[0] == last
+    prompts = len(job.values.get("validation_prompts", ()))
+    found = list((done.run_dir.samples / f"step-{last}").glob("*.json"))
+    assert len(found) == prompts
+    if prompts:
+        assert "sample" in kinds
+    # Each rank on a GPU of its own, which it names as NVML does.
+    for rank, status in enumerate(done.run_dir.rank_statuses()):
+        assert (status.device, status.device_uuid) == (f"cuda:{rank}", uuid(rank))
+        assert status.phase == "end"
+    for counts in done.counts:
+        assert counts["totals"]["bad_devices"] == 0
+        assert counts["steps"][-1]["launches"] > 100
+        assert bool(counts["totals"]["nccl"]) == (job.ranks > 1)
+
+
+def last_step(done: Outcome) -> dict[str, int]:
+    """What rank 0's last step asked of the device."""
+    step: dict[str, int] = done.counts[0]["steps"][-1]
+    return step
+
+
+@pytest.mark.parametrize(("name", "other"), [
+    pytest.param(*pair, marks=() if {*pair} <= {*CORE} else pytest.mark.slow)
+    for pair in COMPARED.items()
+])  # fmt: skip
+def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehearsal) -> None:
+    done, plain = rehearsal[name], rehearsal[other]
+    mine, others = last_step(done), last_step(plain)
+    held = [one.counts[0]["memory"]["held"] for one in (done, plain)]
+    match name:
+        case "accumulation":
+            assert mine["gemms"] == 2 * others["gemms"]
+        case "ema":
+            assert held[0] > held[1]
+        case "checkpointing" | "fsdp2 checkpointing":
+            assert mine["gemms"] > others["gemms"], "blocks are computed twice"
+        case "selective checkpointing":
+            assert mine["gemms"] == others["gemms"], "products are kept"
+            assert mine["launches"] > others["launches"], "the rest is computed twice"
+        case "sharded lora":
+            assert held[0] < held[1]
+        case "cpu offload":
+            assert held[0] < held[1] / 2
+            assert mine["h2d_bytes"] > others["h2d_bytes"] + held[1] / 4, "parameters come"
+            assert mine["d2h_bytes"] > others["d2h_bytes"] + held[1] / 4, "gradients go"
+        case "fsdp2 full":
+            assert held[0] < 0.6 * held[1]
+        case _:
+            raise AssertionError(f"nothing is known of {name}")
+
+
+def tensors(path: Path) -> dict[str, tuple[str, bytes]]:
+    """Name → precision and bytes of a safetensors file, without torch."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header, data = json.loads(file.read(length)), file.read()
+    header.pop("__metadata__", None)
+    return {
+        name: (about["dtype"], data[slice(*about["data_offsets"])])
+        for name, about in header.items()
+    }
+
+
+@pytest.mark.parametrize("name", _names(["fsdp2 full on one"]))
+def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: Rehearsal) -> None:
+    """No kernel changes a weight: what is exported is what was read, if every copy went right.
+
+    From the file in slices to two GPUs, into checkpoints, onto one GPU, and into an export.
+    """
+    model = "transformer/diffusion_pytorch_model.safetensors"
+    exported = tensors(rehearsal[name].run_dir.export / model)
+    original = tensors(rehearsal.root / "toys" / "flux" / "model" / model)
+    assert exported.keys() == original.keys()
+    wrong = [name for name, tensor in original.items() if exported[name] != tensor]
+    assert not wrong, f"{len(wrong)} of {len(original)} differ: {wrong[:5]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", FULL_IN)
+def test_a_gpu_that_is_full_is_one_sentence(phase: str, rehearsal: Rehearsal) -> None:
+    done = rehearsal[f"full in {phase}"]
+    reason = why_failed(done.run_dir, 1)
+    assert reason.startswith(f"rank 0 ran out of GPU memory {FULL_IN[phase]}: "), done.error
+    assert "\n" not in reason
+
+
+@pytest.fixture(scope="module")
+def rows(
+    rehearsal: Rehearsal, request: pytest.FixtureRequest
+) -> Iterator[dict[str, dict[str, int]]]:
+    """What was measured of each job so far; printed, and written where it is asked for."""
+    found: dict[str, dict[str, int]] = {}
+    yield found
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print("\n" + budgets.table(found, {n: rehearsal[n].counts[0]["syncs"] for n in found}))
+    if os.environ.get(budgets.RENEW_VARIABLE) and found:
+        budgets.write(found, rehearsal[next(iter(found))].counts[0]["versions"])
+
+
+@pytest.mark.parametrize("name", _names(WITH_BUDGET))
+def test_a_step_stays_within_its_budget(
+    name: str, rehearsal: Rehearsal, rows: dict[str, dict[str, int]]
+) -> None:
+    """No host sync, launch, copy or collective is added without a reason."""
+    done = rehearsal[name]
+    assert not done.error, done.error[-3000:]
+    rows[name] = row = budgets.measured(done.counts[0])
+    if os.environ.get(budgets.RENEW_VARIABLE):
+        return
+    if done.counts[0]["versions"] != budgets.versions():
+        pytest.skip(f"the budgets hold for {budgets.versions()}")
+    allowed = budgets.read()[name]
+    over = {
+        column: (row[column], allowed[column]) for column in row if row[column] > allowed[column]
+    }
+    assert not over, f"(measured, budget); the host waits: {done.counts[0]['syncs']}"

@@ -1,0 +1,156 @@
+"""Do many jobs on stub GPUs in one process per rank: `python -m tests.cuda_stub.ranks PLAN.json`.
+
+The plan says which toys to write, `{family: directory}`, and has a list of groups,
+`{"ranks": 2, "jobs": {run directory: {"values": …, "numbers": [phase, …], "full_in": phase}}}`. The
+libraries are imported once, and each group's ranks are forked from there. Beside what a job
+itself writes, each rank leaves `cuda.<rank>.json` in the run directory, with what its steps
+asked of the device. A job that fails leaves what a failing rank always leaves, and its ranks
+go: the others would wait for one in a collective. The jobs behind it are done by new ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tests.cuda_stub.counting import Counting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PATIENCE: Final = 600.0  # seconds for one group; a slow machine under load, not an expectation
+
+
+def main() -> int:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    # Libraries look for GPUs while they are imported; having asked CUDA, torch is never forked.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    _import_all()
+    del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    gc.collect()
+    gc.freeze()  # each job collects garbage several times; what was imported is none
+    _forked(_write_toys, plan["toys"])
+    for group in plan["groups"]:
+        left = dict(group["jobs"])
+        while left:
+            _run(group["ranks"], left)
+            begun = [name for name in left if Path(name, "begun").exists()]
+            if not begun:
+                return 1  # the ranks did not even meet
+            for name in begun:
+                del left[name]
+    return 0
+
+
+def _import_all() -> None:
+    """What ranks need, before they are forked; nothing here touches the device."""
+    import diffusers.loaders.lora_pipeline
+    import diffusers.loaders.peft
+    import diffusers.models.transformers  # noqa: F401
+    import transformers.models.clip.modeling_clip
+    import transformers.models.t5.modeling_t5  # noqa: F401
+
+    import engine.run  # noqa: F401
+
+
+def _forked(do: Callable[..., None], *words: Any) -> None:
+    """In a process of its own, whose threads nobody inherits."""
+    pid = os.fork()
+    if not pid:
+        do(*words)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _write_toys(toys: dict[str, str]) -> None:
+    from engine.toy import write_toy
+    from jobs.families import FAMILIES
+    from tests.cuda_stub.rehearsal import side_of
+
+    for family, place in toys.items():
+        flavour = next(iter(FAMILIES[family].flavours))
+        write_toy(Path(place), family, flavour=flavour, pictures=4, size=side_of(family))
+
+
+def _run(ranks: int, jobs: dict[str, dict[str, Any]]) -> None:
+    """Fork the ranks, and end them all when one has failed."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    pids = set()
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            _rank(rank, ranks, port, jobs)
+        pids.add(pid)
+    deadline = time.monotonic() + _PATIENCE
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        pids.discard(pid)
+        if (pid and status) or time.monotonic() > deadline:
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+        if not pid:
+            time.sleep(0.05)
+
+
+def _rank(rank: int, ranks: int, port: int, jobs: dict[str, dict[str, Any]]) -> None:
+    """Do the jobs as one rank, in an environment as the launcher sets it; never returns."""
+    if ranks > 1:
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+    try:
+        well = all(_job(rank, Path(name), job) for name, job in jobs.items())
+    except BaseException:
+        traceback.print_exc()
+        well = False
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(not well)  # threads of NCCL would outlive an orderly end
+
+
+def _job(rank: int, root: Path, job: dict[str, Any]) -> bool:
+    """Do one job; whether it ended well."""
+    import torch
+
+    from engine.backends import choose_backends
+    from engine.failure import record_failure
+    from engine.run import run_job
+    from engine.telemetry import Telemetry
+    from engine.world import start_world
+    from jobs.rundir import RunDir
+    from jobs.specfile import load_spec
+
+    run_dir = RunDir(root)
+    run_dir.create()
+    Path(root, "begun").touch()
+    begun = time.process_time()
+    torch.cuda.empty_cache()  # the memory of the job before
+    telemetry = Telemetry(run_dir, rank)
+    try:
+        spec = load_spec(None, job["values"])
+        choose_backends(spec)
+        with Counting(job["numbers"], job["full_in"]) as counting:
+            run_job(spec, run_dir, start_world(spec), telemetry)
+    except BaseException as error:
+        record_failure(run_dir, rank, error, telemetry)
+        return False
+    telemetry.close()
+    found = counting.found() | {"cpu_seconds": time.process_time() - begun}
+    Path(root, f"cuda.{rank}.json").write_text(json.dumps(found))
+    gc.collect()
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Many jobs on stub GPUs, done at once for all tests of a file, and what became of each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.eventlog import EventLog
+from jobs.families import FAMILIES
+from jobs.rundir import RunDir
+from tests.cuda_stub.stub import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tests.cuda_stub.stub import StubCuda
+    from tests.nvml_stub.stub import StubNvml
+
+STEPS: Final = 3
+_PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
+_GPUS: Final = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """A toy job.
+
+    Attributes:
+        ranks: How many GPUs it has.
+        values: What its file says beyond `values_of`.
+        numbers: Further phases in which the host reads what was computed on the device.
+        resumes: The job whose last checkpoint it begins with.
+        full_in: Phase in which its GPUs run out of memory; see `counting`.
+        cached_by: A job before it that has encoded its texts and pictures.
+    """
+
+    ranks: int
+    values: Mapping[str, Any]
+    numbers: tuple[str, ...] = ()
+    resumes: str | None = None
+    full_in: str | None = None
+    cached_by: str | None = None
+
+    @property
+    def family(self) -> str:
+        return str(self.values.get("model_family", "flux"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job."""
+
+    run_dir: RunDir
+    ranks: int
+    output: Path
+
+    @property
+    def error(self) -> str:
+        """The traceback of a rank that failed; empty if none did."""
+        texts = [str(error["trace"]) for error in self.run_dir.rank_errors()]
+        if not texts and not all(self._counts(rank).exists() for rank in range(self.ranks)):
+            texts = [self.output.read_text()[-3000:]]
+        return "\n".join(texts)
+
+    @cached_property
+    def log(self) -> EventLog:
+        return EventLog(self.run_dir.events).read_all()
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run_dir.events.read_text().splitlines()]
+
+    @cached_property
+    def counts(self) -> list[dict[str, Any]]:
+        """What each rank asked of its device; see `counting`."""
+        return [json.loads(self._counts(rank).read_text()) for rank in range(self.ranks)]
+
+    def _counts(self, rank: int) -> Path:
+        return self.run_dir.root / f"cuda.{rank}.json"
+
+
+class Rehearsal:
+    """Does jobs below one directory.
+
+    Args:
+        root: Where toys, caches and run directories are.
+        cuda: The stub.
+        nvml: The one beside it.
+    """
+
+    def __init__(self, root: Path, cuda: StubCuda, nvml: StubNvml) -> None:
+        self.root = root
+        self._cuda = cuda
+        self._nvml = nvml
+        self._ranks: dict[str, int] = {}
+        nvml.write(_GPUS)
+
+    def run(self, jobs: Mapping[str, Job]) -> None:
+        """Do all of them, those with equally many ranks in the same processes."""
+        families = {job.family for job in jobs.values()}
+        groups: dict[tuple[bool, int], dict[str, Any]] = {}
+        for name, job in jobs.items():
+            self._ranks[name] = job.ranks
+            groups.setdefault((job.resumes is not None, job.ranks), {})[str(self.root / name)] = {
+                "values": self.values_of(job.family, num_processes=job.ranks)
+                | dict(job.values)
+                | self._begin(job),
+                "numbers": job.numbers,
+                "full_in": job.full_in,
+            }
+        plan = {
+            "toys": {name: str(self.root / "toys" / name) for name in sorted(families)},
+            "groups": [{"ranks": key[1], "jobs": groups[key]} for key in sorted(groups)],
+        }
+        (self.root / "plan.json").write_text(json.dumps(plan))
+        with (self.root / "output.txt").open("w") as output:
+            subprocess.run(
+                [self._cuda.python, "-m", "tests.cuda_stub.ranks", str(self.root / "plan.json")],
+                env=self._cuda.environment(self._nvml.environment), cwd=ROOT, stdout=output,
+                stderr=subprocess.STDOUT, timeout=_PATIENCE, check=False,
+            )  # fmt: skip
+
+    def _begin(self, job: Job) -> dict[str, Any]:
+        if job.resumes is None:
+            return {}
+        start = RunDir(self.root / job.resumes).checkpoint(STEPS)
+        return {"resume_from_checkpoint": str(start), "max_train_steps": STEPS + 2}
+
+    def __getitem__(self, name: str) -> Outcome:
+        return Outcome(RunDir(self.root / name), self._ranks[name], self.root / "output.txt")
+
+    def values_of(self, family: str, **changes: Any) -> dict[str, Any]:
+        """A small job on a family's toy, in bf16 on GPUs."""
+        toy = self.root / "toys" / family
+        return {
+            "name": family.replace("_", "-"),
+            "model_family": family,
+            "pretrained_model_name_or_path": str(toy / "model"),
+            "dataset": str(toy / "data"),
+            "cache_dir": str(self.root / "cache"),
+            "device": "cuda",
+            "resolution": side_of(family),
+            "max_sequence_length": 64,
+            "lora_rank": 4,
+            "max_train_steps": STEPS,
+            "checkpointing_steps": 0,
+            "validation_num_inference_steps": 2,
+            **changes,
+        }
+
+
+def side_of(family: str) -> int:
+    """Pixels of a toy's pictures; of families whose VAE shrinks a lot, more."""
+    flavour = next(iter(FAMILIES[family].flavours))
+    return 64 if FAMILIES[family].latent_step_of(flavour) <= 16 else 128
+
+
+def prompt_of(family: str) -> dict[str, Any]:
+    return {"prompt": "a red circle", "num_frames": FAMILIES[family].frame_step + 1, "seed": 3}

@@ -1,0 +1,41 @@
+"""`fsdp-tui selftest` on two CPU ranks: every scene with real jobs, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from jobs.store import Store
+from tests.support.paths import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_this_machine_passes(home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tui", "selftest", "--cpu", "--json"],
+        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, text=True, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert [one["name"] for one in report["findings"]] == [
+        "train", "stop, resume", "saves", "export", "ddp", "fsdp2", "all-reduce", "killed rank",
+    ]  # fmt: skip
+    by_name = {one["name"]: one for one in report["findings"]}
+    assert "bit for bit" in by_name["stop, resume"]["found"]
+    assert 0 < by_name["stop, resume"]["facts"]["step"] < 8
+    assert by_name["killed rank"]["found"].startswith("“rank 1 was killed by SIGKILL at step")
+    assert Store(home).all() == []
+    assert not (home / "selftest").exists()
+    kept = json.loads((home / "selftest.json").read_text())
+    assert kept["findings"] == report["findings"]

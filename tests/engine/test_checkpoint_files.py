@@ -1,0 +1,241 @@
+"""Checkpoints of a model of one weight: their files, and how a run begins from one."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from engine import checkpoint
+from engine.checkpoint import sharded
+from engine.checkpoint.resume import resume
+from engine.checkpoint.together import OutOfStepError, SaveError, together, words_of
+from engine.checkpoint.write import aside_of, keep_newest
+from engine.run import start_training
+from engine.telemetry import Telemetry
+from jobs.checkpoints import find_damage, read_checkpoint
+from jobs.errors import UserError
+from jobs.rundir import MANIFEST, RunDir
+from tests.support.engine import ALONE, Line, toy_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from engine.training import Training
+    from jobs.spec import JobSpec
+
+DATA = {"samples": 4, "steps_per_epoch": 2, "digest": "a"}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def telemetry(run_dir: RunDir) -> Iterator[Telemetry]:
+    one = Telemetry(run_dir, 0)
+    yield one
+    one.close()
+
+
+def trained(spec: JobSpec, steps: int = 2) -> Training:
+    training = start_training(spec, Line(), ALONE)
+    for _ in range(steps):
+        training.model(torch.ones(1)).square().sum().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.scheduler.step()
+        training.step += 1
+        if training.ema is not None:
+            training.ema.update(training.step)
+    return training
+
+
+def save(training: Training, spec: JobSpec, run_dir: RunDir, **data: Any) -> Path:
+    path = run_dir.checkpoint(training.step)
+    checkpoint.write(checkpoint.collect(training, spec, 1, data or None), path, ALONE)
+    return path
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_the_manifest_says_what_is_in_it(
+    tmp_path: Path, run_dir: RunDir, use_ema: bool, layout: str
+) -> None:
+    spec = toy_spec(tmp_path, use_ema=use_ema, fsdp_state_dict_type=layout)
+    found = read_checkpoint(path := save(trained(spec), spec, run_dir))
+    assert found is not None
+    assert (found.step, found.ema, found.world_size) == (2, use_ema, 1)
+    assert found.layout == layout.split("_")[0].lower()
+    files = {file.name: file.stat().st_size for file in path.iterdir() if file.name != MANIFEST}
+    listed = json.loads((path / MANIFEST).read_text())["files"]
+    assert {name: one["bytes"] for name, one in listed.items()} == files
+    assert found.bytes == sum(files.values())
+    assert find_damage(path) is None
+
+
+def test_what_killed_attempts_left_is_not_in_a_checkpoint(tmp_path: Path, run_dir: RunDir) -> None:
+    spec = toy_spec(tmp_path)
+    final = run_dir.checkpoint(2)
+    for rest in (final, aside_of(final)):
+        rest.mkdir(parents=True)
+        (rest / "torn").write_text("half")
+    assert save(trained(spec), spec, run_dir) == final
+    assert find_damage(final) is None
+    assert not (final / "torn").exists()
+    assert not aside_of(final).exists()
+
+
+def test_a_file_that_no_rank_wrote_is_an_error_and_no_checkpoint(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, write = toy_spec(tmp_path), sharded.write_tensors
+
+    def and_another(contents: Any, directory: Path, group: Any) -> None:
+        write(contents, directory, group)
+        (directory / "stray").touch()
+
+    monkeypatch.setattr(sharded, "write_tensors", and_another)
+    with pytest.raises((RuntimeError, SaveError), match=r"files that no rank wrote, .*\['stray'\]"):
+        save(trained(spec), spec, run_dir)
+    assert not run_dir.checkpoint(2).exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(None, [1, 2, 3]), (5, [1, 2, 3]), (3, [1, 2, 3]), (1, [3])]
+)
+def test_the_newest_are_kept(
+    tmp_path: Path, run_dir: RunDir, limit: int | None, kept: list[int]
+) -> None:
+    spec = toy_spec(tmp_path)
+    training = trained(spec, 0)
+    for training.step in (1, 2, 3):
+        save(training, spec, run_dir)
+    keep_newest(run_dir.complete_checkpoints(), limit)
+    assert [step for step, _ in run_dir.complete_checkpoints()] == kept
+
+
+def failed_on(rank: int, error: Exception) -> CheckpointException:
+    return CheckpointException("save", {rank: (error, None)})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError("odd"), "rank 3: OSError: odd"),
+        (UserError("the message"), "the message"),
+        (ValueError("two\n  lines"), "rank 3: ValueError: two lines"),
+        (ValueError(), "rank 3: ValueError"),
+        (ValueError("x" * 300), f"rank 3: ValueError: {'x' * 199}…"),
+        (ValueError("x" * 200), f"rank 3: ValueError: {'x' * 200}"),
+        (failed_on(1, KeyError("a")), "rank 1: KeyError: 'a'"),
+    ],
+)
+def test_what_went_wrong_is_one_line(error: BaseException, said: str) -> None:
+    assert words_of(error, 3) == said
+
+
+def test_only_what_nobody_thought_of_leaves_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(error: Exception) -> Any:
+        raise error
+
+    for error in (OSError(errno.ENOSPC, "No space left on device"), UserError("the message")):
+        with pytest.raises(SaveError, match=words_of(error)):
+            together(lambda error=error: fail(error), ALONE)  # type: ignore[misc]
+        assert capsys.readouterr().err == ""
+    with pytest.raises(SaveError, match="ValueError: odd"):
+        together(lambda: fail(ValueError("odd")), ALONE)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    assert together(lambda: 3, ALONE) == [3]
+
+
+def test_a_rank_that_is_out_of_step_does_not_wait_for_the_others() -> None:
+    def fail() -> None:
+        raise OutOfStepError from TimeoutError("gone")
+
+    with pytest.raises(SaveError, match="TimeoutError: gone"):  # there are no others
+        together(fail, ALONE)
+    with pytest.raises(TimeoutError, match="gone"):  # a collective would need a process group
+        together(fail, replace(ALONE, size=2))
+
+
+# -- how a run begins ----------------------------------------------------------------------------
+
+
+def begin(spec: JobSpec, run_dir: RunDir, telemetry: Telemetry, **data: Any) -> Training:
+    training = start_training(spec, Line(), ALONE)
+    resume(training, spec, run_dir, ALONE, telemetry, DATA | data)
+    return training
+
+
+def warnings(run_dir: RunDir) -> list[str]:
+    lines = map(json.loads, run_dir.events.read_text().splitlines())
+    return [line["message"] for line in lines if line["kind"] == "warning"]
+
+
+def test_a_run_without_a_checkpoint_begins_at_step_0(
+    tmp_path: Path, run_dir: RunDir, telemetry: Telemetry, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert begin(toy_spec(tmp_path), run_dir, telemetry).step == 0
+    assert "resumed" not in capfd.readouterr().out
+
+
+def test_a_run_goes_on_after_its_newest_checkpoint(
+    tmp_path: Path, run_dir: RunDir, telemetry: Telemetry, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = toy_spec(tmp_path, lr_scheduler="linear", max_train_steps=10)
+    before = trained(spec)
+    path = save(before, spec, run_dir, **DATA)
+    resumed = begin(spec, run_dir, telemetry)
+    assert resumed.step == 2
+    assert torch.equal(resumed.trained()["weight"], before.trained()["weight"])
+    assert resumed.scheduler.get_last_lr() == before.scheduler.get_last_lr()
+    assert f"resumed after step 2 from {path}" in capfd.readouterr().out
+    assert warnings(run_dir) == []
+
+
+def test_other_data_and_another_rate_are_told(
+    tmp_path: Path, run_dir: RunDir, telemetry: Telemetry
+) -> None:
+    spec = toy_spec(tmp_path)
+    save(trained(spec), spec, run_dir, **DATA)
+    begin(spec, run_dir, telemetry, digest="b")
+    (data,) = warnings(run_dir)
+    assert data.startswith("not as when step-2 was saved: the data: other ones among the 4 samples")
+    begin(toy_spec(tmp_path, learning_rate=0.5), run_dir, telemetry)
+    _, rate = warnings(run_dir)
+    assert rate.startswith("not as when step-2 was saved: learning_rate")
+
+
+def test_a_checkpoint_that_says_nothing_of_its_data_is_believed(
+    tmp_path: Path, run_dir: RunDir, telemetry: Telemetry
+) -> None:
+    spec = toy_spec(tmp_path)
+    save(trained(spec), spec, run_dir)
+    assert begin(spec, run_dir, telemetry).step == 2
+    assert warnings(run_dir) == []
+
+
+def test_a_job_that_cannot_go_on_from_a_checkpoint_is_told_why(
+    tmp_path: Path, run_dir: RunDir, telemetry: Telemetry
+) -> None:
+    spec = toy_spec(tmp_path)
+    save(trained(spec), spec, run_dir, **DATA)
+    other = toy_spec(tmp_path, pretrained_model_name_or_path=str(tmp_path / "another"))
+    with pytest.raises(UserError, match="cannot go on from step-2: pretrained_model_name_or_path"):
+        begin(other, run_dir, telemetry)

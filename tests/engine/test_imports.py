@@ -1,0 +1,108 @@
+"""What ranks and their launcher import, what they leave out, and what the collector passes over."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from engine.imports import QUANTISERS, uncollected, unneeded
+from jobs.errors import UserError
+from tests.support.engine import toy_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Leaves the collector as other tests expect it."""
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_what_is_imported_is_passed_over_by_the_collector_and_the_rest_is_not() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+        imported: list[object] = [[]]
+    made: list[object] = [[]]
+    assert gc.isenabled()
+    looked_at = {id(thing) for thing in gc.get_objects()}
+    assert id(imported) not in looked_at
+    assert id(made) in looked_at
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_an_import_that_fails_leaves_the_collector_on() -> None:
+    with pytest.raises(ImportError), uncollected():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_a_hidden_package_looks_as_if_it_were_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("made_up_hidden", "made_up_imported"):
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    script = (
+        "import made_up_imported; from importlib.util import find_spec\n"
+        "from engine.imports import hide; hide('made_up_hidden', 'made_up_imported')\n"
+        "print(find_spec('made_up_hidden'), find_spec('made_up_imported') is not None)\n"
+        "import made_up_hidden"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}]\n{script}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["None", "True"], "what is imported already stays"
+    assert "ModuleNotFoundError" in done.stderr
+
+
+def test_quantisers_are_imported_only_by_jobs_that_need_one(toy: Path) -> None:
+    assert unneeded(toy_spec(toy)) == QUANTISERS
+    assert unneeded(toy_spec(toy, optimizer="adamw_8bit")) == ()
+    with pytest.raises(UserError, match="no such model"):
+        unneeded(toy_spec(toy / "nothing"))
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder_2"])
+def test_a_model_with_a_quantised_part_gets_its_quantiser(tmp_path: Path, part: str) -> None:
+    for name in ("transformer", "text_encoder_2"):
+        config = {"quantization_config": {"quant_method": "torchao"}} if name == part else {}
+        (tmp_path / "model" / name).mkdir(parents=True)
+        (tmp_path / "model" / name / "config.json").write_text(json.dumps(config))
+    assert unneeded(toy_spec(tmp_path)) == ()
+
+
+def loaded(before: str, module: str, *names: str) -> set[str]:
+    """Which of some packages a process has loaded that has run a line and imported a module."""
+    script = (
+        f"import sys\n{before}\nimport {module}\nprint(*(n for n in {names} if sys.modules.get(n)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("engine.run", "torchao"),
+        ("accelerate.commands.accelerate_cli", "transformers"),
+    ],
+)
+def test_what_is_hidden_would_be_imported_and_is_not(module: str, package: str) -> None:
+    """Once a library no longer imports it by itself, it need not be hidden."""
+    pytest.importorskip(package)
+    assert loaded("", module, package) == {package}
+    hidden = f"from engine.imports import hide; hide({package!r})"
+    assert loaded(hidden, module, package) == set()

@@ -1,0 +1,211 @@
+"""What a supervisor decides, on a clock and processes that are made up.
+
+Its life with real processes: `test_supervisor.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs import service, supervisor
+from jobs.outcome import Outcome
+from jobs.rundir import RankStatus
+from jobs.states import State
+from jobs.supervisor import FAILURE_GRACE, TERM_GRACE, Supervisor
+
+if TYPE_CHECKING:
+    from jobs.spec import JobSpec
+    from jobs.store import Store
+
+
+@dataclass
+class World:
+    """Time, and processes by pid, as the supervisor sees them."""
+
+    now: float = 1000.0
+    alive: set[int] = field(default_factory=set)
+    signals: list[tuple[int, int]] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def process(self, pid: int, started: float = 0.0) -> Any:
+        return SimpleNamespace(
+            pid=pid,
+            alive=lambda: pid in self.alive,
+            signal=lambda number: self.signals.append((pid, number)),
+        )
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    clock = SimpleNamespace(
+        monotonic=lambda: made.now, time=lambda: made.now, sleep=made.sleep, strftime=time.strftime
+    )
+    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(supervisor, "ProcessId", made.process)
+    return made
+
+
+@pytest.fixture
+def watch(
+    store: Store, job_spec: JobSpec, no_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> Supervisor:
+    """The supervisor of a job with two ranks; nothing runs."""
+    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    job = service.submit(store, job_spec)
+    job.run_dir.create()
+    return Supervisor(store, store.get(job.id))
+
+
+def rank(number: int) -> RankStatus:
+    return RankStatus(
+        rank=number, pid=100 + number, started=0.0, host="h", device="cpu", phase="train", step=3,
+        heartbeat=0.0, progressed=0.0,
+    )  # fmt: skip
+
+
+# -- ranks that wait for a failed one ------------------------------------------------------------
+
+
+def test_ranks_that_wait_for_one_that_is_gone_are_ended_after_a_while(
+    watch: Supervisor, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [rank(0), rank(1)]
+    world.alive = {100, 101}
+    watch._end_the_stranded(ranks)
+    assert watch.failed_at is None, "all of them train"
+    world.alive = {101}
+    watch._end_the_stranded(ranks)
+    assert watch.failed_at == world.now
+    world.now += FAILURE_GRACE - 0.1
+    watch._end_the_stranded(ranks)
+    assert (world.signals, watch.ended_by_us) == ([], set()), "it may end by itself"
+    world.now += 0.1
+    watch._end_the_stranded(ranks)
+    assert (world.signals, watch.ended_by_us) == ([(101, signal.SIGKILL)], {1})
+    assert "ended ranks that waited for a failed one: [1]" in capsys.readouterr().err
+
+
+def test_a_rank_that_said_why_it_fails_is_not_one_that_waits(
+    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    world.alive = {100, 101}
+    errors: list[dict[str, Any]] = [{"rank": 0, "type": "ValueError"}]
+    monkeypatch.setattr(type(watch.job.run_dir), "rank_errors", lambda self: errors)
+    watch._end_the_stranded([rank(0), rank(1)])
+    assert watch.failed_at == world.now, "though all of them live"
+    world.now += FAILURE_GRACE
+    watch._end_the_stranded([rank(0), rank(1)])
+    assert watch.ended_by_us == {1}
+    errors.append({"rank": 1, "type": "ValueError"})
+    watch.ended_by_us.clear()
+    capsys.readouterr()
+    watch._end_the_stranded([rank(0), rank(1)])
+    assert watch.ended_by_us == set()
+    assert capsys.readouterr().err == "", "there is nothing to say"
+
+
+def test_ranks_that_have_all_ended_have_not_failed(watch: Supervisor, world: World) -> None:
+    watch._end_the_stranded([rank(0), rank(1)])
+    assert watch.failed_at is None
+
+
+# -- what the launcher left ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "before", "patience", "interrupted"),
+    [
+        (2, {}, 30.0, True),  # all ranks: they can still save
+        (3, {}, 30.0, True),  # and a process of one's own
+        (1, {}, 2.0, False),
+        (2, {"failed_at": 1.0}, 2.0, False),
+        (2, {"hang": "stood still"}, 2.0, False),
+        (2, {"stop_level": 1}, 30.0, True),
+        (2, {"stop_level": 2}, 30.0, False),
+        (2, {"stop_level": 3}, 0.0, False),  # the person will not wait
+    ],
+)
+def test_ranks_that_are_all_there_get_the_time_to_save(
+    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch, left: int,
+    before: dict[str, Any], patience: float, interrupted: bool,
+) -> None:  # fmt: skip
+    some = [world.process(200 + number) for number in range(left)]
+    ended: list[int] = []
+
+    def wait_gone(processes: list[Any], seconds: float) -> list[Any]:
+        world.now += seconds
+        return processes
+
+    def end(processes: list[Any], grace: float) -> list[Any]:
+        assert grace == 0
+        ended.extend(one.pid for one in processes)
+        return []
+
+    monkeypatch.setattr(supervisor.processes, "with_run_id", lambda run_id: some)
+    monkeypatch.setattr(supervisor.processes, "wait_gone", wait_gone)
+    monkeypatch.setattr(supervisor.processes, "end", end)
+    for name, value in before.items():
+        setattr(watch, name, value)
+    attempt: Any = SimpleNamespace(spec=SimpleNamespace(stop_grace_seconds=30.0))
+    begun = world.now
+    watch._clean_up(attempt)
+    assert world.now - begun == pytest.approx(patience, abs=0.25)
+    assert watch.interrupted is interrupted
+    pids = [one.pid for one in some]
+    assert world.signals == [(pid, signal.SIGTERM) for pid in pids]
+    assert ended == pids
+
+
+def test_nobody_is_waited_for_longer_than_the_longest_grace(
+    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    some = [world.process(200), world.process(201)]
+    monkeypatch.setattr(supervisor.processes, "with_run_id", lambda run_id: some)
+    monkeypatch.setattr(
+        supervisor.processes, "wait_gone", lambda left, seconds: (world.sleep(seconds), left)[1]
+    )
+    monkeypatch.setattr(supervisor.processes, "end", lambda left, grace: left[:1])
+    attempt: Any = SimpleNamespace(spec=SimpleNamespace(stop_grace_seconds=10 * TERM_GRACE))
+    watch._clean_up(attempt)
+    assert world.now - 1000.0 == pytest.approx(TERM_GRACE, abs=0.25)
+    assert "still alive after SIGKILL: [200]" in capsys.readouterr().err
+
+
+# -- the end -------------------------------------------------------------------------------------
+
+
+def test_an_end_that_cannot_be_recorded_is_recorded_later(
+    watch: Supervisor, world: World, store: Store, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """As on a full disk. Else the state would lie until someone looks."""
+    change, tries = store.change, 0
+
+    def fails_twice(*words: Any, **more: Any) -> bool:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise sqlite3.OperationalError("database or disk is full")
+        return change(*words, **more)
+
+    store.change(watch.job.id, State.STARTING, "starting")
+    monkeypatch.setattr(store, "change", fails_twice)
+    watch._finish(Outcome(State.FAILED, "the reason"))
+    job = store.get(watch.job.id)
+    assert (job.state, job.reason) == (State.FAILED, "the reason")
+    assert world.now == 1002.0, "a second between two tries"
+    said = capsys.readouterr().err
+    assert "failed: the reason\n" in said
+    assert said.count("could not record the end: database or disk is full\n") == 2

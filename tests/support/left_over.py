@@ -1,0 +1,51 @@
+"""Processes that tests have started, however they came to be: found, and ended for certain."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from jobs.processes import ProcessId, end
+
+
+def processes_of(folder: Path) -> list[ProcessId]:
+    """Every process, but this one, whose state or working directory is in `folder`.
+
+    Dashboards and queue keepers have the one, ranks and launchers both; supervisors of tests the
+    other (see `fakes.supervise`).
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        if path.name != str(os.getpid()) and _is_of(folder, path):
+            found.append(ProcessId.of(int(path.name)))
+    return [process for process in found if process is not None]
+
+
+def _is_of(folder: Path, process: Path) -> bool:
+    wanted = f"{folder}{os.sep}"
+    with suppress(OSError):  # it has ended, or is someone else's
+        if f"{os.readlink(process / 'cwd')}{os.sep}".startswith(wanted):
+            return True
+        for entry in (process / "environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name == b"FSDP_TUI_HOME":
+                return f"{os.fsdecode(value)}{os.sep}".startswith(wanted)
+    return False
+
+
+def end_all_of(folder: Path) -> None:
+    """Kill those processes, and what they start while they are killed, until there are none."""
+    unseen = 0
+    while unseen < 2:  # one that was forked during the first look is seen by the second
+        left = processes_of(folder)
+        unseen = 0 if left else unseen + 1
+        assert not end(left, grace=0), f"they cannot be killed: {left}"
+
+
+def name_of(process: ProcessId) -> str:
+    """Pid and command line, for people."""
+    with suppress(OSError):
+        line = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return f"{process.pid} {line.decode(errors='replace')}"
+    return f"{process.pid} ?"

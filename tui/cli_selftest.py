@@ -1,0 +1,73 @@
+"""`fsdp-tui selftest`: prove that this machine trains, with real jobs, in a few minutes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from jobs import selftest as jobs_selftest
+from jobs.doctor.finding import Verdict
+from jobs.doctor.terminal import environment_at_start
+from jobs.errors import UserError
+from jobs.paths import state_home
+from jobs.store import Store
+from tui.cli_doctor import facts, lines, read_names, style
+from tui.cli_words import JSON
+from tui.progress_line import ProgressLine
+
+if TYPE_CHECKING:
+    from jobs.doctor.finding import Finding
+
+_CPU_RANKS: Final = 2
+_INTERRUPTED: Final = 130  # exit status
+
+
+@click.command()
+@click.option("--gpus", metavar="0,1", help="Test these, by index or UUID; else all unused ones.")
+@click.option("--cpu", is_flag=True, help="Test CPU ranks, even where there are GPUs.")
+@click.option("--ranks", type=click.IntRange(1, 16), default=_CPU_RANKS, show_default=True,
+              help="Number of CPU ranks.")  # fmt: skip
+@JSON
+def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
+    """Prove that this machine trains: run it once on a new machine.
+
+    Real jobs on a small model: one device and all of them with each strategy, compared with each
+    other; stop and resume; the export in diffusers; a killed rank; on GPUs also out-of-memory,
+    bandwidth, step time and memory. About 3 minutes. Exit status: 0 when nothing fails, else 1.
+    """
+    store = Store()
+    chosen = [] if cpu else jobs_selftest.choose_gpus(store, read_names(gpus))
+    if gpus and cpu:
+        raise UserError("--gpus and --cpu exclude each other")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: jobs are stopped and removed
+        signal.signal(number, lambda *_: sys.exit(_INTERRUPTED))
+    look = style(environment_at_start(), tty=sys.stdout.isatty())
+    found: list[Finding] = []
+    started = time.monotonic()
+    with ProgressLine("self-test") as progress:
+        for finding in jobs_selftest.run(
+            store, chosen, len(chosen) or ranks,
+            say=lambda words: progress(len(found), jobs_selftest.COUNT, words),
+        ):  # fmt: skip
+            if not as_json:
+                progress.clear()
+                first = not found or found[-1].group != finding.group
+                click.echo("\n".join(lines(finding, look, first=first)))
+            found.append(finding)
+    counts = Counter(finding.verdict for finding in found)
+    if as_json:
+        click.echo(json.dumps(facts(found)))
+    else:
+        seconds = time.monotonic() - started
+        click.echo(
+            f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARN]} to look at, "
+            f"{counts[Verdict.OK]} well, in {seconds:.0f} s; "
+            f"written to {state_home() / jobs_selftest.REPORT}"
+        )
+    return 1 if counts[Verdict.FAIL] else 0

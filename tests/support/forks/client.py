@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, flock
 from pathlib import Path
@@ -166,10 +166,9 @@ class Ranks:
 
     def kill(self) -> None:
         """End those that are left, and wait for it."""
-        for rank, pid in enumerate(self.pids):
+        for rank, connection in enumerate(self._connections):
             if rank not in self.codes:
-                with suppress(ProcessLookupError):  # it ended, and its server has seen it
-                    os.kill(pid, signal.SIGKILL)
+                connection.shutdown(socket.SHUT_WR)  # the server kills what nobody asks for
         while len(self.codes) < len(self.pids):
             self._look(1)
         for connection in self._connections:

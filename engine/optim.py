@@ -144,19 +144,26 @@ def step_unless(optimizer: torch.optim.Optimizer, spoilt: torch.Tensor) -> None:
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that has made no step its tensors, and nothing else.
+    """Give parameters that have made no step their optimizer tensors, and change nothing else.
 
     To be called before `get_state_dict` and `set_state_dict`. Those fill an empty optimizer too,
     by a step with zero gradients at rate zero, but leave that step counted: as a tensor by Adam's,
-    as a plain number by Adafactor's, either of which bends the next real step. Rank-local, and
-    all ranks agree whether it does anything, since all have made the same steps.
+    as a plain number by Adafactor's, either of which bends the next real step. And a layer that
+    the model never uses (the text's last one, in Qwen-Image's last block) has no gradient, so that
+    a checkpoint would lack what loading it asks for. Rank-local, and all ranks agree whether it
+    does anything, since all have made the same steps.
     """
-    if optimizer.state or isinstance(optimizer, torch.optim.SGD):  # plain SGD never has any
+    if isinstance(optimizer, torch.optim.SGD):  # plain SGD never has any
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    empty = [p for p in parameters if p not in optimizer.state]
+    if not empty:
+        return
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
+        parameter.grad = None
+    for parameter in empty:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -165,7 +172,8 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    for state in optimizer.state.values():
+    for parameter in empty:
+        state = optimizer.state[parameter]
         if "step" in state:
             step = state["step"]
             state["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0

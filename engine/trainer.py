@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,6 +12,7 @@ from engine.sampling import Sampler
 from engine.validation_loss import ValidationLoss
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from engine.checkpoint import Saver
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
 
+_COLLECT_EVERY: Final = 50  # steps
 _REPLICAS_EVERY: Final = 200  # steps between comparisons of what is whole on several ranks
 
 
@@ -52,6 +56,10 @@ class Trainer:
         Returns:
             "completed" or "stopped".
         """
+        with collected_together():
+            return self._train()
+
+    def _train(self) -> str:
         self.training.model.train()
         if self.spec.validation_on_startup and self.training.step == 0:
             self.validate()
@@ -125,6 +133,8 @@ class Trainer:
         spec, step = self.spec, self.training.step
         if step >= spec.max_train_steps:
             return  # the end saves and samples by itself
+        if step % _COLLECT_EVERY == 0:
+            gc.collect(1)
         if step % _REPLICAS_EVERY == 0:
             check_replicas(self.training.trained(), self.world)
         if spec.checkpointing_steps and step % spec.checkpointing_steps == 0:
@@ -156,6 +166,7 @@ class Trainer:
         )  # fmt: skip
         with self.training.averaged():
             files = sampler.sample(self.training.model, target, step)
+        gc.collect(1)  # pipelines hold themselves, and the device's memory with them
         self.telemetry.emit("sample", step=step, directory=str(target), files=files)
 
     def sample_now(self) -> None:
@@ -200,3 +211,18 @@ class Trainer:
             measure=self.peaks.measure,
             peaks={name: [rank.get(name) for rank in everyone] for name in mine},
         )
+
+
+@contextmanager
+def collected_together() -> Iterator[None]:
+    """Within, Python collects garbage only when it is told to: all ranks at the same step.
+
+    By itself it would stop each rank for a moment at a time of its own, and all of them wait for
+    the one that stands. What exists by now is old: `gc.collect(1)` does not look at it again.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

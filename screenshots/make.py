@@ -59,6 +59,8 @@ async def take(options: argparse.Namespace, size: str, jobs: bool, scratch: Path
             os.environ |= {"FSDP_TUI_HOST": options.host, "FSDP_TUI_HOME": str(options.home)}
             app_on = running(FsdpTui(Store(options.home), select=options.select), (columns, rows))
         pilot: Pilot[None] = await stack.enter_async_context(app_on)
+        if options.home is not None:
+            await pilot.pause(3.0)  # a curve is drawn again after two seconds at the earliest
         if options.theme:
             pilot.app.theme = options.theme
         for scene in scenes:

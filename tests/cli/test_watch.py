@@ -16,6 +16,7 @@ from jobs import service
 from jobs.errors import UserError
 from tests.support.paths import ROOT
 from tests.support.tui import add_job
+from tests.support.waiting import PATIENCE
 from tui.watch import changed_objects, changed_sentences, in_words, sentence, watch
 
 if TYPE_CHECKING:
@@ -137,5 +138,5 @@ def test_it_goes_on_until_it_is_interrupted(watching: subprocess.Popen[str], sto
     service.stop(store, 1)
     assert "job 1 cats is stopped" in watching.stdout.readline()
     watching.send_signal(signal.SIGINT)
-    assert watching.wait(20) == 0
+    assert watching.wait(PATIENCE) == 0
     assert watching.stderr.read() == ""

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.waiting import PATIENCE
 
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("textual_serve")
@@ -135,7 +136,7 @@ def served(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     address = process.stdout.readline().split()[0]
     yield process, address
     process.terminate()
-    process.wait(20)
+    process.wait(PATIENCE)
 
 
 async def test_a_browser_gets_the_dashboard(served: tuple[subprocess.Popen[str], str]) -> None:

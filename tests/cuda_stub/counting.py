@@ -70,8 +70,8 @@ class Counting:
         run, phase = Stepper.run, Peaks.phase
         counting = self
 
-        def counted_run(stepper: Stepper) -> Any:
-            return counting._run(run, stepper)
+        def counted_run(*words: Any) -> Any:
+            return counting._run(run, *words)
 
         @contextmanager
         def counted_phase(peaks: Peaks, name: str) -> Iterator[None]:
@@ -108,11 +108,11 @@ class Counting:
             for place, name in enumerate(NAMES)
         }
 
-    def _run(self, run: Callable[[Any], Any], stepper: Any) -> Any:
+    def _run(self, run: Callable[..., Any], *words: Any) -> Any:
         before, self._in_step = self._snapshot(), True
         self._syncs.clear()  # of the last step alone
         try:
-            return run(stepper)
+            return run(*words)
         finally:
             self._in_step = False
             self._steps.append(_difference(before, self._snapshot()))

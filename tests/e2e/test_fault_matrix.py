@@ -47,6 +47,16 @@ SAVES_AT: Final = 8  # the step of the save that is disturbed
 SITE: Final = SUPPORT / "fakes" / "site"
 TARGETS: Final = ("dashboard", "runner", "supervisor", "launcher", "rank 0", "rank 1")
 MOMENTS: Final = ("start", "mid-run", "save")
+# Each target and each moment is in the fast tier: with the whole machine these are its seven.
+FAST: Final = {
+    ("dashboard", "mid-run"), ("runner", "start"), ("supervisor", "save"), ("launcher", "mid-run"),
+    ("rank 0", "save"), ("rank 1", "start"),
+}  # fmt: skip
+CELLS: Final = [
+    pytest.param(target, moment, marks=[] if (target, moment) in FAST else pytest.mark.slow)
+    for target in TARGETS
+    for moment in MOMENTS
+]
 
 
 @dataclass
@@ -126,7 +136,7 @@ class Bed:
         """The next look, and then the time until what is shown is what is.
 
         One look is enough: nobody looks again meanwhile. How long it takes is a matter of the
-        machine; `tests/bench/truth.py` measures it on a quiet one.
+        machine, and in the table that is printed; on a quiet one it is less than two seconds.
         """
         begun = time.monotonic()
         service.refresh(self.lab.store)
@@ -301,8 +311,7 @@ def runner_of(home: Path) -> ProcessId:
 # -- one process is killed -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "moment"), CELLS)
 def test_one_is_killed(lab: Lab, matrix: list[Row], target: str, moment: str) -> None:
     bed = prepare(lab, matrix, f"SIGKILL {target}", moment)
     victim: ProcessId | None = None
@@ -354,6 +363,7 @@ def steps(job: Job) -> list[int]:
 # -- signals to all ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_everything_gets_a_hang_up(lab: Lab, matrix: list[Row]) -> None:
     """Sent to each process; all go on, since what a supervisor ignores its children ignore."""
     bed = prepare(lab, matrix, "SIGHUP everything", "mid-run")
@@ -371,6 +381,7 @@ def test_everything_gets_a_hang_up(lab: Lab, matrix: list[Row]) -> None:
     assert lab.supervisor(bed.job) == everyone[1], "it was not replaced"
 
 
+@pytest.mark.slow
 def test_the_terminal_is_closed(lab: Lab, matrix: list[Row]) -> None:
     """As when an SSH connection drops: only the dashboard notices."""
     bed = prepare(lab, matrix, "SIGHUP terminal closed", "mid-run")
@@ -395,6 +406,7 @@ def test_everything_is_killed(lab: Lab, matrix: list[Row]) -> None:
     assert job.reason == f"everything was killed; resume continues after step {SEEDED}"
 
 
+@pytest.mark.slow
 def test_a_rank_is_suspended(lab: Lab, matrix: list[Row]) -> None:
     bed = prepare(
         lab, matrix, "SIGSTOP rank 1", "mid-run",
@@ -427,6 +439,7 @@ def small_disk(home: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(home)], check=True)
 
 
+@pytest.mark.slow
 def test_the_disk_is_full_while_saving(
     small_disk: Path, job_values: dict[str, Any], no_gpus: None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, matrix: list[Row],
@@ -455,6 +468,7 @@ def free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("auto_resume", [False, True], ids=["stays lost", "auto_resume"])
 def test_the_state_directory_of_a_machine_that_was_restarted(
     lab: Lab, tmp_path: Path, matrix: list[Row], auto_resume: bool

@@ -5,39 +5,32 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from engine.data.cache import TensorCache
+from engine.data.latents import _READ_AHEAD
 from jobs.rundir import RunDir
 from jobs.specfile import dump_spec, load_spec
 from tests.support.engine import start_ranks, toy_values
 from tests.support.forks.client import RanksFailedError
 from tests.support.ranks import data as data_ranks
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.support.forks.client import Ranks
 
 TIMEOUT: Final = 20.0  # seconds, of every collective
 DELAY: Final = 60.0  # seconds, of one rank while the caches are filled
-PATIENCE: Final = 600.0  # seconds; a slow machine under load, not an expectation
 VARIED: Final[dict[str, Any]] = {
     "random_flip": True, "crop": "random", "crop_variants": 2, "caption_dropout_probability": 0.1,
     "validation_prompts": ["a red circle"], "max_train_steps": 60,
 }  # fmt: skip
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
 
 
 class Folder:
@@ -56,7 +49,7 @@ class Folder:
         self, token: str, ranks: int, changes: dict[str, Any] | None = None, **options: Any
     ) -> list[dict[str, Any]]:
         """An attempt at the folder's run: what each rank says it did."""
-        self.start(token, ranks, changes, **options).join(PATIENCE)
+        self.start(token, ranks, changes, **options).join()
         files = [self.root / "run" / f"{token}-{rank}.json" for rank in range(ranks)]
         return [json.loads(file.read_text()) for file in files]
 
@@ -66,23 +59,19 @@ class Folder:
         values = self.values(ranks, **changes or {})
         return start_ranks(data_ranks.fill, ranks, values, self.root / "run", token, options)
 
-    def stop(
-        self, token: str, ranks: int, kind: str, options: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], float]:
-        """An attempt that is asked to stop after some files of a kind: what each rank says it
-        did, and how many seconds the last one took to leave.
+    def stop(self, token: str, ranks: int, kind: str, holds: str) -> list[dict[str, Any]]:
+        """An attempt that is asked to stop while each rank is at its third thing of a kind: what
+        each rank says it did.
         """
-        context = self.start(token, ranks, **options)
-        wait_until(lambda: len(self.files(kind)) >= 3)
+        context = self.start(token, ranks, holds=holds)
+        eventually(lambda: len(self.files(kind)) >= ranks * (data_ranks.HELD - 1))
         RunDir(self.root / "run").request("stop")
-        asked = time.time()
-        context.join(PATIENCE)
+        context.join()
         RunDir(self.root / "run").clear_request("stop")  # as the next attempt's launch does
-        facts = [
+        return [
             json.loads((self.root / "run" / f"{token}-{rank}.json").read_text())
             for rank in range(ranks)
         ]
-        return facts, max(said["at"] for said in facts) - asked
 
     def files(self, kind: str) -> dict[str, tuple[int, int]]:
         """Name → inode and time of change: a file that was written again has others."""
@@ -117,7 +106,7 @@ def computed(facts: list[dict[str, Any]]) -> tuple[int, int]:
 def test_ranks_fill_the_caches_once_together_and_nothing_is_left_to_do(
     ranks: int, folder: Folder
 ) -> None:
-    first = folder.fill("first", ranks, delay=0.01)
+    first = folder.fill("first", ranks, together=True)
     texts, latents = folder.files("text"), folder.files("latents")
     # 24 captions, a prompt and the empty caption; of each picture two sides, and two cuts where
     # there is something to cut.
@@ -147,9 +136,9 @@ def test_no_encoder_is_left_in_any_rank(folder: Folder) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_loses_only_its_current_file(folder: Folder) -> None:
-    context = folder.start("killed", 2, dies=30, delay=0.01)
+    context = folder.start("killed", 2, dies=30, holds="pictures", holder=0)
     with pytest.raises(RanksFailedError) as end:
-        context.join(PATIENCE)  # as a launcher does, this ends the other rank too
+        context.join()  # as a launcher does, this ends the other rank too
     assert end.value.codes == {1: -signal.SIGKILL}
     kept = {kind: folder.files(kind) for kind in ("text", "latents")}
     assert sum(map(len, kept.values())) >= 30
@@ -218,19 +207,21 @@ def test_a_job_that_sees_little_prepares_little(folder: Folder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("phase", "kind", "options"),
+    ("phase", "kind", "holds", "ahead"),
     [
-        ("encode", "text", {"delay": 0.5}),
-        ("latents", "latents", {"delay": 0.0, "picture_delay": 0.5}),
+        ("encode", "text", "texts", 0),
+        ("latents", "latents", "pictures", _READ_AHEAD),
     ],
 )
 def test_ranks_that_are_asked_to_stop_leave_together_and_go_on_later(
-    phase: str, kind: str, options: dict[str, Any], folder: Folder
+    phase: str, kind: str, holds: str, ahead: int, folder: Folder
 ) -> None:
-    stopped, took = folder.stop("stopped", 2, kind, options)
+    stopped = folder.stop("stopped", 2, kind, holds)
     assert [said["stopped"] for said in stopped] == [phase, phase]
     # Whatever a rank was at, and pictures that are read already; not a whole piece, nor the rest.
-    assert took < 5
+    for said in stopped:
+        assert len(said["texts"]) <= data_ranks.HELD or kind != "text"
+        assert said["pictures"] <= data_ranks.HELD + ahead
     kept = {kind: folder.files(kind) for kind in ("text", "latents")}
     assert computed(stopped) == (len(kept["text"]), len(kept["latents"]))
     assert len(kept[kind]) < {"text": 26, "latents": 48}[kind], "it had more to do"
@@ -257,9 +248,9 @@ def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder)
         folder.root / "run", folder.toy, {"each": 0.5}, shard_text_encoders=True,
         cache_dir=str(folder.cache), max_train_steps=12,
     )  # fmt: skip
-    wait_until(lambda: len(folder.files("text")) >= 3)
+    eventually(lambda: len(folder.files("text")) >= 3)
     RunDir(folder.root / "run").request("stop")
-    context.join(PATIENCE)
+    context.join()
     end = folder.events[-1]
     assert (end["kind"], end["reason"], end["step"]) == ("end", "stopped", 0)
     assert not [e for e in folder.events if e.get("name") == "encode" and e["state"] == "end"]
@@ -277,7 +268,7 @@ class Late:
 
     def end_of(self, phase: str) -> dict[str, Any]:
         """The event with which a phase ended, once the job has."""
-        self.context.join(PATIENCE)
+        self.context.join()
         events = read_events(self.root)
         assert (events[-1]["kind"], events[-1]["reason"]) == ("end", "completed")
         (end,) = [

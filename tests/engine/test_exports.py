@@ -8,6 +8,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
@@ -185,8 +186,12 @@ def test_a_full_export_is_a_pipeline_with_the_forward_of_the_trained_model(
     with torch.no_grad():
         trained = picture(FluxPipeline.from_pretrained(toy / "model", transformer=model))
     made = export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "export")
-    loaded = picture(FluxPipeline.from_pretrained(made.path))
-    assert (loaded == trained).all()
+    pipeline = FluxPipeline.from_pretrained(made.path)
+    weights = pipeline.transformer.state_dict()
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weights[n], tensor) for n, tensor in model.state_dict().items())
+    # Some processors round by where in memory a tensor begins, which in a mapped file is anywhere.
+    assert np.abs(picture(pipeline) - trained).max() < 1e-5
     model.save_pretrained(tmp_path / "stock", max_shard_size=3_000_000)
     ours = {p.name for p in (made.path / "transformer").iterdir()}
     assert ours == {p.name for p in (tmp_path / "stock").iterdir()}

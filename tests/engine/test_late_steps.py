@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine import control, run
+from engine import control, run, trainer
 from engine.control import Control
 from engine.families.flux import Flux
 from engine.run import run_job
@@ -91,6 +92,37 @@ def test_no_checkpoint_holds_a_step_that_was_not_finite(
     assert [step for step, _ in files.complete_checkpoints()] == [2]
     events = [json.loads(line) for line in files.events.read_text().splitlines()]
     assert [e["step"] for e in events if e["kind"] == "step"] == [1, 2, 3]
+
+
+def test_garbage_is_collected_at_the_same_steps_on_all_ranks(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected: list[int] = []
+    by_itself: set[bool] = set()
+    collect, step, predict = gc.collect, Stepper.run, Flux.predict
+    done = []
+
+    def note(*words: Any) -> int:
+        collected.append(len(done))
+        return collect(*words)
+
+    def run_step(self: Stepper, tell: Any) -> None:
+        step(self, tell)
+        done.append(1)
+
+    def look(*words: Any) -> torch.Tensor:
+        by_itself.add(gc.isenabled())
+        return predict(*words)
+
+    monkeypatch.setattr(trainer, "_COLLECT_EVERY", 2)
+    monkeypatch.setattr(run, "export_trained", lambda *words: None)
+    monkeypatch.setattr(Stepper, "run", run_step)
+    monkeypatch.setattr(Flux, "predict", look)
+    monkeypatch.setattr(trainer.gc, "collect", note)
+    train(tmp_path / "collected", toy)
+    assert by_itself == {False}
+    assert [n for n in collected if n] == [2, 4]
+    assert gc.isenabled()
 
 
 class _Work:

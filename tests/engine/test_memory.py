@@ -82,7 +82,11 @@ def test_an_echo_takes_what_its_block_does(
     assert phases_of(one) == pytest.approx(phases_of(every), rel=0.01)
     ends = [[e for e in t.timeline if not isinstance(e, Mark)][-1] for t in (one, every)]
     assert ends[0].gradients == ends[1].gradients
-    assert {end.activations for end in ends} == {0}, "all that was kept is freed"
+    # All that was kept is freed, but for the adapters in bf16, which the next forward fills again.
+    adapters = [w for unit in one.units for w in unit.weights if w.lora]
+    assert bool(adapters) == (kind == "lora")
+    narrow = sum(rounded(2 * weight.numel) for weight in adapters)
+    assert {end.activations for end in ends} == {narrow}
 
 
 @pytest.mark.slow

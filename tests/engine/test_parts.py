@@ -18,7 +18,7 @@ from engine.world import World
 from jobs.errors import UserError
 from jobs.rundir import RunDir
 from jobs.spec import JobSpec
-from tests.support.engine import Line, toy_spec
+from tests.support.engine import Line, parameter, toy_spec
 from tests.support.engine import save_checkpoint as save
 
 if TYPE_CHECKING:
@@ -78,6 +78,39 @@ def test_average_and_loss_scale_are_saved_and_restored(toy: Path, tmp_path: Path
     assert resumed.ema.shadow["weight"].item() != resumed.trained()["weight"].item()
     assert resumed.scaler is not None
     assert resumed.scaler.get_scale() == 1024.0
+
+
+def test_a_layer_that_the_model_never_uses_keeps_no_checkpoint_from_loading(
+    toy: Path, tmp_path: Path
+) -> None:
+    """It has no gradient, and so no optimizer state of its own; Qwen-Image's LoRA has one."""
+    spec = toy_spec(toy)
+    straight = start_training(spec, with_idle(), ALONE)
+
+    def step(training: Training) -> None:
+        training.model(torch.ones(1)).square().sum().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.step += 1
+
+    step(straight)
+    resumed = start_training(spec, with_idle(), ALONE)
+    checkpoint.load(resumed, save(straight, spec, RunDir(tmp_path)), ALONE)
+    for training in (straight, resumed):
+        step(training)
+    for mine, theirs in zip(
+        resumed.optimizer.state.values(), straight.optimizer.state.values(), strict=True
+    ):
+        assert {n: float(v) for n, v in mine.items()} == {n: float(v) for n, v in theirs.items()}
+    found = {name: p.item() for name, p in resumed.trained().items()}
+    assert found == {name: p.item() for name, p in straight.trained().items()}
+    assert found["idle"] == 1.0
+
+
+def with_idle() -> torch.nn.Module:
+    model = Line()
+    model.idle = parameter(1.0)
+    return model
 
 
 def test_an_average_wanted_only_now_begins_with_the_resumed_weights(

@@ -91,7 +91,7 @@ def test_gradients_travel_in_buckets_of_bounded_size(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], wanted: list[int]
 ) -> None:
     """The flat copy is what averaging takes of memory beside the gradients."""
-    monkeypatch.setattr(gradients, "_BUCKET", 8)
+    monkeypatch.setattr(gradients, "BUCKET", 8)
     tensors = [torch.zeros(size) for size in sizes]
     buckets = [list(bucket) for bucket in gradients._buckets(tensors)]
     assert [sum(tensor.numel() for tensor in bucket) for bucket in buckets] == wanted
@@ -101,7 +101,7 @@ def test_gradients_travel_in_buckets_of_bounded_size(
 def test_several_buckets_are_averaged_like_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gradients, "_BUCKET", 4)
+    monkeypatch.setattr(gradients, "BUCKET", 4)
 
     def work(rank: int) -> Any:
         sizes = ((2,), (3, 1), (2, 3), (1,))

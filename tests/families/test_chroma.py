@@ -37,12 +37,14 @@ def gradients(
         model = case.family.transformer_class().from_pretrained(
             case.paths.model, subfolder="transformer"
         )
+    spec = case.spec(lora_rank=4)
     if policy is not None:
-        checkpoint_activations(
-            model, case.spec(gradient_checkpointing=True, gradient_checkpointing_policy=policy)
+        spec = case.spec(
+            lora_rank=4, gradient_checkpointing=True, gradient_checkpointing_policy=policy
         )
+        checkpoint_activations(model, spec)
     model.requires_grad_(False)
-    add_lora(model, case.spec(lora_rank=4), case.family.LORA_TARGETS)
+    add_lora(model, spec, case.family.LORA_TARGETS)
     trained = [p for p in model.parameters() if p.requires_grad]
     drawn = torch.Generator().manual_seed(1)
     for parameter in trained:

@@ -103,7 +103,8 @@ def test_a_lora_is_exported_as_peft_loads_it(
     transformer = case.stock().transformer
     bare = forward(transformer, case)
     PeftModel.from_pretrained(transformer, exported.path)
-    assert torch.equal(forward(transformer, case), forward(model, case))
+    # Peft adds the adapter's product after it was rounded, our layer while it is summed up.
+    torch.testing.assert_close(forward(transformer, case), forward(model, case))
     assert not torch.allclose(bare, forward(model, case), atol=1e-2)
 
 

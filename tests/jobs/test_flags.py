@@ -18,8 +18,8 @@ from jobs.resume_plan import plan_resume
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from tests.support.checkpoints import save_checkpoint
+from tests.support.pilot import until
 from tests.support.spec_strategies import REQUIRED, VALUES
-from tests.support.tui import until
 from tests.support.tui_app import form
 from tui.cli import cli
 from tui.newjob import draft

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
 from jobs.errors import UserError
-from jobs.eventlog import EventLog
 from jobs.families import FAMILIES
 from jobs.imports import ai_toolkit, ai_toolkit_data, diffusers_script, simpletuner
 from jobs.imports import simpletuner_data as data_rules
@@ -25,12 +21,12 @@ from jobs.imports.imported import (
     import_simpletuner,
 )
 from jobs.imports.report import Kind, shown
-from jobs.rundir import RunDir
 from jobs.specfile import load_spec
 from tests.support.paths import IMPORT_EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from jobs.imports.report import Entry
 
@@ -856,53 +852,3 @@ def test_every_family_of_the_tables_is_spelled_as_here() -> None:
             assert set(names.values()) <= set(FAMILIES[family].flavours), family
     for family, flavour in ai_toolkit_rules._ARCHITECTURES.values():
         assert flavour is None or flavour in FAMILIES[family].flavours, flavour
-
-
-# -- on the toy ------------------------------------------------------------------------------
-
-STEPS: Final = 2
-
-
-@pytest.mark.e2e
-def test_an_imported_job_of_each_tool_trains_the_toy(toy: Path, tmp_path: Path) -> None:
-    """In one process, one after the other; only places and sizes are others than in the files."""
-    # The other tests here need no torch, and are done before it is loaded.
-    from tests.support.engine import start_ranks
-    from tests.support.ranks.checkpoint import train
-
-    jobs = []
-    for tool, name in (ALL[0], ALL[3], ALL[6]):
-        imported = example(tool, name)
-        path = tmp_path / f"{tool}.yaml"
-        path.write_text(imported.to_yaml())
-        spec = load_spec(
-            path,
-            {
-                "pretrained_model_name_or_path": str(toy / "model"),
-                "dataset": str(toy / "data"),
-                "datasets": None,
-                "cache_dir": str(tmp_path / "cache"),
-                "device": "cpu",
-                "mixed_precision": "no",
-                "max_train_steps": STEPS,
-                "lr_warmup_steps": 0,
-                "resolution": 64,
-                "max_sequence_length": 16,
-                "train_batch_size": 1,
-                "validation_resolution": 64,
-                "validation_num_inference_steps": 1,
-                "validation_prompts": [imported.spec.validation_prompts[0]],
-                "validation_on_startup": False,
-            },
-        )
-        jobs.append((str(tmp_path / tool), spec.to_dict(), None))
-    start_ranks(train, 1, jobs).join()
-    for name, values, _ in jobs:
-        run = RunDir(Path(name))
-        log = EventLog(run.events).read_all()
-        assert [step.step for step in log.steps] == [1, STEPS], name
-        assert np.isfinite([step.loss for step in log.steps]).all()
-        assert list(run.export.rglob("*.safetensors"))
-        (picture,) = (run.samples / f"step-{STEPS}").glob("*.png")
-        assert Image.open(picture).size == (64, 64)
-        assert values["model_family"] == "flux"

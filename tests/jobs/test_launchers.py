@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 
-from jobs import accelerate_file, bytecode, extra_args
+from jobs import bytecode
 from jobs.launchers import local
 from jobs.processes import RUN_ID_VARIABLE
 from jobs.rundir import RunDir
@@ -138,30 +137,6 @@ def test_the_config_file_alone_says_what_the_flags_say(
     assert ("fsdp_config" in config) == ("use_fsdp" in given)
     for key, value in config.get("fsdp_config", {}).items():
         assert given[key] == str(value).lower() or given[key] == value
-
-
-def test_accelerate_takes_every_flag_and_the_config(tmp_path: Path) -> None:
-    """Its own parsers are asked, so that a version with other names is noticed."""
-    from accelerate.commands.config.config_args import ClusterConfig
-    from accelerate.commands.launch import launch_command_parser
-
-    launch = build(
-        tmp_path, ["GPU-a", "GPU-b"], num_processes=2, fsdp_auto_wrap_policy="size",
-        accelerate_extra_args="--tee 3 --debug --num_cpu_threads_per_process=5",
-        accelerate_config={"rdzv_backend": "static", "same_network": True}, main_process_ip="::1",
-    )  # fmt: skip
-    read = launch_command_parser().parse_args(launch.command[launch.command.index("launch") + 1 :])
-    assert (read.tee, read.debug, read.num_cpu_threads_per_process) == ("3", True, 5)
-    assert (read.fsdp_auto_wrap_policy, read.training_script) == ("SIZE_BASED_WRAP", "engine")
-    assert sum("num_cpu_threads" in word for word in launch.command) == 1
-    (tmp_path / "a.yaml").write_text(yaml.safe_dump(launch.config))
-    config = ClusterConfig.from_yaml_file(str(tmp_path / "a.yaml"))
-    assert (config.same_network, config.main_process_ip) == (True, "::1")
-    parser = {action.dest for action in launch_command_parser()._actions}
-    assert {*extra_args.SWITCHES, *extra_args.WITH_VALUE} <= parser
-    known = set(ClusterConfig.__dataclass_fields__) - set(accelerate_file.FOREIGN)
-    ours = {*accelerate_file.SAME, *accelerate_file.READ, *accelerate_file.REST}
-    assert known <= ours, "accelerate has learnt something new"
 
 
 def test_a_callable_policy_is_the_engines_business(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_another_gpu_in_the_same_place_is_not_taken_for_the_first(nvml: StubNvml
 
 
 def test_a_look_at_eight_gpus_asks_little(nvml: StubNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dashboard asks every second; `tests/bench/cards.py` has the milliseconds."""
+    """The dashboard asks every second; `tests/bench/dashboard.py` measures that."""
     nvml.write([gpu(i, processes=[{"pid": os.getpid(), "memory": GIB}]) for i in range(8)])
     devices.gpus()
     functions = [name for name in dir(pynvml) if re.match("nvml(Init|Device|System)", name)]

@@ -7,6 +7,8 @@ from typing import Final
 # The slowest files, slowest first. A file is the unit that a worker takes: started last, one of
 # these would keep one worker busy for minutes while the other has nothing left to do.
 SLOWEST_FIRST: Final = (
+    "cuda/test_jobs.py",
+    "cuda/test_launched.py",
     "families/test_ranks.py",
     "e2e/test_training.py",
     "engine/test_parity.py",
@@ -32,7 +34,7 @@ SLOWEST_FIRST: Final = (
     "engine/test_toy.py",
     "jobs/test_estimate.py",
     "e2e/test_fault_matrix.py",
-    "jobs/test_imports.py",
+    "e2e/test_imports.py",
     "doctor/test_ranks.py",
     "engine/test_text_encoders.py",
     "engine/test_sampling_ranks.py",

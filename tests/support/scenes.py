@@ -17,7 +17,8 @@ from textual.command import CommandPalette
 from jobs.memory.fit import Verdict
 from jobs.store import Store
 from tests.support.made_up_server import Clock, make_up, nobody_starts
-from tests.support.tui import FakeGpus, until
+from tests.support.pilot import driven, rest, until
+from tests.support.tui import FakeGpus, look_every
 from tui.app import FsdpTui
 from tui.newjob.fit import FitBars
 
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
     from textual.pilot import Pilot
     from textual.strip import Strip
 
+_HOUR: Final = 3600.0
 RUNNING: Final = 3  # the job that is selected
-STILL: Final = 0.25  # seconds without change; what threads bring has come by then
-WITHIN: Final = 30.0  # seconds; a slow machine under load, not an expectation
 _UNSET: Final = ("NO_COLOR", "TMUX", "SSH_CONNECTION", "SSH_TTY")
 _HOMES: Final = ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME")
 
@@ -167,6 +167,7 @@ async def opened(
         cards = make_up(store, root / "data", clock) if jobs else FakeGpus(4)
         clock.pace = 0.0
         nobody_starts(patch, cards)
+        look_every(patch, _HOUR)  # nothing changes; what is opened is looked at once
         async with running(FsdpTui(store, select=RUNNING if jobs else None), size) as pilot:
             yield pilot
     time.tzset()
@@ -175,25 +176,23 @@ async def opened(
 @asynccontextmanager
 async def running(app: FsdpTui, size: tuple[int, int]) -> AsyncIterator[Pilot[None]]:
     """The app, once all of its panels have something to show."""
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0, WITHIN)
-        await pilot.pause(3.0)  # the curve is drawn anew after two seconds at the earliest
+    async with driven(app, size) as pilot:
+        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
+        await rest(app)
         yield pilot
 
 
 async def show(pilot: Pilot[None], scene: Scene) -> None:
-    """Open a scene, and wait until it stands still."""
+    """Open a scene, and wait until nothing on it will change any more."""
     app = pilot.app
     assert isinstance(app, FsdpTui)
     for key in scene.keys:
         if isinstance(key, str):
             await pilot.press(key)
+            await rest(app)
         else:
-            await until(pilot, lambda true=key: true(app), WITHIN)  # type: ignore[misc]
-    last, deadline = None, time.monotonic() + WITHIN
-    while app.screen.has_class("-looking") or last != (last := _sight(pilot)):
-        assert time.monotonic() < deadline, f"{scene.name} does not stand still"
-        await pilot.pause(STILL)
+            await until(pilot, lambda true=key: true(app))  # type: ignore[misc]
+    await rest(app)
 
 
 async def leave(pilot: Pilot[None], scene: Scene) -> None:
@@ -202,9 +201,5 @@ async def leave(pilot: Pilot[None], scene: Scene) -> None:
     assert isinstance(app, FsdpTui)
     for key in scene.leave:
         await pilot.press(key)
-    await until(pilot, lambda: app.screen is app.dashboard, WITHIN)
-
-
-def _sight(pilot: Pilot[None]) -> list[Any]:
-    """What is shown, for comparison; a picture takes a tenth of a second to make."""
-    return [list(strip) for strip in _strips(pilot.app)]
+        await rest(app)
+    await until(pilot, lambda: app.screen is app.dashboard)

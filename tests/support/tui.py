@@ -1,11 +1,11 @@
-"""For tests of the dashboard: made-up run directories (real files, no process), and waiting."""
+"""For tests of the dashboard: made-up run directories (real files, no process)."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.rundir import RankStatus, RunDir, event, write_atomic
 from jobs.states import State
@@ -14,30 +14,47 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.fakes.supervise import start_nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pytest
-    from textual.pilot import Pilot
 
     from jobs.store import Job, Store
 
 GIB = 2**30
 
 
-async def until(pilot: Pilot[Any], true: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for a condition; fail when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await pilot.pause(0.01)
+# Seconds between two looks at something, in tests that change it.
+_PERIODS: Final = {
+    "tui.collector.PERIOD": 0.05,
+    "tui.job.look.PERIOD": 0.1,
+    "tui.checkpoints.pane._EVERY": 0.05,
+    "tui.dashboard.log_view._LOOK_EVERY": 0.02,
+    "tui.plots.reading._EVERY": 0.02,
+}
+# Seconds that the dashboard waits for more of the same before it does something.
+_DELAYS: Final = {
+    "tui.plots.panel._REDRAW_EVERY": 0.02,
+    "tui.data.pictures_panel._DRAW_AFTER": 0.005,
+    "tui.newjob.screen._CHECK_AFTER": 0.02,
+    "tui.newjob.fit._SETTLES_IN": 0.02,
+}
 
 
 def nothing_starts(patch: pytest.MonkeyPatch) -> None:
-    """No job gets a process, and none is missed; jobs are looked at every few milliseconds."""
+    """No job gets a process, and none is missed; all is looked at every few milliseconds."""
     start_nothing(patch)
     patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    patch.setattr("tui.collector.PERIOD", 0.05)
+    look_every(patch)
+
+
+def look_every(patch: pytest.MonkeyPatch, seconds: float | None = None) -> None:
+    """Let everything be looked at so often, by default every few milliseconds; draw at once."""
+    for name, usual in _PERIODS.items():
+        patch.setattr(name, usual if seconds is None else seconds)
+    for name, delay in _DELAYS.items():
+        patch.setattr(name, delay)
+    patch.setattr("tui.dashboard.panels.redraw_after", lambda *_: 0.0)
 
 
 def add_job(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.tui import (
-    nothing_starts,
-)
+from tests.support.tui import nothing_starts
 from tui.newjob.fit import Look
 
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    """Nothing starts, and a snapshot is made every few milliseconds."""
+    """Nothing starts, and all is looked at every few milliseconds."""
     nothing_starts(monkeypatch)
-    monkeypatch.setattr("tui.dashboard.log_view._LOOK_EVERY", 0.02)
     monkeypatch.setenv("FSDP_TUI_HOST", "node")
     # Predicting memory takes a process with torch.
     monkeypatch.setattr("tui.newjob.fit.look", lambda values, *_: Look(values))

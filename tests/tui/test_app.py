@@ -19,23 +19,21 @@ from jobs.rundir import event
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from tests.support.paths import ROOT
+from tests.support.pilot import until
 from tests.support.tui import (
     FakeGpus,
     add_job,
     append_events,
-    until,
     write_checkpoint,
     write_log,
     write_rank,
     write_steps,
 )
-from tests.support.tui_app import error_of, field, form, running, said
+from tests.support.tui_app import error_of, field, form, running, said, shown
 from tui import collector
-from tui.app import FsdpTui
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.log_view import LogView
 from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
-from tui.format import plain
 from tui.modals.confirm import ConfirmScreen
 from tui.modals.help import HelpScreen
 from tui.newjob.screen import NewJobScreen
@@ -47,13 +45,9 @@ if TYPE_CHECKING:
     from jobs.resume_plan import Plan
     from jobs.spec import JobSpec
     from jobs.store import Store
-    from tui.widgets.lines import Lines
+    from tui.app import FsdpTui
 
 pytestmark = pytest.mark.usefixtures("no_processes")
-
-
-def shown(panel: Lines) -> str:
-    return "\n".join(plain(row) for row in panel.rows)
 
 
 def jobs_of(app: FsdpTui) -> JobsPanel:
@@ -151,7 +145,6 @@ async def test_a_second_look_at_the_same_things_paints_nothing(
     write_rank(job, 0, step=30)
     async with running(store) as (app, pilot):
         await until(pilot, lambda: "step 30" in shown(app.dashboard.query_one(DevicesPanel)))
-        await pilot.pause()
         painted: list[str] = []
         for widget in app.dashboard.query("*"):
 
@@ -451,9 +444,7 @@ async def test_the_footer_can_be_clicked_and_dims_what_does_not_fit(store: Store
 
 async def test_quitting_asks_nothing_and_stops_nothing(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
-    app = FsdpTui(store)
-    async with app.run_test() as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
+    async with running(store, (80, 24)) as (app, pilot):
         await pilot.press("q")
         await until(pilot, lambda: not app.is_running)
     assert store.get(job.id).state is State.RUNNING

@@ -17,12 +17,13 @@ from jobs.caches import Cache, Cleared
 from jobs.errors import StateError, UserError
 from jobs.paths import cache_home
 from jobs.states import State
-from tests.support.tui import add_job, nothing_starts, until
-from tui.app import FsdpTui
+from tests.support.pilot import until
+from tests.support.tui import add_job
+from tests.support.tui_app import all_said, question, running
+from tests.support.waiting import PATIENCE
 from tui.caches.rows import amount, cache_rows, freed
 from tui.caches.screen import CachesScreen
 from tui.format import plain
-from tui.modals.confirm import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -30,14 +31,12 @@ if TYPE_CHECKING:
     from textual.pilot import Pilot
 
     from jobs.store import Store
+    from tui.app import FsdpTui
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    """No job starts."""
-    nothing_starts(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 class Caches:
@@ -73,7 +72,7 @@ class Caches:
 
     def clear(self, store: Store, names: Sequence[str], *, force: bool = False) -> Cleared:
         assert not force
-        assert self.allowed.wait(20)
+        assert self.allowed.wait(PATIENCE)
         self.cleared.append([*names])
         if self.refusal is not None:
             raise self.refusal
@@ -98,9 +97,7 @@ async def opened(
     store: Store, size: tuple[int, int] = (80, 24)
 ) -> AsyncIterator[tuple[FsdpTui, Pilot[None], CachesScreen]]:
     """The screen over the dashboard, with what it found."""
-    app = FsdpTui(store)
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
+    async with running(store, size) as (app, pilot):
         await pilot.press("C")
         await until(pilot, lambda: isinstance(app.screen, CachesScreen) and app.screen.is_mounted)
         screen = app.screen
@@ -109,19 +106,8 @@ async def opened(
         yield app, pilot, screen
 
 
-async def question(app: FsdpTui, pilot: Pilot[None]) -> ConfirmScreen:
-    await until(pilot, lambda: isinstance(app.screen, ConfirmScreen) and app.screen.is_mounted)
-    screen = app.screen
-    assert isinstance(screen, ConfirmScreen)
-    return screen
-
-
 def text_of(screen: CachesScreen, name: str) -> str:
     return str(screen.query_one(f"#cache-{name}", Static).content)
-
-
-def said(app: FsdpTui) -> str:
-    return "\n".join(notice.message for notice in app._notifications)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -156,7 +142,7 @@ async def test_what_clearing_freed_is_told_twice(store: Store, caches: Caches) -
         told = "freed 3.2 GiB in 640 files from the latents cache"
         await until(pilot, lambda: text_of(screen, "status") == told)
         assert caches.cleared == [["latents"]]
-        await until(pilot, lambda: told in said(app))
+        await until(pilot, lambda: told in all_said(app))
         await until(pilot, lambda: text_of(screen, "totals").startswith("41 KiB in 13 files"))
 
 
@@ -197,7 +183,7 @@ async def test_clearing_is_refused_while_jobs_run_and_the_screen_says_why(
         reason = "job 3 is running and may be using it; stop it first"
         await until(pilot, lambda: text_of(screen, "status") == f"nothing was cleared: {reason}")
         assert screen.query_one("#cache-status").has_class("-refused")
-        await until(pilot, lambda: reason in said(app))
+        await until(pilot, lambda: reason in all_said(app))
         caches.refusal = None
         await pilot.press("x")
         await question(app, pilot)
@@ -226,7 +212,7 @@ async def test_a_failure_of_ours_does_not_lock_the_screen(store: Store, caches: 
         await question(app, pilot)
         await pilot.press("y")
         await until(pilot, lambda: text_of(screen, "status") == "clearing failed")
-        await until(pilot, lambda: "KeyError: 'latents'" in said(app))
+        await until(pilot, lambda: "KeyError: 'latents'" in all_said(app))
         await pilot.press("x")
         await question(app, pilot)
 
@@ -241,12 +227,13 @@ async def test_clearing_goes_on_when_the_screen_is_left_and_is_asked_for_once(
         await pilot.press("y")
         await until(pilot, lambda: text_of(screen, "status") == "clearing detection …")
         await pilot.press("x", "a")
-        await pilot.pause()
         assert app.screen is screen
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.dashboard)
         caches.allowed.set()
-        await until(pilot, lambda: "freed 40 KiB in 1 file from the detection cache" in said(app))
+        await until(
+            pilot, lambda: "freed 40 KiB in 1 file from the detection cache" in all_said(app)
+        )
         assert caches.cleared == [["detection"]]
 
 
@@ -264,9 +251,7 @@ async def test_caches_that_cannot_be_read_are_told(store: Store, caches: Caches)
 
 async def test_the_palette_leads_to_the_caches(store: Store, caches: Caches) -> None:
     add_job(store, state=State.COMPLETED)
-    app = FsdpTui(store)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
+    async with running(store, (80, 24)) as (app, pilot):
         commands = app.get_system_commands(app.dashboard)
         await next(command for command in commands if command.title.endswith("(C)")).callback()
         await until(pilot, lambda: isinstance(app.screen, CachesScreen))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,9 @@ from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from jobs.tools import Cancelled
 from tests.support.checkpoints import save_checkpoint
-from tests.support.tui import add_job, nothing_starts, until
-from tui.app import FsdpTui
+from tests.support.pilot import until
+from tests.support.tui import add_job
+from tests.support.tui_app import all_said, question, running, shown
 from tui.checkpoints.pane import CheckpointsPane
 from tui.checkpoints.rows import checkpoint_rows, progress_row
 from tui.checkpoints.words import about
@@ -30,23 +30,19 @@ from tui.newjob.screen import NewJobScreen
 from tui.widgets.bars import KeyBar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
     from textual.pilot import Pilot
     from textual.widget import Widget
 
     from jobs.store import Job, Store
+    from tui.app import FsdpTui
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    """No job starts, and everything is looked at every few milliseconds."""
-    nothing_starts(monkeypatch)
-    monkeypatch.setattr("tui.checkpoints.pane._EVERY", 0.05)
-    monkeypatch.setattr("tui.job.look.PERIOD", 0.1)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 @pytest.fixture
@@ -59,16 +55,6 @@ def job(store: Store, job_values: dict[str, Any]) -> Job:
     return job
 
 
-@asynccontextmanager
-async def running(
-    store: Store, size: tuple[int, int] = (120, 40)
-) -> AsyncIterator[tuple[FsdpTui, Pilot[None]]]:
-    app = FsdpTui(store)
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0 and app.dashboard.selected)
-        yield app, pilot
-
-
 async def opened(app: FsdpTui, pilot: Pilot[None]) -> CheckpointsPane:
     """Open the tab and wait for what it finds."""
     await pilot.press("c")
@@ -76,17 +62,6 @@ async def opened(app: FsdpTui, pilot: Pilot[None]) -> CheckpointsPane:
     screen = app.screen.query_one(CheckpointsPane)
     await until(pilot, lambda: screen.panel.rows or screen.has_class("-nothing"))
     return screen
-
-
-async def question(app: FsdpTui, pilot: Pilot[None]) -> ConfirmScreen:
-    await until(pilot, lambda: isinstance(app.screen, ConfirmScreen) and app.screen.is_mounted)
-    screen = app.screen
-    assert isinstance(screen, ConfirmScreen)
-    return screen
-
-
-def shown(screen: CheckpointsPane) -> str:
-    return "\n".join(plain(row) for row in screen.panel.rows)
 
 
 def text_of(screen: CheckpointsPane, name: str) -> str:
@@ -101,10 +76,6 @@ def line_of(pane: CheckpointsPane, name: str) -> Widget:
 
 def status_of(screen: CheckpointsPane) -> str:
     return "\n".join(plain(row) for row in screen.status.rows)
-
-
-def said(app: FsdpTui) -> str:
-    return "\n".join(notice.message for notice in app._notifications)
 
 
 def names(job: Job) -> list[str]:
@@ -126,7 +97,7 @@ async def test_the_list_has_room_and_marks_what_a_resume_takes(
         assert text_of(screen, "title").startswith("job 1 cats  ■ stopped")
         assert text_of(screen, "totals").startswith("103 checkpoints, ")
         assert len(text_of(screen, "totals")) <= 78
-        heading, newest, following, *_ = shown(screen).splitlines()
+        heading, newest, following, *_ = shown(screen.panel).splitlines()
         assert heading.split()[:3] == ["checkpoint", "age", "size"]
         assert newest.split()[0] == "step-139.rewound"
         assert newest.rstrip().endswith("set aside (rewound)")
@@ -140,7 +111,6 @@ async def test_the_list_has_room_and_marks_what_a_resume_takes(
         assert screen.panel.size.height > size[1] // 2
         await pilot.press("G")
         await until(pilot, lambda: screen.panel.index == 102)
-        await pilot.pause()
         lines = [screen.panel.render_line(y).text for y in range(screen.panel.size.height)]
         assert lines[0].split()[0] == "checkpoint", "the heading stays"
         assert any(line.startswith("▸") and "step-10" in line for line in lines)
@@ -154,12 +124,12 @@ async def test_new_ones_appear_while_the_job_runs(store: Store, job: Job) -> Non
         screen = await opened(app, pilot)
         assert "running" in text_of(screen, "title")
         await pilot.press("j")
-        await until(pilot, lambda: "▸   step-20" in shown(screen))
+        await until(pilot, lambda: "▸   step-20" in shown(screen.panel))
         save_checkpoint(job.run_dir, 40)
-        await until(pilot, lambda: "  → step-40" in shown(screen))
-        assert "▸   step-20" in shown(screen), "the same one stays highlighted"
+        await until(pilot, lambda: "  → step-40" in shown(screen.panel))
+        assert "▸   step-20" in shown(screen.panel), "the same one stays highlighted"
         await pilot.press("s")
-        await until(pilot, lambda: "job 1 is running; stop it first" in said(app))
+        await until(pilot, lambda: "job 1 is running; stop it first" in all_said(app))
         store.change(job.id, State.STOPPED, "")
         await until(pilot, lambda: "stopped" in text_of(screen, "title"))
 
@@ -170,16 +140,14 @@ async def test_there_may_be_nothing_to_see(store: Store, job: Job) -> None:
         screen = await opened(app, pilot)
         assert text_of(screen, "problem").startswith("No checkpoints yet.")
         await pilot.press("s", "v", "e", "r", "j", "G")
-        await pilot.pause()
         assert app.screen is screen.screen
         save_checkpoint(job.run_dir, 10)
-        await until(pilot, lambda: "step-10" in shown(screen))
+        await until(pilot, lambda: "step-10" in shown(screen.panel))
         assert not screen.query_one("#ckpt-problem").display
         shutil.rmtree(job.run_dir.root)
         await until(pilot, lambda: "the run directory of the job is gone" in
                     text_of(screen, "problem"))  # fmt: skip
         await pilot.press("s", "r")
-        await pilot.pause()
         assert app.screen is screen.screen
         store.remove(job.id)
         await until(pilot, lambda: "there is no job 1" in text_of(screen, "problem"))
@@ -209,7 +177,9 @@ async def test_a_job_goes_back_after_a_question(store: Store, job: Job) -> None:
         await question(app, pilot)
         await pilot.press("y")
         await until(pilot, lambda: app.screen is app.dashboard)
-        await until(pilot, lambda: "resumed after step 10" in said(app) or "job 1 is" in said(app))
+        await until(
+            pilot, lambda: "resumed after step 10" in all_said(app) or "job 1 is" in all_said(app)
+        )
         assert names(job) == ["step-10", "step-20.rewound", "step-30.rewound"]
 
 
@@ -219,9 +189,9 @@ async def test_what_cannot_be_is_told_and_nothing_is_asked(store: Store, job: Jo
     async with running(store) as (app, pilot):
         screen = await opened(app, pilot)
         await pilot.press("s")
-        await until(pilot, lambda: "cannot go on from step-20: lora_rank" in said(app))
+        await until(pilot, lambda: "cannot go on from step-20: lora_rank" in all_said(app))
         await pilot.press("k", "s")
-        await until(pilot, lambda: "step-30.rewound is set aside; rename it" in said(app))
+        await until(pilot, lambda: "step-30.rewound is set aside; rename it" in all_said(app))
         assert app.screen is screen.screen
 
 
@@ -232,7 +202,6 @@ async def test_the_start_key_tells_what_changes(store: Store, job: Job) -> None:
         asked = await question(app, pilot)
         assert "seed: 42 → 7" in asked.detail
         app.dashboard.post_message(app.dashboard.Planned(plan_resume(store, job.id)))
-        await pilot.pause()
         assert len(app.screen_stack) == 2, "whoever presses the key twice is asked once"
         await pilot.press("y")
         await until(pilot, lambda: app.screen is app.dashboard)
@@ -248,7 +217,7 @@ async def test_the_start_key_asks_nothing_where_nothing_changes(store: Store, jo
 
 
 async def test_a_long_list_of_changes_leaves_room_for_the_answers(store: Store) -> None:
-    async with running_empty(store) as (app, pilot):
+    async with running(store, (80, 24)) as (app, pilot):
         detail = "\n".join(f"learning_rate: {n} → {n + 1}" for n in range(60))
         answers: list[bool | None] = []
         app.push_screen(ConfirmScreen("Go on?", detail, "go on", refuse="do not"), answers.append)
@@ -260,14 +229,6 @@ async def test_a_long_list_of_changes_leaves_room_for_the_answers(store: Store) 
         await until(pilot, lambda: answers == [False])
 
 
-@asynccontextmanager
-async def running_empty(store: Store) -> AsyncIterator[tuple[FsdpTui, Pilot[None]]]:
-    app = FsdpTui(store)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
-        yield app, pilot
-
-
 # -- verifying -----------------------------------------------------------------------------
 
 
@@ -277,14 +238,14 @@ async def test_every_byte_is_read_when_asked(store: Store, job: Job) -> None:
     async with running(store) as (app, pilot):
         screen = await opened(app, pilot)
         await pilot.press("v")
-        await until(pilot, lambda: "step-30: verified" in said(app))
-        await until(pilot, lambda: "verified" in shown(screen).splitlines()[1])
+        await until(pilot, lambda: "step-30: verified" in all_said(app))
+        await until(pilot, lambda: "verified" in shown(screen.panel).splitlines()[1])
         await pilot.press("j", "v")
-        await until(pilot, lambda: "step-20: damaged: __0_0.distcp has other" in said(app))
-        await until(pilot, lambda: "damaged: __0_0" in shown(screen).splitlines()[2])
+        await until(pilot, lambda: "step-20: damaged: __0_0.distcp has other" in all_said(app))
+        await until(pilot, lambda: "damaged: __0_0" in shown(screen.panel).splitlines()[2])
         shutil.rmtree(job.run_dir.checkpoint(30))
         save_checkpoint(job.run_dir, 30)
-        await until(pilot, lambda: "complete" in shown(screen).splitlines()[1])
+        await until(pilot, lambda: "complete" in shown(screen.panel).splitlines()[1])
 
 
 @pytest.fixture
@@ -320,7 +281,7 @@ async def test_reading_shows_how_far_it_is_and_can_be_given_up(
         await until(pilot, slow.ended.is_set)
         await until(pilot, lambda: not screen.status.rows)
         assert slow.reads == 1
-        assert "verified" not in said(app)
+        assert "verified" not in all_said(app)
 
 
 @pytest.mark.parametrize("key", ["escape", "quit"])
@@ -372,8 +333,8 @@ async def test_an_export_goes_on_when_the_screen_is_closed(
         screen = await opened(app, pilot)
         await until(pilot, lambda: "exporting step-20 ━" in status_of(screen))
         exporter.go.set()
-        await until(pilot, lambda: "step 20 of job 1 is exported to " in said(app))
-        assert "this is a warning" in said(app)
+        await until(pilot, lambda: "step 20 of job 1 is exported to " in all_said(app))
+        assert "this is a warning" in all_said(app)
         await until(pilot, lambda: not screen.status.rows)
         assert exporter.calls == [(1, 20)]
 
@@ -384,7 +345,7 @@ async def test_an_export_is_given_up_by_the_same_key(store: Store, job: Job, exp
         await pilot.press("e")
         await until(pilot, lambda: "stop exporting" in text_of(screen, "keys"))
         await pilot.press("e")
-        await until(pilot, lambda: "the export of step 30 of job 1 was cancelled" in said(app))
+        await until(pilot, lambda: "the export of step 30 of job 1 was cancelled" in all_said(app))
         assert len(exporter.calls) == 1
 
 
@@ -403,7 +364,7 @@ async def test_an_export_that_fails_is_told(
     async with running(store) as (app, pilot):
         await opened(app, pilot)
         await pilot.press("e")
-        await until(pilot, lambda: text in said(app))
+        await until(pilot, lambda: text in all_said(app))
         assert not app.dashboard.exports.running
 
 
@@ -432,9 +393,9 @@ async def test_one_is_deleted_after_a_question(store: Store, job: Job) -> None:
         await pilot.press("r")
         await question(app, pilot)
         await pilot.press("y")
-        await until(pilot, lambda: "step-20" not in shown(screen))
+        await until(pilot, lambda: "step-20" not in shown(screen.panel))
         assert names(job) == ["step-10", "step-30"]
-        assert "▸   step-10" in shown(screen), "the next one takes its place"
+        assert "▸   step-10" in shown(screen.panel), "the next one takes its place"
 
 
 async def test_one_that_is_gone_already_is_told(store: Store, job: Job) -> None:
@@ -444,7 +405,7 @@ async def test_one_that_is_gone_already_is_told(store: Store, job: Job) -> None:
         await question(app, pilot)
         shutil.rmtree(job.run_dir.checkpoint(30))
         await pilot.press("y")
-        await until(pilot, lambda: "job 1 has no checkpoint step-30" in said(app))
+        await until(pilot, lambda: "job 1 has no checkpoint step-30" in all_said(app))
 
 
 async def test_a_queued_job_keeps_its_newest(store: Store, job: Job) -> None:
@@ -455,7 +416,7 @@ async def test_a_queued_job_keeps_its_newest(store: Store, job: Job) -> None:
         await pilot.press("r")
         assert "what the job would go on after" in (await question(app, pilot)).detail
         await pilot.press("y")
-        await until(pilot, lambda: "is its newest complete checkpoint" in said(app))
+        await until(pilot, lambda: "is its newest complete checkpoint" in all_said(app))
         assert len(names(job)) == 3
 
 
@@ -473,7 +434,7 @@ async def test_the_form_tells_what_beginning_from_another_job_changes(
         await until(pilot, lambda: form.focused is not None)
         form.fields.put({"resume_from_checkpoint": "1:20", "seed": 7})
         await pilot.press("ctrl+r")
-        await until(pilot, lambda: "the result changes: seed: 42 → 7" in said(app))
+        await until(pilot, lambda: "the result changes: seed: 42 → 7" in all_said(app))
         assert len(store.all()) == 2
 
 
@@ -486,14 +447,14 @@ async def test_a_key_asks_for_samples(store: Store) -> None:
         assert "sample" in str(app.dashboard.query_one(KeyBar).content)
         await pilot.press("p")
         await until(pilot, lambda: job.run_dir.requested("sample_now"))
-        await until(pilot, lambda: "job 1 samples its prompts at the next step" in said(app))
+        await until(pilot, lambda: "job 1 samples its prompts at the next step" in all_said(app))
 
 
 async def test_a_job_that_does_not_run_samples_nothing(store: Store, job: Job) -> None:
     async with running(store, (80, 24)) as (app, pilot):
         assert "sample" not in str(app.dashboard.query_one(KeyBar).content)
         await pilot.press("p")
-        await until(pilot, lambda: "cannot sample now" in said(app))
+        await until(pilot, lambda: "cannot sample now" in all_said(app))
 
 
 # -- rows ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -19,8 +18,9 @@ from jobs.service import Progress
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from jobs.tools import DataLook
-from tests.support.tui import add_job, nothing_starts, until
-from tui.app import FsdpTui
+from tests.support.pilot import rest, until
+from tests.support.tui import add_job
+from tests.support.tui_app import another_look, running, shown
 from tui.dashboard.activity_rows import activity_rows
 from tui.data.buckets_panel import BucketsPanel
 from tui.data.rows import bucket_rows, finding_rows, looking_row
@@ -32,34 +32,20 @@ from tui.newjob.screen import NewJobScreen
 from tui.snapshot import JobView
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from textual.pilot import Pilot
 
     from jobs.store import Store
+    from tui.app import FsdpTui
     from tui.format import Row
-    from tui.widgets.lines import Lines
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 BACK = (24, 26, 30)
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    """No job starts, a snapshot is made every few milliseconds, pictures are drawn at once."""
-    nothing_starts(monkeypatch)
-    monkeypatch.setattr("tui.data.pictures_panel._DRAW_AFTER", 0.005)
-
-
-@asynccontextmanager
-async def running(
-    store: Store, size: tuple[int, int] = (120, 40)
-) -> AsyncIterator[tuple[FsdpTui, Pilot[None]]]:
-    app = FsdpTui(store)
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
-        yield app, pilot
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 async def look(app: FsdpTui, pilot: Pilot[None], key: str = "d") -> DataScreen:
@@ -70,7 +56,11 @@ async def look(app: FsdpTui, pilot: Pilot[None], key: str = "d") -> DataScreen:
     assert isinstance(screen, DataScreen)
     await until(pilot, lambda: not screen.has_class("-looking"))
     await until(
-        pilot, lambda: screen.has_class("-failed") or (screen.buckets.rows and drawn(screen))
+        pilot,
+        lambda: (
+            screen.has_class("-failed")
+            or (screen.buckets.rows and screen.pictures.border_title and drawn(screen))
+        ),
     )
     return screen
 
@@ -81,10 +71,6 @@ def drawn(screen: DataScreen) -> str:
     lines = [panel.render_line(y) for y in range(panel.size.height)]
     seen = [(s.text, s.style.color, s.style.bgcolor) for line in lines for s in line if s.style]
     return repr(seen) if any(text.strip() or back for text, _, back in seen) else ""
-
-
-def shown(panel: Lines) -> str:
-    return "\n".join(plain(row) for row in panel.rows)
 
 
 def text_of(app: FsdpTui, name: str) -> str:
@@ -299,11 +285,11 @@ async def test_keys_move_between_buckets_and_their_pictures(
         await pilot.press("down", "down", "k", "pagedown", "pagedown")
         assert screen.buckets.index == 11
         await pilot.press("g")
-        await until(pilot, lambda: screen.pictures.border_subtitle)
+        await until(pilot, lambda: str(screen.pictures.border_title).startswith("64x128 "))
         assert str(screen.pictures.border_subtitle).startswith("← 1–")
         await pilot.press("right")
-        await until(pilot, lambda: screen.pictures.first > 0)
-        assert str(screen.pictures.border_subtitle).endswith("8 of 8 →")
+        await until(pilot, lambda: str(screen.pictures.border_subtitle).endswith("8 of 8 →"))
+        assert screen.pictures.first > 0
         await pilot.press("h", "left")
         await until(pilot, lambda: drawn(screen) == first)
         await pilot.click(BucketsPanel, offset=(5, 4))
@@ -354,7 +340,7 @@ async def test_a_screen_that_nothing_happens_on_is_not_painted(
     async with running(store) as (app, pilot):
         await pilot.press("j")
         await look(app, pilot)
-        await pilot.pause(0.1)
+        await rest(app)
         painted: list[str] = []
         display = app._display
 
@@ -366,7 +352,7 @@ async def test_a_screen_that_nothing_happens_on_is_not_painted(
         for _ in range(3):  # what happens on the dashboard meanwhile
             add_job(store)
             running_job.run_dir.rank_log(0).write_text("a line\n")
-            await pilot.pause(0.2)
+            await another_look(app, pilot)
         assert painted == []
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.dashboard)
@@ -392,7 +378,7 @@ async def test_the_pictures_lie_on_the_background_of_the_theme(
 async def test_without_a_job_there_is_no_data(store: Store) -> None:
     async with running(store) as (app, pilot):
         await pilot.press("d")
-        await pilot.pause()
+        await rest(app)
         assert app.screen is app.dashboard
 
 

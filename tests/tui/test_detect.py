@@ -20,8 +20,8 @@ from jobs.errors import UserError
 from jobs.specfile import load_spec
 from jobs.tools import Cancelled, ToolError
 from tests.support.detection import DOUBLE, SINGLE, flux
-from tests.support.tui import nothing_starts, until
-from tui.app import FsdpTui
+from tests.support.pilot import until
+from tests.support.tui_app import form, running
 from tui.detect.rows import block_rows, looking_row
 from tui.detect.screen import DetectScreen
 from tui.detect.words import Model, about, cautions, headline, outcome, parameters, share, usable
@@ -38,14 +38,12 @@ if TYPE_CHECKING:
 
     from jobs.blocks import Detection
     from jobs.store import Store
+    from tui.app import FsdpTui
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    """No job starts."""
-    nothing_starts(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 class Detector:
@@ -87,19 +85,28 @@ def detector(monkeypatch: pytest.MonkeyPatch) -> Detector:
 
 
 @asynccontextmanager
-async def form(
-    store: Store, size: tuple[int, int] = (120, 40), **values: object
-) -> AsyncIterator[tuple[FsdpTui, Pilot[None]]]:
-    """The form of a new job, with these values in its inputs."""
-    app = FsdpTui(store)
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
-        await pilot.press("n")
-        await until(pilot, lambda: app.screen.query("#field-name"))
-        await until(pilot, lambda: app.screen.query_one("#field-name").has_focus)
-        for name, value in values.items():
-            row(app, name).put(value)
-        yield app, pilot
+async def looking_at(
+    store: Store,
+    path: str | None = None,
+    size: tuple[int, int] = (120, 40),
+    chosen: list[str] | None = None,
+) -> AsyncIterator[tuple[DetectScreen, Pilot[None], list[list[str] | None]]]:
+    """The modal by itself, over the dashboard, and where its answer will be."""
+    answers: list[list[str] | None] = []
+    async with running(store, size) as (app, pilot):
+        screen = DetectScreen(Model("flux", None, path), chosen, 1)
+        await app.push_screen(screen, answers.append)
+        yield screen, pilot, answers
+
+
+@asynccontextmanager
+async def found_in(
+    store: Store, path: str | None = None, **options: Any
+) -> AsyncIterator[tuple[DetectScreen, Pilot[None], list[list[str] | None]]]:
+    """The modal by itself, after its first look."""
+    async with looking_at(store, path, **options) as (screen, pilot, answers):
+        await until(pilot, lambda: screen.panel.rows or screen.has_class("-failed"))
+        yield screen, pilot, answers
 
 
 async def modal(app: FsdpTui, pilot: Pilot[None], key: str = "ctrl+b") -> DetectScreen:
@@ -136,7 +143,9 @@ def back(app: FsdpTui) -> bool:
 
 
 async def test_what_is_recommended_is_checked_and_judged(store: Store, detector: Detector) -> None:
-    async with form(store, num_processes=4, model_flavour="dev") as (app, pilot):
+    async with form(store, "n", (120, 40)) as (app, pilot):
+        row(app, "num_processes").put(4)
+        row(app, "model_flavour").put("dev")
         screen = await modal(app, pilot)
         assert detector.asked == [
             {"model_family": "flux", "model_flavour": "dev", "pretrained_model": None,
@@ -162,8 +171,7 @@ async def test_a_bad_path_is_told_in_words_and_can_be_tried_again(
     store: Store, detector: Detector
 ) -> None:
     detector.answer = UserError("no such model directory: /no/where", "check the path")
-    async with form(store, (80, 24), pretrained_model_name_or_path="/no/where") as (app, pilot):
-        screen = await modal(app, pilot)
+    async with found_in(store, "/no/where", size=(80, 24)) as (screen, pilot, answers):
         assert detector.asked[0]["pretrained_model"] == "/no/where"
         problem = screen.query_one("#detect-problem")
         assert text_of(screen, "problem") == (
@@ -171,7 +179,8 @@ async def test_a_bad_path_is_told_in_words_and_can_be_tried_again(
         )
         assert problem.display
         await pilot.press("enter", "space", "a", "slash")  # nothing to choose from
-        assert app.screen is screen
+        assert screen.is_current
+        assert answers == []
         detector.answer = flux(model_family=None)
         await pilot.press("r")
         await until(pilot, lambda: screen.panel.rows)
@@ -188,33 +197,26 @@ async def test_a_failure_of_ours_is_told_too(
     store: Store, detector: Detector, error: Exception, told: str
 ) -> None:
     detector.answer = error
-    async with form(store) as (app, pilot):
-        screen = await modal(app, pilot)
+    async with found_in(store) as (screen, pilot, answers):
         assert text_of(screen, "problem").startswith(told)
         await pilot.press("escape")
-        await until(pilot, lambda: back(app))
+        await until(pilot, lambda: answers == [None])
 
 
 async def test_escape_stops_the_first_look_and_leaves(store: Store, detector: Detector) -> None:
     detector.endless = True
-    async with form(store, (80, 24)) as (app, pilot):
-        await pilot.press("ctrl+b")
-        await until(pilot, lambda: isinstance(app.screen, DetectScreen) and detector.asked)
-        screen = app.screen
-        assert isinstance(screen, DetectScreen)
+    async with looking_at(store, size=(80, 24)) as (screen, pilot, answers):
         await until(pilot, lambda: "━" in plain(screen.looking.rows[0]))
         assert screen.looking.display
         await pilot.press("escape")
-        await until(pilot, lambda: back(app))
+        await until(pilot, lambda: answers == [None])
         await until(pilot, detector.stopped.is_set)
-        assert row(app, pages.BLOCKS).value is None
 
 
 async def test_a_second_look_keeps_the_choice_and_can_be_stopped(
     store: Store, detector: Detector
 ) -> None:
-    async with form(store) as (app, pilot):
-        screen = await modal(app, pilot)
+    async with found_in(store) as (screen, pilot, answers):
         await pilot.press("space")
         await until(pilot, lambda: checked(screen) == [DOUBLE])
         detector.answer = flux(cached=False)
@@ -230,24 +232,22 @@ async def test_a_second_look_keeps_the_choice_and_can_be_stopped(
         await pilot.press("escape")
         await until(pilot, detector.stopped.is_set)
         await until(pilot, lambda: not screen.looking.display)
-        assert app.screen is screen
+        assert answers == []
         await pilot.press("escape")
-        await until(pilot, lambda: back(app))
+        await until(pilot, lambda: answers == [None])
 
 
 async def test_a_second_look_that_fails_leaves_what_was_found(
     store: Store, detector: Detector
 ) -> None:
-    async with form(store, (80, 24)) as (app, pilot):
-        screen = await modal(app, pilot)
+    async with found_in(store, size=(80, 24)) as (screen, pilot, answers):
         detector.answer = UserError("the disk is gone")
         await pilot.press("r")
         await until(pilot, lambda: screen.has_class("-failed"))
         assert screen.query_one("#detect-problem").display
         assert checked(screen) == [SINGLE, DOUBLE]
         await pilot.press("enter")
-        await until(pilot, lambda: back(app))
-        assert row(app, pages.BLOCKS).value == f"{SINGLE}, {DOUBLE}"
+        await until(pilot, lambda: answers == [[SINGLE, DOUBLE]])
 
 
 # -- choosing ------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ async def test_a_second_look_that_fails_leaves_what_was_found(
 async def test_what_is_applied_is_what_would_be_submitted(
     store: Store, detector: Detector, job_values: dict[str, Any]
 ) -> None:
-    async with form(store) as (app, pilot):
+    async with form(store, "n", (120, 40)) as (app, pilot):
         for name, value in job_values.items():
             if name in pages.SHOWN:
                 row(app, name).put(value)
@@ -275,7 +275,7 @@ async def test_what_is_applied_is_what_would_be_submitted(
 async def test_the_recommended_choice_is_in_the_file_of_the_queued_job(
     store: Store, detector: Detector, job_values: dict[str, Any]
 ) -> None:
-    async with form(store, (80, 24)) as (app, pilot):
+    async with form(store) as (app, pilot):
         for name, value in job_values.items():
             if name in pages.SHOWN:
                 row(app, name).put(value)
@@ -288,19 +288,14 @@ async def test_the_recommended_choice_is_in_the_file_of_the_queued_job(
         assert spec.fsdp_transformer_layer_cls_to_wrap == [SINGLE, DOUBLE]
 
 
-async def test_escape_leaves_the_field_as_it_was(store: Store, detector: Detector) -> None:
+async def test_what_the_field_says_is_checked_at_first_and_stays_on_escape(
+    store: Store, detector: Detector
+) -> None:
+    said = [DOUBLE, "FluxSingelTransformerBlock", "Conv"]
     async with form(store) as (app, pilot):
-        row(app, pages.BLOCKS).put([DOUBLE])
-        await modal(app, pilot)
-        await pilot.press("a", "escape")
-        await until(pilot, lambda: back(app))
-        assert row(app, pages.BLOCKS).value == DOUBLE
-
-
-async def test_what_the_field_says_is_checked_at_first(store: Store, detector: Detector) -> None:
-    async with form(store, (80, 24), num_processes=2) as (app, pilot):
+        row(app, "num_processes").put(2)
         control = row(app, pages.BLOCKS).control
-        row(app, pages.BLOCKS).put([DOUBLE, "FluxSingelTransformerBlock", "Conv"])
+        row(app, pages.BLOCKS).put(said)
         await until(pilot, lambda: not control.disabled)
         control.focus()
         await until(pilot, lambda: control.has_focus)
@@ -312,6 +307,10 @@ async def test_what_the_field_says_is_checked_at_first(store: Store, detector: D
             f'"{SINGLE}"?',
             "! the model has no Conv, which the field names",
         ]
+        await pilot.press("a", "escape")
+        await until(pilot, lambda: back(app))
+        assert row(app, pages.BLOCKS).value == ", ".join(said)
+        await modal(app, pilot)
         await pilot.press("enter")
         await until(pilot, lambda: row(app, pages.BLOCKS).value == DOUBLE)
 
@@ -319,7 +318,7 @@ async def test_what_the_field_says_is_checked_at_first(store: Store, detector: D
 async def test_choosing_nothing_is_a_choice_that_is_remembered_for_this_model(
     store: Store, detector: Detector
 ) -> None:
-    async with form(store) as (app, pilot):
+    async with form(store, "n", (120, 40)) as (app, pilot):
         screen = await modal(app, pilot)
         await pilot.press("space", "j", "space")
         await until(pilot, lambda: checked(screen) == [])
@@ -339,8 +338,7 @@ async def test_choosing_nothing_is_a_choice_that_is_remembered_for_this_model(
 async def test_nested_choices_are_warned_about_until_the_recommended_are_taken(
     store: Store, detector: Detector
 ) -> None:
-    async with form(store, (80, 24)) as (app, pilot):
-        screen = await modal(app, pilot)
+    async with found_in(store, size=(80, 24)) as (screen, pilot, _):
         await pilot.press("G", "space")
         line = screen.query_one("#detect-cautions")
         await until(pilot, lambda: line.display)
@@ -359,8 +357,7 @@ async def test_nested_choices_are_warned_about_until_the_recommended_are_taken(
 async def test_the_mouse_checks_and_the_keys_below_can_be_clicked(
     store: Store, detector: Detector
 ) -> None:
-    async with form(store) as (app, pilot):
-        screen = await modal(app, pilot)
+    async with found_in(store) as (screen, pilot, _):
         await pilot.click(screen.panel, offset=(10, 4))
         await until(pilot, lambda: "FeedForward" in checked(screen))
         assert "145 MiB" in text_of(screen, "about")
@@ -373,8 +370,7 @@ async def test_the_mouse_checks_and_the_keys_below_can_be_clicked(
 
 
 async def test_a_search_lists_names_and_paths(store: Store, detector: Detector) -> None:
-    async with form(store, (80, 24)) as (app, pilot):
-        screen = await modal(app, pilot)
+    async with found_in(store, size=(80, 24)) as (screen, pilot, answers):
         names = lambda: [one.class_name for one in screen.panel.listed]  # noqa: E731
         await pilot.press("slash")
         field = screen.query_one("#detect-search")
@@ -388,7 +384,7 @@ async def test_a_search_lists_names_and_paths(store: Store, detector: Detector) 
         assert screen.chosen == [SINGLE, DOUBLE, "AdaLayerNormZeroSingle"], "hidden ones stay"
         await pilot.press("escape")  # out of the search
         await until(pilot, lambda: len(names()) == 6)
-        assert app.screen is screen
+        assert answers == []
         assert not field.display
         highlighted = screen.panel.highlighted
         assert highlighted is not None
@@ -401,7 +397,7 @@ async def test_a_search_lists_names_and_paths(store: Store, detector: Detector) 
         await pilot.press("escape")
         await until(pilot, lambda: len(names()) == 6)
         await pilot.press("escape")
-        await until(pilot, lambda: back(app))
+        await until(pilot, lambda: answers == [None])
 
 
 # -- real models ---------------------------------------------------------------------------
@@ -432,32 +428,24 @@ def model(make_model: Callable[..., Path]) -> Path:
 async def test_a_real_model_is_looked_at_in_a_process_and_remembered(
     store: Store, model: Path
 ) -> None:
-    async with form(store, (80, 24), pretrained_model_name_or_path=str(model)) as (app, pilot):
-        await pilot.press("ctrl+b")
-        await until(pilot, lambda: isinstance(app.screen, DetectScreen))
-        screen = app.screen
-        assert isinstance(screen, DetectScreen)
-        await until(pilot, lambda: screen.panel.rows, 120)
+    async with found_in(store, str(model), size=(80, 24)) as (screen, _, _):
         assert sorted(checked(screen)) == [SINGLE, DOUBLE]
         assert " in 5 units" in text_of(screen, "outcome")
         assert "looked at before" not in text_of(screen, "model")
-        await pilot.press("escape")
-        await until(pilot, lambda: back(app))
-        screen = await modal(app, pilot)
+    async with found_in(store, str(model)) as (screen, _, _):
         assert screen.found is not None
         assert screen.found.cached
         assert not looking_processes()
 
 
 async def test_escape_ends_the_process_that_looks(store: Store, model: Path) -> None:
-    async with form(store, pretrained_model_name_or_path=str(model)) as (app, pilot):
-        await pilot.press("ctrl+b")
+    async with looking_at(store, str(model)) as (_, pilot, answers):
         await until(pilot, looking_processes)
         (process,) = looking_processes()
         process.suspend()  # it never ends by itself
         try:
             await pilot.press("escape")
-            await until(pilot, lambda: back(app))
+            await until(pilot, lambda: answers == [None])
             await until(pilot, lambda: not looking_processes())
         finally:
             with suppress(psutil.NoSuchProcess):
@@ -466,8 +454,7 @@ async def test_escape_ends_the_process_that_looks(store: Store, model: Path) -> 
 
 async def test_a_path_without_a_model_is_an_error_in_words(store: Store, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
-    async with form(store, (80, 24), pretrained_model_name_or_path=nowhere) as (app, pilot):
-        screen = await modal(app, pilot)
+    async with found_in(store, nowhere, size=(80, 24)) as (screen, _, _):
         assert text_of(screen, "problem").startswith(f"! no such model directory: {nowhere}")
         assert not looking_processes()
 
@@ -490,10 +477,9 @@ def many() -> Detection:
 @pytest.mark.parametrize("size", [*SIZES, (80, 34), (100, 50)])
 async def test_everything_has_room(store: Store, detector: Detector, size: tuple[int, int]) -> None:
     detector.answer = many()
-    async with form(store, size) as (app, pilot):
-        small = [one.class_name for one in flux().classes]
-        row(app, pages.BLOCKS).put([*small, "FluxSingleTransformerBlok", "Typo"])
-        screen = await modal(app, pilot)
+    small = [one.class_name for one in flux().classes]
+    chosen = [*small, "FluxSingleTransformerBlok", "Typo"]
+    async with found_in(store, size=size, chosen=chosen) as (screen, pilot, _):
         await pilot.press("slash")
         await until(pilot, lambda: screen.query_one("#detect-search").has_focus)
         await pilot.press("enter", "G")
@@ -502,7 +488,6 @@ async def test_everything_has_room(store: Store, detector: Detector, size: tuple
         detector.endless = True
         await pilot.press("r")
         await until(pilot, lambda: screen.looking.size.height == 1)
-        await pilot.pause()
         dialog = screen.query_one("#detect").region
         assert dialog in Region(0, 0, *size)
         for name in ("model", "blocks", "about", "paths", "looking", "outcome", "cautions",

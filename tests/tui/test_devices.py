@@ -15,9 +15,11 @@ from jobs import devices
 from jobs.devices import Gpu, GpuProcess
 from jobs.states import State
 from tests.nvml_stub.stub import gpu as played
-from tests.support.tui import GIB, FakeGpus, add_job, nothing_starts, until, write_rank, write_steps
+from tests.support import tui_app
+from tests.support.pilot import until
+from tests.support.tui import GIB, FakeGpus, add_job, nothing_starts, write_rank, write_steps
+from tests.support.tui_app import shown
 from tui import collector
-from tui.app import FsdpTui
 from tui.collector import where_of
 from tui.dashboard.device_rows import columns as device_columns
 from tui.dashboard.device_rows import device_rows, devices_title, hint_of, links
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from jobs.store import Store
     from tests.nvml_stub.stub import StubNvml
-    from tui.widgets.lines import Lines
+    from tui.app import FsdpTui
 
 pytest_plugins = ["tests.nvml_stub.fixture"]
 
@@ -290,14 +292,9 @@ async def running(
         write_rank(job, rank, device_uuid=gpus[rank].uuid, allocated=GIB, step=10,
                    heartbeat=time.time() - 60 * rank)  # fmt: skip
     add_job(store, "next", wanted=[gpus[0].uuid], ranks=1)
-    app = FsdpTui(store)
-    async with app.run_test(size=size) as pilot:
+    async with tui_app.running(store, size) as (app, pilot):
         await until(pilot, lambda: app.dashboard.query_one(DevicesPanel).rows)
         yield app, pilot
-
-
-def text_of(panel: Lines) -> str:
-    return "\n".join(plain(row) for row in panel.rows)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -309,10 +306,10 @@ async def test_a_key_shows_the_ranks_in_place_of_the_devices_and_back(
         assert "late: #1 r1" in str(panel.border_title)
         await pilot.press("R")
         await until(pilot, lambda: "reserved" in plain(panel.rows[0]))
-        assert "! late" in text_of(panel)
+        assert "! late" in shown(panel)
         assert "ranks of #1 demo" in str(panel.border_title)
         await pilot.press("R")
-        await until(pilot, lambda: "GiB" in text_of(panel) or "G" in text_of(panel))
+        await until(pilot, lambda: "GiB" in shown(panel) or "G" in shown(panel))
         assert "devices" in str(panel.border_title)
 
 
@@ -321,7 +318,7 @@ async def test_headings_name_the_gpus_and_cannot_be_selected(
 ) -> None:
     async with running(store, monkeypatch, (120, 40)) as (app, pilot):
         panel = app.dashboard.jobs
-        await until(pilot, lambda: "GPU 0,1" in text_of(panel))
+        await until(pilot, lambda: "GPU 0,1" in shown(panel))
         assert panel.selected == 1
         await pilot.press("j")
         await until(pilot, lambda: panel.selected == 2)

@@ -11,7 +11,8 @@ from jobs.gpu import Gpu, GpuProcess
 from jobs.memory import client
 from jobs.memory.fit import Fit, Room
 from tests.support.fake_memory import GIB
-from tests.support.tui import nothing_starts, until
+from tests.support.pilot import until
+from tests.support.tui import nothing_starts
 from tui.app import FsdpTui
 from tui.modals.confirm import ConfirmScreen
 from tui.newjob import fit as form_fit

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 
+from tests.support.pilot import rest
 from tests.support.scenes import SCENES, opened, show
 from tui.app import FsdpTui
 from tui.keymap import known_bindings
@@ -126,6 +127,7 @@ async def test_every_key_leaves_the_dashboard_alive(root: Path, pressed: list[Pr
             for one in keys:
                 if app.screen is app.dashboard:
                     await pilot.press(*(key for key in scene.keys if isinstance(key, str)))
+                    await rest(app)
                 begun = app.screen
                 await pilot.press(one.key)
                 while app.screen is not begun and app.screen is not app.dashboard:

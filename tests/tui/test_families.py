@@ -9,7 +9,7 @@ import yaml
 from textual.widgets import Select
 
 from jobs.specfile import load_spec
-from tests.support.tui import until
+from tests.support.pilot import rest, until
 from tests.support.tui_app import field, form
 from tui.newjob import draft
 from tui.newjob.screen import NewJobScreen
@@ -52,7 +52,7 @@ async def test_choosing_a_family_offers_its_flavours_and_takes_its_defaults(stor
         carried = app.screen.query_one("#carried")
         assert not str(carried.content), "its defaults are nothing that was set"  # type: ignore[attr-defined]
         choose(app, "model_flavour", "2.2-t2v-a14b-low")
-        await pilot.pause()
+        await rest(app)
         choose(app, "model_family", "flux")
         await until(pilot, lambda: field(app, "resolution").value == "1024")
         await until(pilot, lambda: field(app, "model_flavour").value is None)
@@ -76,5 +76,5 @@ async def test_what_a_job_file_says_does_not_follow(
         await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
         await until(pilot, lambda: field(app, "name").value == "given")
         await until(pilot, lambda: field(app, "model_flavour").value == flavour)
-        await pilot.pause()
+        await rest(app)
         assert draft.spec_of(app.screen.values) == load_spec(given)  # type: ignore[attr-defined]

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from textual.command import CommandPalette
+from textual.command import CommandList, CommandPalette
+from textual.events import Paste
 from textual.widgets import Static
 
 from jobs import edit
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from jobs.templates import path_of, save_template, templates_home
-from tests.support.tui import FakeGpus, add_job, until
-from tests.support.tui_app import error_of, field, form, running, said
+from tests.support.pilot import until
+from tests.support.tui import FakeGpus, add_job
+from tests.support.tui_app import another_look, error_of, field, form, running, said
+from tests.support.waiting import PATIENCE
 from tui.modals.confirm import ConfirmScreen
 from tui.newjob.fit import Look
 from tui.newjob.gpu_picker import GpuPicker, users_of
@@ -47,19 +50,28 @@ def note_of(app: FsdpTui, name: str) -> str:
     return str(field(app, name).query_one(".note", Static).content)
 
 
-async def go(app: FsdpTui, pilot: Pilot[None], name: str) -> None:
-    """To a field, as the person finds it."""
-    await pilot.press("ctrl+f")
+async def find(app: FsdpTui, pilot: Pilot[None], text: str, shows: str, key: str) -> None:
+    """Choose the first thing that a palette finds; its text is pasted."""
+    await pilot.press(key)
     await until(pilot, lambda: isinstance(app.screen, CommandPalette))
-    await pilot.press(*("underscore" if char == "_" else char for char in name))
-    await until(pilot, lambda: palette_shows(app, name))
+    app.post_message(Paste(text))
+    await until(pilot, lambda: palette_shows(app, shows))
     await pilot.press("enter")
+
+
+async def find_field(app: FsdpTui, pilot: Pilot[None], name: str) -> None:
+    """To a field, as the person finds it."""
+    await find(app, pilot, name, name, "ctrl+f")
     await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
 
 
-def palette_shows(app: FsdpTui, name: str) -> bool:
-    from textual.command import CommandList
+async def go_to(app: FsdpTui, pilot: Pilot[None], name: str) -> None:
+    """To a field, at once."""
+    await screen(app).go_to(name)
+    await until(pilot, lambda: field(app, name).control.has_focus)
 
+
+def palette_shows(app: FsdpTui, name: str) -> bool:
     hits = app.screen.query_one(CommandList)
     return hits.option_count > 0 and name in str(hits.get_option_at_index(0).hit.text)  # type: ignore[attr-defined]
 
@@ -95,13 +107,13 @@ async def test_a_whole_job_is_described_and_queued_by_keys_alone(
         await until(pilot, lambda: "3 pictures" in note_of(app, "dataset"))
         await pilot.press("down")
         await type_over(pilot, "5")
-        await go(app, pilot, "mixed_precision")
+        await find_field(app, pilot, "mixed_precision")
         await pilot.press("n")  # by its first letter
-        await go(app, pilot, "num_processes")
+        await find_field(app, pilot, "num_processes")
         await type_over(pilot, "2")
-        await go(app, pilot, "device")
+        await find_field(app, pilot, "device")
         await pilot.press("left")  # from auto round to cpu
-        await go(app, pilot, "seed")
+        await find_field(app, pilot, "seed")
         await type_over(pilot, "7")
         await pilot.press("ctrl+r")
         await until(pilot, lambda: app.screen is app.dashboard)
@@ -134,7 +146,7 @@ async def test_what_is_wrong_on_another_page_is_marked_told_and_led_to(
     async with form(store) as (app, pilot):
         for name in ("pretrained_model_name_or_path", "dataset"):
             field(app, name).put(job_values[name])
-        await go(app, pilot, "adam_beta1")
+        await go_to(app, pilot, "adam_beta1")
         await type_over(pilot, "2")
         await until(pilot, lambda: "less than 1" in error_of(app, "adam_beta1"))
         await pilot.press("alt+1")
@@ -181,7 +193,7 @@ async def test_two_gpus_turn_fsdp_on_and_one_restores_what_was_there(
     store: Store, four_gpus: FakeGpus
 ) -> None:
     async with form(store) as (app, pilot):
-        await go(app, pilot, "unload_text_encoder")
+        await go_to(app, pilot, "unload_text_encoder")
         await pilot.press("n")
         await pilot.press("alt+1")
         field(app, "gpus").control.focus()
@@ -253,7 +265,7 @@ async def test_what_was_typed_where_it_does_not_apply_any_more_waits(
     add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
     async with form(store) as (app, pilot):
         field(app, "strategy").put("hsdp")
-        await go(app, pilot, "dp_replicate_size")
+        await go_to(app, pilot, "dp_replicate_size")
         await type_over(pilot, "2")
         field(app, "strategy").put("fsdp2")
         await until(pilot, lambda: field(app, "dp_replicate_size").control.disabled)
@@ -354,21 +366,13 @@ async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[
     save_template("tiny", {"model_family": "wan", "lora_rank": 4, "seed": 9})
     add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
     async with form(store) as (app, pilot):
-        await pilot.press("ctrl+t")
-        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
-        await pilot.press(*"tiny")
-        await until(pilot, lambda: palette_shows(app, "tiny"))
-        await pilot.press("enter")
+        await find(app, pilot, "tiny", "tiny", "ctrl+t")
         await until(pilot, lambda: field(app, "model_family").value == "wan")
         assert "begun from tiny" in said(app)
         assert field(app, "lora_rank").value == "4"
         assert field(app, "dataset").value == job_values["dataset"]
         assert screen(app).values["seed"] == 9
-        await pilot.press("ctrl+t")
-        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
-        await pilot.press(*"save")
-        await until(pilot, lambda: palette_shows(app, "Save"))
-        await pilot.press("enter")
+        await find(app, pilot, "save", "Save", "ctrl+t")
         await until(pilot, lambda: app.screen.query("#name"))
         app.screen.query_one("#name").value = "tiny"  # type: ignore[attr-defined]
         await pilot.press("enter")
@@ -392,11 +396,7 @@ async def test_a_template_keeps_to_its_directory(store: Store) -> None:
 
 async def test_a_flavour_is_a_template_as_well(store: Store) -> None:
     async with form(store) as (app, pilot):
-        await pilot.press("ctrl+t")
-        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
-        await pilot.press(*"schnell")
-        await until(pilot, lambda: palette_shows(app, "schnell"))
-        await pilot.press("enter")
+        await find(app, pilot, "schnell", "schnell", "ctrl+t")
         await until(pilot, lambda: field(app, "model_flavour").value == "schnell")
 
 
@@ -441,7 +441,7 @@ async def test_who_leaves_while_a_job_is_queued_is_told_of_it(
     go_on, change = threading.Event(), edit.change
 
     def slow(*args: Any) -> Any:
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         return change(*args)
 
     monkeypatch.setattr(edit, "change", slow)
@@ -518,10 +518,7 @@ async def test_the_form_sees_who_comes_and_goes(
         assert "job 1" in str(picker.content)
         drawn: list[str] = []
         monkeypatch.setattr(picker, "update", drawn.append)
-        seen = app.collector.wake
-        for _ in range(3):
-            seen()
-            await pilot.pause(0.05)
+        await another_look(app, pilot)
         assert not drawn, "nobody came or went"
         assert len(looked) == 1
         store.change(job.id, State.COMPLETED, "all steps")
@@ -539,7 +536,7 @@ async def test_a_slow_disk_does_not_hold_the_form_up(
     go_on = threading.Event()
 
     def slow(*args: Any, **options: Any) -> Any:
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE)
         return load_spec(*args, **options)
 
     monkeypatch.setattr("tui.newjob.files.load_spec", slow)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.tui import until
+from tests.support.pilot import until
 from tests.support.tui_app import field, form
+from tests.support.waiting import PATIENCE
 from tui.widgets.path_input import PathSuggester, complete_path
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ async def test_a_slow_disk_holds_one_thread_and_only_the_newest_text_is_looked_u
 
     def slow(text: str, suffixes: object) -> str:
         asked.append(text)
-        assert answer.wait(10)
+        assert answer.wait(PATIENCE)
         return f"{text}!"
 
     monkeypatch.setattr("tui.widgets.path_input.complete_path", slow)

@@ -10,7 +10,6 @@ import json
 import re
 import threading
 import time
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,9 +25,11 @@ from jobs.rundir import RankStatus
 from jobs.states import State
 from tests.support.detection import flux
 from tests.support.paths import ROOT
-from tests.support.tui import add_job, nothing_starts, until, write_log, write_rank, write_steps
+from tests.support.pilot import shown_by, until
+from tests.support.tui import add_job, write_log, write_rank, write_steps
+from tests.support.tui_app import running, said
+from tests.support.waiting import PATIENCE
 from tui.actions import ACTING, ACTIONS
-from tui.app import FsdpTui
 from tui.ascii_filter import AsciiFilter, known, to_ascii
 from tui.caches.screen import CachesScreen
 from tui.clipboard import copy
@@ -42,7 +43,6 @@ from tui.newjob.choice import Choice
 from tui.notify import Bell, Watch, desktop_message, ring
 from tui.palette import JobsProvider
 from tui.screen_keys import EVERYWHERE, screen_keys
-from tui.settings import Settings
 from tui.snapshot import JobView, Snapshot
 from tui.start import needs_ascii
 from tui.themes import THEMES, other_theme
@@ -50,41 +50,17 @@ from tui.ui_state import UiState
 from tui.widgets.bars import KeyBar, TitleBar
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
-    from textual.pilot import Pilot
-
     from jobs.store import Store
+    from tui.app import FsdpTui
 
 
 @pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    nothing_starts(monkeypatch)
-    monkeypatch.setenv("FSDP_TUI_HOST", "node")
+def _plain_terminal(monkeypatch: pytest.MonkeyPatch, no_processes: None) -> None:
     for name in ("NO_COLOR", "TMUX", "STY"):
         monkeypatch.delenv(name, raising=False)
-
-
-@asynccontextmanager
-async def running(
-    store: Store, size: tuple[int, int] = (120, 40), **settings: Any
-) -> AsyncIterator[tuple[FsdpTui, Pilot[None]]]:
-    """The app with its first snapshot on the screen."""
-    app = FsdpTui(store, settings=Settings(**settings))
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0)
-        yield app, pilot
-
-
-def said(app: FsdpTui) -> list[str]:
-    return [str(note.message) for note in app._notifications]
-
-
-def screen_text(app: FsdpTui) -> str:
-    """All that is on the screen, as it goes to the terminal."""
-    lines = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in line) for line in lines)
 
 
 # -- help and palette ----------------------------------------------------------------------
@@ -228,10 +204,10 @@ def test_a_choice_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
         writer.start()
         chooser = threading.Thread(target=state.put, args=("theme", "harbour"), daemon=True)
         chooser.start()
-        chooser.join(20)
+        chooser.join(PATIENCE)
         assert not chooser.is_alive()
         assert writer.is_alive()
-    writer.join(20)
+    writer.join(PATIENCE)
     state.save()
     assert UiState(tmp_path).get("theme") == "harbour"
 
@@ -636,12 +612,12 @@ async def test_the_ascii_dashboard_is_ascii(store: Store, size: tuple[int, int])
     write_log(job, "naïve “log” – 猫\n")
     write_rank(job, 0, step=40)
     async with running(store, size, ascii=True) as (app, pilot):
-        await until(pilot, lambda: "log" in screen_text(app) and "40/200" in screen_text(app))
+        await until(pilot, lambda: "log" in shown_by(app) and "40/200" in shown_by(app))
         for key in ("question_mark", "escape", "ctrl+p"):
-            assert screen_text(app).isascii(), set(screen_text(app)) - set(map(chr, range(128)))
+            assert shown_by(app).isascii(), set(shown_by(app)) - set(map(chr, range(128)))
             await pilot.press(key)
             await pilot.pause()
-        assert screen_text(app).isascii()
+        assert shown_by(app).isascii()
 
 
 @pytest.mark.parametrize(
@@ -662,7 +638,7 @@ def test_where_ascii_is_needed(environ: dict[str, str], ascii_only: bool) -> Non
 @pytest.mark.parametrize("theme", [theme.name for theme in THEMES])
 async def test_every_theme_draws_the_dashboard(store: Store, theme: str) -> None:
     async with running(store, theme=theme) as (app, pilot):
-        assert "fsdp-tui" in screen_text(app)
+        assert "fsdp-tui" in shown_by(app)
         await pilot.press("t")
         assert app.theme == other_theme(theme, dark=True)
         assert app.theme in [one.name for one in THEMES]
@@ -682,7 +658,7 @@ async def test_no_color_draws_without_colours(
     add_job(store, "cats", state=State.RUNNING)
     async with running(store) as (app, pilot):
         assert app.theme == "harbour-16"
-        await until(pilot, lambda: "cats" in screen_text(app))
+        await until(pilot, lambda: "cats" in shown_by(app))
         strips = app.screen._compositor.render_strips()
         colours = {
             str(colour.name)

@@ -16,18 +16,18 @@ from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from tests.support.checkpoints import save_checkpoint
 from tests.support.made_up_server import predict
+from tests.support.pilot import until
 from tests.support.tui import (
     GIB,
     add_job,
     append_events,
-    nothing_starts,
-    until,
     write_facts,
     write_log,
     write_rank,
     write_steps,
 )
-from tui.app import FsdpTui
+from tests.support.tui_app import all_said, running, shown
+from tests.support.waiting import PATIENCE
 from tui.format import plain
 from tui.job.config_rows import command_rows
 from tui.job.keys import Key, line_of
@@ -45,16 +45,13 @@ if TYPE_CHECKING:
 
     from jobs.rundir import RankStatus
     from jobs.store import Job, Store
+    from tui.app import FsdpTui
     from tui.widgets.lines import Lines
 
 SIZES = [(80, 24), (120, 40)]
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    """Nothing starts, and everything is looked at every few milliseconds."""
-    nothing_starts(monkeypatch)
-    monkeypatch.setattr("tui.job.look.PERIOD", 0.1)
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 @pytest.fixture
@@ -90,21 +87,14 @@ async def opened(
     store: Store, size: tuple[int, int] = (120, 40), *keys: str
 ) -> AsyncIterator[tuple[FsdpTui, Pilot[None], JobScreen]]:
     """The job screen of the first job, after these keys."""
-    app = FsdpTui(store)
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0 and app.dashboard.selected)
+    async with running(store, size) as (app, pilot):
         await pilot.press("i")
         await until(pilot, lambda: isinstance(app.screen, JobScreen))
         screen = app.screen
         assert isinstance(screen, JobScreen)
         await until(pilot, lambda: screen.look is not None)
         await pilot.press(*keys)
-        await pilot.pause()
         yield app, pilot, screen
-
-
-def shown(lines: Lines) -> str:
-    return "\n".join(plain(row) for row in lines.rows)
 
 
 def text_of(screen: JobScreen, name: str) -> str:
@@ -114,10 +104,6 @@ def text_of(screen: JobScreen, name: str) -> str:
 def lines_of(screen: JobScreen) -> Lines:
     """The rows of the open tab, of those that are text."""
     return screen.panes[screen.tab].lines  # type: ignore[attr-defined, no-any-return]
-
-
-def said(app: FsdpTui) -> str:
-    return "\n".join(notice.message for notice in app._notifications)
 
 
 # -- tabs ----------------------------------------------------------------------------------
@@ -159,7 +145,6 @@ async def test_tabs_turn_both_ways_and_the_last_one_is_remembered(store: Store, 
         await until(pilot, lambda: app.screen.tab == "history")  # type: ignore[attr-defined]
         for key in ("q", "i", "i", "c", "escape"):
             await pilot.press(key)
-            await pilot.pause()
         await until(pilot, lambda: app.screen is app.dashboard)
 
 
@@ -178,7 +163,6 @@ async def test_nothing_is_painted_while_nothing_changes(store: Store, job: Job) 
     async with opened(store) as (_, pilot, screen):
         for name in NAMES:
             await screen.action_show_tab(name)
-            await pilot.pause()
             await until(pilot, lambda: screen.panes[screen.tab].region.height)
         await screen.action_show_tab("overview")
         await until(pilot, lambda: "stopped" in shown(lines_of(screen)))
@@ -200,7 +184,6 @@ async def test_a_job_whose_files_are_gone_is_told(store: Store, job: Job) -> Non
         await until(pilot, lambda: "is gone" in text_of(screen, "job-problem"))
         for number in range(1, 9):
             await pilot.press(str(number))
-            await pilot.pause()
         store.remove(job.id)
         await until(pilot, lambda: "there is no job 1" in text_of(screen, "job-problem"))
         await pilot.press("escape")
@@ -217,7 +200,7 @@ async def test_the_job_is_steered_from_its_screen(store: Store, job: Job) -> Non
         await pilot.press("p")
         await until(pilot, lambda: job.run_dir.requested("sample_now"))
         await pilot.press("s")
-        await until(pilot, lambda: "job 1" in said(app) and "running" in said(app))
+        await until(pilot, lambda: "job 1" in all_said(app) and "running" in all_said(app))
         await pilot.press("x")
         await until(pilot, lambda: store.get(job.id).stop_level == 1)
         theme = app.theme
@@ -268,7 +251,8 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
 async def test_a_failure_comes_with_its_cause_and_what_to_do(store: Store, job: Job) -> None:
     reason = "rank 1 ran out of GPU memory at step 12 during backward: 79.1 of 79.6 GiB"
     store.change(job.id, State.FAILED, reason)
-    for rank, kind, words in ((0, "DistBackendError", "NCCL"), (1, "OutOfMemoryError", "memory")):
+    aborted = "NCCL communicator was aborted on rank 0."
+    for rank, kind, words in ((0, "DistBackendError", aborted), (1, "OutOfMemoryError", "memory")):
         record = {"t": rank, "rank": rank, "type": kind, "message": words, "phase": "backward",
                   "step": 12, "trace": f"Traceback …\nthe last line of rank {rank}\n"}  # fmt: skip
         job.run_dir.rank_error(rank).write_text(json.dumps(record))
@@ -394,7 +378,7 @@ async def test_a_locked_database_does_not_hold_keys_up(
 
     def slow() -> list[Job]:
         if threading.current_thread() is not threading.main_thread():
-            assert go_on.wait(20)
+            assert go_on.wait(PATIENCE)
         return read()
 
     async with opened(store, (80, 24), tab) as (app, pilot, screen):
@@ -440,7 +424,6 @@ async def test_the_plots_have_their_keys_and_tabs_keep_the_numbers(store: Store,
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is screen)
         await pilot.press("left", "escape")
-        await pilot.pause()
         assert app.screen is screen, "it took the cursor away"
         await pilot.press("2")
         await until(pilot, lambda: screen.tab == "ranks")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from jobs.states import State
-from tests.support.tui import add_job, nothing_starts, until, write_log
-from tui.app import FsdpTui
+from tests.support.pilot import rest, until
+from tests.support.tui import add_job, write_log
+from tests.support.tui_app import running
+from tests.support.waiting import PATIENCE
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.log_view import LogView
 from tui.log.screen import LogScreen
@@ -18,7 +20,6 @@ from tui.logmodel import LogModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
     from textual.pilot import Pilot
 
@@ -34,12 +35,7 @@ LINES[100:104] = [
 LINES[200] = "ERROR the second one"
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None, tmp_path: Path) -> None:
-    """Nothing starts, and the log is looked at every few milliseconds."""
-    nothing_starts(monkeypatch)
-    monkeypatch.setattr("tui.dashboard.log_view._LOOK_EVERY", 0.02)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 @pytest.fixture
@@ -55,9 +51,7 @@ async def reading(
     store: Store, size: tuple[int, int] = (80, 24), key: str = "l"
 ) -> AsyncIterator[tuple[LogScreen, LogReader, Pilot[None]]]:
     """The log of the first job on the whole screen."""
-    app = FsdpTui(store)
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.selected)
+    async with running(store, size) as (app, pilot):
         await pilot.press(key)
         await until(pilot, lambda: isinstance(app.screen, LogScreen))
         screen = app.screen
@@ -140,7 +134,7 @@ async def test_the_beginning_of_a_long_log_comes_in_front_of_a_held_end(
     held, original = Event(), LogModel.index_older
 
     def index_older(model: LogModel, *cancelled: Callable[[], bool]) -> int:
-        held.wait(10)
+        held.wait(PATIENCE)
         return original(model, *cancelled)
 
     monkeypatch.setattr(LogModel, "index_older", index_older)
@@ -402,9 +396,7 @@ async def test_lines_are_selected_and_copied_without_colours(store: Store) -> No
 
 async def test_a_log_that_is_not_there_yet_appears(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
-    app = FsdpTui(store)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await until(pilot, lambda: app.dashboard.selected)
+    async with running(store, (80, 24)) as (app, pilot):
         await pilot.press("l")
         await until(pilot, lambda: isinstance(app.screen, LogScreen))
         screen = app.screen
@@ -423,7 +415,7 @@ async def test_nothing_new_paints_nothing(
     async with reading(store) as (_, reader, pilot):
         await typed(pilot, "slash", "step")
         await until(pilot, lambda: not reader.following)
-        await pilot.pause(0.1)
+        await rest(pilot.app)
         painted: list[str] = []
         for widget in pilot.app.screen.query("*"):
             monkeypatch.setattr(widget, "refresh", lambda *_, **__: painted.append("painted"))

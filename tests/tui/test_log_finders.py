@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import UserError
+from tests.support.waiting import PATIENCE
 from tui.log.finders import Both, LevelFinder, PatternFinder, TimeFinder, compile_pattern
 from tui.log.levels import Level, level_of
 from tui.log.pages import last_page, last_top, page, top_for
@@ -274,21 +275,21 @@ def test_a_watch_answers_what_is_asked_and_no_more_when_asked_for_nothing(tmp_pa
     thread = Thread(target=watch.run, args=(post,))
     thread.start()
     try:
-        assert came.wait(5)
+        assert came.wait(PATIENCE)
         assert (answers[-1].number, len(answers[-1].hits)) == (number, 1)
         came.clear()
         with path.open("a") as file:
             file.write("another needle\n")
-        assert came.wait(5)
+        assert came.wait(PATIENCE)
         assert len(answers[-1].hits) == 2
         came.clear()
         path.write_text("rewritten\n")
-        assert came.wait(5)
+        assert came.wait(PATIENCE)
         assert len(answers[-1].hits) == 0
         assert watch.ask("search", None) > number
     finally:
         watch.close()
-        thread.join(5)
+        thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from tui.log import guarded
 from tui.log.finders import PatternFinder, compile_pattern
 from tui.log.guarded import TooSlowError, choices, marked_up_to, pattern_finders
@@ -74,12 +75,12 @@ def test_a_watch_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     thread = Thread(target=watch.run, args=(post,))
     thread.start()
     try:
-        assert told["search"].wait(20)
+        assert told["search"].wait(PATIENCE)
         assert "takes too long" in answers[-1].problem
         watch.ask("filter", Filter("needle").finder())
-        assert told["filter"].wait(20)
+        assert told["filter"].wait(PATIENCE)
         assert len(answers[-1].hits) == 1
         assert sum(answer.name == "search" for answer in answers) == 1, "it is dropped"
     finally:
         watch.close()
-        thread.join(20)
+        thread.join(PATIENCE)

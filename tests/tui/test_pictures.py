@@ -20,8 +20,10 @@ from textual.geometry import Region
 
 from jobs.samples import Sample
 from jobs.states import State
-from tests.support.tui import add_job, nothing_starts, until
-from tui.app import FsdpTui
+from tests.support.pilot import driven, until
+from tests.support.tui import add_job
+from tests.support.tui_app import running
+from tests.support.waiting import PATIENCE
 from tui.job.screen import JobScreen
 from tui.pictures import protocol
 from tui.pictures.blocks import BlockPicture, fitted
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from textual.pilot import Pilot
 
     from jobs.store import Job, Store
+    from tui.app import FsdpTui
 
 SIXEL = b"\x1b[?62;4;22c"
 PLAIN = b"\x1b[?62;22c"
@@ -155,7 +158,7 @@ def test_a_real_terminal_is_asked_once_and_left_as_it_was(
     thread = threading.Thread(target=terminal, daemon=True)
     thread.start()
     assert protocol.prepare() == expected
-    thread.join(10)
+    thread.join(PATIENCE)
     assert len(asked) == 1
     assert termios.tcgetattr(slave) == before
     assert protocol.cell_size() == ((9, 20) if answer else None)
@@ -288,7 +291,7 @@ async def test_blocks_are_painted_only_when_the_picture_changes() -> None:
         def compose(self) -> Any:
             yield BlockPicture()
 
-    async with One().run_test(size=(40, 12)) as pilot:
+    async with driven(One(), (40, 12)) as pilot:
         picture = pilot.app.query_one(BlockPicture)
         image = Image.new("RGB", (10, 10), "red")
         picture.image = image
@@ -317,12 +320,11 @@ async def test_every_protocol_has_a_widget_that_fits(
         def compose(self) -> Any:
             yield Picture(kind)
 
-    async with One().run_test(size=(40, 12)) as pilot:
+    async with driven(One(), (40, 12)) as pilot:
         picture = pilot.app.query_one(Picture)
         picture.say("waiting")
         await pilot.pause()
         picture.show(Image.new("RGB", (300, 100), "red"))
-        await pilot.pause()
         await pilot.pause()
         assert picture.inner.display
         assert picture.inner.region in Region(0, 0, 40, 12)
@@ -335,12 +337,6 @@ async def test_every_protocol_has_a_widget_that_fits(
 
 
 # -- the tab -------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, no_gpus: None) -> None:
-    nothing_starts(monkeypatch)
-    monkeypatch.setattr("tui.job.look.PERIOD", 0.1)
 
 
 def write(job: Job, step: int, number: int, **facts: Any) -> Path:
@@ -368,9 +364,7 @@ async def opened(
     store: Store, size: tuple[int, int]
 ) -> AsyncIterator[tuple[FsdpTui, Pilot[None], SampleGrid]]:
     """The samples tab of the first job."""
-    app = FsdpTui(store)
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.snapshot.t > 0 and app.dashboard.selected)
+    async with running(store, size) as (app, pilot):
         await pilot.press("i")
         await until(pilot, lambda: isinstance(app.screen, JobScreen))
         await pilot.press("5")

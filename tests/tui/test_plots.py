@@ -10,17 +10,15 @@ import pytest
 
 from jobs.rundir import event
 from jobs.states import State
-from tests.support.tui import add_job, append_events, nothing_starts, until, write_steps
-from tui.app import FsdpTui
-from tui.format import plain
-from tui.plots import panel, reading
+from tests.support.pilot import rest, until
+from tests.support.tui import add_job, append_events, write_steps
+from tests.support.tui_app import all_said, running, shown
 from tui.plots.measures import MEASURES
 from tui.plots.pick_runs import PickRunsScreen
 from tui.plots.screen import PlotsScreen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from textual.pilot import Pilot
 
@@ -28,13 +26,7 @@ if TYPE_CHECKING:
     from tui.plots.panel import PlotsPanel
 
 
-@pytest.fixture(autouse=True)
-def _no_processes(monkeypatch: pytest.MonkeyPatch, no_gpus: None, tmp_path: Path) -> None:
-    """Nothing starts, and events are read every few milliseconds."""
-    nothing_starts(monkeypatch)
-    monkeypatch.setattr(reading, "_EVERY", 0.02)
-    monkeypatch.setattr(panel, "_REDRAW_EVERY", 0.02)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 @asynccontextmanager
@@ -42,23 +34,13 @@ async def plotting(
     store: Store, size: tuple[int, int] = (80, 24), select: int | None = None
 ) -> AsyncIterator[tuple[PlotsPanel, Pilot[None]]]:
     """The plots of the selected job."""
-    app = FsdpTui(store, select=select)
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.dashboard.selected)
+    async with running(store, size, select) as (app, pilot):
         await pilot.press("v")
         await until(pilot, lambda: isinstance(app.screen, PlotsScreen))
         screen = app.screen
         assert isinstance(screen, PlotsScreen)
         await until(pilot, lambda: screen.panel.rows)
         yield screen.panel, pilot
-
-
-def shown(panel: PlotsPanel) -> str:
-    return "\n".join(plain(row) for row in panel.rows)
-
-
-def said(pilot: Pilot[None]) -> str:
-    return "\n".join(str(note.message) for note in pilot.app._notifications)
 
 
 async def test_the_keys_of_what_is_shown_and_how(store: Store) -> None:
@@ -149,10 +131,10 @@ async def test_new_steps_are_drawn_and_nothing_new_is_not(
     async with plotting(store) as (panel, pilot):
         await until(pilot, lambda: "nothing measured yet of loss" in shown(panel))
         await pilot.press("left", "plus", "comma", "home", "x", "a", "l", "ctrl+s", "y", "a")
-        await until(pilot, lambda: "nothing to write yet" in said(pilot))
+        await until(pilot, lambda: "nothing to write yet" in all_said(pilot.app))
         write_steps(job, 50)
         await until(pilot, lambda: any("⠁" <= char <= "⣿" for char in shown(panel)))
-        await pilot.pause(0.1)
+        await rest(pilot.app)
         drawn: list[int] = []
         monkeypatch.setattr(type(panel), "draw", lambda self: drawn.append(1))
         looks = 0
@@ -181,9 +163,9 @@ async def test_runs_are_compared(store: Store) -> None:
         await pilot.press("r")
         assert "no raw values" not in shown(panel)
         await pilot.press("ctrl+s")
-        await until(pilot, lambda: "written: " in said(pilot))
+        await until(pilot, lambda: "written: " in all_said(pilot.app))
         path = next((store.get(1).run_dir.root / "plots").glob("*.csv"))
-        assert str(path) in said(pilot)
+        assert str(path) in all_said(pilot.app)
         with path.open(newline="") as file:
             assert {row["name"] for row in csv.DictReader(file)} == {"one", "two", "three"}
         await pilot.press("c")

@@ -16,68 +16,110 @@ import pytest
 from pytest_textual_snapshot import SVGImageExtension, normalize_svg
 from textual.screen import Screen
 
+from tests.support.pilot import rest
 from tests.support.scenes import SCENES, Scene, leave, opened, show
 from tui.themes import DARK, LIGHT
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from syrupy.assertion import SnapshotAssertion
 
 THEMES: Final = (DARK.name, LIGHT.name)
 NAMED: Final = re.compile(r"server-[a-z0-9_]{1,8}")
 SIZES: Final = {"80x24": (80, 24), "120x40": (120, 40)}
+FIRST: Final = ("120x40", DARK.name)  # what a plain `pytest` takes
+# What a palette has found keeps the colors of the theme in which it was looked for.
+THEMED: Final = ("fields", "templates", "palette", "themes")
 
 
 class Album:
-    """The pictures, by size, theme and scene, and which kinds of screen they show."""
+    """The pictures of one size, by theme and scene, and which kinds of screen they show."""
 
     def __init__(self) -> None:
-        self.pictures: dict[tuple[str, str, str], str] = {}
+        self.pictures: dict[tuple[str, str], str] = {}
         self.screens: set[type[Screen[Any]]] = set()
 
 
+class Albums:
+    """An album for each size, made when it is asked for.
+
+    Opening one screen after another takes far less time than an app for each.
+    """
+
+    def __init__(self, themes: dict[str, list[str]]) -> None:
+        """
+        Args:
+            themes: Those in which pictures will be asked for, by size.
+        """
+        self._themes = themes
+        self._made: dict[str, Album] = {}
+
+    def of(self, size: str) -> Album:
+        if size not in self._made:
+            self._made[size] = _take_both(size, self._themes[size])
+        return self._made[size]
+
+
 @pytest.fixture(scope="module")
-def album() -> Album:
-    """All of them: opening one screen after another takes far less time than an app for each."""
+def albums(request: pytest.FixtureRequest) -> Albums:
+    wanted: dict[str, list[str]] = {FIRST[0]: [FIRST[1]]}
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function):
+            chosen = getattr(item, "callspec", None)
+            if chosen is not None:
+                themes = wanted.setdefault(chosen.params["size"], [])
+                if chosen.params["theme"] not in themes:
+                    themes.append(chosen.params["theme"])
+    return Albums(wanted)
+
+
+def _take_both(size: str, themes: list[str]) -> Album:
+    """Of a server with jobs, and of one without."""
     taken = Album()
-    for name in SIZES:
-        for jobs in (True, False):
-            # Of the same length wherever the tests run: what has no room is cut off.
-            root = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
-            try:
-                asyncio.run(_take_all(root, name, jobs, taken))
-            finally:
-                shutil.rmtree(root)
-            for key, picture in taken.pictures.items():  # the name may be cut off
-                taken.pictures[key] = NAMED.sub("server-0", picture)
+    for jobs in (True, False):
+        # Of the same length wherever the tests run: what has no room is cut off.
+        root = Path(tempfile.mkdtemp(prefix="server-", dir="/tmp"))
+        try:
+            asyncio.run(_take_all(root, size, themes, jobs, taken))
+        finally:
+            shutil.rmtree(root)
     return taken
 
 
-async def _take_all(root: Path, name: str, jobs: bool, taken: Album) -> None:
-    async with opened(root, SIZES[name], jobs=jobs) as pilot:
-        for theme in THEMES:
-            pilot.app.theme = theme
-            for scene in SCENES:
-                if scene.jobs is jobs:
+async def _take_all(root: Path, size: str, themes: list[str], jobs: bool, taken: Album) -> None:
+    async with opened(root, SIZES[size], jobs=jobs) as pilot:
+        for scene in (one for one in SCENES if one.jobs is jobs):
+            for theme in themes:
+                pilot.app.theme = theme
+                if theme == themes[0] or scene.name in THEMED:
                     await show(pilot, scene)
-                    picture = pilot.app.export_screenshot(title="fsdp-tui")
-                    taken.pictures[name, theme, scene.name] = normalize_svg(picture)
-                    taken.screens.add(type(pilot.app.screen))
+                await rest(pilot.app)
+                picture = normalize_svg(pilot.app.export_screenshot(title="fsdp-tui"))
+                taken.pictures[theme, scene.name] = NAMED.sub("server-0", picture)
+                taken.screens.add(type(pilot.app.screen))
+                if theme == themes[-1] or scene.name in THEMED:
                     await leave(pilot, scene)
 
 
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("size", SIZES)
+def _marked(of: str, names: Iterable[str]) -> list[Any]:
+    """All but the first are slow."""
+    return [pytest.param(one, marks=() if one == of else pytest.mark.slow) for one in names]
+
+
+@pytest.mark.parametrize("theme", _marked(FIRST[1], THEMES))
+@pytest.mark.parametrize("size", _marked(FIRST[0], SIZES))
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_a_screen_looks_as_it_did(
-    album: Album, snapshot: SnapshotAssertion, scene: Scene, size: str, theme: str
+    albums: Albums, snapshot: SnapshotAssertion, scene: Scene, size: str, theme: str
 ) -> None:
-    picture = album.pictures[size, theme, scene.name]
+    picture = albums.of(size).pictures[theme, scene.name]
     assert picture == snapshot.use_extension(SVGImageExtension)
 
 
-def test_every_screen_has_its_picture(album: Album) -> None:
+def test_every_screen_has_its_picture(albums: Albums) -> None:
     ours = {kind for kind in _kinds(Screen) if kind.__module__.startswith("tui.")}
-    assert not ours - album.screens
+    assert not ours - albums.of(FIRST[0]).screens
 
 
 def _kinds(of: type[Any]) -> set[type[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, flock
 from pathlib import Path
@@ -37,7 +38,9 @@ _LAUNCHED: Final = {
 }  # fmt: skip
 
 _lease: list[socket.socket] = []
+_connections: list[socket.socket] = []  # the lease, and of whatever a test has not waited for
 _started: list[subprocess.Popen[bytes]] = []
+_owned: list[str] = []  # directories
 
 
 def prepare() -> None:
@@ -47,13 +50,11 @@ def prepare() -> None:
         _owned.append(os.environ[VARIABLE])
 
 
-_owned: list[str] = []
-
-
 def leave() -> None:
     """Let the server go, at the end of a session; it leaves with the last one that needs it."""
-    while _lease:
-        _lease.pop().close()
+    _lease.clear()
+    while _connections:
+        _connections.pop().close()
     while _started:
         _started.pop().wait()
     while _owned:
@@ -66,9 +67,11 @@ def directory() -> Path:
     if not _lease:
         with open(place / "lock", "w") as lock:
             flock(lock, LOCK_EX)
-            if not (place / "python").exists():
+            try:
+                _lease.append(_connect(place))
+            except (FileNotFoundError, ConnectionRefusedError):  # not yet, or no longer
                 _start(place)
-            _lease.append(_connect(place))
+                _lease.append(_connect(place))
     return place
 
 
@@ -80,29 +83,33 @@ def python() -> str:
 def _connect(place: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(str(place / "socket"))
+    _connections.append(connection)
     return connection
 
 
 def _start(place: Path) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        (place / "socket").unlink(missing_ok=True)
         listener.bind(str(place / "socket"))
         listener.listen(64)
         log = stack.enter_context(open(place / "log", "w"))
+        # Nothing of the test that happens to be the first: it goes on when that has ended.
+        inherited = {n: v for n, v in os.environ.items() if not n.startswith(("FSDP_TUI_", "XDG_"))}
         variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, "-m", "tests.support.forks.server", str(listener.fileno())]
         server = subprocess.Popen(
             [*command, "-" * _LINE],
-            env=os.environ | _LAUNCHED | variables | {"PADDING": "-" * _ROOM},
+            env=inherited | _LAUNCHED | variables | {"PADDING": "-" * _ROOM},
             pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             cwd="/", start_new_session=True,
         )  # fmt: skip
         _started.append(server)
     script = place / "python.new"
-    script.write_text(
-        f"#!{sys.executable} -IS\n{Path(proxy.__file__).read_text()}\n"
-        f"main({str(place / 'socket')!r})\n"
-    )
+    # Shell first, then Python: a line that begins with #! takes no path with spaces.
+    begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -IS \"$0\" \"$@\"\n' '''\n"
+    end = f"main({str(place / 'socket')!r})\n"
+    script.write_text(f"{begin}{Path(proxy.__file__).read_text()}\n{end}")
     script.chmod(0o700)
     script.rename(place / "python")
 
@@ -159,10 +166,9 @@ class Ranks:
 
     def kill(self) -> None:
         """End those that are left, and wait for it."""
-        for rank, pid in enumerate(self.pids):
+        for rank, connection in enumerate(self._connections):
             if rank not in self.codes:
-                with suppress(ProcessLookupError):  # it ended, and its server has seen it
-                    os.kill(pid, signal.SIGKILL)
+                connection.shutdown(socket.SHUT_WR)  # the server kills what nobody asks for
         while len(self.codes) < len(self.pids):
             self._look(1)
         for connection in self._connections:

@@ -73,12 +73,11 @@ class Server:
         if message:
             self.start(connection, json.loads(message), streams)
             return
-        if connection in self.processes:
-            with suppress(ProcessLookupError):
-                os.kill(self.processes[connection], signal.SIGKILL)
         self.selector.unregister(connection)
         self.connections.remove(connection)
-        if connection not in self.processes:
+        if connection in self.processes:
+            os.kill(self.processes[connection], signal.SIGKILL)  # a zombie at worst
+        else:
             connection.close()
 
     def start(self, connection: socket.socket, request: Any, streams: list[int]) -> None:
@@ -100,10 +99,9 @@ class Server:
         _, status = os.waitpid(self.processes.pop(connection), 0)
         self.selector.unregister(handle)
         os.close(handle)
-        if connection in self.connections:
-            with suppress(OSError):
-                connection.send(str(status).encode())
-        else:
+        with suppress(OSError):
+            connection.send(str(status).encode())
+        if connection not in self.connections:
             connection.close()
 
 
@@ -180,8 +178,11 @@ def run(argv: list[str]) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):  # Python ends by the signal, for a shell to see
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         return 1
     return 0
 

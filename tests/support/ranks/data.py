@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 import torch
@@ -28,19 +28,29 @@ from engine.world import World
 from jobs.rundir import RunDir
 from jobs.specfile import load_spec
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+HELD: Final = 3  # by number
+
 
 class Counting:
-    """A family that counts what it encodes, and may be slow at it.
+    """A family that counts what it encodes.
 
     Args:
-        delay: Seconds for each text.
-        picture_delay: Seconds for each picture; as for texts when left out.
+        holds: `texts` or `pictures`: the third of them is not done until a stop is asked for.
+        asked: Whether it is.
+        met: Whether the first of a kind may be done.
     """
 
-    def __init__(self, delay: float = 0.0, picture_delay: float | None = None) -> None:
+    def __init__(
+        self, holds: str | None, asked: Callable[[], bool], met: Callable[[str], bool]
+    ) -> None:
         self._family = families.load("flux")
-        self._delay = delay
-        self._picture_delay = delay if picture_delay is None else picture_delay
+        self._holds = holds
+        self._asked = asked
+        self._met = met
         self.texts: list[str] = []
         self.pictures = 0
         self.loaded: list[str] = []
@@ -51,14 +61,20 @@ class Counting:
     def encode(
         self, pipeline: Any, text: str, length: int, **names: Any
     ) -> dict[str, torch.Tensor]:
-        time.sleep(self._delay)
         self.texts.append(text)
+        self._wait("texts", len(self.texts))
         return self._family.encode(pipeline, text, length, **names)
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        time.sleep(self._picture_delay)
         self.pictures += 1
+        self._wait("pictures", self.pictures)
         return self._family.encode_pictures(vae, pixels)
+
+    def _wait(self, kind: str, number: int) -> None:
+        while number == 1 and not self._met(kind):
+            time.sleep(0.01)
+        while number == HELD and self._holds == kind and not self._asked():
+            time.sleep(0.01)
 
     def load_text_pipeline(self, *words: Any, **names: Any) -> Any:
         self.loaded.append("text")
@@ -75,7 +91,8 @@ def fill(
     """Prepare, and write down what this rank did: `TOKEN-RANK.json`.
 
     Args:
-        options: `delay` seconds for each thing to encode, `picture_delay` where pictures differ;
+        options: `holds`, as `Counting` has it, and `holder`, the one rank that does (default: all
+            do); `together`, where each rank's first text and picture wait for those of the others;
             `dies` after so many files, by SIGKILL, with the next one half written; `sees`, the one
             rank that sees a wish to stop (default: all do).
     """
@@ -85,7 +102,16 @@ def fill(
     spec = load_spec(None, values)
     world = World(rank, ranks, torch.device("cpu"), "ddp", token)
     telemetry = Telemetry(run_dir, rank)
-    family = Counting(options.get("delay", 0.0), options.get("picture_delay"))
+    holds = options.get("holds") if rank == options.get("holder", rank) else None
+
+    def met(kind: str) -> bool:
+        """Whether all ranks have begun with this kind of thing, as this one has."""
+        (root / f"{token}-{kind}.{rank}").touch()
+        return len(list(root.glob(f"{token}-{kind}.*"))) == ranks
+
+    family = Counting(
+        holds, lambda: run_dir.requested("stop"), met if "together" in options else lambda _: True
+    )
     if "dies" in options and rank == ranks - 1:
         die_after(options["dies"])
     before = psutil.Process().memory_info().rss
@@ -99,7 +125,7 @@ def fill(
             lambda: sees and run_dir.requested("stop"),
         )  # fmt: skip
     except StoppedError as stopped:
-        facts |= {"stopped": str(stopped), "at": time.time()}
+        facts |= {"stopped": str(stopped)}
     else:
         facts["digest"] = digest(data)
     gc.collect()

@@ -156,6 +156,66 @@ def test_ranks_that_have_all_ended_have_not_failed(watch: Supervisor, world: Wor
     assert watch.failed_at is None
 
 
+# -- a job that stands still ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", ["rank 1 waits in all_reduce", None])
+def test_a_job_that_stands_still_is_ended_once_its_stacks_are_written(
+    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], wait: str | None,
+) -> None:  # fmt: skip
+    found = SimpleNamespace(reason="stood still")
+    monkeypatch.setattr(supervisor, "find_hang", lambda *_: found)
+    monkeypatch.setattr(supervisor, "find_wait", lambda run_dir: wait)
+    attempt: Any = SimpleNamespace(
+        launcher=world.process(300), spec=SimpleNamespace(hang_timeout=9.0)
+    )
+    ranks: list[Any] = [SimpleNamespace(status=rank(number)) for number in (0, 1)]
+    for name, value in (("failed_at", 1.0), ("stop_level", 1), ("hang", "before")):
+        before = getattr(watch, name)
+        setattr(watch, name, value)
+        watch._end_a_hang(attempt, ranks)
+        assert world.signals == [], "it is ended for another reason"
+        setattr(watch, name, before)
+    begun = world.now
+    watch._end_a_hang(attempt, ranks)
+    assert watch.hang == ("stood still; rank 1 waits in all_reduce" if wait else "stood still")
+    assert world.now == begun + supervisor.STACKS_TAKE
+    assert world.signals == [
+        (100, signal.SIGUSR1), (101, signal.SIGUSR1),
+        (100, signal.SIGKILL), (101, signal.SIGKILL), (300, signal.SIGKILL),
+    ]  # fmt: skip
+    lines = [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["hang: stood still", *([f"hang: {wait}"] if wait else [])]
+
+
+def test_a_job_that_moves_on_is_left_alone(
+    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "find_hang", lambda *_: None)
+    attempt: Any = SimpleNamespace(launcher=None, spec=SimpleNamespace(hang_timeout=9.0))
+    still: Any = SimpleNamespace(status=rank(0))
+    watch._end_a_hang(attempt, [still])
+    assert (watch.hang, world.signals) == (None, [])
+
+
+def test_records_that_cannot_be_read_keep_no_rank_alive(
+    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(run_dir: Any) -> str:
+        raise KeyError("version")
+
+    monkeypatch.setattr(supervisor, "find_hang", lambda *_: SimpleNamespace(reason="stood still"))
+    monkeypatch.setattr(supervisor, "find_wait", fail)
+    attempt: Any = SimpleNamespace(launcher=None, spec=SimpleNamespace(hang_timeout=9.0))
+    still: Any = SimpleNamespace(status=rank(0))
+    watch._end_a_hang(attempt, [still])
+    assert watch.hang == "stood still"
+    assert world.signals == [(100, signal.SIGUSR1), (100, signal.SIGKILL)]
+    assert "cannot read the flight records: KeyError: 'version'" in capsys.readouterr().err
+
+
 # -- what the launcher left ----------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ _INDEXED = frozenset(
     {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default,
      torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
 )  # fmt: skip
-_CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -48,8 +47,7 @@ class Numbers(TorchDispatchMode):
             args = (args[0], _without_masks(args[1]), *args[2:])
         made = func(*args, **kwargs)
         out = [made] if isinstance(made, torch.Tensor) else tree_flatten(made)[0]
-        narrowed = func in _CASTS and _is_half(out[0])  # weights that are read in fp16 are checked
-        if func.is_view or not out or not (narrowed or all(map(_is_known, out))):
+        if func.is_view or not out or not all(map(_is_known, out)):
             return made
         words, named = tree_map_only(torch.Tensor, _on_host, (args, dict(kwargs)))
         if "device" in named:
@@ -68,10 +66,6 @@ def _is_known(value: Any) -> bool:
         and value.is_cuda
         and (value.numel() <= _A_FEW or not (value.is_floating_point() or value.is_complex()))
     )
-
-
-def _is_half(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.is_cuda and value.dtype is torch.float16
 
 
 def _without_masks(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -73,6 +73,42 @@ def rank(number: int) -> RankStatus:
     )  # fmt: skip
 
 
+# -- stopping ------------------------------------------------------------------------------------
+
+
+def test_each_level_of_a_stop_asks_those_whom_it_should(
+    watch: Supervisor, world: World, store: Store, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The launcher would end the ranks when it gets SIGTERM; they are to save first."""
+    launcher, first, second = (world.process(pid) for pid in (300, 301, 302))
+    monkeypatch.setattr(
+        supervisor.processes, "with_run_id", lambda run_id: [first, launcher, second]
+    )
+    attempt: Any = SimpleNamespace(launcher=launcher, spec=SimpleNamespace(stop_grace_seconds=7.0))
+    store.change(watch.job.id, State.STARTING, "starting")
+
+    def after(level: int) -> tuple[int, str, float | None]:
+        watch._stop(attempt, level)
+        job = store.get(watch.job.id)
+        assert job.state is State.STOPPING
+        return watch.stop_level, job.reason, watch.deadline
+
+    assert after(1) == (1, "stops after this step and a checkpoint", world.now + 7.0)
+    assert watch.job.run_dir.requested("stop")
+    assert world.signals == []
+    assert after(2)[::2] == (2, world.now + TERM_GRACE)
+    assert world.signals == [(301, signal.SIGTERM), (302, signal.SIGTERM)]
+    assert "stop level 2: SIGTERM to [301, 302]" in capsys.readouterr().err
+    world.signals.clear()
+    assert after(3)[::2] == (3, None)
+    assert world.signals == [(pid, signal.SIGKILL) for pid in (301, 302, 300)]
+    attempt.launcher = None  # one that was adopted after its launcher had gone
+    world.signals.clear()
+    watch._stop(attempt, 3)
+    assert world.signals == [(pid, signal.SIGKILL) for pid in (301, 300, 302)]
+
+
 # -- ranks that wait for a failed one ------------------------------------------------------------
 
 

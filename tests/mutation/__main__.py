@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,7 @@ def main(
     said: bool,
 ) -> None:  # fmt: skip
     """Apply small changes to the code, one at a time, and run the fast tests on each."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # the copy is removed then
     lines = changed_lines(base) if base else None
     names = modules or tuple(sorted(name_of(file) for file in lines or ()))
     if not names:

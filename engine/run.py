@@ -163,8 +163,9 @@ def build_model(
     if world.shards:
         units = shard(model, spec, world, replicated=kept_whole(model, spec))
     offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
+    telemetry.phase_name = "load"  # which is what fails where there is no room for the weights
+    weights.materialise(model, world.device, parameters_on=offload)
     with telemetry.phase("load", len(stored)) as progress:
-        weights.materialise(model, world.device, parameters_on=offload)
         names = adapters.adapted_name(model)
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":

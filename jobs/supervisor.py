@@ -205,7 +205,9 @@ class Supervisor:
         ended = [s for s in statuses if not ProcessId(s.pid, s.started).alive()]
         failed = self.job.run_dir.rank_errors()
         if self.failed_at is None:
-            if failed or 0 < len(ended) < len(statuses):
+            # A rank that was at its end may leave long before rank 0, which has more to write.
+            early = [s for s in ended if s.phase != "end"]
+            if failed or (early and len(ended) < len(statuses)):
                 self.failed_at = time.monotonic()
             return
         if time.monotonic() - self.failed_at < FAILURE_GRACE:

@@ -88,6 +88,12 @@ def predict(
     phases["optimizer"] = Phase(
         "optimizer", replace(base, gradients=walk.gradients, workspace=workspace)
     )
+    # Copies are averaged while backward runs; its last bucket goes when all gradients are there.
+    averaged = replace(
+        base, gradients=walk.gradients, workspace=_averaging(trace, layout) if ranks > 1 else 0
+    )
+    if averaged.workspace and Phase("backward", averaged).peak > phases["backward"].peak:
+        phases["backward"] = Phase("backward", averaged)
     phases["load"] = Phase("load", Parts(parameters=held))
     phases["save"] = Phase("save", replace(base, workspace=_gathering(spec, trace, layout)))
     if sample is not None:

@@ -124,6 +124,7 @@ def test_a_config_that_builds_nothing_is_bad_input(run: Run, tmp_path: Path) -> 
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_two_looks_at_once_leave_a_cache_of_both(home: Path, toy: Path) -> None:
     models = [str(toy / "model" / part) for part in ("transformer", "text_encoder_2")]
     looks = [

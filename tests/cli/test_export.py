@@ -99,6 +99,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 # -- real exports --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_of_a_job_that_ended_becomes_its_export(run: Run, job: Job) -> None:
     status, out, err = run(job.id)
     assert (status, out, err) == (0, f"{job.run_dir.export}\n", "")
@@ -143,6 +144,7 @@ def test_who_loses_interest_ends_the_export_and_leaves_nothing(job: Job, tmp_pat
     assert not (tmp_path / "out" / "here").exists()
 
 
+@pytest.mark.slow
 def test_an_export_that_is_ended_leaves_nothing_aside(saved: Path, tmp_path: Path) -> None:
     code = """if True:
         import sys, time

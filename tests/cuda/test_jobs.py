@@ -62,7 +62,6 @@ JOBS: Final = dict(_families()) | dict(_on_two()) | {
         1, {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
     ),
     "fp32": Job(1, FULL | {"mixed_precision": "no"}),
-    "fp16": Job(1, {"mixed_precision": "fp16"}),
     "compiled": Job(1, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "adafactor": Job(1, FULL | {"optimizer": "adafactor"}),
     "held out": Job(1, {"validation_fraction": 0.25, "validation_loss_steps": 1}),
@@ -76,7 +75,6 @@ JOBS: Final = dict(_families()) | dict(_on_two()) | {
     "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
     "saved behind": Job(2, FSDP | FULL | {"checkpointing_steps": 1, "checkpointing_async": True}),
     "saved at once": Job(2, FSDP | FULL | {"checkpointing_steps": 1, "checkpointing_async": False}),
-    "fsdp2 fp16": Job(2, FSDP | {"mixed_precision": "fp16"}),
     "fsdp2 accumulation and ema": Job(
         2, FSDP | FULL | {"gradient_accumulation_steps": 2, "use_ema": True}
     ),

@@ -58,6 +58,7 @@ def test_two_ranks_measure_over_gloo() -> None:
     assert with_run_id(run_id("doctor-real")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_rank_that_stops_answering_is_named_and_all_are_killed() -> None:
     mark = run_id("doctor-silent")

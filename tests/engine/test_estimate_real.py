@@ -93,6 +93,7 @@ def test_accumulation_is_named_where_it_helps(
     assert bool(list(islice(climb(spec, fit, enough=lambda fit: False), 1))) is helps
 
 
+@pytest.mark.slow
 def test_sharding_holds_less_than_copies(server: Server) -> None:
     found = estimate(server, model_type="full", gradient_checkpointing=True, resolution=512)
     need = {name: found.candidate(name, 4).fit for name in ("ddp", "hsdp", "fsdp2")}

@@ -326,6 +326,7 @@ def test_pictures_are_made_when_the_job_says(
     assert sorted(p.name for p in written) == [f"step-{step}" for step in when]
 
 
+@pytest.mark.slow
 def test_a_request_that_cannot_be_honoured_is_answered(train: Any, tmp_path: Path) -> None:
     events = train(max_train_steps=1, request="sample_now")
     (warning,) = [event["message"] for event in events if event["kind"] == "warning"]
@@ -333,6 +334,7 @@ def test_a_request_that_cannot_be_honoured_is_answered(train: Any, tmp_path: Pat
     assert not RunDir(tmp_path / "run").requested("sample_now")
 
 
+@pytest.mark.slow
 def test_sampling_changes_nothing_of_the_training(train: Any) -> None:
     settings = {"lora_dropout": 0.3, "use_ema": True, "caption_dropout_probability": 0.3,
                 "max_train_steps": 3}  # fmt: skip

@@ -226,6 +226,7 @@ def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing_of_the_training(train: Any, toy: Path, tmp_path: Path) -> None:
     """Against a job on a copy of the data in which what is held out is missing."""
     settings = {"lora_dropout": 0.3, "caption_dropout_probability": 0.3, "max_train_steps": 3}
@@ -268,6 +269,7 @@ def test_what_is_measured_is_told_and_does_not_depend_on_the_loss_of_the_trainin
     assert huber[0]["loss"] == pytest.approx(first["loss"], rel=1e-6), "before any step"
 
 
+@pytest.mark.slow
 def test_the_averaged_weights_are_measured(train: Any) -> None:
     settings: dict[str, Any] = {
         "validation_fraction": 0.1, "validation_loss_steps": 2, "validation_timesteps": 1,

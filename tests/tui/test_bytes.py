@@ -149,6 +149,7 @@ def test_nothing_changes_and_nothing_is_sent(store: Store, nvml_stub: StubNvml) 
         assert shown.received - before < 8000  # the lines that changed, not the screen
 
 
+@pytest.mark.slow
 def test_f5_sends_all_again(store: Store, nvml_stub: StubNvml) -> None:
     """What another program wrote on the terminal is not known to us, and must go."""
     nvml_stub.write(2)
@@ -160,6 +161,7 @@ def test_f5_sends_all_again(store: Store, nvml_stub: StubNvml) -> None:
         shown.wait_for(lambda text: "quiet" in text and "GPU" in text)
 
 
+@pytest.mark.slow
 def test_a_screen_over_the_dashboard_comes_to_rest(store: Store, nvml_stub: StubNvml) -> None:
     """A look at the screen below would repaint the one on top, to be held back again."""
     nvml_stub.write(2)
@@ -173,6 +175,7 @@ def test_a_screen_over_the_dashboard_comes_to_rest(store: Store, nvml_stub: Stub
         shown.wait_quiet(2.0)
 
 
+@pytest.mark.slow
 def test_keys_are_handled_while_the_terminal_takes_nothing(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
@@ -197,6 +200,7 @@ def test_keys_are_handled_while_the_terminal_takes_nothing(tmp_path: Path) -> No
         shown.wait_for(lambda text: "keys:z" in text)
 
 
+@pytest.mark.slow
 def test_a_restless_screen_stays_within_the_budget_and_answers_keys(tmp_path: Path) -> None:
     with terminal(restless(tmp_path / "seen"), dict(os.environ), (120, 40)) as shown:
         shown.wait_for(lambda text: "keys:" in text)

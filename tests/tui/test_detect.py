@@ -425,6 +425,7 @@ def model(make_model: Callable[..., Path]) -> Path:
     return root
 
 
+@pytest.mark.slow
 async def test_a_real_model_is_looked_at_in_a_process_and_remembered(
     store: Store, model: Path
 ) -> None:

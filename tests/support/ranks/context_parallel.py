@@ -260,7 +260,7 @@ class Rig:
         return Problem(latents, drawn.level, target_of(latents.shape, int(drawn.level)))
 
     def predict(self, model: Any, _: Any, level: torch.Tensor, inputs: Inputs, *__: Any) -> Any:
-        output: torch.Tensor = model(**inputs, return_dict=False)[0]
+        output = forward(model, self._case, inputs)
         self.outputs[int(level)] = output.detach()
         return output
 

@@ -123,7 +123,8 @@ async def test_every_tab_opens_by_its_number_and_has_room(
             assert pane.region in whole
             assert pane.region.width == size[0]
             assert [one for one in screen.panes.values() if one.display] == [pane]
-            assert pane.has_focus_within or pane.has_focus, "so that its keys work"
+            # So that its keys work.
+            await until(pilot, lambda pane=pane: pane.has_focus_within or pane.has_focus)
             assert "esc" in text_of(screen, "job-keys")
             assert len(text_of(screen, "job-keys")) <= size[0] - 2
         assert len(str(screen.tabs.content)) <= size[0]

@@ -7,6 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from tests.support.fakes.waiting import PATIENCE
 from tests.support.paths import ROOT
 from tests.support.terminal import Terminal
 
@@ -19,4 +20,4 @@ def test_a_terminal_that_is_not_its_own_goes_away(store: Store) -> None:
     shown = Terminal([sys.executable, "-m", "tui"], env, (80, 24))
     shown.wait_for(lambda text: "jobs" in text)
     shown.hang_up()
-    assert shown.process.wait(timeout=60) == -signal.SIGHUP
+    assert shown.process.wait(timeout=PATIENCE) == -signal.SIGHUP

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +12,8 @@ from textual.widgets import Select
 
 from jobs.eventlog import EventLog
 from jobs.processes import with_run_id
+from tests.support.fakes.waiting import attempts
+from tests.support.pilot import driven, shown_by
 from tui.app import FsdpTui
 from tui.job.screen import JobScreen
 from tui.job.tabs import TABS
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
     from jobs.store import Store
 
-pytestmark = pytest.mark.e2e
-PATIENCE = 400.0  # seconds; a slow machine under load, not an expectation
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+TRAINED = 400.0  # seconds; a slow machine under load, not an expectation
 STEPS = 60  # many more than are trained between the first one and the stop
 # The keys of what is typed, where they are not called as they are written.
 _KEYS = {" ": "space", "_": "underscore", ".": "full_stop", "-": "minus", "/": "slash"}
@@ -65,15 +66,11 @@ class Person:
 
     @property
     def screen(self) -> str:
-        """All that is on the screen, as it goes to the terminal."""
-        lines = self.app.screen._compositor.render_strips()
-        return "\n".join("".join(segment.text for segment in line) for line in lines)
+        return shown_by(self.app)
 
     async def until(self, true: Callable[[], object], what: str = "it") -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not true():
-            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{self.screen}"
-            await self.pilot.pause(0.02)
+        for _ in attempts(true, TRAINED, told=lambda: f"{what}:\n{self.screen}"):
+            await self.pilot.pause(0.05)
 
     async def sees(self, *texts: str) -> None:
         for text in texts:
@@ -93,7 +90,7 @@ class Person:
         await self.press("end", "ctrl+u", *(_KEYS.get(char, char) for char in text))
 
     async def paste(self, text: str) -> None:
-        """Over what is in the field. Each key that is pressed takes a test's tenth of a second."""
+        """Write over what is in the field, all at once."""
         await self.press("end", "ctrl+u")
         self.app.post_message(Paste(text))
         await self.pilot.pause()
@@ -117,7 +114,7 @@ async def test_a_model_is_trained_by_keys_alone(
 ) -> None:
     monkeypatch.chdir(toy)
     app = FsdpTui(store)
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with driven(app, (120, 40)) as pilot:
         me = Person(app, pilot)
         await me.sees("No jobs yet")
         await describe(me)

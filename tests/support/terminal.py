@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.support.emulated_screen import EmulatedScreen
+from tests.support.waiting import PATIENCE, attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,17 +110,15 @@ class Terminal:
         with self._came:
             self._kept.clear()
 
-    def wait_for(self, true: Callable[[str], object], seconds: float = 120.0) -> float:
+    def wait_for(self, true: Callable[[str], object], seconds: float = PATIENCE) -> float:
         """Seconds until what was received since `forget` makes this true."""
         begun = time.monotonic()
-        while not true(self.text):
-            left = begun + seconds - time.monotonic()
-            assert left > 0, f"waited in vain; the terminal got {self.text[-2000:]!r}"
+        for _ in attempts(lambda: true(self.text), seconds, told=lambda: repr(self.text[-2000:])):
             with self._came:
-                self._came.wait(min(left, 0.25))
+                self._came.wait(0.25)
         return time.monotonic() - begun
 
-    def wait_quiet(self, seconds: float, most: float = 120.0) -> None:
+    def wait_quiet(self, seconds: float, most: float = PATIENCE) -> None:
         """Wait until nothing has come for so long."""
         deadline = time.monotonic() + most
         while True:
@@ -163,7 +162,7 @@ class Terminal:
     def close(self) -> None:
         self._going.set()
         self.process.terminate()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=PATIENCE)
         os.close(self._master)
 
 

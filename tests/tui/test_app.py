@@ -57,6 +57,7 @@ def jobs_of(app: FsdpTui) -> JobsPanel:
 # -- what is shown -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 async def test_all_regions_have_room(store: Store, size: tuple[int, int]) -> None:
     job = add_job(store, state=State.RUNNING)
@@ -95,6 +96,7 @@ async def test_a_new_machine_with_gpus_is_offered_the_self_test(
         assert "fsdp-tui selftest" in shown(jobs_of(app))
 
 
+@pytest.mark.slow
 async def test_the_title_names_machine_and_counts(store: Store) -> None:
     add_job(store, state=State.RUNNING)
     add_job(store, "next")
@@ -115,6 +117,7 @@ async def test_a_state_on_the_screen_follows_the_store(store: Store) -> None:
         assert "rank 1 was killed by SIGKILL" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_no_state_in_the_table_is_cut_off(store: Store, size: tuple[int, int]) -> None:
     for state in State:
@@ -126,6 +129,7 @@ async def test_no_state_in_the_table_is_cut_off(store: Store, size: tuple[int, i
             assert state is State.QUEUED or f" {state} " in text
 
 
+@pytest.mark.slow
 async def test_loading_shows_a_moving_bar(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     append_events(job, event("phase", name="load", state="progress", done=10, total=40))
@@ -156,6 +160,7 @@ async def test_a_second_look_at_the_same_things_paints_nothing(
         assert painted == []
 
 
+@pytest.mark.slow
 async def test_late_ranks_gpus_and_memory_are_shown_on_a_gpu_machine(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +180,7 @@ async def test_late_ranks_gpus_and_memory_are_shown_on_a_gpu_machine(
         assert "0,1" in shown(jobs_of(app))
 
 
+@pytest.mark.slow
 async def test_hundreds_of_ended_jobs_are_read_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +257,7 @@ async def test_keys_and_mouse_select_a_job_and_its_log(store: Store) -> None:
         await until(pilot, lambda: panel.selected == 1)
 
 
+@pytest.mark.slow
 async def test_the_job_that_was_asked_for_is_selected(store: Store) -> None:
     first = add_job(store, state=State.COMPLETED)
     add_job(store, state=State.RUNNING)
@@ -283,6 +290,7 @@ async def test_the_log_follows_stops_when_scrolled_back_and_follows_again(store:
         assert log.scroll_y < log.max_scroll_y
 
 
+@pytest.mark.slow
 async def test_the_lines_of_a_long_log_before_its_tail_come_to_the_front(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     write_log(job, "".join(f"line {n:06}\n" for n in range(40_000)))
@@ -313,6 +321,7 @@ async def test_other_logs_can_be_shown(store: Store) -> None:
         assert "supervisor" in str(log.border_title)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "title"),
     [((80, 24), "avg 0.500 · val 0.432"), ((120, 40), "loss 0.5000 · avg 0.5000 · val 0.432")],
@@ -331,6 +340,7 @@ async def test_the_curve_names_the_loss_on_what_is_held_out(
         await until(pilot, lambda: re.sub(r"\[/?b\]", "", str(curve.border_title)) == title)
 
 
+@pytest.mark.slow
 async def test_escape_codes_do_not_reach_the_terminal(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     write_log(job, "\x1b[2J\x1b]0;title\x07\x1b[31mred\x1b[0m text\n")
@@ -377,6 +387,7 @@ async def test_a_key_pressed_thrice_in_haste_kills_nothing(store: Store) -> None
         assert "● running" in shown(jobs_of(app))  # only the store says that it stops
 
 
+@pytest.mark.slow
 async def test_an_ended_job_starts_again(store: Store, job_spec: JobSpec) -> None:
     job = add_job(store, state=State.STOPPED, job_file=dump_spec(job_spec), total_steps=5)
     write_checkpoint(job, 3)
@@ -386,6 +397,7 @@ async def test_an_ended_job_starts_again(store: Store, job_spec: JobSpec) -> Non
         assert any("resumed after step 3" in change.reason for change in store.history(job.id))
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_done_is_said(store: Store) -> None:
     add_job(store, state=State.RUNNING)
     async with running(store) as (app, pilot):
@@ -395,6 +407,7 @@ async def test_what_cannot_be_done_is_said(store: Store) -> None:
         await until(pilot, lambda: any("stop it first" in text for text in said(app)))
 
 
+@pytest.mark.slow
 async def test_save_now_writes_the_request(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     async with running(store) as (_, pilot):
@@ -417,6 +430,7 @@ async def test_remove_asks_first(store: Store) -> None:
         assert not job.run_dir.root.exists()
 
 
+@pytest.mark.slow
 async def test_help_lists_every_key(store: Store) -> None:
     async with running(store) as (app, pilot):
         await pilot.press("question_mark")
@@ -511,12 +525,14 @@ async def test_a_mistake_is_shown_beside_its_field(store: Store) -> None:
         await until(pilot, lambda: error_of(app, "learning_rate") == "")
 
 
+@pytest.mark.slow
 async def test_a_wrong_path_is_found_while_typing(store: Store, tmp_path: Path) -> None:
     async with form(store) as (app, pilot):
         field(app, "dataset").control.value = str(tmp_path / "nowhere")  # type: ignore[attr-defined]
         await until(pilot, lambda: "no such dataset folder" in error_of(app, "dataset"))
 
 
+@pytest.mark.slow
 async def test_a_refused_job_leaves_the_form_as_it_was(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,6 +552,7 @@ async def test_a_refused_job_leaves_the_form_as_it_was(
         assert store.all() == []
 
 
+@pytest.mark.slow
 async def test_submitting_an_empty_form_leads_to_what_is_missing(store: Store) -> None:
     async with form(store) as (app, pilot):
         assert error_of(app, "pretrained_model_name_or_path") == ""
@@ -544,6 +561,7 @@ async def test_submitting_an_empty_form_leads_to_what_is_missing(store: Store) -
         await until(pilot, lambda: field(app, "pretrained_model_name_or_path").control.has_focus)
 
 
+@pytest.mark.slow
 async def test_a_copy_has_all_values_of_the_selected_job_under_a_name_of_its_own(
     store: Store, job_values: dict[str, Any]
 ) -> None:
@@ -559,6 +577,7 @@ async def test_a_copy_has_all_values_of_the_selected_job_under_a_name_of_its_own
         assert copied == settle(spec).model_copy(update={"name": "before-2"})
 
 
+@pytest.mark.slow
 async def test_a_job_file_fills_the_form_and_can_be_saved(
     store: Store, job_values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -579,6 +598,7 @@ async def test_a_job_file_fills_the_form_and_can_be_saved(
         assert load_spec(saved) == load_spec(given)
 
 
+@pytest.mark.slow
 async def test_the_form_tells_what_auto_comes_to_and_what_is_deprecated(
     store: Store, job_values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -603,6 +623,7 @@ async def test_the_form_tells_what_auto_comes_to_and_what_is_deprecated(
         assert warning.has_class("-warning")
 
 
+@pytest.mark.slow
 async def test_gpus_are_toggled_by_number_keys(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

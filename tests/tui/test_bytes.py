@@ -23,8 +23,10 @@ from textual.timer import Timer
 from jobs.states import State
 from tests.support.emulated_screen import EmulatedScreen
 from tests.support.paths import ROOT
+from tests.support.pilot import driven
 from tests.support.terminal import terminal
 from tests.support.tui import add_job, write_log
+from tests.support.waiting import eventually
 from tui import byte_budget
 from tui.app import FsdpTui
 from tui.byte_budget import ByteBudget
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["tests.nvml_stub.fixture"]
 
-SLOWLY = 120.0  # seconds; every look puts a whole screen together again
 # Changes every cell sixty times a second; a key adds to what it shows, and to a file.
 RESTLESS = """
 import os, sys
@@ -135,6 +136,7 @@ def restless(seen: Path) -> tuple[str, ...]:
 # -- on a real terminal --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_changes_and_nothing_is_sent(store: Store, nvml_stub: StubNvml) -> None:
     nvml_stub.write(2)
     job = add_job(store, "quiet")
@@ -179,22 +181,18 @@ def test_a_screen_over_the_dashboard_comes_to_rest(store: Store, nvml_stub: Stub
 def test_keys_are_handled_while_the_terminal_takes_nothing(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
-    def wait_until(true: Callable[[int, str], bool]) -> tuple[int, str]:
-        deadline = time.monotonic() + SLOWLY
-        while True:
-            count, _, keys = seen.read_text().partition(" ") if seen.exists() else ("0", "", "")
-            if true(int(count), keys):
-                return int(count), keys
-            assert time.monotonic() < deadline, f"the program stands still: {count} {keys}"
-            time.sleep(0.02)
+    def now() -> tuple[int, str]:
+        count, _, keys = seen.read_text().partition(" ") if seen.exists() else ("0", "", "")
+        return int(count), keys
 
     with terminal(restless(seen), dict(os.environ), (120, 40)) as shown:
         shown.wait_for(lambda text: "keys:" in text)
         shown.stall()
-        begun, _ = wait_until(lambda count, _: count > 0)
-        wait_until(lambda count, _: count > begun + 150)  # as many pictures would block the loop
+        begun, _ = now()
+        # As many pictures would block the loop.
+        eventually(lambda: now()[0] > begun + 150, told=now)
         shown.press("z")
-        wait_until(lambda _, keys: keys == "z")
+        eventually(lambda: now()[1] == "z", told=now)
         shown.forget()
         shown.go_on()
         shown.wait_for(lambda text: "keys:z" in text)
@@ -205,7 +203,7 @@ def test_a_restless_screen_stays_within_the_budget_and_answers_keys(tmp_path: Pa
     with terminal(restless(tmp_path / "seen"), dict(os.environ), (120, 40)) as shown:
         shown.wait_for(lambda text: "keys:" in text)
         begun, before = time.monotonic(), shown.received
-        shown.wait_for(lambda _: shown.received - before >= 150_000, SLOWLY)
+        shown.wait_for(lambda _: shown.received - before >= 150_000)
         got = shown.received - before
         spare = byte_budget.SAVED + 20_000  # one picture goes over the line
         assert time.monotonic() - begun >= (got - spare) / byte_budget.RATE
@@ -214,6 +212,7 @@ def test_a_restless_screen_stays_within_the_budget_and_answers_keys(tmp_path: Pa
         shown.wait_for(lambda text: "keys:z" in text)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_no_utf8_is_shown_and_ends_nothing(tmp_path: Path) -> None:
     odd = RESTLESS.replace('"keys:', '"\\udce9keys:')
     command = sys.executable, "-c", odd.format(root=str(ROOT), seen=str(tmp_path / "seen"))
@@ -223,6 +222,7 @@ def test_a_name_that_is_no_utf8_is_shown_and_ends_nothing(tmp_path: Path) -> Non
         shown.wait_for(lambda text: "?keys:z" in text)
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_what_the_screen_consists_of(
     store: Store, nvml_stub: StubNvml, tmp_path: Path
 ) -> None:
@@ -249,29 +249,30 @@ def test_the_terminal_shows_what_the_screen_consists_of(
 
             return check
 
-        shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
+        shown.wait_for(is_shown("line 299 漢字"))
         shown.press("\x1b[?2026;2$y")  # it can take a picture at once
         for key, what in (("?", "esc closes"), ("?", "╭─ devices"), ("l", "line 298"),
                           ("g", "line 0 漢字"), ("q", "╭─ devices"), ("n", "family"),
                           ("\x1b", "╭─ devices")):  # fmt: skip
             shown.press(key)
-            shown.wait_for(is_shown(what), SLOWLY)
+            shown.wait_for(is_shown(what))
         shown.wait_quiet(0.3)
         shown.forget()
         size = (80, 24)
         shown.resize(size)
-        shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
+        shown.wait_for(is_shown("line 299 漢字"))
         shown.wait_quiet(0.3)
         shown.forget()  # a window dragged to and fro may have lost what it showed
         shown.resize((90, 24))
         shown.resize(size)
-        shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
+        shown.wait_for(is_shown("line 299 漢字"))
         shown.forget()
         size = (100, 30)
         shown.resize(size, tell=False)  # as in a container, whose end of it gets no signal
-        shown.wait_for(is_shown("line 299 漢字"), SLOWLY)
+        shown.wait_for(is_shown("line 299 漢字"))
 
 
+@pytest.mark.slow
 def test_a_terminal_that_has_no_size_yet_gets_the_usual_one(
     store: Store, nvml_stub: StubNvml
 ) -> None:
@@ -283,6 +284,7 @@ def test_a_terminal_that_has_no_size_yet_gets_the_usual_one(
         shown.wait_for(lambda _: shown.shows("╭─ devices") and len(shown.lines[1]) == 120)
 
 
+@pytest.mark.slow
 def test_a_picture_made_while_nothing_may_be_painted_is_made_again() -> None:
     with terminal((sys.executable, "-c", HELD.format(root=str(ROOT))), dict(os.environ)) as shown:
         shown.wait_for(lambda _: shown.shows("keys:"))
@@ -295,7 +297,7 @@ async def test_a_timer_that_ticks_once_ticks_though_it_is_late(
 ) -> None:
     keep_single_timers()
     ticks: list[int] = []
-    async with App[None]().run_test() as pilot:
+    async with driven(App[None]()) as pilot:
         timer = Timer(pilot.app, 0.01, callback=lambda: ticks.append(1), repeat=0)
         seconds = itertools.count()
         with monkeypatch.context() as slow:
@@ -318,13 +320,13 @@ async def test_two_sizes_at_once_come_to_rest_at_the_present_one() -> None:
 
     screen = Counting()
     app = App[None]()
-    async with app.run_test(size=(80, 24)) as pilot:
+    async with driven(app) as pilot:
         await app.push_screen(screen)
         with app.batch_update():
             for size in (Size(70, 20), Size(80, 24)):
                 screen.post_message(Resize(size, size))
                 screen.call_later(lambda: None)
-            await pilot.pause(0.1)
+            await pilot.pause()
         await pilot.pause()
         assert screen.size == (80, 24)
     assert screen.resizes < 10
@@ -338,7 +340,7 @@ async def test_tests_and_browsers_have_their_own_driver(
     store: Store, no_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = FsdpTui(store)
-    async with app.run_test():
+    async with driven(app):
         assert not isinstance(app._driver, GovernedDriver)
     monkeypatch.setattr("textual.constants.DRIVER", "textual.drivers.web_driver:WebDriver")
     assert FsdpTui(store).driver_class.__name__ == "WebDriver"

@@ -130,6 +130,7 @@ async def test_the_caches_are_listed_with_their_sizes(
         await until(pilot, lambda: app.screen is app.dashboard)
 
 
+@pytest.mark.slow
 async def test_what_clearing_freed_is_told_twice(store: Store, caches: Caches) -> None:
     async with opened(store) as (app, pilot, screen):
         await pilot.press("j", "x")
@@ -172,6 +173,7 @@ async def test_all_are_cleared_that_hold_anything_and_then_there_is_nothing(
         assert app.screen is screen
 
 
+@pytest.mark.slow
 async def test_clearing_is_refused_while_jobs_run_and_the_screen_says_why(
     store: Store, caches: Caches
 ) -> None:
@@ -192,6 +194,7 @@ async def test_clearing_is_refused_while_jobs_run_and_the_screen_says_why(
         assert not screen.query_one("#cache-status").has_class("-refused")
 
 
+@pytest.mark.slow
 async def test_what_could_not_be_deleted_is_told_and_what_is_left_is_shown(
     store: Store, caches: Caches
 ) -> None:
@@ -205,6 +208,7 @@ async def test_what_could_not_be_deleted_is_told_and_what_is_left_is_shown(
         await until(pilot, lambda: screen.panel.caches[1].files == 3)
 
 
+@pytest.mark.slow
 async def test_a_failure_of_ours_does_not_lock_the_screen(store: Store, caches: Caches) -> None:
     caches.refusal = KeyError("latents")
     async with opened(store) as (app, pilot, screen):
@@ -217,6 +221,7 @@ async def test_a_failure_of_ours_does_not_lock_the_screen(store: Store, caches: 
         await question(app, pilot)
 
 
+@pytest.mark.slow
 async def test_clearing_goes_on_when_the_screen_is_left_and_is_asked_for_once(
     store: Store, caches: Caches
 ) -> None:
@@ -237,6 +242,7 @@ async def test_clearing_goes_on_when_the_screen_is_left_and_is_asked_for_once(
         assert caches.cleared == [["detection"]]
 
 
+@pytest.mark.slow
 async def test_caches_that_cannot_be_read_are_told(store: Store, caches: Caches) -> None:
     caches.broken = PermissionError(13, "Permission denied")
     async with opened(store) as (_, pilot, screen):
@@ -249,6 +255,7 @@ async def test_caches_that_cannot_be_read_are_told(store: Store, caches: Caches)
         await until(pilot, lambda: screen.panel.display and screen.panel.rows)
 
 
+@pytest.mark.slow
 async def test_the_palette_leads_to_the_caches(store: Store, caches: Caches) -> None:
     add_job(store, state=State.COMPLETED)
     async with running(store, (80, 24)) as (app, pilot):
@@ -257,6 +264,7 @@ async def test_the_palette_leads_to_the_caches(store: Store, caches: Caches) -> 
         await until(pilot, lambda: isinstance(app.screen, CachesScreen))
 
 
+@pytest.mark.slow
 async def test_real_caches_are_kept_while_a_job_runs_and_cleared_when_it_has_ended(
     store: Store,
 ) -> None:

@@ -85,6 +85,7 @@ def names(job: Job) -> list[str]:
 # -- looking -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 async def test_the_list_has_room_and_marks_what_a_resume_takes(
     store: Store, job: Job, size: tuple[int, int]
@@ -134,6 +135,7 @@ async def test_new_ones_appear_while_the_job_runs(store: Store, job: Job) -> Non
         await until(pilot, lambda: "stopped" in text_of(screen, "title"))
 
 
+@pytest.mark.slow
 async def test_there_may_be_nothing_to_see(store: Store, job: Job) -> None:
     shutil.rmtree(job.run_dir.checkpoints)
     async with running(store, (80, 24)) as (app, pilot):
@@ -183,6 +185,7 @@ async def test_a_job_goes_back_after_a_question(store: Store, job: Job) -> None:
         assert names(job) == ["step-10", "step-20.rewound", "step-30.rewound"]
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_is_told_and_nothing_is_asked(store: Store, job: Job) -> None:
     job.run_dir.job_file.write_text(dump_spec(load_spec(job.run_dir.job_file, {"lora_rank": "4"})))
     set_aside(job.run_dir.checkpoint(30), "rewound")
@@ -195,6 +198,7 @@ async def test_what_cannot_be_is_told_and_nothing_is_asked(store: Store, job: Jo
         assert app.screen is screen.screen
 
 
+@pytest.mark.slow
 async def test_the_start_key_tells_what_changes(store: Store, job: Job) -> None:
     async with running(store) as (app, pilot):
         job.run_dir.job_file.write_text(dump_spec(load_spec(job.run_dir.job_file, {"seed": "7"})))
@@ -209,6 +213,7 @@ async def test_the_start_key_tells_what_changes(store: Store, job: Job) -> None:
         assert names(job) == ["step-10", "step-20", "step-30"]
 
 
+@pytest.mark.slow
 async def test_the_start_key_asks_nothing_where_nothing_changes(store: Store, job: Job) -> None:
     async with running(store) as (app, pilot):
         await pilot.press("s")
@@ -216,6 +221,7 @@ async def test_the_start_key_asks_nothing_where_nothing_changes(store: Store, jo
         assert app.screen is app.dashboard
 
 
+@pytest.mark.slow
 async def test_a_long_list_of_changes_leaves_room_for_the_answers(store: Store) -> None:
     async with running(store, (80, 24)) as (app, pilot):
         detail = "\n".join(f"learning_rate: {n} → {n + 1}" for n in range(60))
@@ -268,6 +274,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
     state.go.set()
 
 
+@pytest.mark.slow
 async def test_reading_shows_how_far_it_is_and_can_be_given_up(
     store: Store, job: Job, slow: Any
 ) -> None:
@@ -284,6 +291,7 @@ async def test_reading_shows_how_far_it_is_and_can_be_given_up(
         assert "verified" not in all_said(app)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["escape", "quit"])
 async def test_leaving_ends_the_reading(store: Store, job: Job, slow: Any, key: str) -> None:
     async with running(store) as (app, pilot):
@@ -320,6 +328,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
     state.go.set()
 
 
+@pytest.mark.slow
 async def test_an_export_goes_on_when_the_screen_is_closed(
     store: Store, job: Job, exporter: Any
 ) -> None:
@@ -339,6 +348,7 @@ async def test_an_export_goes_on_when_the_screen_is_closed(
         assert exporter.calls == [(1, 20)]
 
 
+@pytest.mark.slow
 async def test_an_export_is_given_up_by_the_same_key(store: Store, job: Job, exporter: Any) -> None:
     async with running(store) as (app, pilot):
         screen = await opened(app, pilot)
@@ -349,6 +359,7 @@ async def test_an_export_is_given_up_by_the_same_key(store: Store, job: Job, exp
         assert len(exporter.calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outcome", "text"),
     [
@@ -368,6 +379,7 @@ async def test_an_export_that_fails_is_told(
         assert not app.dashboard.exports.running
 
 
+@pytest.mark.slow
 async def test_quitting_gives_an_export_up(store: Store, job: Job, exporter: Any) -> None:
     async with running(store) as (app, pilot):
         await opened(app, pilot)
@@ -398,6 +410,7 @@ async def test_one_is_deleted_after_a_question(store: Store, job: Job) -> None:
         assert "▸   step-10" in shown(screen.panel), "the next one takes its place"
 
 
+@pytest.mark.slow
 async def test_one_that_is_gone_already_is_told(store: Store, job: Job) -> None:
     async with running(store) as (app, pilot):
         await opened(app, pilot)
@@ -408,6 +421,7 @@ async def test_one_that_is_gone_already_is_told(store: Store, job: Job) -> None:
         await until(pilot, lambda: "job 1 has no checkpoint step-30" in all_said(app))
 
 
+@pytest.mark.slow
 async def test_a_queued_job_keeps_its_newest(store: Store, job: Job) -> None:
     store.pause(True)
     store.requeue(job.id, "")
@@ -423,6 +437,7 @@ async def test_a_queued_job_keeps_its_newest(store: Store, job: Job) -> None:
 # -- elsewhere -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_form_tells_what_beginning_from_another_job_changes(
     store: Store, job: Job
 ) -> None:
@@ -441,6 +456,7 @@ async def test_the_form_tells_what_beginning_from_another_job_changes(
 # -- sampling ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_key_asks_for_samples(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     async with running(store, (120, 40)) as (app, pilot):
@@ -450,6 +466,7 @@ async def test_a_key_asks_for_samples(store: Store) -> None:
         await until(pilot, lambda: "job 1 samples its prompts at the next step" in all_said(app))
 
 
+@pytest.mark.slow
 async def test_a_job_that_does_not_run_samples_nothing(store: Store, job: Job) -> None:
     async with running(store, (80, 24)) as (app, pilot):
         assert "sample" not in str(app.dashboard.query_one(KeyBar).content)

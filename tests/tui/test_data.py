@@ -142,6 +142,7 @@ def ended_job(store: Store, job_values: dict[str, Any]) -> Any:
 # -- a real look ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_job_s_data_is_looked_at_and_shown(store: Store, ended_job: Any) -> None:
     async with running(store) as (app, pilot):
         screen = await look(app, pilot)
@@ -161,6 +162,7 @@ async def test_a_job_s_data_is_looked_at_and_shown(store: Store, ended_job: Any)
         await until(pilot, lambda: app.screen is app.dashboard)
 
 
+@pytest.mark.slow
 async def test_what_is_wrong_with_the_data_is_one_line_on_the_screen(
     store: Store, ended_job: Any, job_values: dict[str, Any]
 ) -> None:
@@ -180,6 +182,7 @@ async def test_what_is_wrong_with_the_data_is_one_line_on_the_screen(
         assert not screen.query_one("#data-problem").display
 
 
+@pytest.mark.slow
 async def test_escape_ends_the_process_that_looks(
     store: Store, ended_job: Any, job_values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -198,6 +201,7 @@ async def test_escape_ends_the_process_that_looks(
         await until(pilot, lambda: not process.is_running() or not looking_processes())
 
 
+@pytest.mark.slow
 async def test_leaving_the_dashboard_ends_the_process_that_looks(
     store: Store, ended_job: Any, tmp_path: Path
 ) -> None:
@@ -221,6 +225,7 @@ def looking_processes() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 async def test_the_form_shows_the_data_of_what_it_says(
     store: Store, job_values: dict[str, Any]
 ) -> None:
@@ -247,6 +252,7 @@ async def test_the_form_shows_the_data_of_what_it_says(
 # -- made-up data --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("buckets", [1, 40])
 async def test_everything_has_room(
@@ -315,6 +321,7 @@ async def test_what_was_left_out_takes_room_on_a_low_screen_while_it_is_read(
         await until(pilot, lambda: screen.pictures.display)
 
 
+@pytest.mark.slow
 async def test_changed_data_is_told(
     store: Store, ended_job: Any, found: Callable[[DataLook], None]
 ) -> None:
@@ -331,6 +338,7 @@ async def test_changed_data_is_told(
         await until(pilot, lambda: not screen.query_one("#data-changed").display)
 
 
+@pytest.mark.slow
 async def test_a_screen_that_nothing_happens_on_is_not_painted(
     store: Store, ended_job: Any, found: Callable[[DataLook], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -359,6 +367,7 @@ async def test_a_screen_that_nothing_happens_on_is_not_painted(
         await until(pilot, lambda: len(app.dashboard.snapshot.jobs) == 5)
 
 
+@pytest.mark.slow
 async def test_the_pictures_lie_on_the_background_of_the_theme(
     store: Store, ended_job: Any, found: Callable[[DataLook], None]
 ) -> None:

@@ -167,6 +167,7 @@ async def test_what_is_recommended_is_checked_and_judged(store: Store, detector:
         assert "single_transformer_blocks.0" in first
 
 
+@pytest.mark.slow
 async def test_a_bad_path_is_told_in_words_and_can_be_tried_again(
     store: Store, detector: Detector
 ) -> None:
@@ -188,6 +189,7 @@ async def test_a_bad_path_is_told_in_words_and_can_be_tried_again(
         assert checked(screen) == [SINGLE, DOUBLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "told"),
     [(ToolError("python -m engine.blocks failed: killed"), "! python -m engine.blocks failed"),
@@ -203,6 +205,7 @@ async def test_a_failure_of_ours_is_told_too(
         await until(pilot, lambda: answers == [None])
 
 
+@pytest.mark.slow
 async def test_escape_stops_the_first_look_and_leaves(store: Store, detector: Detector) -> None:
     detector.endless = True
     async with looking_at(store, size=(80, 24)) as (screen, pilot, answers):
@@ -237,6 +240,7 @@ async def test_a_second_look_keeps_the_choice_and_can_be_stopped(
         await until(pilot, lambda: answers == [None])
 
 
+@pytest.mark.slow
 async def test_a_second_look_that_fails_leaves_what_was_found(
     store: Store, detector: Detector
 ) -> None:
@@ -253,6 +257,7 @@ async def test_a_second_look_that_fails_leaves_what_was_found(
 # -- choosing ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_what_is_applied_is_what_would_be_submitted(
     store: Store, detector: Detector, job_values: dict[str, Any]
 ) -> None:
@@ -272,6 +277,7 @@ async def test_what_is_applied_is_what_would_be_submitted(
         assert draft.spec_of(screen.values).fsdp_transformer_layer_cls_to_wrap == [SINGLE]
 
 
+@pytest.mark.slow
 async def test_the_recommended_choice_is_in_the_file_of_the_queued_job(
     store: Store, detector: Detector, job_values: dict[str, Any]
 ) -> None:
@@ -288,6 +294,7 @@ async def test_the_recommended_choice_is_in_the_file_of_the_queued_job(
         assert spec.fsdp_transformer_layer_cls_to_wrap == [SINGLE, DOUBLE]
 
 
+@pytest.mark.slow
 async def test_what_the_field_says_is_checked_at_first_and_stays_on_escape(
     store: Store, detector: Detector
 ) -> None:
@@ -315,6 +322,7 @@ async def test_what_the_field_says_is_checked_at_first_and_stays_on_escape(
         await until(pilot, lambda: row(app, pages.BLOCKS).value == DOUBLE)
 
 
+@pytest.mark.slow
 async def test_choosing_nothing_is_a_choice_that_is_remembered_for_this_model(
     store: Store, detector: Detector
 ) -> None:
@@ -354,6 +362,7 @@ async def test_nested_choices_are_warned_about_until_the_recommended_are_taken(
         assert checked(screen) == [SINGLE, DOUBLE]
 
 
+@pytest.mark.slow
 async def test_the_mouse_checks_and_the_keys_below_can_be_clicked(
     store: Store, detector: Detector
 ) -> None:
@@ -369,6 +378,7 @@ async def test_the_mouse_checks_and_the_keys_below_can_be_clicked(
 # -- searching -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_search_lists_names_and_paths(store: Store, detector: Detector) -> None:
     async with found_in(store, size=(80, 24)) as (screen, pilot, answers):
         names = lambda: [one.class_name for one in screen.panel.listed]  # noqa: E731
@@ -439,6 +449,7 @@ async def test_a_real_model_is_looked_at_in_a_process_and_remembered(
         assert not looking_processes()
 
 
+@pytest.mark.slow
 async def test_escape_ends_the_process_that_looks(store: Store, model: Path) -> None:
     async with looking_at(store, str(model)) as (_, pilot, answers):
         await until(pilot, looking_processes)
@@ -475,6 +486,7 @@ def many() -> Detection:
     return replace(found, classes=[*found.classes, *more])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [*SIZES, (80, 34), (100, 50)])
 async def test_everything_has_room(store: Store, detector: Detector, size: tuple[int, int]) -> None:
     detector.answer = many()

@@ -330,6 +330,7 @@ async def test_headings_name_the_gpus_and_cannot_be_selected(
         assert panel.selected == 1
 
 
+@pytest.mark.slow
 async def test_the_devices_get_room_on_a_low_screen_while_they_have_the_focus(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ async def test_bars_follow_the_options_and_say_it_in_words(store: Store) -> None
         assert "train_batch_size: 16, gradient_accumulation_steps: 2" in text(bars)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
 async def test_no_line_is_wider_than_its_box(store: Store, size: tuple[int, int]) -> None:
     async with form(store, VALUES | {"train_batch_size": 3}, size) as (_, pilot, bars):
@@ -92,6 +93,7 @@ async def test_no_line_is_wider_than_its_box(store: Store, size: tuple[int, int]
         assert "gradient_checkpointing: true" in lines[-1]
 
 
+@pytest.mark.slow
 async def test_what_does_not_fit_is_asked_once_and_can_be_queued(
     store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -123,6 +125,7 @@ async def test_what_fits_is_queued_without_a_question(
         await until(pilot, lambda: queued)
 
 
+@pytest.mark.slow
 async def test_without_a_model_nothing_is_asked_and_nothing_shown(store: Store) -> None:
     async with form(store, VALUES) as (app, pilot, bars):
         await until(pilot, lambda: text(bars))

@@ -59,6 +59,7 @@ async def test_choosing_a_family_offers_its_flavours_and_takes_its_defaults(stor
         await until(pilot, lambda: "wan" not in str(app.screen.query_one("#yaml").content))  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flavour", ["schnell", None])
 async def test_what_a_job_file_says_does_not_follow(
     store: Store, job_values: dict[str, Any], tmp_path: Path, flavour: str | None

@@ -91,6 +91,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 # -- by keyboard ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_whole_job_is_described_and_queued_by_keys_alone(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ async def test_what_is_wrong_on_another_page_is_marked_told_and_led_to(
         assert store.all() == []
 
 
+@pytest.mark.slow
 async def test_the_first_of_several_wrong_fields_is_led_to(
     store: Store, job_values: dict[str, Any]
 ) -> None:
@@ -169,6 +171,7 @@ async def test_the_first_of_several_wrong_fields_is_led_to(
         await until(pilot, lambda: field(app, "max_train_steps").control.has_focus)
 
 
+@pytest.mark.slow
 async def test_leaving_asks_only_when_something_was_typed(store: Store) -> None:
     async with form(store) as (app, pilot):
         await pilot.press("ctrl+n", "escape")
@@ -216,6 +219,7 @@ async def test_two_gpus_turn_fsdp_on_and_one_restores_what_was_there(
         assert text_of(app, "cascade").startswith("1 rank, as before: strategy auto")
 
 
+@pytest.mark.slow
 async def test_what_was_chosen_among_several_ranks_comes_back_with_them(store: Store) -> None:
     async with form(store) as (app, pilot):
         field(app, "num_processes").put("2")
@@ -227,6 +231,7 @@ async def test_what_was_chosen_among_several_ranks_comes_back_with_them(store: S
         await until(pilot, lambda: field(app, "strategy").value == "ddp")
 
 
+@pytest.mark.slow
 async def test_a_job_file_with_several_ranks_is_taken_as_it_is(
     store: Store, job_values: dict[str, Any]
 ) -> None:
@@ -241,6 +246,7 @@ async def test_a_job_file_with_several_ranks_is_taken_as_it_is(
 # -- what does not apply -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_options_that_do_not_apply_are_off_and_say_why(store: Store) -> None:
     async with form(store) as (app, pilot):
         await until(pilot, lambda: field(app, "fsdp_reshard_after_forward").control.disabled)
@@ -259,6 +265,7 @@ async def test_options_that_do_not_apply_are_off_and_say_why(store: Store) -> No
         assert note_of(app, "fsdp_cpu_offload") == "needs strategy: fsdp2 or hsdp"
 
 
+@pytest.mark.slow
 async def test_what_was_typed_where_it_does_not_apply_any_more_waits(
     store: Store, job_values: dict[str, Any]
 ) -> None:
@@ -276,6 +283,7 @@ async def test_what_was_typed_where_it_does_not_apply_any_more_waits(
         assert screen(app).values["dp_replicate_size"] == "2"
 
 
+@pytest.mark.slow
 async def test_looking_for_a_field_that_does_not_apply_tells_why(store: Store) -> None:
     async with form(store) as (app, pilot):
         field(app, "model_type").control.focus()
@@ -291,6 +299,7 @@ async def test_looking_for_a_field_that_does_not_apply_tells_why(store: Store) -
 # -- GPUs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
     store: Store, four_gpus: FakeGpus
 ) -> None:
@@ -320,6 +329,7 @@ async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
         assert field(app, "gpus").value == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "shown", "then"),
     [
@@ -343,6 +353,7 @@ async def test_gpus_stay_as_the_job_names_them(
         assert field(app, "gpus").value == then
 
 
+@pytest.mark.slow
 async def test_a_file_is_replaced_only_when_asked_for(store: Store, tmp_path: Path) -> None:
     there = tmp_path / "there.yaml"
     there.write_text("name: precious\n")
@@ -362,6 +373,7 @@ async def test_a_file_is_replaced_only_when_asked_for(store: Store, tmp_path: Pa
 # -- templates -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[str, Any]) -> None:
     save_template("tiny", {"model_family": "wan", "lora_rank": 4, "seed": 9})
     add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
@@ -384,6 +396,7 @@ async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[
         assert int(yaml.safe_load(path_of("tiny").read_text())["lora_rank"]) == 8
 
 
+@pytest.mark.slow
 async def test_a_template_keeps_to_its_directory(store: Store) -> None:
     async with form(store) as (app, pilot):
         screen(app).save_as_template()
@@ -394,6 +407,7 @@ async def test_a_template_keeps_to_its_directory(store: Store) -> None:
         assert not templates_home().parent.joinpath("out.yaml").exists()
 
 
+@pytest.mark.slow
 async def test_a_flavour_is_a_template_as_well(store: Store) -> None:
     async with form(store) as (app, pilot):
         await find(app, pilot, "schnell", "schnell", "ctrl+t")
@@ -409,6 +423,7 @@ def waiting(store: Store, job_values: dict[str, Any], monkeypatch: pytest.Monkey
     return add_job(store, "t", job_file=dump_spec(load_spec(None, job_values)))
 
 
+@pytest.mark.slow
 async def test_a_waiting_job_is_changed_in_its_place(store: Store, waiting: Job) -> None:
     async with form(store, "e") as (app, pilot):
         assert text_of(app, "form-title") == "job 1 “t”, waiting in the queue"
@@ -421,6 +436,7 @@ async def test_a_waiting_job_is_changed_in_its_place(store: Store, waiting: Job)
         assert load_spec(store.get(1).run_dir.job_file).max_train_steps == 77
 
 
+@pytest.mark.slow
 async def test_a_job_that_starts_meanwhile_becomes_a_copy(store: Store, waiting: Job) -> None:
     async with form(store, "e") as (app, pilot):
         field(app, "max_train_steps").put(77)
@@ -434,6 +450,7 @@ async def test_a_job_that_starts_meanwhile_becomes_a_copy(store: Store, waiting:
         assert [(job.name, job.total_steps) for job in store.all()] == [("t-2", 77), ("t", 200)]
 
 
+@pytest.mark.slow
 async def test_who_leaves_while_a_job_is_queued_is_told_of_it(
     store: Store, waiting: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,6 +475,7 @@ async def test_who_leaves_while_a_job_is_queued_is_told_of_it(
         await until(pilot, lambda: "job 1 is changed" in said(app))
 
 
+@pytest.mark.slow
 async def test_a_job_changed_elsewhere_is_not_overwritten(store: Store, waiting: Job) -> None:
     before = load_spec(waiting.run_dir.job_file)
     async with form(store, "e") as (app, pilot):
@@ -468,6 +486,7 @@ async def test_a_job_changed_elsewhere_is_not_overwritten(store: Store, waiting:
         assert load_spec(waiting.run_dir.job_file).seed == 3
 
 
+@pytest.mark.slow
 async def test_of_a_job_that_runs_a_copy_is_offered(
     store: Store, job_values: dict[str, Any]
 ) -> None:
@@ -483,6 +502,7 @@ async def test_of_a_job_that_runs_a_copy_is_offered(
         assert field(app, "name").value == "t-2"
 
 
+@pytest.mark.slow
 async def test_a_job_file_that_cannot_be_read_is_told(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,6 +517,7 @@ async def test_a_job_file_that_cannot_be_read_is_told(
 # -- the machine, meanwhile ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_form_sees_who_comes_and_goes(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,6 +549,7 @@ async def test_the_form_sees_who_comes_and_goes(
         assert looked == [{cards.gpus[0].uuid: "job 1"}, {}]
 
 
+@pytest.mark.slow
 async def test_a_slow_disk_does_not_hold_the_form_up(
     store: Store, monkeypatch: pytest.MonkeyPatch, job_values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -556,6 +578,7 @@ async def test_a_slow_disk_does_not_hold_the_form_up(
 # -- preview -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_command_and_the_file_stand_beside_the_form_and_are_copied(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -580,6 +603,7 @@ async def test_the_command_and_the_file_stand_beside_the_form_and_are_copied(
         assert screen(app).fields.display
 
 
+@pytest.mark.slow
 async def test_on_a_narrow_screen_the_file_takes_the_place_of_the_fields(store: Store) -> None:
     async with form(store) as (app, pilot):
         shown = lambda: (screen(app).fields.display, screen(app).preview.display)  # noqa: E731
@@ -590,6 +614,7 @@ async def test_on_a_narrow_screen_the_file_takes_the_place_of_the_fields(store: 
         assert shown() == (True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 async def test_nothing_is_cut_off(store: Store, size: tuple[int, int]) -> None:
     async with form(store, "n", size) as (app, pilot):

@@ -120,6 +120,7 @@ async def test_tab_takes_what_is_proposed_and_goes_on_when_nothing_is(
         await until(pilot, lambda: field(app, "max_train_steps").control.has_focus)
 
 
+@pytest.mark.slow
 async def test_the_path_of_a_job_file_is_completed_too(store: Store, tree: Path) -> None:
     async with form(store) as (app, pilot):
         await pilot.press("ctrl+o")

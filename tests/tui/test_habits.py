@@ -85,6 +85,7 @@ async def test_help_lists_the_keys_of_the_screen_it_is_asked_on(store: Store) ->
         assert text.index("all caches") < text.index(EVERYWHERE.lower())
 
 
+@pytest.mark.slow
 async def test_f1_explains_a_question_too(store: Store) -> None:
     add_job(store, state=State.COMPLETED)
     async with running(store) as (app, pilot):
@@ -108,6 +109,7 @@ async def test_the_palette_has_every_action_and_does_it(store: Store) -> None:
         await until(pilot, lambda: app.dashboard.jobs.selected == second.id)
 
 
+@pytest.mark.slow
 async def test_the_palette_goes_to_a_job_by_its_name(store: Store) -> None:
     add_job(store, "cats")
     wanted = add_job(store, "dogs-flux")
@@ -143,6 +145,7 @@ async def test_own_keys_work_and_are_shown(store: Store) -> None:
         )
 
 
+@pytest.mark.slow
 async def test_without_vim_keys_letters_do_nothing(store: Store) -> None:
     first, second = add_job(store, "a"), add_job(store, "b")
     async with running(store, vim_keys=False) as (app, pilot):
@@ -169,6 +172,7 @@ async def test_a_theme_is_remembered_when_it_is_chosen(store: Store) -> None:
         assert app.theme == "nord"
 
 
+@pytest.mark.slow
 async def test_ranks_in_place_of_devices_are_remembered(store: Store) -> None:
     async with running(store) as (app, pilot):
         await pilot.press("R")
@@ -177,6 +181,7 @@ async def test_ranks_in_place_of_devices_are_remembered(store: Store) -> None:
         assert app.dashboard.devices.of_ranks
 
 
+@pytest.mark.slow
 async def test_an_unknown_theme_is_told(store: Store) -> None:
     async with running(store, theme="harbor") as (app, _):
         assert app.theme == "harbour"
@@ -446,6 +451,7 @@ def test_every_key_can_be_given_to_another_action() -> None:
             assert binding.description or (binding.tooltip and not binding.show), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "screen", [DataScreen, CachesScreen, DetectScreen], ids=lambda one: one.__name__
 )
@@ -605,6 +611,7 @@ def test_what_bars_are_made_of_stays_apart() -> None:
     assert len({to_ascii(char) for char in "●◌✓✗■"}) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_the_ascii_dashboard_is_ascii(store: Store, size: tuple[int, int]) -> None:
     job = add_job(store, "cats", state=State.RUNNING)
@@ -635,6 +642,7 @@ def test_where_ascii_is_needed(environ: dict[str, str], ascii_only: bool) -> Non
     assert needs_ascii(environ) is ascii_only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", [theme.name for theme in THEMES])
 async def test_every_theme_draws_the_dashboard(store: Store, theme: str) -> None:
     async with running(store, theme=theme) as (app, pilot):
@@ -651,6 +659,7 @@ def test_a_theme_of_somebody_else_has_our_other_one() -> None:
     assert other_theme("textual-light", dark=False) == "harbour"
 
 
+@pytest.mark.slow
 async def test_no_color_draws_without_colours(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,6 +680,7 @@ async def test_no_color_draws_without_colours(
         assert colours <= {"default"}
 
 
+@pytest.mark.slow
 async def test_long_work_does_not_keep_others_waiting(store: Store) -> None:
     """However few cores there are, which is what Python's own pool goes by."""
     done = threading.Event()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tests.support.paths import ROOT
 from tests.support.terminal import Terminal
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from jobs.store import Store
@@ -19,4 +20,4 @@ def test_a_terminal_that_is_not_its_own_goes_away(store: Store) -> None:
     shown = Terminal([sys.executable, "-m", "tui"], env, (80, 24))
     shown.wait_for(lambda text: "jobs" in text)
     shown.hang_up()
-    assert shown.process.wait(timeout=60) == -signal.SIGHUP
+    assert shown.process.wait(timeout=PATIENCE) == -signal.SIGHUP

@@ -109,6 +109,7 @@ def lines_of(screen: JobScreen) -> Lines:
 # -- tabs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 async def test_every_tab_opens_by_its_number_and_has_room(
     store: Store, job: Job, size: tuple[int, int]
@@ -149,6 +150,7 @@ async def test_tabs_turn_both_ways_and_the_last_one_is_remembered(store: Store, 
         await until(pilot, lambda: app.screen is app.dashboard)
 
 
+@pytest.mark.slow
 async def test_tabs_and_keys_can_be_clicked(store: Store, job: Job) -> None:
     async with opened(store) as (app, pilot, screen):
         await pilot.click("#job-tabs", offset=(str(screen.tabs.content).index("config"), 0))
@@ -176,6 +178,7 @@ async def test_nothing_is_painted_while_nothing_changes(store: Store, job: Job) 
         assert painted == []
 
 
+@pytest.mark.slow
 async def test_a_job_whose_files_are_gone_is_told(store: Store, job: Job) -> None:
     import shutil
 
@@ -194,6 +197,7 @@ async def test_a_job_whose_files_are_gone_is_told(store: Store, job: Job) -> Non
 # -- the job's own keys --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_job_is_steered_from_its_screen(store: Store, job: Job) -> None:
     async with opened(store) as (app, pilot, _):
         await pilot.press("m")
@@ -211,6 +215,7 @@ async def test_the_job_is_steered_from_its_screen(store: Store, job: Job) -> Non
         await until(pilot, lambda: len(app.screen_stack) == 3)
 
 
+@pytest.mark.slow
 async def test_an_ended_job_starts_again(store: Store, job: Job) -> None:
     store.change(job.id, State.STOPPED, "stopped")
     async with opened(store) as (_, pilot, screen):
@@ -249,6 +254,7 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
         assert "strategy    fsdp2: a whole copy" in copied[1]
 
 
+@pytest.mark.slow
 async def test_a_failure_comes_with_its_cause_and_what_to_do(store: Store, job: Job) -> None:
     reason = "rank 1 ran out of GPU memory at step 12 during backward: 79.1 of 79.6 GiB"
     store.change(job.id, State.FAILED, reason)
@@ -295,6 +301,7 @@ async def test_the_ranks_are_shown_and_late_ones_named(
         await until(pilot, lambda: screen.panes["logs"].index == 0)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 async def test_before_there_are_ranks_it_says_so(store: Store) -> None:
     add_job(store)
     store.pause(True)
@@ -355,6 +362,7 @@ async def test_logs_are_turned_and_followed(store: Store, job: Job, copied: list
         assert screen.tab == "logs"
 
 
+@pytest.mark.slow
 async def test_logs_open_on_the_whole_screen(store: Store, job: Job) -> None:
     async with opened(store, (80, 24), "3") as (app, pilot, screen):
         pane: Any = screen.panes["logs"]
@@ -370,6 +378,7 @@ async def test_logs_open_on_the_whole_screen(store: Store, job: Job) -> None:
         assert pane.index == 1, "the log that was read last"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tab", "key", "kind"), [("4", "c", PickRunsScreen),
                                                   ("7", "o", PickJobScreen)])  # fmt: skip
 async def test_a_locked_database_does_not_hold_keys_up(
@@ -395,6 +404,7 @@ async def test_a_locked_database_does_not_hold_keys_up(
         await until(pilot, lambda: app.screen is screen)
 
 
+@pytest.mark.slow
 async def test_what_was_predicted_stands_beside_what_is_measured(store: Store, job: Job) -> None:
     write_facts(job)
     async with opened(store, (120, 40), "1") as (_, pilot, screen):
@@ -410,6 +420,7 @@ async def test_what_was_predicted_stands_beside_what_is_measured(store: Store, j
 # -- plots ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_plots_have_their_keys_and_tabs_keep_the_numbers(store: Store, job: Job) -> None:
     add_job(store, "other")
     store.pause(True)
@@ -435,6 +446,7 @@ async def test_the_plots_have_their_keys_and_tabs_keep_the_numbers(store: Store,
 # -- config --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_job_file_is_shown_in_both_lengths_and_as_a_command(
     store: Store, job: Job, copied: list[str]
 ) -> None:
@@ -453,6 +465,7 @@ async def test_the_job_file_is_shown_in_both_lengths_and_as_a_command(
         assert "learning_rate: 0.0003" in copied[1]
 
 
+@pytest.mark.slow
 async def test_another_job_is_picked_and_compared(
     store: Store, job: Job, job_values: dict[str, Any]
 ) -> None:
@@ -477,6 +490,7 @@ async def test_another_job_is_picked_and_compared(
         await until(pilot, lambda: "learning_rate: 0.0003" in shown(lines_of(screen)))
 
 
+@pytest.mark.slow
 async def test_a_job_file_that_cannot_be_read_is_shown_as_it_is(store: Store, job: Job) -> None:
     job.run_dir.job_file.write_text("name: x\nno_such_key: 1\n")
     async with opened(store, (80, 24), "7") as (_, pilot, screen):
@@ -495,6 +509,7 @@ def test_long_commands_are_broken_and_lose_nothing() -> None:
 # -- history -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_the_history_has_states_and_events(store: Store, job: Job, copied: list[str]) -> None:
     append_events(job, event("checkpoint", step=30, path="x", bytes=GIB, seconds=1.5))
     store.change(job.id, State.FAILED, "rank 0 failed")

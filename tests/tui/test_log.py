@@ -116,6 +116,7 @@ async def test_it_follows_and_keys_hold_and_move_it(store: Store, job: Job) -> N
         assert reader.following
 
 
+@pytest.mark.slow
 async def test_a_held_log_stays_where_it_is_while_it_grows(store: Store, job: Job) -> None:
     async with reading(store) as (_, reader, pilot):
         await pilot.press("G", "k", "k", "k")
@@ -126,6 +127,7 @@ async def test_a_held_log_stays_where_it_is_while_it_grows(store: Store, job: Jo
         assert line(reader) == LINES[296]
 
 
+@pytest.mark.slow
 async def test_the_beginning_of_a_long_log_comes_in_front_of_a_held_end(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +154,7 @@ async def test_the_beginning_of_a_long_log_comes_in_front_of_a_held_end(
         assert shown(reader) == before
 
 
+@pytest.mark.slow
 async def test_a_click_and_the_wheel_move_the_cursor(store: Store, job: Job) -> None:
     async with reading(store) as (_, reader, pilot):
         await pilot.press("g")
@@ -163,6 +166,7 @@ async def test_a_click_and_the_wheel_move_the_cursor(store: Store, job: Job) -> 
         await until(pilot, lambda: reader.row == 50)
 
 
+@pytest.mark.slow
 async def test_the_wheel_at_the_end_follows(store: Store, job: Job) -> None:
     async with reading(store) as (_, reader, pilot):
         await pilot.press("g")
@@ -170,6 +174,7 @@ async def test_the_wheel_at_the_end_follows(store: Store, job: Job) -> None:
         await until(pilot, lambda: reader.following)
 
 
+@pytest.mark.slow
 async def test_other_logs_by_keys_and_back_in_the_dashboard(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
         await pilot.press("right_square_bracket")
@@ -213,6 +218,7 @@ async def test_a_search_from_the_dashboard_goes_to_the_last_match_and_on(
         assert any("/ begins" in str(n.message) for n in pilot.app._notifications)
 
 
+@pytest.mark.slow
 async def test_matches_are_marked(store: Store, job: Job) -> None:
     async with reading(store) as (_, reader, pilot):
         await typed(pilot, "slash", "step 29")
@@ -227,6 +233,7 @@ async def test_matches_are_marked(store: Store, job: Job) -> None:
             assert match.style.bgcolor != match.style.color
 
 
+@pytest.mark.slow
 async def test_a_search_that_finds_nothing_says_so_and_stays(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
         await typed(pilot, "slash", "no such (")
@@ -235,6 +242,7 @@ async def test_a_search_that_finds_nothing_says_so_and_stays(store: Store, job: 
         assert any("no line has “no such (”" in str(n.message) for n in pilot.app._notifications)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["slash", "ampersand"])
 async def test_a_pattern_without_end_is_given_up(
     store: Store, job: Job, monkeypatch: pytest.MonkeyPatch, key: str
@@ -272,6 +280,7 @@ async def test_a_filter_shows_its_lines_alone_and_grows(store: Store, job: Job) 
         assert line(reader) == LINES[50]
 
 
+@pytest.mark.slow
 async def test_levels_are_a_filter_and_named_by_letters(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
         await pilot.press("s")
@@ -284,6 +293,7 @@ async def test_levels_are_a_filter_and_named_by_letters(store: Store, job: Job) 
         assert reader.count == 300
 
 
+@pytest.mark.slow
 async def test_a_filter_without_lines_moves_nowhere(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
         await typed(pilot, "ampersand", "nowhere")
@@ -296,6 +306,7 @@ async def test_a_filter_without_lines_moves_nowhere(store: Store, job: Job) -> N
         assert reader.count == 300
 
 
+@pytest.mark.slow
 async def test_errors_are_jumped_to(store: Store, job: Job) -> None:
     async with reading(store) as (_, reader, pilot):
         await pilot.press("E")
@@ -308,6 +319,7 @@ async def test_errors_are_jumped_to(store: Store, job: Job) -> None:
         assert line(reader) == "Traceback (most recent call last):"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "number"),
     [("120", 119), ("99999", 299), ("50%", 150), ("12:03", 180), ("12:03:10", 190)],
@@ -321,6 +333,7 @@ async def test_it_goes_to_a_place(store: Store, job: Job, place: str, number: in
         assert top <= reader.row < top + height
 
 
+@pytest.mark.slow
 async def test_what_is_no_place_is_told_and_can_be_mended(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
         await typed(pilot, "colon", "there")
@@ -336,6 +349,7 @@ async def test_what_is_no_place_is_told_and_can_be_mended(store: Store, job: Job
         )
 
 
+@pytest.mark.slow
 async def test_a_rewritten_log_is_looked_through_again(store: Store, job: Job) -> None:
     async with reading(store) as (_, reader, pilot):
         await typed(pilot, "ampersand", "step")
@@ -348,6 +362,7 @@ async def test_a_rewritten_log_is_looked_through_again(store: Store, job: Job) -
 # -- long lines, copying -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_long_lines_are_cut_or_folded(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     long = "".join(f"<{n:03}>" for n in range(80))
@@ -376,6 +391,7 @@ async def test_long_lines_are_cut_or_folded(store: Store) -> None:
         await until(pilot, lambda: shown(reader)[-1] == "  the end")
 
 
+@pytest.mark.slow
 async def test_lines_are_selected_and_copied_without_colours(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     write_log(job, "one\n\x1b[31mtwo\x1b[0m\nthree\nfour\n")
@@ -394,6 +410,7 @@ async def test_lines_are_selected_and_copied_without_colours(store: Store) -> No
         await until(pilot, lambda: not isinstance(pilot.app.screen, LogScreen))
 
 
+@pytest.mark.slow
 async def test_a_log_that_is_not_there_yet_appears(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     async with running(store, (80, 24)) as (app, pilot):

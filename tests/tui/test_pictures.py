@@ -418,6 +418,7 @@ async def test_the_grid_is_walked_by_keys(
         await until(pilot, lambda: steps_of(grid)[0][-1] == 600)
 
 
+@pytest.mark.slow
 async def test_what_is_broken_is_told_in_its_place(store: Store, job: Job) -> None:
     async with opened(store, (80, 24)) as (_, pilot, grid):
         await until(pilot, lambda: grid._cells)
@@ -431,6 +432,7 @@ async def test_what_is_broken_is_told_in_its_place(store: Store, job: Job) -> No
         await until(pilot, told)
 
 
+@pytest.mark.slow
 async def test_new_samples_appear_and_the_chosen_one_stays(store: Store, job: Job) -> None:
     async with opened(store, (120, 40)) as (_, pilot, grid):
         await until(pilot, lambda: grid._cells and steps_of(grid)[0][-1] == 600)
@@ -442,6 +444,7 @@ async def test_new_samples_appear_and_the_chosen_one_stays(store: Store, job: Jo
         assert grid.table.steps[grid.place.column] == 400
 
 
+@pytest.mark.slow
 async def test_before_there_are_samples_it_says_what_to_do(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     async with opened(store, (80, 24)) as (app, pilot, grid):
@@ -453,6 +456,7 @@ async def test_before_there_are_samples_it_says_what_to_do(store: Store) -> None
         await until(pilot, lambda: grid._cells and steps_of(grid) == [[10]])
 
 
+@pytest.mark.slow
 async def test_one_picture_fills_the_screen_and_two_are_compared(
     store: Store, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,6 +496,7 @@ async def test_one_picture_fills_the_screen_and_two_are_compared(
         await until(pilot, lambda: grid.place == Place(0, 3))
 
 
+@pytest.mark.slow
 async def test_a_marked_picture_is_compared_with_others(store: Store, job: Job) -> None:
     async with opened(store, (120, 40)) as (app, pilot, grid):
         await until(pilot, lambda: grid._cells and steps_of(grid)[0][-1] == 600)

@@ -70,6 +70,7 @@ async def test_the_keys_of_what_is_shown_and_how(store: Store) -> None:
         assert "over time" in shown(panel)
 
 
+@pytest.mark.slow
 async def test_values_are_read_along_the_axis(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     append_events(job, *[event("step", step=n, loss=n / 1000) for n in range(1, 201)])
@@ -102,6 +103,7 @@ async def test_values_are_read_along_the_axis(store: Store) -> None:
         await until(pilot, lambda: not isinstance(pilot.app.screen, PlotsScreen))
 
 
+@pytest.mark.slow
 async def test_the_axis_is_zoomed_and_moved(store: Store) -> None:
     write_steps(add_job(store, state=State.RUNNING), 200)
     async with plotting(store) as (panel, pilot):
@@ -150,6 +152,7 @@ async def test_new_steps_are_drawn_and_nothing_new_is_not(
         assert drawn == []
 
 
+@pytest.mark.slow
 async def test_runs_are_compared(store: Store) -> None:
     for name in ("one", "two", "three"):
         write_steps(add_job(store, name, state=State.COMPLETED), 60, seed=len(name))
@@ -177,6 +180,7 @@ async def test_runs_are_compared(store: Store) -> None:
         await until(pilot, lambda: not isinstance(pilot.app.screen, PlotsScreen))
 
 
+@pytest.mark.slow
 async def test_more_runs_than_can_be_told_apart_are_refused(store: Store) -> None:
     for number in range(8):
         add_job(store, f"job-{number}", state=State.COMPLETED)
@@ -193,6 +197,7 @@ async def test_more_runs_than_can_be_told_apart_are_refused(store: Store) -> Non
         assert len(panel.jobs) == 1
 
 
+@pytest.mark.slow
 async def test_ten_thousand_steps_and_every_measure_have_room(store: Store) -> None:
     job = add_job(store, state=State.COMPLETED)
     write_steps(job, 10_000)

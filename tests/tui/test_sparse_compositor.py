@@ -28,7 +28,13 @@ def pieces(
     return {y: dict(found[y]) for y in lines}
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=["80x24", "120x40"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param((80, 24), id="80x24"),
+        pytest.param((120, 40), id="120x40", marks=pytest.mark.slow),
+    ],
+)
 async def test_few_lines_are_those_of_the_whole_picture(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:

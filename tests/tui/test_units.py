@@ -344,10 +344,16 @@ def test_the_logs_of_a_job_are_its_ranks_then_launcher_and_supervisor(store: Sto
 def test_the_title_of_many_logs_stays_short(store: Store) -> None:
     from textual.content import Content
 
-    title = log_title(log_sources(add_job(store, ranks=64)), 40)
-    plain = Content.from_markup(title).plain
-    assert "rank 40" in plain.replace("40", "rank 40", 1) or "40" in plain
-    assert len(plain) < 60
+    sources = log_sources(add_job(store, ranks=64))
+    for shown, title in (
+        (40, "log · rank 0 1 2 3 rank 40 launcher supervisor"),
+        (2, "log · rank 0 1 rank 2 3 launcher supervisor"),
+        (64, "log · rank 0 1 2 3 launcher supervisor"),
+    ):
+        content = Content.from_markup(log_title(sources, shown))
+        assert content.plain == title
+        (bold,) = (span for span in content.spans if span.style == "b")
+        assert content.plain[bold.start : bold.end] == sources[shown].name
 
 
 def test_every_action_has_its_own_name_and_keys() -> None:

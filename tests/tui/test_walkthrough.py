@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +13,8 @@ from textual.widgets import Select
 from jobs.eventlog import EventLog
 from jobs.processes import with_run_id
 from tests.support.forks import client as forks
+from tests.support.pilot import driven, shown_by
+from tests.support.waiting import attempts
 from tui.app import FsdpTui
 from tui.job.screen import JobScreen
 from tui.job.tabs import TABS
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from jobs.store import Store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-PATIENCE = 400.0  # seconds; a slow machine under load, not an expectation
+TRAINED = 400.0  # seconds; a slow machine under load, not an expectation
 STEPS = 60  # many more than are trained between the first one and the stop
 # The keys of what is typed, where they are not called as they are written.
 _KEYS = {" ": "space", "_": "underscore", ".": "full_stop", "-": "minus", "/": "slash"}
@@ -66,15 +67,11 @@ class Person:
 
     @property
     def screen(self) -> str:
-        """All that is on the screen, as it goes to the terminal."""
-        lines = self.app.screen._compositor.render_strips()
-        return "\n".join("".join(segment.text for segment in line) for line in lines)
+        return shown_by(self.app)
 
     async def until(self, true: Callable[[], object], what: str = "it") -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not true():
-            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{self.screen}"
-            await self.pilot.pause(0.02)
+        for _ in attempts(true, TRAINED, told=lambda: f"{what}:\n{self.screen}"):
+            await self.pilot.pause(0.05)
 
     async def sees(self, *texts: str) -> None:
         for text in texts:
@@ -94,7 +91,7 @@ class Person:
         await self.press("end", "ctrl+u", *(_KEYS.get(char, char) for char in text))
 
     async def paste(self, text: str) -> None:
-        """Over what is in the field. Each key that is pressed takes a test's tenth of a second."""
+        """Write over what is in the field, all at once."""
         await self.press("end", "ctrl+u")
         self.app.post_message(Paste(text))
         await self.pilot.pause()
@@ -119,7 +116,7 @@ async def test_a_model_is_trained_by_keys_alone(
     monkeypatch.chdir(toy)
     monkeypatch.setenv("PYTHON_EXEC", forks.python())  # see `tests.support.bench`
     app = FsdpTui(store)
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with driven(app, (120, 40)) as pilot:
         me = Person(app, pilot)
         await me.sees("No jobs yet")
         await describe(me)

@@ -68,7 +68,6 @@ def test_what_it_is_given_is_what_it_has_and_what_is_seen_of_it(tmp_path: Path) 
     process.communicate()
 
 
-@pytest.mark.skip(reason="it waited without end once in a whole run: not known why")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_pid_that_the_launcher_knows_ends_it(tmp_path: Path, number: int) -> None:
     process = start(client.python(), tmp_path, "wait")

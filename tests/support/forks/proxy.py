@@ -5,13 +5,13 @@ it gets go to the rank, and it ends as the rank does, by the same signal if by o
 killed, the server kills the rank.
 """
 
+import _thread
 import json
 import os
 import signal
 import socket
 import sys
 from contextlib import suppress
-from types import FrameType
 from typing import NoReturn
 
 FORWARDED = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -21,7 +21,7 @@ def main(server: str) -> NoReturn:
     """Args: server: Path of its socket."""
     signals = {getattr(signal, name) for name in FORWARDED}
     ignored = {one for one in signals if signal.getsignal(one) is signal.SIG_IGN}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is somebody to forward them to
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # `forward` takes them
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(server)
     os.umask(umask := os.umask(0))
@@ -32,18 +32,22 @@ def main(server: str) -> NoReturn:
     socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
     pid = int(connection.recv(64) or 0)
 
-    def forward(number: int, _: FrameType | None) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    def forward() -> None:
+        while True:
+            number = signal.sigwait(signals - ignored)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
-    for one in signals - ignored:
-        signal.signal(one, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    # A handler would run in this thread, between two instructions of Python: never, if the signal
+    # comes after the last of them and before the call below begins to wait.
+    if pid:
+        _thread.start_new_thread(forward, ())
     said = connection.recv(64) if pid else b""
     status = int(said) if said else signal.SIGKILL  # the server is gone
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number} - {signal.SIGKILL})
+        signal.raise_signal(number)
     os._exit(os.waitstatus_to_exitcode(status))

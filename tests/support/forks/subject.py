@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 
@@ -24,8 +25,8 @@ def main(file: Path, how: str) -> None:
     print("err", file=sys.stderr)
     file.with_suffix(".new").write_text(json.dumps(facts))
     file.with_suffix(".new").rename(file)
-    if how == "wait":
-        signal.pause()
+    while how == "wait":  # not `signal.pause`, before which a signal may come and be forgotten
+        time.sleep(0.05)
     if how.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, how))
     if how == "raise":

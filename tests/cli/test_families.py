@@ -1,4 +1,4 @@
-"""`fsdp-tui families`, and the table in the README that is made from it."""
+"""`fsdp-tui families`, and the table in the documents that is made from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jobs.families import FAMILIES, get_family
 from tests.support.paths import ROOT
 from tui.cli_families import families, table
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "families.md"
 
 
 def run(*words: str) -> Result:
@@ -40,11 +40,11 @@ def test_json_says_what_scripts_need() -> None:
     assert [family["name"] for family in everything] == list(FAMILIES)
 
 
-def test_the_readme_has_the_table_of_the_code() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_page_has_the_table_of_the_code() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     match = re.search(r"<!-- families: .*? -->\n(.*)\n<!-- /families -->", text, re.S)
     assert match is not None
-    assert match[1] == table(list(FAMILIES.values())), "run `fsdp-tui families --markdown`"
+    assert match[1] == table(list(FAMILIES.values())), "run `python docs/make.py`"
 
 
 def test_an_unknown_family_or_flavour_names_the_nearest_and_all() -> None:

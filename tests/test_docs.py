@@ -1,0 +1,222 @@
+"""The documents: links lead somewhere, commands and job files are accepted, made parts are current.
+
+Nothing is started here. Commands are read by the real command line up to where they would run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import pytest
+import yaml
+
+from jobs.flags import parse_flags
+from jobs.spec import JobSpec
+from jobs.specfile import load_spec
+from tests.support.paths import ROOT
+from tui.cli import cli
+from tui.cli_words import JobCommand
+from tui.settings import read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MOST_LINES: Final = 150  # of the README
+OUTSIDE: Final = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+PAGES: Final = [ROOT / name for name in OUTSIDE] + sorted((ROOT / "docs").glob("*.md"))
+IDS: Final = [str(page.relative_to(ROOT)) for page in PAGES]
+
+LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK: Final = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+HEADING: Final = re.compile(r"^#{1,6} (.+)$", re.M)
+MADE: Final = re.compile(r"<!-- (\w+): .*? -->\n.*?<!-- /\1 -->", re.S)
+# Between two commands of a line, and in front of what is not a word of one.
+BETWEEN: Final = frozenset({"&&", "||", "|", ";", ">"})
+# A string of the code that goes on in the next line.
+CONTINUED: Final = re.compile(r"""["']\s*\n\s*f?["']""")
+SHORTEST: Final = 5  # characters of a message that are looked for
+# What every job needs, for examples that show only a few keys.
+BASE: Final = {
+    "name": "example", "pretrained_model_name_or_path": "a/b", "dataset": "c", "num_processes": 2,
+}  # fmt: skip
+
+
+@cache
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> Iterator[Any]:
+    """Code blocks by hand of a language, each with where it is; "" for shell."""
+    for page, name in zip(PAGES, IDS, strict=True):
+        text = MADE.sub(lambda made: "\n" * made[0].count("\n"), read(page))
+        for found in BLOCK.finditer(text):
+            if found[1] == language:
+                line = text[: found.start()].count("\n") + 1
+                yield pytest.param(found[2], id=f"{name}:{line}")
+
+
+# -- README --------------------------------------------------------------------------------
+
+
+def test_the_readme_is_a_page() -> None:
+    assert len(read(ROOT / "README.md").splitlines()) <= MOST_LINES
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    (pattern,) = re.findall(r'sed -n "s/(.*)/\\1/p" README.md', read(ROOT / ".ci" / "run"))
+    expression = pattern.replace("\\(", "(").replace("\\)", ")")
+    commands = re.findall(expression, read(ROOT / "README.md"), re.M)
+    assert commands == ["pip install -e '.[test]' && pytest"]
+
+
+# -- links ---------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as both MkDocs and code hosts make them."""
+    found = set()
+    for heading in HEADING.findall(re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)):
+        plain = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+        found.add(re.sub(r"\s+", "-", plain))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    text = BLOCK.sub("", read(page))
+    broken = []
+    for link in LINK.findall(text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(read(target))):
+            broken.append(link)
+    assert not broken
+
+
+def test_the_site_has_every_page() -> None:
+    text = read(ROOT / "mkdocs.yml")
+    missing = [page.name for page in PAGES[len(OUTSIDE) :] if f": {page.name}\n" not in text]
+    assert not missing
+
+
+# -- what comes from the code --------------------------------------------------------------
+
+
+def test_made_parts_are_current() -> None:
+    spec = importlib.util.spec_from_file_location("docs_make", ROOT / "docs" / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.made()
+    assert len(made) > 3
+    old = [path.name for path, text in made.items() if text != read(path)]
+    assert not old, "run `python docs/make.py`"
+
+
+@cache
+def strings_of_the_code() -> str:
+    """The source of what people run, with strings of several lines in one."""
+    sources = (path for name in ("tui", "jobs", "engine") for path in (ROOT / name).rglob("*.py"))
+    return CONTINUED.sub("", "\n".join(map(read, sources)))
+
+
+def quoted_messages() -> list[str]:
+    """Messages in the first column of the tables of the troubleshooting page."""
+    rows = re.findall(r"^\| `([^`]+)` \|", read(ROOT / "docs" / "troubleshooting.md"), re.M)
+    assert len(rows) > 40
+    return rows
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_a_quoted_message_is_one_of_the_code(message: str) -> None:
+    parts = [part.strip() for part in message.split("…")]
+    parts = [part for part in parts if len(part) >= SHORTEST]
+    assert parts, "nothing to look for"
+    missing = [part for part in parts if part not in strings_of_the_code()]
+    assert not missing, "the message has changed: change docs/troubleshooting.md"
+
+
+# -- commands ------------------------------------------------------------------------------
+
+
+def commands_of(block: str) -> Iterator[list[str]]:
+    """The words behind `fsdp-tui` of every command line in a shell block."""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while "fsdp-tui" in words:
+            words = words[words.index("fsdp-tui") + 1 :]
+            end = next((at for at, word in enumerate(words) if word in BETWEEN), len(words))
+            yield words[:end]
+
+
+def check(words: list[str]) -> None:
+    """Read a command line as far as its options and keys.
+
+    Raises:
+        click.ClickException, UserError: It would be refused.
+    """
+    name, command, rest = "fsdp-tui", cli, list(words)
+    context: click.Context | None = None
+    while isinstance(command, click.Group):
+        at = next((at for at, word in enumerate(rest) if not word.startswith("-")), len(rest))
+        context = (
+            command.make_context(name, rest[:at], parent=context)
+            if at
+            else click.Context(command, parent=context, info_name=name)
+        )
+        if at == len(rest):
+            return
+        name, command, rest = command.resolve_command(context, rest[at:])
+        assert command is not None
+    context = command.make_context(name, rest, parent=context)
+    if isinstance(context.command, JobCommand) or "words" in context.params:
+        values, _ = parse_flags(context.params["words"])
+        unknown = values.keys() - JobSpec.model_fields.keys()
+        assert not unknown
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("block", [*blocks(""), *blocks("sh")])
+def test_every_command_is_one(block: str) -> None:
+    for words in commands_of(block):
+        check(words)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    "line", ["fsdp-tui summit job.yaml", "fsdp-tui list --wach", "fsdp-tui submit --lora_rang=8"]
+)
+def test_a_command_that_is_none_is_found(line: str) -> None:
+    (words,) = commands_of(line)
+    with pytest.raises((click.ClickException, AssertionError)):
+        check(words)
+
+
+# -- YAML ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_every_job_and_every_settings_file_is_accepted(block: str, tmp_path: Path) -> None:
+    written = yaml.safe_load(block)
+    path = tmp_path / "example.yaml"
+    if written.keys() <= JobSpec.model_fields.keys():
+        whole = "pretrained_model_name_or_path" in written
+        unneeded = {"dataset"} if "datasets" in written else set()
+        added = {} if whole else {key: BASE[key] for key in BASE.keys() - unneeded}
+        path.write_text(yaml.safe_dump(added | written))
+        warnings: list[str] = []
+        load_spec(path, told=warnings.append)
+        assert not warnings
+    else:
+        path.write_text(block)
+        assert read_settings(path).problems == ()

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jobs.spec import JobSpec
 
 _ATEN: Final = torch.ops.aten
@@ -45,11 +47,59 @@ def checkpoint_activations(model: Any, spec: JobSpec) -> None:
         raise UserError(
             f"gradient_checkpointing: {type(model).__name__} does not support it", "turn it off"
         )
-    options: dict[str, Any] = {"use_reentrant": False}
-    if spec.gradient_checkpointing_policy == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_KEPT))
+    options = _options(spec)
 
     def run(block: torch.nn.Module, *inputs: Any) -> Any:
+        if isinstance(vars(block).get("forward"), _Compiled):
+            return block(*inputs)
         return checkpoint(block.__call__, *inputs, **options)
 
     model.enable_gradient_checkpointing(run)
+
+
+def compile_checkpoints(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Module]:
+    """Compile repeated blocks together with their recomputation, as a selective policy needs.
+
+    To a checkpoint, a compiled block is a single operation: it would be recomputed as a whole.
+    Compiled around it, its policy decides what the compiler keeps (torch 2.13). FSDP's hooks stay
+    outside. Equal blocks share a compilation, since the block is an argument of what is compiled.
+
+    Args:
+        model: A diffusers model that names its repeated blocks; changed in place.
+        spec: The job.
+
+    Returns:
+        Which blocks.
+    """
+    options = _options(spec)
+
+    def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def recomputed(block: torch.nn.Module, *inputs: Any, **more: Any) -> Any:
+            return checkpoint(partial(forward, block), *inputs, **options, **more)
+
+        return torch.compile(recomputed, backend=spec.torch_compile_backend)
+
+    shared: dict[type[torch.nn.Module], Callable[..., Any]] = {}
+    blocks = [
+        block
+        for parent in model.modules() if isinstance(parent, torch.nn.ModuleList)
+        for block in parent if type(block).__name__ in model._repeated_blocks
+    ]  # fmt: skip
+    for block in blocks:
+        kind = type(block)
+        if kind not in shared:
+            shared[kind] = compiled(kind.forward)
+        block.forward = _Compiled(shared[kind], block)  # type: ignore[method-assign]
+    return blocks
+
+
+class _Compiled(partial[Any]):
+    """A block's forward that recomputes by itself."""
+
+
+def _options(spec: JobSpec) -> dict[str, Any]:
+    """For `torch.utils.checkpoint`."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if spec.gradient_checkpointing_policy == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_KEPT))
+    return options

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from diffusers import attention_backend
 
+from engine.activation_checkpointing import compile_checkpoints
 from jobs.errors import UserError
+from jobs.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
@@ -69,3 +71,6 @@ def compile_blocks(model: Any, spec: JobSpec) -> None:
         model.compile_repeated_blocks(backend=spec.torch_compile_backend)
     except ValueError as error:
         raise UserError(f"torch_compile: {error}", "turn it off") from None
+    if checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "selective":
+        for block in compile_checkpoints(model, spec):
+            block._compiled_call_impl = None  # what is within is compiled now

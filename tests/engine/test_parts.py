@@ -210,6 +210,7 @@ def saved_bytes(model: Any, values: dict[str, Any]) -> int:
 
     if values:
         checkpoint_activations(model, JobSpec(**values))
+        compile_blocks(model, JobSpec(**values))
     noisy = torch.randn(1, 16, 16, 16, generator=draw)
     condition = {
         "prompt_embeds": torch.randn(1, 16, model.config.joint_attention_dim, generator=draw),
@@ -226,6 +227,31 @@ def test_checkpointing_keeps_less_for_backward(flux: FluxTransformer2DModel) -> 
     everything = saved_bytes(flux, {})
     full = saved_bytes(flux, {"gradient_checkpointing": True})
     assert full < everything / 2
+
+
+@pytest.mark.slow
+def test_a_selective_policy_holds_in_compiled_blocks(
+    flux: FluxTransformer2DModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps more than a full one and less than none, and changes no gradient."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    torch._dynamo.reset()
+    del flux.transformer_blocks[:]  # one kind of block, and one compilation
+    everything = saved_bytes(flux, {})
+    expected = [parameter.grad for parameter in flux.parameters()]
+    flux.zero_grad()
+    full = saved_bytes(flux, {"gradient_checkpointing": True})
+    flux.zero_grad()
+    selective = saved_bytes(
+        flux,
+        {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective",
+         "torch_compile": True},
+    )  # fmt: skip
+    assert full < selective < everything
+    for parameter, gradient in zip(flux.parameters(), expected, strict=True):
+        limit = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=limit)
 
 
 def test_a_model_that_cannot_recompute_is_refused() -> None:

@@ -239,7 +239,7 @@ def test_a_selective_policy_holds_in_compiled_blocks(
     torch._dynamo.reset()
     del flux.transformer_blocks[:]  # one kind of block, and one compilation
     everything = saved_bytes(flux, {})
-    expected = [parameter.grad for parameter in flux.parameters()]
+    expected = [weight.grad for weight in flux.parameters()]
     flux.zero_grad()
     full = saved_bytes(flux, {"gradient_checkpointing": True})
     flux.zero_grad()
@@ -249,9 +249,9 @@ def test_a_selective_policy_holds_in_compiled_blocks(
          "torch_compile": True},
     )  # fmt: skip
     assert full < selective < everything
-    for parameter, gradient in zip(flux.parameters(), expected, strict=True):
+    for weight, gradient in zip(flux.parameters(), expected, strict=True):
         limit = 1e-4 * float(gradient.abs().max())
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=limit)
+        torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=limit)
 
 
 def test_a_model_that_cannot_recompute_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from jobs.spec import JobSpec
 
@@ -38,7 +40,8 @@ def checkpoint_activations(model: Any, spec: JobSpec) -> None:
 
     Args:
         model: A diffusers model; changed in place.
-        spec: The job; its `gradient_checkpointing_policy` says what is kept.
+        spec: The job; `gradient_checkpointing_policy` says what is kept of a block,
+            `gradient_checkpointing_interval` of which blocks all is kept.
 
     Raises:
         UserError: The model does not support it.
@@ -47,14 +50,45 @@ def checkpoint_activations(model: Any, spec: JobSpec) -> None:
         raise UserError(
             f"gradient_checkpointing: {type(model).__name__} does not support it", "turn it off"
         )
-    options = _options(spec)
+    kept = _kept_blocks(model, spec.gradient_checkpointing_interval)
+    model.enable_gradient_checkpointing(Recompute(_options(spec), kept))
 
-    def run(block: torch.nn.Module, *inputs: Any) -> Any:
-        if isinstance(vars(block).get("forward"), _Compiled):
+
+@dataclass(frozen=True)
+class Recompute:
+    """Calls a block.
+
+    Attributes:
+        options: For `torch.utils.checkpoint`.
+        kept: Blocks that are not recomputed.
+    """
+
+    options: dict[str, Any]
+    kept: frozenset[torch.nn.Module] = field(default_factory=frozenset)
+
+    def __call__(self, block: torch.nn.Module, *inputs: Any) -> Any:
+        """What the block returns."""
+        if block in self.kept or isinstance(vars(block).get("forward"), _Compiled):
             return block(*inputs)
-        return checkpoint(block.__call__, *inputs, **options)
+        return checkpoint(block.__call__, *inputs, **self.options)
 
-    model.enable_gradient_checkpointing(run)
+
+def _kept_blocks(model: torch.nn.Module, interval: int) -> frozenset[torch.nn.Module]:
+    """All blocks but the first, and each `interval`-th after it, of their class."""
+    counts: Counter[type[torch.nn.Module]] = Counter()
+    kept = set()
+    for block in _listed(model):
+        if counts[type(block)] % interval:
+            kept.add(block)
+        counts[type(block)] += 1
+    return frozenset(kept)
+
+
+def _listed(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """What is in a model's lists of modules, its blocks among them."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList):
+            yield from module
 
 
 def compile_checkpoints(model: Any, spec: JobSpec) -> list[torch.nn.Module]:
@@ -80,10 +114,10 @@ def compile_checkpoints(model: Any, spec: JobSpec) -> list[torch.nn.Module]:
         return torch.compile(recomputed, backend=spec.torch_compile_backend)
 
     shared: dict[type[torch.nn.Module], Callable[..., Any]] = {}
+    kept = _kept_blocks(model, spec.gradient_checkpointing_interval)
     blocks = [
-        block
-        for parent in model.modules() if isinstance(parent, torch.nn.ModuleList)
-        for block in parent if type(block).__name__ in model._repeated_blocks
+        block for block in _listed(model)
+        if type(block).__name__ in model._repeated_blocks and block not in kept
     ]  # fmt: skip
     for block in blocks:
         kind = type(block)

@@ -287,6 +287,11 @@ def _activation_checkpointing(spec: JobSpec) -> Conflict | None:
             "gradient_checkpointing_policy",
             "gradient_checkpointing_policy needs gradient_checkpointing: true",
         )
+    if spec.gradient_checkpointing_interval > 1 and not checkpoints_activations(spec):
+        return Conflict(
+            "gradient_checkpointing_interval",
+            "gradient_checkpointing_interval needs gradient_checkpointing: true",
+        )
     return None
 
 

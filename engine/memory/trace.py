@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.activation_checkpointing import checkpoint_activations
+from engine.activation_checkpointing import Recompute, checkpoint_activations
 from engine.data.loader import MicroBatch
 from engine.memory import cuda
 from engine.memory.assume import Assume
@@ -153,10 +153,10 @@ def _echo_checkpoints(model: Any, player: Echo, blocks: dict[torch.nn.Module, st
 
 
 def _run(
-    player: Echo, blocks: dict[torch.nn.Module, str], run: Any, block: Any, *inputs: Any
+    player: Echo, blocks: dict[torch.nn.Module, str], run: Recompute, block: Any, *inputs: Any
 ) -> Any:
     name = blocks.get(block) if isinstance(block, torch.nn.Module) else None
-    if name is None:
+    if name is None or block in run.kept:
         return run(block, *inputs)
     return player.play(block, name, partial(run, block), "checkpointed", inputs, {})
 

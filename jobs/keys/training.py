@@ -68,6 +68,10 @@ class TrainingKeys(BaseModel):
         "full recomputes whole blocks; selective keeps the results of matrix products and "
         "attention, and recomputes the cheap rest.",
     )  # fmt: skip
+    gradient_checkpointing_interval: int = field(
+        1, "training", "Recompute every n-th block only: 1 is all of them; a larger number takes "
+        "more memory and less time.", ge=1,
+    )  # fmt: skip
     torch_compile: Bool = field(
         False, "training", "Compile each repeated block: slow first steps, faster ones after."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -227,6 +228,17 @@ def test_checkpointing_keeps_less_for_backward(flux: FluxTransformer2DModel) -> 
     everything = saved_bytes(flux, {})
     full = saved_bytes(flux, {"gradient_checkpointing": True})
     assert full < everything / 2
+
+
+def test_every_nth_block_of_a_kind_is_recomputed(flux: FluxTransformer2DModel) -> None:
+    ran: list[torch.nn.Module] = []
+    blocks = [*flux.transformer_blocks, *flux.single_transformer_blocks]
+    for block in blocks:
+        block.register_forward_pre_hook(lambda block, *_: ran.append(block))
+    saved_bytes(flux, {"gradient_checkpointing": True, "gradient_checkpointing_interval": 2})
+    again = [block for block, times in Counter(ran).items() if times == 2]
+    assert again == [*flux.transformer_blocks[::2], *flux.single_transformer_blocks[::2]]
+    assert len(again) < len(blocks)
 
 
 @pytest.mark.slow

@@ -144,6 +144,8 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
          "use gradient_checkpointing"),
         ({"gradient_checkpointing_policy": "selective"}, "gradient_checkpointing_policy",
          "needs gradient_checkpointing"),
+        ({"gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval",
+         "needs gradient_checkpointing"),
         ({"device": "cpu", "attention_backend": "flash"}, "attention_backend", "needs a GPU"),
         ({"attention_backend": "flash", "mixed_precision": "no"}, "attention_backend",
          "flash has no fp32"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -33,7 +33,7 @@ def stay_near_gpu(*, on_cpu: bool, pci: Path = _PCI) -> str:
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if on_cpu or not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return ""
-    facts = torch.cuda.get_device_properties(index)
+    facts: Any = torch.cuda.get_device_properties(index)  # its types lack these three
     place = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
     near = _cpus_beside(pci / place) & allowed

@@ -10,7 +10,7 @@ import torch
 from engine import adapters, families, weights
 from engine.activation_checkpointing import checkpoint_activations
 from engine.affinity import stay_near_gpu
-from engine.backends import choose_attention, choose_backends, compile_blocks
+from engine.backends import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.checkpoint import Saver
 from engine.checkpoint.data_facts import data_facts
 from engine.checkpoint.resume import resume
@@ -153,6 +153,7 @@ def build_model(
         family.transformer_class(), directory, spec, say=telemetry.say
     )
     choose_attention(model, spec)
+    activate_flash3(spec)
     if checkpoints_activations(spec):
         checkpoint_activations(model, spec)
     if spec.model_type == "lora":

@@ -19,6 +19,7 @@ from jobs.fields import (
     TimestepSampling,
     choice,
     field,
+    read_attention,
     read_loss,
 )
 from jobs.spellings import as_none
@@ -78,9 +79,11 @@ class TrainingKeys(BaseModel):
     torch_compile_backend: str = field(
         "inductor", "training", "Backend of torch.compile.", min_length=1
     )
-    attention_backend: Annotated[AttentionBackend, choice(AttentionBackend)] = field(
-        "auto", "training", "Kernel of scaled-dot-product attention; auto lets torch choose."
-    )
+    attention_backend: Annotated[AttentionBackend, BeforeValidator(read_attention)] = field(
+        "auto", "training",
+        "Kernel of scaled-dot-product attention; auto lets torch choose. flash3 is FlashAttention "
+        "3, for Hopper GPUs, where its package is installed.",
+    )  # fmt: skip
     allow_tf32: Bool = field(
         True, "training", "Let GPUs round fp32 matrix products to TF32 (mixed_precision: no)."
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from engine import checkpoint
 from engine.activation_checkpointing import checkpoint_activations
-from engine.backends import choose_attention, choose_backends, compile_blocks
+from engine.backends import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.mesh import build_mesh
 from engine.peaks import Peaks
 from engine.run import start_training
@@ -167,6 +170,42 @@ def test_attention_uses_the_kernel_of_the_job(flux: FluxTransformer2DModel) -> N
     choose_attention(flux, JobSpec(attention_backend="math"))
     chosen = flux.transformer_blocks[0].attn.processor._attention_backend
     assert chosen == "_native_math"
+
+
+@pytest.mark.usefixtures("_switches")
+def test_flash_attention_3_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (9, 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda rank: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda rank: "NVIDIA A100")
+    spec = JobSpec(attention_backend="flash3")
+    choose_backends(spec)
+    capability = (8, 0)
+    with pytest.raises(UserError, match=r"runs on Hopper GPUs .*, not on NVIDIA A100"):
+        choose_backends(spec)
+
+
+def test_flash_attention_3_takes_the_place_of_torchs_flash_attention(
+    flux: FluxTransformer2DModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot compute here: a package that has its operations is enough to be activated."""
+    spec = JobSpec(attention_backend="flash3")
+    choose_attention(flux, spec)
+    assert flux.transformer_blocks[0].attn.processor._attention_backend == "_native_flash"
+    with pytest.raises(UserError, match=r"flash3 cannot be used .*flash_attn_interface"):
+        activate_flash3(spec)
+    library = torch.library.Library("flash_attn_3", "DEF")
+    library.define("fwd(Tensor q) -> Tensor")
+    library.define("bwd(Tensor q) -> Tensor")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    activate_flash3(JobSpec(attention_backend="flash"))
+    assert current_flash_attention_impl() is None
+    activate_flash3(spec)
+    try:
+        assert current_flash_attention_impl() == "FA3"
+    finally:
+        restore_flash_attention_impl()
 
 
 def test_one_models_attention_is_not_everybodys(flux: FluxTransformer2DModel) -> None:

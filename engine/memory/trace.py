@@ -46,6 +46,7 @@ class Trace:
         buffers: Bytes of its buffers.
         timeline: Activations and whole gradients, with a mark wherever a unit begins or ends.
         companion: Whether samples need another denoiser besides, as large as this one.
+        compiles: Whether it names the blocks that `torch_compile` would compile.
     """
 
     shape: Shape
@@ -54,6 +55,7 @@ class Trace:
     buffers: int
     timeline: tuple[Entry, ...]
     companion: bool = False
+    compiles: bool = False
 
     @property
     def parameters(self) -> int:
@@ -105,6 +107,7 @@ def trace_model(
     return Trace(
         shape, type(built.model).__name__, units, built.buffers, tuple(recorder.entries),
         companion=built.family.companion is not None,
+        compiles=bool(getattr(built.model, "_repeated_blocks", None)),
     )  # fmt: skip
 
 

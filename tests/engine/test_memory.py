@@ -280,6 +280,7 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
     found = estimator.estimate(spec_of(toy, validation_prompts=["a red circle"]))
     assert [phase.name for phase in found.phases] == list(PHASES)
     assert all(phase.peak > 0 for phase in found.phases)
+    assert any(note.startswith("torch_compile: true would") for note in found.notes)
 
 
 # -- what is answered ----------------------------------------------------------------------
@@ -357,4 +358,5 @@ def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
     config = whole.config | {"num_layers": 2, "dual_attention_layers": [0]}
     trace = trace_model(replace(whole, config=config))
     assert trace.model == "SD3Transformer2DModel"
+    assert not trace.compiles, "it names no blocks to compile"
     assert predict(trace, spec, 8, "fsdp2").peak > 0

@@ -500,6 +500,16 @@ def test_what_does_not_fit_is_told_with_the_ladder_and_its_own_status() -> None:
 
 
 @pytest.mark.usefixtures("_faked")
+def test_more_recomputation_than_is_needed_is_told() -> None:
+    words = (*FULL, "--gradient_checkpointing=true", "--card", "141")
+    assert "what would be faster, and fits\n  1. no activation checkpointing:" in run(*words).output
+    facts = json.loads(run(*words, "--json").output)
+    assert facts["faster"]["changes"] == {"gradient_checkpointing": False}
+    assert facts["ladder"] == []
+    assert json.loads(run(*FULL, "--card", "141", "--json").output)["faster"] is None
+
+
+@pytest.mark.usefixtures("_faked")
 def test_a_job_that_names_no_ranks_is_told_of_on_the_fewest_that_do() -> None:
     words = (*FULL[:2], "--gradient_checkpointing=true", "--card", "24", "--json", "--ranks")
     facts = [json.loads(run(*words, ranks).output) for ranks in ("8,2,4,64", "1,2")]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import devices
-from jobs.doctor.finding import Finding, ok, warn
+from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.errors import UserError
 from jobs.eventlog import EventLog
 from jobs.memory import kept
@@ -14,12 +15,13 @@ from jobs.memory.client import Server
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import predict
 from jobs.report import read_report
+from jobs.selftest.stage import SceneFailed
 from jobs.specfile import load_spec
 from jobs.states import State
 from jobs.tools import ToolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from jobs.selftest.stage import Stage
     from jobs.store import Job
@@ -30,28 +32,29 @@ _WIDTH: Final = 3072
 _BLOCKS: Final = 6
 _RESOLUTION: Final = 1024
 _TOKENS: Final = (_RESOLUTION // 16) ** 2 + 32
+_PICTURES: Final = 16
 _STEPS: Final = 30
 _WARM: Final = 10  # steps that do not count
 
-# Dense bf16 FLOP/s of tensor cores, as the makers' data sheets have them.
+# Dense bf16 FLOP/s of tensor cores that add in fp32, as the makers' data sheets have them.
 _PEAK: Final = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX 5090": 209e12,
-    "RTX 4090": 165e12, "RTX 3090": 71e12, "A6000": 155e12, "A40": 150e12,
+    "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12,
+    "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12,
+    "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX 5090": 209e12, "RTX 4090": 165e12,
+    "RTX 3090": 71e12, "A6000": 155e12, "A40": 150e12,
 }  # fmt: skip
+_OTHERS: Final = re.compile(r"\b(Ti|Laptop|Max-Q|MIG|D)\b")  # chips that share a name with these
+_BUSY: Final = 0.8  # of the time a GPU of a job this size has work, or something holds it up
 _OFF: Final = 0.10  # of the predicted memory
+_LARGEST_GPU: Final = 2**40  # bytes, where the driver does not say
+_IMAGE_TAKES: Final = 2**30  # bytes of activations, at the least; of these blocks more than twice
 
 
 def speed(stage: Stage) -> Iterator[Finding]:
     """A LoRA at 1024 px on one GPU and on all of them: seconds, MFU, idle share, memory."""
-    stage.say("writing a model of FLUX.1's width")
-    stage.engine(
-        "engine.toy", str(stage.root / "wide"), "--family=flux", "--pictures=16", "--size=1024",
-        f"--hidden_scale={_SCALE}", "--dtype=bfloat16", "--json",
-    )  # fmt: skip
     layouts = [(1, "single")] + ([(stage.ranks, "fsdp2")] if stage.ranks > 1 else [])
     for ranks, strategy in layouts:
-        values = _values(stage, ranks, strategy)
+        values = wide_values(stage, f"speed-{ranks}", ranks, strategy=strategy)
         stage.say(f"training at 1024 px on {ranks} GPU{'s' if ranks > 1 else ''}")
         _predict(values, strategy, ranks)
         job, busy = _watched(stage, values)
@@ -61,13 +64,36 @@ def speed(stage: Stage) -> Iterator[Finding]:
             yield memory
 
 
-def _values(stage: Stage, ranks: int, strategy: str) -> dict[str, Any]:
+def wide_values(
+    stage: Stage, name: str, ranks: int, *, too_large: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """A LoRA at 1024 px on a model of FLUX.1's width, which is written when first asked for.
+
+    Args:
+        stage: Where.
+        name: Of the job.
+        ranks: How many.
+        too_large: Whether its batch is more than any of the GPUs can hold. It takes little host
+            memory all the same.
+        changes: Further keys.
+    """
     wide = stage.root / "wide"
+    if not wide.exists():
+        stage.say("writing a model of FLUX.1's width")
+        stage.engine(
+            "engine.toy", str(wide), "--family=flux", f"--pictures={_PICTURES}", "--size=1024",
+            f"--hidden_scale={_SCALE}", "--dtype=bfloat16", "--json",
+        )  # fmt: skip
+    batch = 1
+    if too_large:
+        known = max(gpu.memory_total for gpu in stage.gpus)
+        batch = 1 + (known or _LARGEST_GPU) // _IMAGE_TAKES
+    data = {"path": str(wide / "data"), "repeats": -(-batch * ranks // _PICTURES)}
     return stage.values(
-        f"speed-{ranks}", ranks, strategy=strategy, resolution=_RESOLUTION, mixed_precision="bf16",
-        pretrained_model_name_or_path=str(wide / "model"), dataset=str(wide / "data"),
+        name, ranks, resolution=_RESOLUTION, mixed_precision="bf16", deterministic=False,
+        pretrained_model_name_or_path=str(wide / "model"), dataset=None, datasets=[data],
         max_train_steps=_STEPS, checkpointing_steps=0, allow_tf32=True, lora_rank=16,
-        train_batch_size=1,
+        train_batch_size=batch, **changes,
     )  # fmt: skip
 
 
@@ -102,17 +128,27 @@ def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None]:
 
 def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Finding:
     steps = EventLog(job.run_dir.events).read_all().steps[_WARM:]
-    seconds = statistics.median(step.seconds for step in steps if step.seconds)
+    found = [step.seconds for step in steps if step.seconds]
+    if not found:
+        raise SceneFailed("no step took any time", job)
+    seconds = statistics.median(found)
     share = utilisation(seconds, gpu)
     words = f"{seconds * 1e3:.0f} ms a step, {ranks / seconds:.2f} images/s"
     if share is not None:
         words += f", MFU {share:.0%}"
     if busy is not None:
         words += f", GPUs idle {1 - busy:.0%} of the time"
-    return ok(
-        name, words, seconds=seconds, images_per_second=ranks / seconds, mfu=share,
-        idle=None if busy is None else 1 - busy,
-    )  # fmt: skip
+    facts = {
+        "seconds": seconds, "images_per_second": ranks / seconds, "mfu": share,
+        "idle": None if busy is None else 1 - busy,
+    }  # fmt: skip
+    if share is not None and share > 1:
+        words += "; no GPU is that fast"
+        return fail(name, words, "the GPU does not compute, or its clock is wrong", **facts)
+    if busy is not None and busy < _BUSY:
+        advice = "see whether the CPU keeps up, and whether something else uses it"
+        return warn(name, words, advice, **facts)
+    return ok(name, words, **facts)
 
 
 def utilisation(seconds: float, gpu: str) -> float | None:
@@ -121,8 +157,9 @@ def utilisation(seconds: float, gpu: str) -> float | None:
     A LoRA's backward computes gradients of activations alone, so it costs as much as the forward;
     attention's backward costs twice its forward.
     """
-    peak = next((flops for name, flops in _PEAK.items() if name in gpu), None)
-    if peak is None:
+    named = (flops for name, flops in _PEAK.items() if re.search(rf"\b{name}\b", gpu))
+    peak = next(named, None)
+    if peak is None or _OTHERS.search(gpu):
         return None
     linear = 4 * _BLOCKS * 12 * _WIDTH**2 * _TOKENS
     attention = 3 * _BLOCKS * 4 * _TOKENS**2 * _WIDTH
@@ -152,9 +189,3 @@ def _memory(name: str, job: Job) -> Finding | None:
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
-
-
-def names(gpus: Sequence[devices.Gpu]) -> str:
-    """GPUs as people name them: `2 × NVIDIA H100`."""
-    kinds = sorted({gpu.name for gpu in gpus})
-    return " and ".join(f"{sum(gpu.name == kind for gpu in gpus)} × {kind}" for kind in kinds)

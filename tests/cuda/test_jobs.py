@@ -93,13 +93,13 @@ JOBS: Final = dict(_families()) | dict(_on_two()) | {
     "hsdp on two": Job(2, {"strategy": "ddp"}, resumes="hsdp"),
 }  # fmt: skip
 
-# Out of memory from a phase on → the phase that the sentence names, and the step.
+# Out of memory from a phase on → where the sentence says that it was.
 FULL_IN: Final = {
-    "start": "at step 0 during load",
-    "forward": "at step 0 during train",
-    "backward": "at step 0 during train",
-    "step": "at step 0 during train",
-    "sample": f"at step {STEPS} during sample",
+    "start": "while loading weights",
+    "forward": "in the forward pass of step 1",
+    "backward": "in the backward pass of step 1",
+    "step": "in the optimizer update of step 1",
+    "sample": f"while sampling after step {STEPS}",
 }
 _LARGE: Final = {"validation_prompts": [prompt_of("flux")], "validation_resolution": 512}
 JOBS |= {
@@ -237,7 +237,8 @@ def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: R
 def test_a_gpu_that_is_full_is_one_sentence(phase: str, rehearsal: Rehearsal) -> None:
     done = rehearsal[f"full in {phase}"]
     reason = why_failed(done.run_dir, 1)
-    assert reason.startswith(f"rank 0 ran out of GPU memory {FULL_IN[phase]}: "), done.error
+    began = f"rank 0 ran out of GPU memory {FULL_IN[phase]}: CUDA out of memory. "
+    assert reason.startswith(began), done.error
     assert "\n" not in reason
 
 

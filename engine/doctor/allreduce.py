@@ -81,7 +81,7 @@ def join(kind: str, limit: float, folder: Path) -> torch.device:
         raise RuntimeError(f"torch sees {torch.cuda.device_count()} GPUs, and needs {local + 1}")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", **options)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)  # as jobs do
     dist.all_reduce(torch.ones(1))  # through gloo, as requests and checkpoints go
     return device
 

@@ -11,6 +11,7 @@ from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.errors import UserError
 from jobs.eventlog import EventLog
 from jobs.memory import kept
+from jobs.memory.calibration import record_beside
 from jobs.memory.client import Server
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import predict
@@ -57,10 +58,10 @@ def speed(stage: Stage) -> Iterator[Finding]:
         values = wide_values(stage, f"speed-{ranks}", ranks, strategy=strategy)
         stage.say(f"training at 1024 px on {ranks} GPU{'s' if ranks > 1 else ''}")
         _predict(values, strategy, ranks)
-        job, busy = _watched(stage, values)
+        job, busy, beside = _watched(stage, values)
         name = "1 GPU" if ranks == 1 else f"{ranks} GPUs, fsdp2"
         yield _pace(name, job, ranks, stage.gpus[0].name, busy)
-        if (memory := _memory(name, job)) is not None:
+        if (memory := _memory(name, job, beside)) is not None:
             yield memory
 
 
@@ -108,9 +109,15 @@ def _predict(values: dict[str, Any], strategy: str, ranks: int) -> None:
         server.close()
 
 
-def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None]:
-    """Run a job; the share of looks at its GPUs, while it trained, in which they computed."""
-    wanted, seen = set(values["gpus"]), list[int]()
+def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None, int | None]:
+    """Run a job, and look at its GPUs while it trains.
+
+    Returns:
+        The job; the share of looks in which a GPU computed; the most that the driver showed on a
+        GPU, since before the job, besides what torch had reserved there.
+    """
+    wanted, seen, beside = set(values["gpus"]), list[int](), list[int]()
+    before = {gpu.uuid: gpu.memory_used for gpu in devices.gpus()}
     job = stage.submit(values)
     log = EventLog(job.run_dir.events)
 
@@ -119,11 +126,17 @@ def _watched(stage: Stage, values: dict[str, Any]) -> tuple[Job, float | None]:
         if log.last is not None and _WARM <= log.last.step < _STEPS:
             shown = [gpu for gpu in devices.gpus() if gpu.uuid in wanted]
             seen.extend(gpu.utilisation for gpu in shown if gpu.utilisation is not None)
+            used = {gpu.uuid: (gpu.memory_used, before.get(gpu.uuid)) for gpu in shown}
+            for status in job.run_dir.rank_statuses():
+                now, then = used.get(status.device_uuid or "", (None, None))
+                if now is not None and then is not None and status.reserved is not None:
+                    beside.append(now - then - status.reserved)
         return job.state.ended
 
     job = stage.until(job, look)
     stage.expect(job, State.COMPLETED)
-    return job, statistics.fmean(seen) / 100 if seen else None
+    most = max(beside, default=0)
+    return job, statistics.fmean(seen) / 100 if seen else None, most if most > 0 else None
 
 
 def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Finding:
@@ -166,8 +179,11 @@ def utilisation(seconds: float, gpu: str) -> float | None:
     return (linear + attention) / (seconds * peak)
 
 
-def _memory(name: str, job: Job) -> Finding | None:
-    """Predicted beside measured; None where one of them is missing."""
+def _memory(name: str, job: Job, beside: int | None) -> Finding | None:
+    """Predicted beside measured; None where one of them is missing.
+
+    What there was besides tensors is kept for later estimates.
+    """
     predicted, report = kept.read(job.run_dir), read_report(job.run_dir)
     if not isinstance(predicted, Predicted):
         return None
@@ -178,7 +194,11 @@ def _memory(name: str, job: Job) -> Finding | None:
     expected = max(one.predicted for one in phases)
     off = measured / expected - 1
     words = f"{_gib(measured)} measured, {_gib(expected)} predicted ({off:+.1%})"
-    facts = {"measured": measured, "predicted": expected}
+    facts = {"measured": measured, "predicted": expected, "beside": beside}
+    if beside is not None:
+        record_beside(predicted.ranks, beside, predicted)
+        assumed = sum(predicted.overheads.values())
+        words += f"; the driver and libraries took {_gib(beside)}, {_gib(assumed)} assumed"
     if abs(off) > _OFF:
         return warn(
             f"{name}, memory", words, "estimates on this machine are corrected by what jobs took",

@@ -183,7 +183,7 @@ class _First:
             yield warn(
                 "stop, resume",
                 f"stopped after step {after} and resumed; this proves little: {self.why_equal}",
-                "see train above",
+                "see above: the device does not compute",
                 step=after,
             )
         elif difference:
@@ -230,7 +230,7 @@ class _First:
             yield warn(
                 "export",
                 "diffusers loads it; this proves little: the run's sample is one flat color",
-                "see train above",
+                "see above: the device does not compute",
             )
             return
         yield ok(
@@ -249,7 +249,7 @@ class _First:
         if self.why_equal:
             yield warn(
                 name, f"{stage.ranks} ranks train; this proves little: {self.why_equal}",
-                "see train above", difference=found,
+                "see above: the device does not compute", difference=found,
             )  # fmt: skip
             return
         yield ok(

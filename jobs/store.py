@@ -6,6 +6,7 @@ compare-and-set inside a write transaction, and every change is kept with its ti
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import sqlite3
@@ -50,10 +51,8 @@ class Store:
                         "upgrade, or point FSDP_TUI_HOME somewhere else",
                     )
                 if version < VERSION:
-                    db.execute("PRAGMA journal_mode=WAL")
-                    db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
-                    db.execute(f"PRAGMA user_version={VERSION}")
-        except sqlite3.Error as error:
+                    self._create_tables(db)
+        except (sqlite3.Error, OSError) as error:
             raise UserError(f"cannot use the jobs database {self.path} ({error})") from error
 
     # -- reading ---------------------------------------------------------------------------
@@ -336,6 +335,15 @@ class Store:
             # The log is written from its beginning again each time, in space it has already.
             db.execute("PRAGMA wal_autocheckpoint=1")
             yield db
+
+    def _create_tables(self, db: sqlite3.Connection) -> None:
+        # One process at a time: of two that switch to WAL at once SQLite lets neither wait for the
+        # other, whatever the timeout, and one gets "database is locked".
+        with open(self.home / "jobs.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
+            db.execute(f"PRAGMA user_version={VERSION}")
 
     @contextmanager
     def held_open(self) -> Iterator[None]:

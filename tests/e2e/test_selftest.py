@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from jobs.store import Store
+from tests.support.forks import client as forks
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def test_this_machine_passes(home: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tui", "selftest", "--cpu", "--json"],
-        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, text=True, capture_output=True,
-        check=False,
+        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON_EXEC": forks.python()},
+        text=True, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)

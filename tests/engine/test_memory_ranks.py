@@ -109,16 +109,7 @@ def estimator() -> Estimator:
     return Estimator()
 
 
-_UNCLEAR: Final = pytest.mark.xfail(
-    reason="since encoders are streamed and saves retried, whole runs count other bytes than these "
-    "in load and save; whether the counter or the prediction is wrong is not known yet"
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=_UNCLEAR if c in RUNS | HSDP_RUNS else ()) for c in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_each_phase_takes_what_was_predicted(
     counted: dict[str, list[dict[str, int]]],
     estimator: Estimator,

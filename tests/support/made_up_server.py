@@ -47,14 +47,19 @@ PROMPTS: Final = ("a red circle on a blue background", "two green squares", "a y
 
 
 class Clock:
-    """Stands in for `time.time`: moves on with every look while jobs are made up, then stands."""
+    """Stands in for `time.time`: moves on with every look while jobs are made up, then stands.
+
+    Only with looks of this project, in the main thread: libraries look when they like, as often as
+    they have something to log, say.
+    """
 
     def __init__(self) -> None:
         self.now = BEGIN
         self.pace = 0.4  # seconds from one look to the next
 
     def __call__(self) -> float:
-        if threading.current_thread() is threading.main_thread():  # others look when they like
+        who = sys._getframe(1).f_globals["__name__"].partition(".")[0]
+        if who in ("jobs", "tests") and threading.current_thread() is threading.main_thread():
             self.now += self.pace
         return self.now
 
@@ -194,7 +199,8 @@ def nobody_starts(patch: pytest.MonkeyPatch, cards: FakeGpus) -> None:
     patch.setattr("jobs.devices.gpus", cards)
     start_nothing(patch)
     patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    patch.setattr("jobs.dispatch.dispatch", lambda store: None)
+    for module in ("jobs.dispatch", "jobs.service"):  # each has the name
+        patch.setattr(f"{module}.dispatch", lambda store: None)
     patch.setattr("jobs.service.ensure_runner", lambda store: None)
     fake = (sys.executable, "-S", str(FAKE_MEMORY))
     patch.setattr("jobs.memory.client.COMMAND", fake)

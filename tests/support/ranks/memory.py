@@ -134,6 +134,9 @@ def _counted_threads(live: OwnTensors, counting: Counting) -> type[ThreadPoolExe
 
     class Counted(ThreadPoolExecutor):
         def submit(self, call: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if call is int:  # the saver looks, before training, whether there can be a thread
+                return super().submit(call, *args, **kwargs)
+
             def counted() -> Any:
                 live.saving = True
                 with live:

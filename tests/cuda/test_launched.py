@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -173,6 +174,7 @@ def test_a_full_gpu_ends_the_job_with_one_sentence(machine: Machine) -> None:
     job = machine.submit(name="full", gpus=2, share_gpus=True, strategy="fsdp2", max_train_steps=3)
     reason = machine.wait(job)
     assert str(machine.store.get(job).state) == "failed"
-    assert reason.startswith("rank 1 ran out of GPU memory while encoding captions: "), reason
-    assert "CUDA out of memory" in reason
+    # Where exactly depends on what other tests have cached; `test_jobs.py` knows each place.
+    full = r"rank 1 ran out of GPU memory (in|while) [^:]+: CUDA out of memory\. "
+    assert re.match(full, reason), reason
     assert not with_run_id(machine.store.get(job).run_id), "no rank is left"

@@ -90,12 +90,13 @@ def wide_values(
         known = max(gpu.memory_total for gpu in stage.gpus)
         batch = 1 + (known or _LARGEST_GPU) // _IMAGE_TAKES
     data = {"path": str(wide / "data"), "repeats": -(-batch * ranks // _PICTURES)}
-    return stage.values(
-        name, ranks, resolution=_RESOLUTION, mixed_precision="bf16", deterministic=False,
-        pretrained_model_name_or_path=str(wide / "model"), dataset=None, datasets=[data],
-        max_train_steps=_STEPS, checkpointing_steps=0, allow_tf32=True, lora_rank=16,
-        train_batch_size=batch, **changes,
-    )  # fmt: skip
+    usual: dict[str, Any] = {
+        "resolution": _RESOLUTION, "mixed_precision": "bf16", "deterministic": False,
+        "pretrained_model_name_or_path": str(wide / "model"), "dataset": None, "datasets": [data],
+        "max_train_steps": _STEPS, "checkpointing_steps": 0, "allow_tf32": True, "lora_rank": 16,
+        "train_batch_size": batch,
+    }  # fmt: skip
+    return stage.values(name, ranks, **usual | changes)
 
 
 def _predict(values: dict[str, Any], strategy: str, ranks: int) -> None:

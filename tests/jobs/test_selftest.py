@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.datasets import datasets_of
 from jobs.doctor.finding import Verdict, ok
 from jobs.errors import UserError
 from jobs.rundir import event
 from jobs.selftest import choose_gpus, run, scenes
 from jobs.selftest.scenes import largest_difference
-from jobs.selftest.speed import _pace, utilisation
+from jobs.selftest.speed import _pace, utilisation, wide_values
 from jobs.selftest.stage import SceneFailed, Stage
+from jobs.specfile import load_spec
 from jobs.states import State
 from tests.support.tui import FakeGpus, add_job
 
@@ -97,6 +99,20 @@ def test_a_speed_that_no_gpu_has_is_not_believed(
     found = _pace("1 GPU", job, 1, "NVIDIA H100 80GB HBM3", busy)
     assert found.verdict is verdict
     assert found.facts["seconds"] == seconds
+
+
+def test_a_batch_that_is_too_large_is_so_for_every_gpu_and_its_data_suffice(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = FakeGpus(2)()
+    stage = Stage(store, store.home, gpus, 2)
+    monkeypatch.setattr(stage, "engine", lambda *words: {})
+    values = wide_values(stage, "memory", 2, too_large=True, max_train_steps=1)
+    spec = load_spec(None, values)
+    assert spec.max_train_steps == 1
+    assert spec.train_batch_size * 2**30 > max(gpu.memory_total for gpu in gpus)
+    (data,) = datasets_of(spec)
+    assert data.repeats * 16 >= 2 * spec.train_batch_size
 
 
 def test_equal_losses_prove_nothing_where_nothing_is_computed(

@@ -117,6 +117,42 @@ def test_several_buckets_are_averaged_like_one(
             assert torch.equal(gradient, wanted)
 
 
+def test_few_buckets_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a copy of its gradients; none is waited for before there are as many as may be."""
+    sent: list[int] = []
+    waiting: list[int] = []
+
+    class Work:
+        def wait(self) -> None:
+            waiting.append(len(sent))
+
+    def all_reduce(flat: torch.Tensor, **_: Any) -> Work:
+        sent.append(flat.numel())
+        return Work()
+
+    monkeypatch.setattr(gradients, "BUCKET", 1)
+    monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    plain = [parameter(0.0, gradient=[2.0]) for _ in range(5)]
+    average_gradients(plain, World(0, 2, CPU, "ddp", "t"))
+    assert gradients.UNDER_WAY == 2
+    assert waiting == [3, 4, 5, 5, 5], "how many were sent when the first, second, … was awaited"
+    assert [one.grad.tolist() for one in plain if one.grad is not None] == [[1.0]] * 5
+
+
+def test_the_norm_of_shards_in_host_memory_joins_that_of_what_the_device_holds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL sends nothing that lies in host memory. The device is `meta` here."""
+
+    def work(rank: int) -> Any:
+        layer, world = sharded(rank, 1, "fsdp2")
+        whole = torch.nn.Parameter(torch.zeros(2, device="meta"))
+        whole.grad = torch.zeros(2, device="meta")
+        return str(clip([layer.weight, whole], 0.0, world).device)
+
+    assert on_ranks(work, 1, tmp_path) == ["meta"]
+
+
 def test_the_norm_is_over_all_and_what_is_too_long_is_scaled_to_the_limit() -> None:
     def two() -> list[torch.nn.Parameter]:
         return [parameter(1.0, gradient=[3.0]), parameter(1.0), parameter(1.0, gradient=[4.0])]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -25,7 +25,8 @@ from engine.precision import computing
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from engine.data.loader import Loader, MicroBatch
     from engine.families import Family
@@ -125,9 +126,6 @@ class Stepper:
         peaks: Measures memory.
         late: Whether a step is judged when the next one has been given to the device; where that
             gains something, when left out.
-
-    Attributes:
-        doing: What it is at, or has failed in: forward, backward, step, or else train.
     """
 
     def __init__(
@@ -160,7 +158,6 @@ class Stepper:
         self._tell: Callable[[StepResult], None] = lambda result: None
         self._done = 0
         self._skipped = 0
-        self.doing = "train"
 
     def run(self, tell: Callable[[StepResult], None]) -> None:
         """Do the next step.
@@ -182,7 +179,7 @@ class Stepper:
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
         losses, waited = self.accumulate(step)
-        with self._part("step"):
+        with self._measured("step"):
             numbers = self._reduce(losses)
             rate = float(self._training.scheduler.get_last_lr()[0])
             if self._late:
@@ -240,13 +237,13 @@ class Stepper:
                 # on the device. Where these are to be in host memory they meet each time.
                 last = number == count or self._spec.fsdp_cpu_offload
                 model.set_requires_all_reduce(last)
-            with self._part("forward"):
+            with self._measured("forward"):
                 loss = self._loss(batch) / count
             del batch  # before the next one comes to the device
             self._hear(wait=False)
             if number == count:
                 self._averager.begin()
-            with self._part("backward"):
+            with self._measured("backward"):
                 # Ranks that share a sample have a part of its gradient each; see
                 # `engine.context_parallel`.
                 whole = loss * self._world.context_size
@@ -399,10 +396,5 @@ class Stepper:
             )
         return False
 
-    @contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        """A part of the step, whose memory is measured in some steps."""
-        self.doing = name
-        with self._peaks.phase(name) if self.measures() else nullcontext():
-            yield
-        self.doing = "train"  # not in a `finally`: what has failed keeps its name
+    def _measured(self, name: str) -> AbstractContextManager[None]:
+        return self._peaks.phase(name, measured=self.measures())

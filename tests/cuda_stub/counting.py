@@ -74,8 +74,8 @@ class Counting:
             return counting._run(run, *words)
 
         @contextmanager
-        def counted_phase(peaks: Peaks, name: str) -> Iterator[None]:
-            with phase(peaks, name), counting._counted(name), counting._computed(name):
+        def counted_phase(peaks: Peaks, name: str, **how: bool) -> Iterator[None]:
+            with phase(peaks, name, **how), counting._counted(name), counting._computed(name):
                 yield
 
         Stepper.run, Peaks.phase = counted_run, counted_phase  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ from jobs.eventlog import EventLog
 from jobs.memory import kept
 from jobs.memory.calibration import record_beside
 from jobs.memory.client import Server
-from jobs.memory.predicted import Predicted
 from jobs.memory.question import predict
 from jobs.report import read_report
 from jobs.selftest.stage import SceneFailed
@@ -61,8 +60,7 @@ def speed(stage: Stage) -> Iterator[Finding]:
         job, busy, beside = _watched(stage, values)
         name = "1 GPU" if ranks == 1 else f"{ranks} GPUs, fsdp2"
         yield _pace(name, job, ranks, stage.gpus[0].name, busy)
-        if (memory := _memory(name, job, beside)) is not None:
-            yield memory
+        yield _memory(f"{name}, memory", job, beside)
 
 
 def wide_values(
@@ -180,17 +178,14 @@ def utilisation(seconds: float, gpu: str) -> float | None:
     return (linear + attention) / (seconds * peak)
 
 
-def _memory(name: str, job: Job, beside: int | None) -> Finding | None:
-    """Predicted beside measured; None where one of them is missing.
-
-    What there was besides tensors is kept for later estimates.
-    """
+def _memory(name: str, job: Job, beside: int | None) -> Finding:
+    """Predicted beside measured; what there was besides tensors is kept for later estimates."""
     predicted, report = kept.read(job.run_dir), read_report(job.run_dir)
-    if not isinstance(predicted, Predicted):
-        return None
-    phases = [one for one in kept.compare(predicted, report.measure, report.peaks) if one.measured]
-    if not phases:
-        return None
+    compared = kept.compare(predicted, report.measure, report.peaks) if predicted else []
+    phases = [one for one in compared if one.measured]
+    if predicted is None or not phases:
+        missing = "measured" if predicted else "predicted"
+        return warn(name, f"nothing was {missing}", "see `fsdp-tui estimate`", beside=beside)
     measured = max(max(one.measured) for one in phases)
     expected = max(one.predicted for one in phases)
     off = measured / expected - 1
@@ -202,10 +197,9 @@ def _memory(name: str, job: Job, beside: int | None) -> Finding | None:
         words += f"; the driver and libraries took {_gib(beside)}, {_gib(assumed)} assumed"
     if abs(off) > _OFF:
         return warn(
-            f"{name}, memory", words, "estimates on this machine are corrected by what jobs took",
-            **facts,
-        )  # fmt: skip
-    return ok(f"{name}, memory", words, **facts)
+            name, words, "estimates on this machine are corrected by what jobs took", **facts
+        )
+    return ok(name, words, **facts)
 
 
 def _gib(count: int) -> str:

@@ -121,6 +121,7 @@ class Counting:
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:
         if name == self._full_in and "CUDA_STUB_BYTES" not in os.environ:
+            _give_back()
             os.environ["CUDA_STUB_BYTES"] = str(self._library.cuda_stub_used(self._device()))
         before, self._phase = self._snapshot(), name
         try:
@@ -155,6 +156,14 @@ class Counting:
                 places.append(f"{folder}/{name}:{frame.f_lineno}")
             frame = frame.f_back
         self._syncs[f"{self._phase or 'step'}: {' < '.join(places) or 'backward'}"] += 1
+
+
+def _give_back() -> None:
+    """What torch has of the device and does not use, such as what jobs before have needed."""
+    import torch
+
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def _held() -> int:

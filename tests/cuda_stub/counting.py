@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
 
 # In the order of the enum in cuda_stub.c.
 NAMES: Final = (
@@ -148,7 +147,7 @@ class Counting:
         if not self._in_step:
             return
         places: list[str] = []
-        frame: FrameType | None = sys._getframe(1)
+        frame = sys._getframe().f_back  # None on a thread of autograd's
         while frame is not None and len(places) < 2:
             file = frame.f_code.co_filename
             if any(part in file for part in _OURS):

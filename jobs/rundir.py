@@ -12,8 +12,10 @@ import os
 import shutil
 import time
 import uuid
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
+
+from jobs.foreign import harmless_value, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -276,10 +278,16 @@ class RunDir:
                 status = RankStatus.from_dict(json.loads(path.read_text(encoding="utf-8")))
                 if status.rank != int(number):
                     raise ValueError(f"it says that it is of rank {status.rank}")
+                status = replace(
+                    status, host=one_line(status.host), device=one_line(status.device),
+                    phase=one_line(status.phase),
+                )  # fmt: skip
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, RecursionError) as error:
-                unreadable[f"ranks/{path.name}"] = str(error) or type(error).__name__
+                unreadable[one_line(f"ranks/{path.name}")] = (
+                    one_line(str(error)) or type(error).__name__
+                )
             else:
                 found.append(status)
         return sorted(found, key=lambda status: status.rank), unreadable
@@ -294,7 +302,7 @@ class RunDir:
             number = path.name.removesuffix(".error.json")
             data = read_json(path) if number.isascii() and number.isdecimal() else None
             if data:
-                t = data.get("t")
+                data, t = harmless_value(data), data.get("t")
                 found.append(data | {
                     "rank": int(number), "t": t if _fits(t, "float") else 0.0,
                     "type": str(data.get("type")), "message": str(data.get("message", "")),

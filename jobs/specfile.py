@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import ValidationError
 
 from jobs.accelerate_file import KEY as ACCELERATE
@@ -20,7 +19,7 @@ from jobs.paths import exists, expand
 from jobs.spec import JobSpec, field_names
 from jobs.spec_errors import in_words, key_of
 from jobs.spellings import did_you_mean, normal_key
-from jobs.yamlfile import read_mapping
+from jobs.yamlfile import dump_mapping, read_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -95,12 +94,7 @@ def load_spec(
 
 def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
     """The job as YAML that `load_spec` reads back to an equal job."""
-    values = spec.to_dict(only_set=only_set)
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    if yaml.safe_load(text) == values:
-        return text
-    # Line separators of Unicode, for one, come back changed unless they are escaped.
-    return yaml.safe_dump(values, sort_keys=False)
+    return dump_mapping(spec.to_dict(only_set=only_set))
 
 
 def _with_accelerate(

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
+from jobs.foreign import harmless
 from jobs.job import Change, Job, Terms, job_of_row
 from jobs.paths import ensure_state_home
 from jobs.processes import boot_id
@@ -254,6 +255,7 @@ class Store:
 
         Nothing happens when the job is not in `state`.
         """
+        reason = harmless(reason)
         with self._write() as db:
             db.execute(
                 "UPDATE jobs SET reason=? WHERE id=? AND state=? AND reason<>?",
@@ -263,7 +265,7 @@ class Store:
     def explain_all(self, reasons: Mapping[int, str]) -> None:
         """`explain` for many queued jobs at once; what is known already is not written."""
         known = {job.id: job.reason for job in self.in_states([State.QUEUED])}
-        new = [(r, i, State.QUEUED) for i, r in reasons.items() if known.get(i, r) != r]
+        new = [(harmless(r), i, State.QUEUED) for i, r in reasons.items() if known.get(i, r) != r]
         if new:
             with self._write() as db:
                 db.executemany("UPDATE jobs SET reason=? WHERE id=? AND state=?", new)
@@ -393,6 +395,7 @@ class Store:
 
     @staticmethod
     def _change(db: sqlite3.Connection, job: Job, after: State, reason: str) -> None:
+        reason = harmless(reason)
         if not may_follow(job.state, after):
             raise StateError(f"job {job.id} is {job.state} and cannot become {after}")
         now = time.time()

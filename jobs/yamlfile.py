@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from jobs.errors import SpecError
+from jobs.foreign import harmless
 from jobs.spellings import normal_key
 
 if TYPE_CHECKING:
@@ -59,6 +60,16 @@ def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]
     for name in values:  # YAML reads `yes`, `0x10` and `<<` as something else than they say
         lines.setdefault(name, node.start_mark.line + 1)
     return values, lines
+
+
+def dump_mapping(values: dict[str, Any]) -> str:
+    """The values as YAML that is read back to equal ones, and that a terminal can be shown."""
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    if harmless(text) == text and yaml.safe_load(text) == values:
+        return text
+    # Line separators of Unicode, for one, come back changed unless they are escaped.
+    escaped: str = yaml.safe_dump(values, sort_keys=False)
+    return escaped
 
 
 def _read(path: Path, what: str) -> str:

@@ -19,7 +19,7 @@ from textual.worker import Worker, WorkerState
 from jobs.errors import UserError
 from jobs.spellings import did_you_mean
 from tui.actions import ACTING, everywhere
-from tui.ascii_filter import AsciiFilter
+from tui.ascii_filter import AsciiFilter, HarmlessFilter
 from tui.collector import Collector
 from tui.dashboard.screen import DashboardScreen
 from tui.keymap import known_bindings, settle_keymap
@@ -106,7 +106,7 @@ class FsdpTui(App[None]):
         period = self.settings.refresh_seconds if self.settings.refresh_is_set else None
         self.collector = Collector(store, select, period)
         self.animation_level = "none"  # one animated page of log costs an SSH link a megabyte
-        self._ascii = AsciiFilter()
+        self._harmless, self._ascii = HarmlessFilter(), AsciiFilter()
         self._sends_all: Timer | None = None
         for theme in THEMES:
             self.register_theme(theme)
@@ -142,7 +142,8 @@ class FsdpTui(App[None]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         filters = super().get_line_filters()
-        return [*filters, self._ascii] if self.settings.ascii else filters
+        ours = [self._harmless, *([self._ascii] if self.settings.ascii else [])]
+        return [*filters, *ours]
 
     def on_load(self) -> None:
         # Python's own pool has four threads more than there are cores. Looking, tending and

@@ -17,6 +17,7 @@ import click
 
 from jobs import devices, service
 from jobs.errors import UserError
+from jobs.foreign import one_line
 from jobs.housekeeping import directory_size
 from jobs.memory.kept import facts as predicted_facts
 from jobs.replay import FORMS, Form, replay, replay_facts
@@ -47,6 +48,7 @@ from tui.cli_settings import settings
 from tui.cli_templates import templates
 from tui.cli_web import web
 from tui.cli_words import FLAGS, ID, JSON, TEMPLATE, WORDS, JobCommand, read_job
+from tui.echo import echo
 from tui.follow import follow_job, follow_log
 from tui.start import open_dashboard
 from tui.tables import describe, gpu_table, job_table
@@ -110,7 +112,7 @@ def demo(headless: bool) -> int:
     from tui.demo import start_demo
 
     store = Store()
-    job = start_demo(store, say=click.echo)
+    job = start_demo(store, say=echo)
     if headless:
         return follow_job(store, job.id)
     open_dashboard(store, select=job.id)
@@ -127,7 +129,7 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
     from tui.demo import write_toy
 
     where = write_toy(directory, family, flavour)
-    click.echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
+    echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
 
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
@@ -155,14 +157,14 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
     tell(plan)
     if dry_run:
         values = plan.spec.to_dict()
-        click.echo(json.dumps(values) if as_json else dump_spec(plan.spec), nl=as_json)
+        echo(json.dumps(values) if as_json else dump_spec(plan.spec), nl=as_json)
         return
     job = service.carry_out(store, plan)
     if as_json:
         facts = {"id": job.id, "run_dir": str(job.run_dir.root), "changes": plan.changes}
-        click.echo(json.dumps(facts))
+        echo(json.dumps(facts))
     else:
-        click.echo(str(job.id))
+        echo(str(job.id))
 
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
@@ -203,7 +205,7 @@ def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
     service.refresh(store)
     present = devices.gpus()
     rows = [service.as_dict(job, present) for job in store.all()]
-    click.echo(json.dumps(rows) if as_json else job_table(rows))
+    echo(json.dumps(rows) if as_json else job_table(rows))
 
 
 @cli.command()
@@ -224,7 +226,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     service.refresh(store)
     job = store.get(job_id)
     if form is not None:
-        click.echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
+        echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
         return
     facts = service.as_dict(job, devices.gpus())
     changes = store.history(job_id)
@@ -242,7 +244,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     facts["validation"] = [[step, _finite(loss)] for step, loss in report.validations]
     facts["memory"] = {"measure": report.measure, "peaks": report.peaks}
     facts["prediction"] = predicted_facts(job.run_dir, report.measure, report.peaks)
-    click.echo(json.dumps(facts) if as_json else describe(facts))
+    echo(json.dumps(facts) if as_json else describe(facts))
 
 
 @cli.command()
@@ -272,7 +274,7 @@ def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool)
 @click.option("--now", is_flag=True, help="SIGKILL at once, without a checkpoint.")
 def stop(job_id: int, now: bool) -> None:
     """Stop a job after this step and a checkpoint. Asked again: SIGTERM, then SIGKILL."""
-    click.echo(service.stop(Store(), job_id, now=now))
+    echo(service.stop(Store(), job_id, now=now))
 
 
 @cli.command()
@@ -283,9 +285,9 @@ def gpus(as_json: bool) -> None:
     service.refresh(store)
     present, claims = devices.gpus(), store.claims()
     if as_json:
-        click.echo(json.dumps([_gpu_facts(gpu, claims) for gpu in present]))
+        echo(json.dumps([_gpu_facts(gpu, claims) for gpu in present]))
     else:
-        click.echo(gpu_table(present, claims) if present else _no_gpus())
+        echo(gpu_table(present, claims) if present else _no_gpus())
 
 
 for command in (
@@ -325,5 +327,5 @@ def _no_gpus() -> str:
 
 
 def _complain(text: str, status: int) -> NoReturn:
-    click.echo("fsdp-tui: " + " ".join(text.split()), err=True)
+    echo(f"fsdp-tui: {one_line(' '.join(text.split()))}", err=True)
     sys.exit(status)

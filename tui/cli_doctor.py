@@ -19,6 +19,7 @@ from jobs.doctor.finding import Verdict
 from jobs.doctor.terminal import check_terminal, environment_at_start, is_utf8
 from jobs.errors import UserError
 from tui.cli_words import JSON
+from tui.echo import echo
 from tui.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -56,13 +57,14 @@ def doctor(job: Path | None, gpus: str | None, quick: bool, as_json: bool) -> in
     with closing(_look(job, names, quick=quick, bar=look.utf8)) as coming:
         for finding in coming:
             if not as_json:
-                click.echo("\n".join(lines(finding, look, first=_is_first(finding, found))))
+                first = _is_first(finding, found)
+                echo("\n".join(lines(finding, look, first=first)), coloured=True)
             found.append(finding)
     counts = Counter(str(finding.verdict) for finding in found)
     if as_json:
-        click.echo(json.dumps(facts(found)))
+        echo(json.dumps(facts(found)))
     else:
-        click.echo(f"\n{counts['fail']} failed, {counts['warn']} to look at, {counts['ok']} well")
+        echo(f"\n{counts['fail']} failed, {counts['warn']} to look at, {counts['ok']} well")
     return 1 if counts["fail"] else 0
 
 

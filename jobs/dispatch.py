@@ -24,11 +24,25 @@ if TYPE_CHECKING:
     from jobs.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
+_QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
+_LOOK_AGAIN_AFTER: Final = 0.02  # seconds
+_LONGEST_PID: Final = 20  # characters
 
 
 def dispatch(store: Store) -> None:
-    """Start every queued job that may start now, and mend what lost its supervisor."""
-    with _one_at_a_time(store):
+    """Start every queued job that may start now, and mend what lost its supervisor.
+
+    Another that does so is waited for; one that does not come to an end is named as the reason why
+    jobs wait.
+    """
+    # Before the queue is taken: a driver that does not answer holds nobody up but who asks it.
+    asked = not store.paused and any(
+        job.wanted is not None and not job.held for job in store.in_states([State.QUEUED])
+    )
+    present = devices.gpus() if asked else []
+    with _one_at_a_time(store) as free:
+        if not free:
+            return
         _mend(store)
         queue = store.in_states([State.QUEUED])
         if not queue:
@@ -37,9 +51,11 @@ def dispatch(store: Store) -> None:
         reasons = {job.id: "held until it is released" for job in queue if job.held}
         if paused:
             reasons |= {job.id: "the queue is paused" for job in queue if not job.held}
-        ready = [job for job in queue if not job.held and not paused]
-        needed = any(job.wanted is not None for job in ready)
-        gpus = [gpu for gpu in devices.gpus() if gpu.unusable is None] if needed else []
+        # One for GPUs that has come since then is served by whoever queued it.
+        ready = [
+            job for job in queue if not job.held and not paused and (asked or job.wanted is None)
+        ]
+        gpus = [gpu for gpu in present if gpu.unusable is None]
         claims = store.claims()
         indices = {gpu.uuid: gpu.index for gpu in gpus}
         active = store.in_states(ACTIVE)
@@ -119,7 +135,25 @@ def _cpu_slots() -> int:
 
 
 @contextmanager
-def _one_at_a_time(store: Store) -> Iterator[None]:
-    with open(store.home / "dispatch.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _one_at_a_time(store: Store) -> Iterator[bool]:
+    """Hold the queue, if it can be had; False where another process keeps it."""
+    until = time.monotonic() + _QUEUE_IS_FREE_WITHIN
+    with open(store.home / "dispatch.lock", "a+") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(_LOOK_AGAIN_AFTER)
+                    continue
+                lock.seek(0)
+                holder = lock.read(_LONGEST_PID).strip() or "another"
+                reason = f"process {holder} holds the queue and does not answer"
+                store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
+                yield False
+                return
+            break
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield True

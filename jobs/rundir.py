@@ -15,6 +15,7 @@ import uuid
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.files import LARGEST_JSON, read_regular
 from jobs.foreign import harmless_value, one_line
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def sync(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, or None when it is missing or not (yet) a JSON object."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path, LARGEST_JSON))
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
@@ -275,7 +276,7 @@ class RunDir:
             if not (number.isascii() and number.isdecimal()):
                 continue
             try:
-                status = RankStatus.from_dict(json.loads(path.read_text(encoding="utf-8")))
+                status = RankStatus.from_dict(json.loads(read_regular(path, LARGEST_JSON)))
                 if status.rank != int(number):
                     raise ValueError(f"it says that it is of rank {status.rank}")
                 status = replace(

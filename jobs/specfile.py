@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
@@ -23,6 +24,11 @@ from jobs.yamlfile import dump_mapping, read_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+
+
+_MOST_TOLD: Final = 10  # unknown keys
+_LONGEST_KEY: Final = 60  # characters of one
+_NO_TEXT: Final = re.compile("[\x00\ud800-\udfff]")
 
 
 def load_spec(
@@ -65,8 +71,15 @@ def load_spec(
         notes += done.notes
         problems += [_at(lines, key) + text for key, text in done.problems]
     known = field_names()
-    for key in [key for key in values if key not in known]:
-        problems.append(f'{_at(lines, key)}unknown key "{key}"{did_you_mean(key, known)}')
+    unknown = [key for key in values if key not in known]
+    for key in unknown[:_MOST_TOLD]:
+        named = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
+        problems.append(f'{_at(lines, key)}unknown key "{named}"{did_you_mean(named, known)}')
+    if unknown[_MOST_TOLD:]:
+        problems.append(f"{len(unknown) - _MOST_TOLD} more unknown keys")
+    for key in [key for key, value in values.items() if key not in known or _is_no_text(value)]:
+        if key in known:
+            problems.append(f"{_at(lines, key)}{key} holds a character that no text or path has")
         del values[key]
     try:
         values, more = _with_accelerate(values, roots)
@@ -90,6 +103,15 @@ def load_spec(
     for note in (*notes, *more, *changed):
         told(note)
     return _with_absolute_paths(cleaned, roots)
+
+
+def _is_no_text(value: Any) -> bool:
+    """Whether a value has a zero byte or half of a surrogate pair in it, which nothing takes."""
+    if isinstance(value, str):
+        return _NO_TEXT.search(value) is not None
+    if isinstance(value, dict):
+        return any(_is_no_text(one) for pair in value.items() for one in pair)
+    return isinstance(value, list) and any(map(_is_no_text, value))
 
 
 def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:

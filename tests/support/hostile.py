@@ -45,8 +45,8 @@ def write_model(root: Path) -> Path:
 
 def add_evil_job(store: Store, state: State = State.FAILED) -> Job:
     """A job whose files, reason and history are evil."""
-    job = add_job(store, "evil", state=state, reason=f"rank 1: {EVIL}",
-                  job_file=f"name: evil\n# {EVIL}\n{json.dumps(EVIL)}: {json.dumps(EVIL)}\n")  # fmt: skip
+    text = f"name: evil\n# {EVIL}\n{json.dumps(EVIL)}: {json.dumps(EVIL)}\n"
+    job = add_job(store, "evil", state=state, reason=f"rank 1: {EVIL}", job_file=text)
     write_steps(job, 3)
     one: dict[str, Any] = {"type": EVIL, "message": EVIL, "traceback": f"{EVIL}\n{EVIL}"}
     append_events(
@@ -67,8 +67,8 @@ def add_evil_job(store: Store, state: State = State.FAILED) -> Job:
     job.run_dir.logs.mkdir(exist_ok=True)
     for path in (job.run_dir.rank_log(0), job.run_dir.launcher_log, job.run_dir.supervisor_log):
         path.write_text(f"\x1b[31mred\x1b[0m {EVIL}\n{EVIL}", errors="replace")
-    job.run_dir.launch_file.write_text(json.dumps({"command": [EVIL], "environment": {EVIL: EVIL},
-                                                   "gpus": [], "versions": {EVIL: EVIL}}))  # fmt: skip
+    launch = {"command": [EVIL], "environment": {EVIL: EVIL}, "gpus": [], "versions": {EVIL: EVIL}}
+    job.run_dir.launch_file.write_text(json.dumps(launch))
     path = save_checkpoint(job.run_dir, 2, {"name": EVIL, EVIL: EVIL})
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps(manifest | {EVIL: EVIL}))

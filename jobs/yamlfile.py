@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_VALUES: Final = 20_000  # keys and entries of lists count too
 _MOST_LEVELS: Final = 30
-_MOST_ALIASES: Final = 100
-_LONGEST_NUMBER: Final = 100  # characters
+_LONGEST_NUMBER: Final = 4300  # characters; Python reads no more
 
 
 def read_mapping(path: Path, what: str = "job file") -> tuple[dict[str, Any], dict[str, int]]:
@@ -79,6 +79,8 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     loader = _Limited(text)
     try:
         node = loader.get_single_node()
+        if node is not None and _expanded(node, {}) > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES} values behind its aliases")
         return node, None if node is None else loader.construct_document(node)
     finally:
         loader.dispose()
@@ -89,16 +91,14 @@ class _Limited(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._nodes = self._depth = self._aliases = 0
+        self._nodes = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._nodes += 1
         self._depth += 1
-        self._aliases += self.check_event(yaml.AliasEvent)
         for what, count, most in (
             ("values", self._nodes, _MOST_VALUES),
             ("levels", self._depth, _MOST_LEVELS),
-            ("aliases", self._aliases, _MOST_ALIASES),
         ):
             if count > most:
                 raise ValueError(f"more than {most} {what}")
@@ -109,6 +109,16 @@ class _Limited(yaml.SafeLoader):
             if digits > _LONGEST_NUMBER:
                 raise ValueError(f"a number of {digits} characters")
         return node
+
+
+def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a tree has with a copy for each alias; infinite if it is in itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_expanded(one, known) for one in parts)
+    return known[id(node)]
 
 
 def dump_mapping(values: dict[str, Any]) -> str:

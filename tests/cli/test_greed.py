@@ -32,13 +32,15 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (BOMB, "more than 100 aliases"),
-        (MERGES, "more than 100 aliases"),
+        (BOMB, "more than 20000 values behind its aliases"),
+        (MERGES, "more than 20000 values behind"),
+        ("a: &a [*a]\n", "more than 20000 values behind"),
         ("".join(f"key{n}: 1\n" for n in range(100_000)), "larger than 1 MiB"),
         ("#" * 10_000_000 + "\nname: a\n", "larger than 1 MiB"),
         (f"name: {DEEP}\n", "more than 30 levels"),
         ("{" * 100_000, "more than 30 levels"),
         (f"max_train_steps: {'9' * 5000}\n", "a number of 5000 characters"),
+        (f"seed: {'9' * 4299}\n", "seed"),
         (f"max_train_steps: {'9:' * 100_000}9\n", "characters"),
         ("max_train_steps: 99999999999999999999\n", "max_train_steps"),
         ("seed: 1.0e+400\n", "seed"),

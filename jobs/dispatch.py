@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from jobs import devices
+from jobs import devices, processes
 from jobs.detach import start_detached
 from jobs.placement import Request, Start, place
 from jobs.processes import boot_id
@@ -21,9 +21,12 @@ from jobs.states import ACTIVE, State
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from jobs.processes import ProcessId
     from jobs.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
+_SUSPENDED: Final = "its supervisor (process "
+_KILLED_WITHIN: Final = 1.0  # seconds
 _QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
 _LOOK_AGAIN_AFTER: Final = 0.02  # seconds
 _LONGEST_PID: Final = 20  # characters
@@ -85,7 +88,7 @@ def has_work(store: Store) -> bool:
 def needs_attention(store: Store) -> bool:
     """Whether a `dispatch` could change anything; cheap enough to ask every second."""
     return any(
-        job.state is State.QUEUED or _unsupervised(job)
+        job.state is State.QUEUED or _needs_mending(job)
         for job in store.in_states([State.QUEUED, *ACTIVE])
     )
 
@@ -100,6 +103,35 @@ def _mend(store: Store) -> None:
                 store.requeue(job.id, "resumed after the machine was restarted")
         elif _unsupervised(job):
             _start_supervisor(job)
+        elif job.supervisor is not None and job.supervisor.suspended():
+            _do_without(store, job, job.supervisor)
+        elif _says_suspended(job):
+            store.explain(job.id, "all ranks are up", State.RUNNING)
+
+
+def _do_without(store: Store, job: Job, supervisor: ProcessId) -> None:
+    """A supervisor that is suspended is told of, and replaced where something is to be done.
+
+    It looks at nothing: without this, a job whose ranks are gone would be shown as running.
+    """
+    if job.stop_level or not processes.with_run_id(job.run_id):
+        if not processes.end([supervisor], grace=0, timeout=_KILLED_WITHIN):
+            _start_supervisor(job)
+        return
+    what = f"{_SUSPENDED}{supervisor.pid}) is suspended and does not answer; its ranks go on"
+    store.explain(job.id, what, State.RUNNING)
+
+
+def _says_suspended(job: Job) -> bool:
+    return job.state is State.RUNNING and job.reason.startswith(_SUSPENDED)
+
+
+def _needs_mending(job: Job) -> bool:
+    return (
+        _unsupervised(job)
+        or _says_suspended(job)
+        or (job.state.active and job.supervisor is not None and job.supervisor.suspended())
+    )
 
 
 def _unsupervised(job: Job) -> bool:

@@ -32,6 +32,19 @@ if TYPE_CHECKING:
 __all__ = ["Change", "Job", "Store", "Terms"]
 
 
+def trouble(error: Exception, path: Path | None = None) -> str:
+    """What SQLite complains of, as a sentence that says what to do."""
+    database, said = f"the jobs database{f' {path}' if path else ''}", str(error)
+    if isinstance(error, sqlite3.Error):
+        if "locked" in said or "busy" in said:
+            return f"{database} is locked by another process ({said}); try again in a moment"
+        if "full" in said:
+            return f"{database} cannot be written: the disk is full"
+        if any(word in said for word in ("malformed", "not a database", "no such table")):
+            return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
+    return f"cannot use {database} ({said})"
+
+
 class Store:
     """The database file. Cheap to create; every call opens its own connection.
 
@@ -54,7 +67,7 @@ class Store:
                 if version < VERSION:
                     self._create_tables(db)
         except (sqlite3.Error, OSError) as error:
-            raise UserError(f"cannot use the jobs database {self.path} ({error})") from error
+            raise UserError(trouble(error, self.path)) from error
 
     # -- reading ---------------------------------------------------------------------------
 

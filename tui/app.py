@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from textual.worker import Worker, WorkerState
 
 from jobs.errors import UserError
 from jobs.spellings import did_you_mean
+from jobs.store import trouble
 from tui.actions import ACTING, everywhere
 from tui.ascii_filter import AsciiFilter, HarmlessFilter
 from tui.collector import Collector
@@ -260,6 +262,8 @@ class FsdpTui(App[None]):
                     self.post_message(self.Said(told))
             except UserError as error:
                 self.post_message(self.Said(str(error), "warning"))
+            except sqlite3.Error as error:
+                self.post_message(self.Said(trouble(error), "error"))
             except Exception as error:  # the edge: nothing a person asked for ends in silence
                 self.post_message(self.Said(f"{type(error).__name__}: {error}", "error"))
             self.collector.wake()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sqlite3
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from jobs.report import read_report
 from jobs.resume_plan import plan_submit
 from jobs.specfile import dump_spec
 from jobs.states import State
-from jobs.store import Store
+from jobs.store import Store, trouble
 from jobs.tools import ToolError
 from tui.cli_cache import cache
 from tui.cli_checkpoints import checkpoints, resume, tell
@@ -63,6 +64,8 @@ def main() -> NoReturn:
         _complain(str(error), 2)
     except ToolError as error:
         _complain(str(error), 1)
+    except sqlite3.Error as error:
+        _complain(trouble(error), 1)
     except click.ClickException as error:
         _complain(_with_way_out(error), 2)
     except (click.Abort, KeyboardInterrupt):

@@ -10,9 +10,10 @@ import json
 import math
 import sqlite3
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -21,6 +22,7 @@ from jobs.errors import UserError
 from jobs.foreign import one_line
 from jobs.housekeeping import directory_size
 from jobs.memory.kept import facts as predicted_facts
+from jobs.paths import state_home
 from jobs.replay import FORMS, Form, replay, replay_facts
 from jobs.report import read_report
 from jobs.resume_plan import plan_submit
@@ -54,6 +56,9 @@ from tui.follow import follow_job, follow_log
 from tui.start import open_dashboard
 from tui.tables import describe, gpu_table, job_table
 from tui.watch import watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def main() -> NoReturn:
@@ -155,8 +160,9 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
     fsdp-tui submit job.yaml --accelerate_config=my_config.yaml --dry-run
     fsdp-tui submit --template "my flux" --dataset=cats
     """
-    store, spec = Store(), read_job(words, template=template)
-    plan = plan_submit(store, spec)
+    spec = read_job(words, template=template)
+    with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
+        plan = plan_submit(store, spec)
     tell(plan)
     if dry_run:
         values = plan.spec.to_dict()
@@ -298,6 +304,16 @@ for command in (
     keys, completion, settings, web, samples, diff, edit, templates, selftest, *COMMANDS,
 ):  # fmt: skip
     cli.add_command(command)
+
+
+@contextlib.contextmanager
+def _looked_at() -> Iterator[Store]:
+    """The jobs, for who changes nothing: where there are none yet, no database is made for it."""
+    if (state_home() / "jobs.db").exists():
+        yield Store()
+        return
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as none:
+        yield Store(Path(none))
 
 
 def _finite(value: float) -> float | None:

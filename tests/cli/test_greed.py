@@ -129,3 +129,31 @@ def test_what_people_write_is_read() -> None:
     text = "a: &x [1, 2.5, 1e-3]\nb: *x\nc: {d: null}\n"
     assert parse_yaml(text)[1] == {"a": [1, 2.5, "1e-3"], "b": [1, 2.5, "1e-3"], "c": {"d": None}}
     assert parse_yaml("")[1] is None
+
+
+def test_a_dry_run_writes_nothing(
+    shell: Shell, tmp_path: Path, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job_values))
+    for name in ("FSDP_TUI_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "new" / name))
+    status, out, err = shell("submit", str(path), "--dry-run")
+    assert (status, err) == (0, "")
+    assert out.startswith("name: t\n")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new").touch()
+    assert "is a file" in shell("submit", str(path), "--dry-run")[2]
+
+
+def test_a_large_log_is_printed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tui.follow import _Tail
+
+    lengths: list[int] = []
+    path = tmp_path / "log"
+    with open(path, "wb") as file:
+        file.truncate(64 << 20)
+    monkeypatch.setattr("sys.stdout.write", lambda text: lengths.append(len(text)))
+    _Tail(path).copy_new()
+    assert sum(lengths) == 64 << 20
+    assert max(lengths) <= 1 << 20

@@ -582,3 +582,12 @@ def test_a_suspended_supervisor_is_told_of_and_the_job_is_stopped_without_it(lab
     service.stop(lab.store, job.id)
     lab.wait(job, State.STOPPED)
     assert not first.alive()
+
+
+def test_a_stop_that_nobody_asked_for_is_told_as_what_it_was(lab: Lab) -> None:
+    job = lab.running()
+    launcher = lab.launcher(job)
+    lab.supervisor(job).signal(signal.SIGTERM)
+    assert launcher.signal(signal.SIGTERM)
+    job = lab.wait(job, State.STOPPED, look=True)
+    assert job.reason.startswith("somebody sent SIGTERM to the launcher; stopped at step ")

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from diffusers import attention_backend
+from torch.nn.attention import activate_flash_attention_impl
 
+from engine.activation_checkpointing import compile_checkpoints
 from jobs.errors import UserError
+from jobs.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 # Diffusers' names for torch's own kernels. `auto` leaves the choice to torch.
 _DIFFUSERS_NAMES: Final = {
     "flash": "_native_flash",
+    "flash3": "_native_flash",  # see `activate_flash3`
     "efficient": "_native_efficient",
     "cudnn": "_native_cudnn",
     "math": "_native_math",
@@ -23,7 +27,13 @@ _DIFFUSERS_NAMES: Final = {
 
 
 def choose_backends(spec: JobSpec) -> None:
-    """Set TF32 and determinism as the job asks; before anything is computed."""
+    """Set TF32 and determinism as the job asks; before anything is computed.
+
+    Raises:
+        UserError: The job asks for a kernel that this rank's GPU does not have.
+    """
+    if spec.attention_backend == "flash3":
+        _require_hopper()
     torch.set_float32_matmul_precision("high" if spec.allow_tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = spec.allow_tf32
     if spec.deterministic:
@@ -33,6 +43,37 @@ def choose_backends(spec: JobSpec) -> None:
         # Weights are read into what is allocated; filling it with NaN first would write it twice.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(spec.deterministic)
+
+
+def _require_hopper() -> None:
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    seen = torch.cuda.is_available() and rank < torch.cuda.device_count()
+    if seen and torch.cuda.get_device_capability(rank)[0] != 9:
+        name = torch.cuda.get_device_name(rank)
+        raise UserError(
+            f"attention_backend: flash3 runs on Hopper GPUs (H100, H200), not on {name}",
+            "set attention_backend: auto",
+        )
+
+
+def activate_flash3(spec: JobSpec) -> None:
+    """Have torch's flash attention be FlashAttention 3, forward and backward, from here on.
+
+    Diffusers' own backend of that name (0.42) has no backward. Text encoders and VAE, which have
+    heads and masks that it does not take, have encoded by then.
+
+    Raises:
+        UserError: The installed package is not it, or was built for another torch.
+    """
+    if spec.attention_backend != "flash3":
+        return
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"attention_backend: flash3 cannot be used ({error})",
+            "install flash_attn_3 for this torch, or set attention_backend: auto",
+        ) from None
 
 
 def choose_attention(model: Any, spec: JobSpec) -> None:
@@ -69,3 +110,6 @@ def compile_blocks(model: Any, spec: JobSpec) -> None:
         model.compile_repeated_blocks(backend=spec.torch_compile_backend)
     except ValueError as error:
         raise UserError(f"torch_compile: {error}", "turn it off") from None
+    if checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "selective":
+        for block in compile_checkpoints(model, spec):
+            block._compiled_call_impl = None  # what is within is compiled now

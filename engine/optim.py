@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from engine.gradients import parts_of
 from jobs.conflicts import WHOLE_ONLY
 from jobs.errors import UserError
 
@@ -58,8 +59,8 @@ def build_optimizer(
             _NO_SHARDS_HINT,
         )
     optimizer = _build(spec, parameters, device)
-    if len({isinstance(parameter, DTensor) for parameter in parameters}) > 1:
-        _step_by_kind(optimizer)
+    if len(parts_of(parameters)) > 1:
+        _step_in_parts(optimizer)
     return optimizer
 
 
@@ -95,10 +96,10 @@ def _build(
     return _made(kind(parameters, **common, **adam))
 
 
-def _step_by_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Have sharded and plain parameters be in groups of their own within a step.
+def _step_in_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Have each of `parts_of` the parameters be a group of its own within a step.
 
-    No fused kernel takes both at once.
+    A GPU hardly notices: fused kernels take some dozens of tensors at a time in any case.
     """
 
     whole: list[dict[str, Any]] = []
@@ -106,10 +107,8 @@ def _step_by_kind(optimizer: torch.optim.Optimizer) -> None:
     def part(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         (group,) = optimizer.param_groups
         whole.append(group)
-        optimizer.param_groups = [
-            group | {"params": [p for p in group["params"] if isinstance(p, DTensor) is kind]}
-            for kind in (True, False)
-        ]
+        parts = parts_of(group["params"])
+        optimizer.param_groups = [group | {"params": part} for part in parts]
 
     def join(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         optimizer.param_groups = [whole.pop()]

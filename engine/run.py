@@ -9,7 +9,8 @@ import torch
 
 from engine import adapters, families, weights
 from engine.activation_checkpointing import checkpoint_activations
-from engine.backends import choose_attention, choose_backends, compile_blocks
+from engine.affinity import stay_near_gpu
+from engine.backends import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.checkpoint import Saver
 from engine.checkpoint.data_facts import data_facts
 from engine.checkpoint.resume import resume
@@ -57,6 +58,8 @@ def run(run_dir: RunDir, telemetry: Telemetry) -> None:
     """Run the job of a run directory on this rank, from the newest checkpoint if there is one."""
     spec = load_spec(run_dir.job_file)
     choose_backends(spec)
+    if moved := stay_near_gpu(on_cpu=spec.device == "cpu"):
+        telemetry.say(moved)
     world = start_world(spec)
     run_job(spec, run_dir, world, telemetry)
     leave_world()
@@ -150,6 +153,7 @@ def build_model(
         family.transformer_class(), directory, spec, say=telemetry.say
     )
     choose_attention(model, spec)
+    activate_flash3(spec)
     if checkpoints_activations(spec):
         checkpoint_activations(model, spec)
     if spec.model_type == "lora":

@@ -231,7 +231,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("lora_placement",), lambda spec: _no_adapter(spec) or _not_sharded(spec)),
     (("adam_beta1", "adam_beta2", "adam_epsilon"), _not_adam),
     (("lr_warmup_steps",), _no_warmup),
-    (("gradient_checkpointing_policy",), _nothing_recomputed),
+    (("gradient_checkpointing_policy", "gradient_checkpointing_interval"), _nothing_recomputed),
     (("torch_compile_backend",), _not_compiled),
     (("timestep_sampling",), _no_sigma),
     (("logit_mean", "logit_std"), _not_normal),

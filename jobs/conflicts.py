@@ -37,7 +37,7 @@ _ALWAYS: Final = {
     "fsdp_limit_all_gathers": "FSDP2 always gathers few units ahead",
 }
 
-GPU_KERNELS: Final = ("flash", "efficient", "cudnn")
+GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
 
 
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
@@ -287,6 +287,11 @@ def _activation_checkpointing(spec: JobSpec) -> Conflict | None:
             "gradient_checkpointing_policy",
             "gradient_checkpointing_policy needs gradient_checkpointing: true",
         )
+    if spec.gradient_checkpointing_interval > 1 and not checkpoints_activations(spec):
+        return Conflict(
+            "gradient_checkpointing_interval",
+            "gradient_checkpointing_interval needs gradient_checkpointing: true",
+        )
     return None
 
 
@@ -296,7 +301,7 @@ def _attention(spec: JobSpec) -> Conflict | None:
         return Conflict(
             "attention_backend", f"attention_backend: {backend} needs a GPU; use auto or math"
         )
-    if backend in ("flash", "cudnn") and spec.mixed_precision == "no":
+    if backend in ("flash", "flash3", "cudnn") and spec.mixed_precision == "no":
         return Conflict(
             "attention_backend",
             f"attention_backend: {backend} has no fp32; set mixed_precision: bf16",

@@ -17,6 +17,7 @@ from jobs.spellings import (
     as_mapping,
     as_none,
     did_you_mean,
+    normal_key,
     unquoted,
 )
 
@@ -35,7 +36,7 @@ StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Device = Literal["auto", "cuda", "cpu"]
 Loss = Literal["mse", "huber", "smooth_l1"]
 CheckpointPolicy = Literal["full", "selective"]
-AttentionBackend = Literal["auto", "flash", "efficient", "cudnn", "math"]
+AttentionBackend = Literal["auto", "flash", "flash3", "efficient", "cudnn", "math"]
 EmaDevice = Literal["accelerator", "cpu"]
 NonFinite = Literal["fail", "skip"]
 SaveFailure = Literal["stop", "warn"]
@@ -49,6 +50,7 @@ SAID: Final = "said"
 
 _YES_NO: Final = ("true", "false", "yes", "no", "on", "off")
 _V1_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_FLASH_3: Final = ("flash_3", "flash_attn_3", "flash_attention_3", "fa3")
 _GPU: Final = re.compile(r"(?:GPU|MIG)-\S*")
 _CUDA: Final = re.compile(r"cuda:(\d+)", re.IGNORECASE)
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
@@ -104,6 +106,16 @@ def read_loss(value: Any) -> Any:
     if isinstance(value, str) and value.strip().lower() == "l2":
         return "mse"
     return as_choice(value, get_args(Loss))
+
+
+def read_attention(value: Any) -> Any:
+    """`flash_attention_3` and the like are flash3; SageAttention cannot train, and is refused."""
+    word = normal_key(str(value)).strip("_")
+    if word in _FLASH_3:
+        return "flash3"
+    if word.startswith("sage"):
+        raise refuse(value, (), "for training: SageAttention has no backward")
+    return as_choice(value, get_args(AttentionBackend))
 
 
 def read_version(value: Any) -> Any:

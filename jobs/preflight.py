@@ -46,6 +46,7 @@ def check(spec: JobSpec) -> int | list[str] | None:
     check_writable_dir(cache_of(spec))
     wanted = check_devices(spec)
     check_compiler(spec, on_gpus=wanted is not None)
+    _check_kernel(spec)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
 
@@ -116,6 +117,15 @@ def _check_videos(why: str) -> None:
     if find_spec("av") is None:
         raise SpecError(
             f"{why}, which need PyAV, and it is not installed", "pip install 'fsdp-tui[video]'"
+        )
+
+
+def _check_kernel(spec: JobSpec) -> None:
+    """FlashAttention 3 is a package of its own; which GPUs it runs on, the ranks say."""
+    if spec.attention_backend == "flash3" and find_spec("flash_attn_interface") is None:
+        raise SpecError(
+            "attention_backend: flash3 needs the package flash_attn_3, and it is not installed",
+            "build it from the folder hopper of github.com/Dao-AILab/flash-attention, or use auto",
         )
 
 

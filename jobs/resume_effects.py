@@ -41,6 +41,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "allow_tf32": "changes",
     "gradient_checkpointing": "same",
     "gradient_checkpointing_policy": "same",
+    "gradient_checkpointing_interval": "same",
     "torch_compile": "same",
     "torch_compile_backend": "same",
     "attention_backend": "same",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+import fcntl
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import sqlite3
+    from pathlib import Path
 
 VERSION: Final = 1
 TABLES: Final = """
@@ -49,3 +54,19 @@ CREATE TABLE IF NOT EXISTS claims (
     job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE
 );
 """
+
+
+def create_tables(db: sqlite3.Connection, lock: Path) -> None:
+    """Make an empty database one of jobs.
+
+    Args:
+        db: A connection, outside of any transaction.
+        lock: A file beside it. One process creates at a time: of two that switch to WAL at once
+            SQLite lets neither wait for the other, whatever the timeout, and one gets "database is
+            locked".
+    """
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
+        db.execute(f"PRAGMA user_version={VERSION}")

@@ -6,7 +6,6 @@ compare-and-set inside a write transaction, and every change is kept with its ti
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import sqlite3
@@ -20,7 +19,7 @@ from jobs.job import Change, Job, Terms, job_of_row
 from jobs.paths import ensure_state_home
 from jobs.processes import boot_id
 from jobs.rundir import RunDir
-from jobs.schema import TABLES, VERSION
+from jobs.schema import VERSION, create_tables
 from jobs.states import State, may_follow
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Store:
                         "upgrade, or point FSDP_TUI_HOME somewhere else",
                     )
                 if version < VERSION:
-                    self._create_tables(db)
+                    create_tables(db, self.home / "jobs.lock")
         except (sqlite3.Error, OSError) as error:
             raise UserError(trouble(error, self.path)) from error
 
@@ -350,15 +349,6 @@ class Store:
             # The log is written from its beginning again each time, in space it has already.
             db.execute("PRAGMA wal_autocheckpoint=1")
             yield db
-
-    def _create_tables(self, db: sqlite3.Connection) -> None:
-        # One process at a time: of two that switch to WAL at once SQLite lets neither wait for the
-        # other, whatever the timeout, and one gets "database is locked".
-        with open(self.home / "jobs.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            db.execute("PRAGMA journal_mode=WAL")
-            db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
-            db.execute(f"PRAGMA user_version={VERSION}")
 
     @contextmanager
     def held_open(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import struct
 import sys
 import time
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
 
 def pytest_configure() -> None:
     """One server of forks for all workers; it starts when a test first needs it."""
+    # A shell has what it runs in the background ignore these two, and so would all that is started
+    # here: what tests press Ctrl-C in would not notice.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     forks.prepare()
 
 

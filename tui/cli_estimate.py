@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from jobs.memory.dry_run import Measured
+    from jobs.memory.ladder import Step
     from jobs.spec import JobSpec
 
 DOES_NOT_FIT: Final = 4  # exit status
@@ -112,6 +113,7 @@ class _Facts:
         self.advised = asked.advised
         self.rows: list[tuple[Predicted | Refused, list[Fit]]] = []
         self.steps = [] if isinstance(self.own, Refused) else asked.steps()
+        self.faster = None if isinstance(self.own, Refused) else asked.faster()
         self.rooms = _rooms(asked)
         self.fewest: dict[str, int | None] = {}  # by kind of GPU
         self.changed: dict[str, int | None] = {}  # the same with all steps of the ladder
@@ -181,6 +183,8 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
             )
         elif fit.verdict is not Verdict.FITS:
             parts.append("nothing that can be changed helps: take more GPUs, or larger ones")
+        if facts.faster:
+            parts.append(f"what would be faster, and fits\n{words_of.steps_text([facts.faster])}")
         if facts.fewest:
             few = f"smallest number that would do: {words_of.fewest_text(facts.fewest)}"
             if facts.changed:
@@ -212,12 +216,8 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
             for found, _ in facts.rows
             if isinstance(found, Refused)
         ],
-        "ladder": [
-            {"title": step.rung.title, "changes": step.changes, "before": step.before.high,
-             "after": step.after.high, "slower": step.rung.slower, "cost": step.cost,
-             "verdict": str(step.after.verdict)}
-            for step in facts.steps
-        ],
+        "ladder": [_step(step) for step in facts.steps],
+        "faster": _step(facts.faster) if facts.faster else None,
         "fewest": facts.fewest,
         "fewest_with_changes": facts.changed or None,
         "needs": [
@@ -227,6 +227,14 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
         "calibration": {"runs": asked.calibration.runs, "usual": asked.calibration.usual,
                         "factor": asked.calibration.factor},
         "measured": _measured(asked, measured) if measured else None,
+    }  # fmt: skip
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {
+        "title": step.rung.title, "changes": step.changes, "before": step.before.high,
+        "after": step.after.high, "slower": step.rung.slower, "cost": step.cost,
+        "verdict": str(step.after.verdict),
     }  # fmt: skip
 
 

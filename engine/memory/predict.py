@@ -30,6 +30,7 @@ _SETTINGS = (
     "model_family", "model_flavour", "pretrained_model_name_or_path", "model_type",
     "mixed_precision", "resolution", "num_frames", "train_batch_size",
     "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_policy",
+    "gradient_checkpointing_interval",
     "optimizer", "use_ema", "ema_device", "lora_rank", "lora_placement",
     "fsdp_reshard_after_forward", "fsdp_cpu_offload", "context_parallel_size",
     "max_sequence_length",

@@ -88,8 +88,8 @@ def _keys(spec: JobSpec, *, training: bool) -> set[str]:
     if training:
         found.update(_OF_TRAINING)
         if checkpoints_activations(spec):
-            found |= {"gradient_checkpointing_policy", "gradient_checkpointing"}
-            found.add("fsdp_activation_checkpointing")
+            found |= {"gradient_checkpointing_policy", "gradient_checkpointing_interval"}
+            found |= {"gradient_checkpointing", "fsdp_activation_checkpointing"}
     if spec.model_type == "lora":
         found.update(_OF_LORA)
         if own_policy(spec):  # it is asked without what is not sharded

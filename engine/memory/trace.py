@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.activation_checkpointing import checkpoint_activations
+from engine.activation_checkpointing import Recompute, checkpoint_activations
 from engine.data.loader import MicroBatch
 from engine.memory import cuda
 from engine.memory.assume import Assume
@@ -46,6 +46,7 @@ class Trace:
         buffers: Bytes of its buffers.
         timeline: Activations and whole gradients, with a mark wherever a unit begins or ends.
         companion: Whether samples need another denoiser besides, as large as this one.
+        compiles: Whether it names the blocks that `torch_compile` would compile.
     """
 
     shape: Shape
@@ -54,6 +55,7 @@ class Trace:
     buffers: int
     timeline: tuple[Entry, ...]
     companion: bool = False
+    compiles: bool = False
 
     @property
     def parameters(self) -> int:
@@ -105,6 +107,7 @@ def trace_model(
     return Trace(
         shape, type(built.model).__name__, units, built.buffers, tuple(recorder.entries),
         companion=built.family.companion is not None,
+        compiles=bool(getattr(built.model, "_repeated_blocks", None)),
     )  # fmt: skip
 
 
@@ -153,10 +156,10 @@ def _echo_checkpoints(model: Any, player: Echo, blocks: dict[torch.nn.Module, st
 
 
 def _run(
-    player: Echo, blocks: dict[torch.nn.Module, str], run: Any, block: Any, *inputs: Any
+    player: Echo, blocks: dict[torch.nn.Module, str], run: Recompute, block: Any, *inputs: Any
 ) -> Any:
     name = blocks.get(block) if isinstance(block, torch.nn.Module) else None
-    if name is None:
+    if name is None or block in run.kept:
         return run(block, *inputs)
     return player.play(block, name, partial(run, block), "checkpointed", inputs, {})
 

@@ -120,7 +120,8 @@ _MODEL: Final[dict[str, Rule]] = {
 _TRAINING: Final[dict[str, Rule]] = {
     **all_of(
         "seed train_batch_size gradient_accumulation_steps adam_epsilon use_ema "
-        "gradient_checkpointing ema_decay loss_type huber_c caption_dropout_probability",
+        "gradient_checkpointing gradient_checkpointing_interval ema_decay loss_type huber_c "
+        "caption_dropout_probability",
         same,
     ),
     "max_train_steps": rules.steps,
@@ -137,7 +138,6 @@ _TRAINING: Final[dict[str, Rule]] = {
     **words.curves(),
     **all_of("lr_scale lr_scale_sqrt", needless("learning_rate is what it makes of it")),
     "grad_clip_method": rules.clip_method,
-    "gradient_checkpointing_interval": without("every block is checkpointed", "1"),
     "gradient_checkpointing_backend": without("activations are recomputed", "torch"),
     "ema_device": rules.ema_device,
     "ema_update_interval": without("the average is updated in every step", "1"),

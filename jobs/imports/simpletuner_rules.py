@@ -54,7 +54,8 @@ KERNELS: Final[words.Words] = {
     "xformers": ("efficient", "torch's own kernel of the same method"),
     "cudnn": ("cudnn", ""),
     **{f"native_{name}": (name, "") for name in ("flash", "efficient", "math")},
-    **dict.fromkeys(("flash_attn", "flash_attn_2", "flash_attn_3"), ("flash", "torch's own")),
+    **dict.fromkeys(("flash_attn", "flash_attn_2"), ("flash", "torch's own")),
+    "flash_attn_3": ("flash3", ""),
 }
 
 

@@ -64,7 +64,7 @@ class DeviceKeys(BaseModel):
         "key of its own is kept here, and goes into the launch.",
     )  # fmt: skip
     accelerate_extra_args: OptionalWords = field(
-        None, "devices", "More flags for `accelerate launch`, such as --enable_cpu_affinity."
+        None, "devices", "More flags for `accelerate launch`, such as --debug."
     )
     num_machines: int = field(
         1, "devices", "Machines; a job runs on one, so that others are refused.", ge=1, le=4096

@@ -19,6 +19,7 @@ from jobs.fields import (
     TimestepSampling,
     choice,
     field,
+    read_attention,
     read_loss,
 )
 from jobs.spellings import as_none
@@ -68,15 +69,21 @@ class TrainingKeys(BaseModel):
         "full recomputes whole blocks; selective keeps the results of matrix products and "
         "attention, and recomputes the cheap rest.",
     )  # fmt: skip
+    gradient_checkpointing_interval: int = field(
+        1, "training", "Recompute every n-th block only: 1 is all of them; a larger number takes "
+        "more memory and less time.", ge=1,
+    )  # fmt: skip
     torch_compile: Bool = field(
         False, "training", "Compile each repeated block: slow first steps, faster ones after."
     )
     torch_compile_backend: str = field(
         "inductor", "training", "Backend of torch.compile.", min_length=1
     )
-    attention_backend: Annotated[AttentionBackend, choice(AttentionBackend)] = field(
-        "auto", "training", "Kernel of scaled-dot-product attention; auto lets torch choose."
-    )
+    attention_backend: Annotated[AttentionBackend, BeforeValidator(read_attention)] = field(
+        "auto", "training",
+        "Kernel of scaled-dot-product attention; auto lets torch choose. flash3 is FlashAttention "
+        "3, for Hopper GPUs, where its package is installed.",
+    )  # fmt: skip
     allow_tf32: Bool = field(
         True, "training", "Let GPUs round fp32 matrix products to TF32 (mixed_precision: no)."
     )

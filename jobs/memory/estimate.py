@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from jobs.memory.advice import Candidate, candidates, fastest, fewest
 from jobs.memory.calibration import Calibration, read_calibration
 from jobs.memory.cards import CARDS, USUAL
 from jobs.memory.fit import Fit, Room, Verdict, fit_of, room_of, worst
-from jobs.memory.ladder import climb
+from jobs.memory.ladder import climb, loosen
 from jobs.memory.question import Refused, arranged, predict
 from jobs.paths import cache_home, state_home
 from jobs.strategy import chosen_strategy, depends_on_memory, world_size
@@ -169,15 +169,19 @@ class Estimate:
 
     def climb(self, room: Room | None = None) -> Iterator[Step]:
         """The steps, one by one, as they are found."""
+        return climb(self._settled, partial(self._fit, room), enough=_fits)
 
-        def fit(spec: JobSpec) -> Fit | None:
-            found = self.predict(spec.strategy, world_size(spec), spec)
-            return None if isinstance(found, Refused) else self.fit(found, room)
+    def faster(self) -> Step | None:
+        """Less recomputation than the job asks for, where that fits as well."""
+        return loosen(self._settled, partial(self._fit, None), enough=_fits)
 
-        settled = arranged(
-            self.spec, self.strategy, world_size(self.spec), on_gpus=self.place.on_gpus
-        )
-        return climb(settled, fit, enough=lambda one: one.verdict is Verdict.FITS)
+    @property
+    def _settled(self) -> JobSpec:
+        return arranged(self.spec, self.strategy, world_size(self.spec), on_gpus=self.place.on_gpus)
+
+    def _fit(self, room: Room | None, spec: JobSpec) -> Fit | None:
+        found = self.predict(spec.strategy, world_size(spec), spec)
+        return None if isinstance(found, Refused) else self.fit(found, room)
 
     def fewest(self, room: Room, spec: JobSpec | None = None) -> int | None:
         """The smallest number of such GPUs on which the job, or another, fits for sure."""
@@ -189,6 +193,10 @@ class Estimate:
             return self.fit(found, Room(room.name, room.total)).verdict is Verdict.FITS
 
         return fewest(fits)
+
+
+def _fits(fit: Fit) -> bool:
+    return fit.verdict is Verdict.FITS
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """What can be changed when a job does not fit: the ladder, the cheapest change first. Pure.
 
 Each rung is tried on top of those below it. One that does not apply, cannot run or does not help
-is left out, and tried again after another one has helped.
+is left out, and tried again after another one has helped. One that does more than is needed gives
+way to a milder one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
@@ -41,6 +43,7 @@ FEWER_TOKENS: Final = 0.60  # lower resolution or fewer frames: faster
 
 _HELPS: Final = 0.995  # of what was needed: a change that saves less is not worth its words
 _RESOLUTIONS: Final = (1024, 768, 512, 384, 256)
+_INTERVALS: Final = (4, 2)  # every n-th block is recomputed; the cheapest first
 _FRAMES: Final = (81, 49, 33, 17)  # of videos; 1 and a multiple of every family's step
 
 
@@ -53,12 +56,14 @@ class Rung:
         slower: Seconds of a step after it, per second before.
         change: What it changes in a job; None where there is nothing to change.
         costs: What else it costs, in a few words.
+        milder: What is taken instead where it is enough; the cheapest first.
     """
 
     title: str
     slower: float
     change: Callable[[JobSpec], Changes | None]
     costs: str = ""
+    milder: tuple[Rung, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,21 +113,48 @@ def climb(
         step = _next(spec, now, fit)
         if step is None:
             return
+        if step.rung.milder and enough(step.after):
+            tried = (_take(rung, spec, now, fit) for rung in step.rung.milder)
+            step = next((one for one in tried if one is not None and enough(one.after)), step)
         yield step
         spec, now = step.spec, step.after
 
 
+def loosen(
+    spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit], bool]
+) -> Step | None:
+    """What makes a job faster that fits, and still fits: to recompute fewer blocks, or none.
+
+    Args:
+        spec: As of `climb`.
+        fit: As of `climb`.
+        enough: As of `climb`.
+
+    Returns:
+        The fastest; None where the job does not fit, or recomputes no more than it must.
+    """
+    now = fit(spec) if checkpoints_activations(spec) else None
+    if now is None or not enough(now):
+        return None
+    tried = (_take(rung, spec, now, fit) for rung in LOOSER)
+    return next((one for one in tried if one is not None and enough(one.after)), None)
+
+
 def _next(spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
-    for rung in LADDER:
-        changes = rung.change(spec)
-        changed = changes and _with(spec, changes)
-        if not changes or not changed:
-            continue
-        after = fit(changed)
-        if after is not None and after.high < now.high * _HELPS:
-            new = {key: value for key, value in changes.items() if value != getattr(spec, key)}
-            return Step(rung, new, now, after, changed)
-    return None
+    tried = (_take(rung, spec, now, fit) for rung in LADDER)
+    helps = (one for one in tried if one is not None and one.after.high < now.high * _HELPS)
+    return next(helps, None)
+
+
+def _take(rung: Rung, spec: JobSpec, now: Fit, fit: Callable[[JobSpec], Fit | None]) -> Step | None:
+    """The step on a rung; None where it does nothing, or cannot run."""
+    changes = rung.change(spec)
+    changed = changes and _with(spec, changes)
+    if not changes or not changed:
+        return None
+    after = fit(changed)
+    new = {key: value for key, value in changes.items() if value != getattr(spec, key)}
+    return None if after is None else Step(rung, new, now, after, changed)
 
 
 def _with(spec: JobSpec, changes: Changes) -> JobSpec | None:
@@ -142,10 +174,40 @@ def _with(spec: JobSpec, changes: Changes) -> JobSpec | None:
 # -- the changes ---------------------------------------------------------------------------
 
 
-def _checkpointing(spec: JobSpec) -> Changes | None:
-    if checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "full":
+def _checkpointing(spec: JobSpec, interval: int = 1) -> Changes | None:
+    """Recompute whole blocks, every one or some; None where that is done."""
+    whole = checkpoints_activations(spec) and spec.gradient_checkpointing_policy == "full"
+    if whole and spec.gradient_checkpointing_interval <= interval:
         return None
-    return {"gradient_checkpointing": True, "gradient_checkpointing_policy": "full"}
+    return {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_policy": "full",
+        "gradient_checkpointing_interval": interval,
+    }
+
+
+def _less_checkpointing(spec: JobSpec, interval: int) -> Changes | None:
+    """Recompute fewer blocks than now, 0 for none; None where that is done."""
+    now = spec.gradient_checkpointing_interval
+    if spec.gradient_checkpointing_policy != "full" or 0 < interval <= now:
+        return None
+    if interval:
+        return {"gradient_checkpointing_interval": interval}
+    return {
+        "gradient_checkpointing": False,
+        "fsdp_activation_checkpointing": False,
+        "gradient_checkpointing_interval": 1,
+    }
+
+
+def _recompute(interval: int) -> float:
+    """How much longer a step takes that recomputes every n-th block."""
+    return 1 + (RECOMPUTE - 1) / interval
+
+
+def _every(interval: int) -> str:
+    nth = "2nd" if interval == 2 else f"{interval}th"
+    return f"activation checkpointing of every {nth} block"
 
 
 def _encoders(spec: JobSpec) -> Changes | None:
@@ -228,7 +290,12 @@ def _resolution(spec: JobSpec) -> Changes | None:
 LADDER: Final = (
     Rung("encode captions with sharded encoders", ENCODERS, _encoders),
     Rung("smaller samples", ENCODERS, _samples),
-    Rung("activation checkpointing", RECOMPUTE, _checkpointing),
+    Rung(
+        "activation checkpointing", RECOMPUTE, _checkpointing,
+        milder=tuple(
+            Rung(_every(n), _recompute(n), partial(_checkpointing, interval=n)) for n in _INTERVALS
+        ),
+    ),
     Rung("moving average in host memory", AVERAGE_AWAY, _average),
     Rung("smaller batch, more accumulation", SMALLER_BATCH, _batch, "same global batch"),
     Rung("8-bit AdamW", QUANTISED_STATE, _optimizer,
@@ -242,3 +309,13 @@ LADDER: Final = (
     Rung("lower resolution", FEWER_TOKENS, _resolution, "learns less detail"),
 )  # fmt: skip
 """From the cheapest to the dearest."""
+
+LOOSER: Final = (
+    Rung("no activation checkpointing", 1 / RECOMPUTE,
+         partial(_less_checkpointing, interval=0)),
+    *(
+        Rung(_every(n), _recompute(n) / RECOMPUTE, partial(_less_checkpointing, interval=n))
+        for n in _INTERVALS
+    ),
+)  # fmt: skip
+"""From the fastest to what is left as it is."""

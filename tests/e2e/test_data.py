@@ -1,4 +1,4 @@
-"""A real job on two ranks, on 2,000 pictures as people have them."""
+"""A real job on two ranks, on a thousand pictures as people have them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-PICTURES = 2000
+PICTURES = 1000
 TOO_SMALL = ("1x1 png", "1:40 png")
 
 
@@ -31,7 +31,7 @@ def run(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterat
     """The job, which sees each of them about once."""
     bench = Bench(tmp_path_factory.mktemp("data"), toy)
     job = bench.submit(
-        dataset=str(zoo.root), resolution=48, train_batch_size=32, max_train_steps=28,
+        dataset=str(zoo.root), resolution=48, train_batch_size=32, max_train_steps=14,
         max_sequence_length=16,
     )  # fmt: skip
     facts = bench.wait(job, "completed", "stopped", "failed", "lost")
@@ -120,4 +120,4 @@ def test_both_ranks_encoded_them_and_the_warning_says_how_many_are_missing(run: 
     left_out = PICTURES - len(index["samples"])
     warnings = [e["message"] for e in events if e["kind"] == "warning"]
     assert any(f"{left_out} of {PICTURES} pictures are left out" in line for line in warnings)
-    assert sum(e["kind"] == "step" for e in events) == 28
+    assert sum(e["kind"] == "step" for e in events) == 14

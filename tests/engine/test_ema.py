@@ -118,6 +118,50 @@ def test_an_average_in_host_memory_is_complete_before_anyone_looks(
     assert ema.shadow["w"].item() == 3.0
 
 
+def test_only_what_lies_elsewhere_goes_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter on `meta` stands for one on a GPU."""
+    there = torch.zeros(2, device="meta")
+    here = parameter(1.0)
+    ema = Ema({"w": here}, decay=0.5)
+    here.data += 4.0
+    apart = (torch.zeros(2), there)
+    pairs = ema._pairs
+    monkeypatch.setattr(ema, "_pairs", lambda: iter([*pairs(), apart]))
+    begun: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Follower, "begin", lambda self, *words: begun.append((self, *words)))
+    spoilt = torch.tensor(0.0)
+    for _ in range(2):
+        ema.update(100, spoilt)
+    first, second = begun
+    assert first[0] is second[0], "one thread"
+    assert first[0]._device == there.device
+    assert (first[1], first[2]) == ([apart], 0.5)
+    assert first[3] is spoilt
+    assert ema._shadow["w"].item() == 4.0, "moved twice halfway from 1 to 5"
+
+
+def test_an_average_moves_when_its_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Mark:
+        def synchronize(self) -> None:
+            seen.append("arrived")
+
+    monkeypatch.setattr(Follower, "_mark", lambda self: Mark())
+    monkeypatch.setattr(ema_module, "follow", lambda *_: seen.append("moved"))
+    follower = Follower(torch.device("cpu"))
+    follower.begin([(torch.zeros(2), torch.ones(2))], 0.5, None)
+    follower.finish()
+    assert seen == ["arrived", "moved"]
+
+
+def test_no_bucket_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ema_module, "_BUCKET", 4)
+    pairs = [(torch.zeros(size), torch.zeros(size)) for size in (2, 2, 1, 3, 1)]
+    buckets = [[len(average) for average, _ in bucket] for bucket in ema_module._buckets(pairs)]
+    assert buckets == [[2, 2], [1, 3], [1]]
+
+
 def test_a_failure_behind_trainings_back_is_not_lost() -> None:
     follower = Follower(torch.device("cpu"))
     follower.begin([(torch.zeros(2), torch.zeros(3))], 0.5, None)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 FULL: Final = {"model_type": "full"}
 BF16: Final = {"mixed_precision": "bf16"}
+CHECKPOINTED: Final = {"gradient_checkpointing": True}
 
 
 def spec_of(toy: Path, **changes: Any) -> JobSpec:
@@ -66,17 +67,17 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "sharded"),
     [
-        ("lora", False, True),
-        pytest.param(*("lora", True, False), marks=pytest.mark.slow),
-        pytest.param(*("full", False, False), marks=pytest.mark.slow),
-        pytest.param(*("full", True, False), marks=pytest.mark.slow),
-        ("full", True, True),
+        ("lora", {}, True),
+        pytest.param(*("lora", CHECKPOINTED, False), marks=pytest.mark.slow),
+        pytest.param(*("full", {}, False), marks=pytest.mark.slow),
+        pytest.param(*("full", CHECKPOINTED, False), marks=pytest.mark.slow),
+        ("full", CHECKPOINTED | {"gradient_checkpointing_interval": 2}, True),
     ],
 )
 def test_an_echo_takes_what_its_block_does(
-    toy: Path, kind: str, checkpointing: bool, sharded: bool
+    toy: Path, kind: str, checkpointing: dict[str, Any], sharded: bool
 ) -> None:
-    spec = spec_of(toy, model_type=kind, gradient_checkpointing=checkpointing, **BF16)
+    spec = spec_of(toy, model_type=kind, **checkpointing, **BF16)
     one = trace_model(shape(spec, sharded=sharded))
     every = trace_model(shape(spec, sharded=sharded), echo=False)
     assert phases_of(one) == pytest.approx(phases_of(every), rel=0.01)
@@ -117,6 +118,10 @@ def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Pa
         {"gradient_checkpointing": True},
         FULL,
         FULL | BF16 | {"gradient_checkpointing": True},
+        pytest.param(
+            FULL | BF16 | CHECKPOINTED | {"gradient_checkpointing_interval": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(FULL | BF16 | {"fsdp_reshard_after_forward": False}, marks=pytest.mark.slow),
         pytest.param(
             FULL | BF16 | {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2},
@@ -275,6 +280,7 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
     found = estimator.estimate(spec_of(toy, validation_prompts=["a red circle"]))
     assert [phase.name for phase in found.phases] == list(PHASES)
     assert all(phase.peak > 0 for phase in found.phases)
+    assert any(note.startswith("torch_compile: true would") for note in found.notes)
 
 
 # -- what is answered ----------------------------------------------------------------------
@@ -352,4 +358,5 @@ def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
     config = whole.config | {"num_layers": 2, "dual_attention_layers": [0]}
     trace = trace_model(replace(whole, config=config))
     assert trace.model == "SD3Transformer2DModel"
+    assert not trace.compiles, "it names no blocks to compile"
     assert predict(trace, spec, 8, "fsdp2").peak > 0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from engine import checkpoint
 from engine.activation_checkpointing import checkpoint_activations
-from engine.backends import choose_attention, choose_backends, compile_blocks
+from engine.backends import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.mesh import build_mesh
 from engine.peaks import Peaks
 from engine.run import start_training
@@ -168,6 +172,42 @@ def test_attention_uses_the_kernel_of_the_job(flux: FluxTransformer2DModel) -> N
     assert chosen == "_native_math"
 
 
+@pytest.mark.usefixtures("_switches")
+def test_flash_attention_3_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (9, 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda rank: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda rank: "NVIDIA A100")
+    spec = JobSpec(attention_backend="flash3")
+    choose_backends(spec)
+    capability = (8, 0)
+    with pytest.raises(UserError, match=r"runs on Hopper GPUs .*, not on NVIDIA A100"):
+        choose_backends(spec)
+
+
+def test_flash_attention_3_takes_the_place_of_torchs_flash_attention(
+    flux: FluxTransformer2DModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot compute here: a package that has its operations is enough to be activated."""
+    spec = JobSpec(attention_backend="flash3")
+    choose_attention(flux, spec)
+    assert flux.transformer_blocks[0].attn.processor._attention_backend == "_native_flash"
+    with pytest.raises(UserError, match=r"flash3 cannot be used .*flash_attn_interface"):
+        activate_flash3(spec)
+    library = torch.library.Library("flash_attn_3", "DEF")
+    library.define("fwd(Tensor q) -> Tensor")
+    library.define("bwd(Tensor q) -> Tensor")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    activate_flash3(JobSpec(attention_backend="flash"))
+    assert current_flash_attention_impl() is None
+    activate_flash3(spec)
+    try:
+        assert current_flash_attention_impl() == "FA3"
+    finally:
+        restore_flash_attention_impl()
+
+
 def test_one_models_attention_is_not_everybodys(flux: FluxTransformer2DModel) -> None:
     """Diffusers' own call sets the default of the process, which text encoders and VAE have."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
@@ -210,6 +250,7 @@ def saved_bytes(model: Any, values: dict[str, Any]) -> int:
 
     if values:
         checkpoint_activations(model, JobSpec(**values))
+        compile_blocks(model, JobSpec(**values))
     noisy = torch.randn(1, 16, 16, 16, generator=draw)
     condition = {
         "prompt_embeds": torch.randn(1, 16, model.config.joint_attention_dim, generator=draw),
@@ -226,6 +267,42 @@ def test_checkpointing_keeps_less_for_backward(flux: FluxTransformer2DModel) -> 
     everything = saved_bytes(flux, {})
     full = saved_bytes(flux, {"gradient_checkpointing": True})
     assert full < everything / 2
+
+
+def test_every_nth_block_of_a_kind_is_recomputed(flux: FluxTransformer2DModel) -> None:
+    ran: list[torch.nn.Module] = []
+    blocks = [*flux.transformer_blocks, *flux.single_transformer_blocks]
+    for block in blocks:
+        block.register_forward_pre_hook(lambda block, *_: ran.append(block))
+    saved_bytes(flux, {"gradient_checkpointing": True, "gradient_checkpointing_interval": 2})
+    again = [block for block, times in Counter(ran).items() if times == 2]
+    assert again == [*flux.transformer_blocks[::2], *flux.single_transformer_blocks[::2]]
+    assert len(again) < len(blocks)
+
+
+@pytest.mark.slow
+def test_a_selective_policy_holds_in_compiled_blocks(
+    flux: FluxTransformer2DModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps more than a full one and less than none, and changes no gradient."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    torch._dynamo.reset()
+    del flux.transformer_blocks[:]  # one kind of block, and one compilation
+    everything = saved_bytes(flux, {})
+    expected = [weight.grad for weight in flux.parameters()]
+    flux.zero_grad()
+    full = saved_bytes(flux, {"gradient_checkpointing": True})
+    flux.zero_grad()
+    selective = saved_bytes(
+        flux,
+        {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective",
+         "torch_compile": True},
+    )  # fmt: skip
+    assert full < selective < everything
+    for weight, gradient in zip(flux.parameters(), expected, strict=True):
+        limit = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=limit)
 
 
 def test_a_model_that_cannot_recompute_is_refused() -> None:

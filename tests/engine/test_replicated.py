@@ -117,6 +117,68 @@ def test_several_buckets_are_averaged_like_one(
             assert torch.equal(gradient, wanted)
 
 
+def test_many_shards_are_clipped_in_parts_by_one_norm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gradients, "AT_ONCE", 2)
+
+    def work(rank: int) -> Any:
+        layers = [sharded(rank, 2, "fsdp2") for _ in range(5)]
+        weights = [layer.weight for layer, _ in layers]
+        for number, weight in enumerate(weights):
+            weight.grad = weight.grad * (number + 1)
+        whole = parameter(0.0, gradient=[4.0])
+        parts = [len(part) for part in gradients.parts_of([whole, *weights])]
+        norm = clip([weights[0], whole, *weights[1:]], 1.0, layers[0][1])
+        grads = [weight.grad for weight in weights]
+        return parts, norm, whole.grad, [g.full_tensor() for g in grads if isinstance(g, DTensor)]
+
+    rows = torch.arange(1.0, 5.0).repeat_interleave(3).view(4, 3)
+    expected = (sum((n * rows).square().sum() for n in range(1, 6)) + 16.0).sqrt()
+    for parts, norm, whole, grads in on_ranks(work, 2, tmp_path):
+        assert parts == [2, 2, 1, 1]
+        assert torch.allclose(norm, expected)
+        assert torch.allclose(whole, torch.tensor([4.0]) / expected, atol=1e-5)
+        for number, gradient in enumerate(grads):
+            assert torch.allclose(gradient, (number + 1) * rows / expected, atol=1e-5)
+
+
+def test_few_buckets_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a copy of its gradients; none is waited for before there are as many as may be."""
+    sent: list[int] = []
+    waiting: list[int] = []
+
+    class Work:
+        def wait(self) -> None:
+            waiting.append(len(sent))
+
+    def all_reduce(flat: torch.Tensor, **_: Any) -> Work:
+        sent.append(flat.numel())
+        return Work()
+
+    monkeypatch.setattr(gradients, "BUCKET", 1)
+    monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    plain = [parameter(0.0, gradient=[2.0]) for _ in range(5)]
+    average_gradients(plain, World(0, 2, CPU, "ddp", "t"))
+    assert gradients.UNDER_WAY == 2
+    assert waiting == [3, 4, 5, 5, 5], "how many were sent when the first, second, … was awaited"
+    assert [one.grad.tolist() for one in plain if one.grad is not None] == [[1.0]] * 5
+
+
+def test_the_norm_of_shards_in_host_memory_joins_that_of_what_the_device_holds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NCCL sends nothing that lies in host memory. The device is `meta` here."""
+
+    def work(rank: int) -> Any:
+        layer, world = sharded(rank, 1, "fsdp2")
+        whole = torch.nn.Parameter(torch.zeros(2, device="meta"))
+        whole.grad = torch.zeros(2, device="meta")
+        return str(clip([layer.weight, whole], 0.0, world).device)
+
+    assert on_ranks(work, 1, tmp_path) == ["meta"]
+
+
 def test_the_norm_is_over_all_and_what_is_too_long_is_scaled_to_the_limit() -> None:
     def two() -> list[torch.nn.Parameter]:
         return [parameter(1.0, gradient=[3.0]), parameter(1.0), parameter(1.0, gradient=[4.0])]

@@ -289,6 +289,12 @@ def test_a_quantised_config_or_integer_weights_are_refused(tmp_path: Path) -> No
     directory = write(tmp_path / "m", tensors | {"inner.weight": torch.ones(3, 4).to(torch.int8)})
     with pytest.raises(UserError, match=r"inner.weight is stored as int8"):
         load(directory, lora(tmp_path))
+    for buffer, stored in (("count", torch.tensor(5.0)), ("mean", torch.ones(3).to(torch.int8))):
+        write(directory, tensors | {buffer: stored})
+        what = str(stored.dtype).removeprefix("torch.")
+        with pytest.raises(UserError, match=rf"{buffer} is stored as {what}"):
+            load(directory, lora(tmp_path))
+    write(directory, tensors)
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (directory / "config.json").write_text(json.dumps(config))

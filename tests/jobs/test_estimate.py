@@ -26,7 +26,7 @@ from jobs.memory.cards import CARDS
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place, place_of
 from jobs.memory.fit import Fit, Room, Verdict, room_of
-from jobs.memory.ladder import LADDER, climb
+from jobs.memory.ladder import LADDER, climb, loosen
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, arranged
 from jobs.memory.question import predict as ask
@@ -39,7 +39,7 @@ from tests.support.paths import FAKE_MEMORY
 from tui.cli_estimate import DOES_NOT_FIT, estimate_job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 COMMAND = (sys.executable, "-S", str(FAKE_MEMORY))
@@ -294,12 +294,16 @@ def too_large(**values: Any) -> JobSpec:
 
 
 def steps(spec: JobSpec, gib: float = 0.001) -> list[Any]:
+    return list(climb(spec, fits_in(gib), enough=fits_surely))
+
+
+def fits_in(gib: float) -> Callable[[JobSpec], Fit]:
     room = Room("GPU 0", int(gib * GIB))
+    return lambda spec: Fit(*fake(spec).device, room)
 
-    def fit_of(one: JobSpec) -> Fit:
-        return Fit(*fake(one).device, room)
 
-    return list(climb(spec, fit_of, enough=lambda one: one.verdict is Verdict.FITS))
+def fits_surely(fit: Fit) -> bool:
+    return fit.verdict is Verdict.FITS
 
 
 def test_every_step_helps_each_begins_where_the_last_ended_and_the_order_is_by_cost() -> None:
@@ -325,6 +329,35 @@ def test_it_ends_as_soon_as_it_fits_and_says_nothing_where_it_does_anyway() -> N
     assert step.changes == {"train_batch_size": 3, "gradient_accumulation_steps": 2}
     assert "same global batch" in step.cost
     assert steps(spec, gib=80) == []
+
+
+@pytest.mark.parametrize(
+    ("gib", "interval", "cost"), [(60, 4, "7 %"), (45, 2, "15 %"), (20, 1, "30 %")]
+)
+def test_no_more_blocks_are_recomputed_than_is_needed(gib: int, interval: int, cost: str) -> None:
+    (step,) = steps(too_large(train_batch_size=2), gib=gib)
+    assert step.spec.gradient_checkpointing
+    assert step.spec.gradient_checkpointing_interval == interval
+    assert step.cost == f"about {cost} slower"
+
+
+@pytest.mark.parametrize(
+    ("gib", "changes"),
+    [
+        (10, None),
+        (20, None),
+        (45, {"gradient_checkpointing_interval": 2}),
+        (60, {"gradient_checkpointing_interval": 4}),
+        (80, {"gradient_checkpointing": False}),
+    ],
+)
+def test_a_job_that_recomputes_more_than_it_must_is_told(
+    gib: int, changes: dict[str, Any] | None
+) -> None:
+    spec = too_large(train_batch_size=2, gradient_checkpointing=True)
+    found = loosen(spec, fits_in(gib), enough=fits_surely)
+    assert (found and found.changes) == changes
+    assert found is None or found.cost == "faster"
 
 
 def test_what_saves_next_to_nothing_is_left_out() -> None:
@@ -464,6 +497,16 @@ def test_what_does_not_fit_is_told_with_the_ladder_and_its_own_status() -> None:
     said = run(*FULL, "--train_batch_size=4", "--card", "24")
     assert "1. activation checkpointing:" in said.output
     assert "gradient_checkpointing: true" in said.output
+
+
+@pytest.mark.usefixtures("_faked")
+def test_more_recomputation_than_is_needed_is_told() -> None:
+    words = (*FULL, "--gradient_checkpointing=true", "--card", "141")
+    assert "what would be faster, and fits\n  1. no activation checkpointing:" in run(*words).output
+    facts = json.loads(run(*words, "--json").output)
+    assert facts["faster"]["changes"] == {"gradient_checkpointing": False}
+    assert facts["ladder"] == []
+    assert json.loads(run(*FULL, "--card", "141", "--json").output)["faster"] is None
 
 
 @pytest.mark.usefixtures("_faked")

@@ -334,6 +334,17 @@ def test_what_compiles_nothing_needs_no_compiler(
     assert preflight.check(read(job_values, **changes)) is None
 
 
+def test_flash_attention_3_is_looked_for(
+    job_values: dict[str, Any], four_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read(job_values, device="auto", gpus=1, num_processes="left out", mixed_precision="bf16",
+                attention_backend="flash-attention-3")  # fmt: skip
+    assert "needs the package flash_attn_3, and it is not installed" in complaint(spec)
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert preflight.check(spec) == 1
+
+
 def test_cpu_ranks_compile_with_a_cpp_compiler(job_values: dict[str, Any], tools: Path) -> None:
     spec = read(job_values, torch_compile=True)
     assert "there is no g++ (PATH); apt install g++" in complaint(spec)

@@ -177,6 +177,8 @@ def test_a_flag_that_replaces_a_key_takes_its_line_away(tmp_path: Path) -> None:
         ),
         ("fsdp_forward_prefetch: far", '"far" is not a number of units, true or false'),
         ("loss_type: l3", 'loss_type: "l3" is not one of mse, huber, smooth_l1'),
+        ("attention_backend: flash4", 'attention_backend: "flash4" is not one of auto, flash, '),
+        ("attention_backend: SageAttention", "SageAttention has no backward"),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, line: str, said: str) -> None:

@@ -23,7 +23,7 @@ _FILES: Final[dict[str, tuple[str, ...]]] = {
     "engine.checkpoint.saver": ("engine/test_checkpoints.py",),
     "engine.checkpoint.sharded": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
     "engine.draws": ("engine/test_draws.py", "engine/test_objective.py"),
-    "engine.ema": ("engine/test_parts.py", "engine/test_step.py"),
+    "engine.ema": ("engine/test_ema.py", "engine/test_parts.py", "engine/test_step.py"),
     "engine.gradients": ("engine/test_replicated.py",),
     "engine.objective": ("engine/test_objective.py",),
     "engine.replicas": ("engine/test_replicated.py",),

@@ -30,7 +30,8 @@ def predict(job: dict[str, Any], ranks: int, strategy: str) -> dict[str, Any]:
     offloaded = job["fsdp_cpu_offload"] and sharded
     tokens = (job["resolution"] / 1024) ** 2 * job["train_batch_size"] * width / 2
     kept = job["gradient_checkpointing"] or job["fsdp_activation_checkpointing"]
-    activations = int(30 * GIB * tokens / (6 if kept else 1))
+    share = 1 / job["gradient_checkpointing_interval"] if kept else 0  # of what is recomputed
+    activations = int(30 * GIB * tokens * (1 - share * 5 / 6))
     gathered = 0
     if sharded:
         stays = job["fsdp_reshard_after_forward"] is not True

@@ -78,6 +78,13 @@ FULL_ONLY: Final[dict[str, dict[str, Any]]] = {
     "fsdp2 2, size wrap": SHARDED
     | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 100_000},
     "fsdp2 2, compiled": SHARDED | {"torch_compile": True, "torch_compile_backend": "eager"},
+    "fsdp2 2, compiled, selective checkpointing": SHARDED
+    | {
+        "torch_compile": True,
+        "torch_compile_backend": "eager",
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_policy": "selective",
+    },
     "fsdp2 4, reshard to 2": FOUR | {"strategy": "fsdp2", "fsdp_reshard_after_forward": 2},
     "fsdp2 2, cpu offload, accumulated": LAYOUTS["fsdp2 2, accumulated"]
     | {"fsdp_cpu_offload": True},

@@ -103,7 +103,7 @@ def ensure_state_home() -> Path:
     return path
 
 
-def check_writable_dir(path: Path) -> None:
+def refuse_unwritable(path: Path) -> None:
     """Whether a directory can be written, or made. Nothing is.
 
     Raises:

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 _MOST_TOLD: Final = 10  # unknown keys
 _LONGEST_KEY: Final = 60  # characters of one
-_NO_TEXT: Final = re.compile("[\x00\ud800-\udfff]")
+_HALF: Final = re.compile("[\ud800-\udfff]")
+_PATHS: Final = (
+    "pretrained_model_name_or_path", "dataset", "path", "cache_dir", "resume_from_checkpoint",
+    "accelerate_config",
+)  # fmt: skip
 
 
 def load_spec(
@@ -77,7 +81,9 @@ def load_spec(
         problems.append(f'{_at(lines, key)}unknown key "{named}"{did_you_mean(named, known)}')
     if unknown[_MOST_TOLD:]:
         problems.append(f"{len(unknown) - _MOST_TOLD} more unknown keys")
-    for key in [key for key, value in values.items() if key not in known or _is_no_text(value)]:
+    for key in [
+        key for key, value in values.items() if key not in known or _is_no_text(key, value)
+    ]:
         if key in known:
             problems.append(f"{_at(lines, key)}{key} holds a character that no text or path has")
         del values[key]
@@ -105,13 +111,13 @@ def load_spec(
     return _with_absolute_paths(cleaned, roots)
 
 
-def _is_no_text(value: Any) -> bool:
-    """Whether a value has a zero byte or half of a surrogate pair in it, which nothing takes."""
+def _is_no_text(key: str, value: Any) -> bool:
+    """Whether a value has half of a surrogate pair in it, or a path a zero byte."""
     if isinstance(value, str):
-        return _NO_TEXT.search(value) is not None
+        return _HALF.search(value) is not None or (key in _PATHS and "\0" in value)
     if isinstance(value, dict):
-        return any(_is_no_text(one) for pair in value.items() for one in pair)
-    return isinstance(value, list) and any(map(_is_no_text, value))
+        return any(_is_no_text(str(name), one) for name, one in value.items())
+    return isinstance(value, list) and any(_is_no_text("", one) for one in value)
 
 
 def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:

@@ -19,7 +19,7 @@ from jobs.job import Change, Job, Terms, job_of_row
 from jobs.paths import ensure_state_home
 from jobs.processes import boot_id
 from jobs.rundir import RunDir
-from jobs.schema import VERSION, create_tables
+from jobs.schema import VERSION, create_tables, trouble
 from jobs.states import State, may_follow
 
 if TYPE_CHECKING:
@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from jobs.processes import ProcessId
 
 __all__ = ["Change", "Job", "Store", "Terms"]
-
-
-def trouble(error: Exception, path: Path | None = None) -> str:
-    """What SQLite complains of, as a sentence that says what to do."""
-    database, said = f"the jobs database{f' {path}' if path else ''}", str(error)
-    if isinstance(error, sqlite3.Error):
-        if "locked" in said or "busy" in said:
-            return f"{database} is locked by another process ({said}); try again in a moment"
-        if "full" in said:
-            return f"{database} cannot be written: the disk is full"
-        if any(word in said for word in ("malformed", "not a database", "no such table")):
-            return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
-    return f"cannot use {database} ({said})"
 
 
 class Store:

@@ -18,8 +18,8 @@ from textual.signal import Signal
 from textual.worker import Worker, WorkerState
 
 from jobs.errors import UserError
+from jobs.schema import trouble
 from jobs.spellings import did_you_mean
-from jobs.store import trouble
 from tui.actions import ACTING, everywhere
 from tui.ascii_filter import AsciiFilter, HarmlessFilter
 from tui.collector import Collector

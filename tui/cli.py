@@ -26,9 +26,10 @@ from jobs.paths import state_home
 from jobs.replay import FORMS, Form, replay, replay_facts
 from jobs.report import read_report
 from jobs.resume_plan import plan_submit
+from jobs.schema import trouble
 from jobs.specfile import dump_spec
 from jobs.states import State
-from jobs.store import Store, trouble
+from jobs.store import Store
 from jobs.tools import ToolError
 from tui.cli_cache import cache
 from tui.cli_checkpoints import checkpoints, resume, tell

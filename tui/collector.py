@@ -13,8 +13,8 @@ from jobs import devices, service
 from jobs.errors import UserError
 from jobs.eventlog import EventLog
 from jobs.report import RunReport
+from jobs.schema import trouble
 from jobs.states import State
-from jobs.store import trouble
 from tui.format import ranges
 from tui.history import History
 from tui.snapshot import Curve, JobView, Snapshot, in_order

@@ -47,7 +47,7 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
         ("".join(f"k{n}: 1\n" for n in range(5000)), "4990 more unknown keys"),
         (f"{'k' * 900}: 1\n", "kkk…"),
         ('dataset: "a\\0b"\n', "dataset holds a character"),
-        ('validation_prompts: ["a\\0b"]\n', "validation_prompts holds a character"),
+        ('validation_prompts: ["a\\uDC00b"]\n', "validation_prompts holds a character"),
         ('dataset: "\\uD800"\n', "dataset"),
         ('cache_dir: "/tmp/\\0"\n', "cache_dir|directory"),
         ('accelerate_config: "\\0"\n', "accelerate"),

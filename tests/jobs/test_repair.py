@@ -13,9 +13,10 @@ import pytest
 
 from jobs.repair import repair
 from jobs.rundir import event
+from jobs.schema import trouble
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
-from jobs.store import Store, trouble
+from jobs.store import Store
 from tests.support.checkpoints import save_checkpoint
 from tests.support.shell import Shell
 from tests.support.tui import add_job, append_events, nothing_starts

@@ -335,6 +335,15 @@ def test_of_many_supervisors_one_takes_over(store: Store) -> None:
     assert not store.take_over(job.id, None, new[0])
 
 
+def test_who_only_looks_changes_nothing_and_is_told_what_to_do(store: Store) -> None:
+    job = add(store)
+    store.read_only = True
+    with pytest.raises(StateError) as caught:
+        store.claim(job.id, [], "")
+    assert str(caught.value) == "read-only: nothing is changed; open it without --read-only"
+    assert store.get(job.id).state is State.QUEUED
+
+
 # -- many processes ------------------------------------------------------------------------
 
 

@@ -61,6 +61,7 @@ def test_a_job_completes(lab: Lab) -> None:
     assert lab.path(job) == ["queued", "starting", "running", "completed"]
     assert job.run_dir.latest_checkpoint() == (6, job.run_dir.checkpoint(6))
     assert with_run_id(job.run_id) == [], "the state is true the moment it is shown"
+    assert " completed: trained 6 steps\n" in job.run_dir.supervisor_log.read_text()
     record = read_json(job.run_dir.launch_file)
     assert record is not None
     assert record["environment"][RUN_ID_VARIABLE] == job.run_id

@@ -68,6 +68,8 @@ def why_failed(
     if exit_code == 0:
         return "the ranks ended without saying why; see logs/launcher.log"
     lines = read_tail(run_dir.launcher_log).splitlines()
+    if lines and lines[-1].strip() == "KeyboardInterrupt":
+        return "somebody sent SIGINT to the launcher while it started"
     last = next((line for line in reversed(lines) if line.strip()), "")
     return f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
 

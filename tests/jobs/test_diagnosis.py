@@ -349,6 +349,12 @@ def test_a_launcher_that_was_told_to_end(run_dir: RunDir) -> None:
     assert why_failed(run_dir, 1) == "somebody sent SIGTERM to the launcher, which ended the ranks"
 
 
+def test_a_launcher_that_was_interrupted_while_it_imported(run_dir: RunDir) -> None:
+    run_dir.launcher_log.write_text("Traceback\n  File torch/x.py\nKeyboardInterrupt\n\n".rstrip())
+    said = "somebody sent SIGINT to the launcher while it started"
+    assert why_failed(run_dir, 1) == said
+
+
 # -- collectives -----------------------------------------------------------------------------
 
 

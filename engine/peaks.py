@@ -24,12 +24,14 @@ class Peaks:
 
     Attributes:
         phases: Phase → bytes, the largest of all its runs.
+        doing: The phase that runs, or that has failed; else None.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._highest = 0
         self.phases: dict[str, int] = {}
+        self.doing: str | None = None
 
     @property
     def measure(self) -> str:
@@ -37,13 +39,17 @@ class Peaks:
         return "allocated" if self._device.type == "cuda" else "rss"
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measure what happens within; phases must not be nested."""
-        self._reset()
+    def phase(self, name: str, *, measured: bool = True) -> Iterator[None]:
+        """Measure what happens within, or only name it; phases must not be nested."""
+        self.doing = name
+        if measured:
+            self._reset()
         try:
             yield
+            self.doing = None
         finally:
-            self.phases[name] = max(self.phases.get(name, 0), self._peak())
+            if measured:
+                self.phases[name] = max(self.phases.get(name, 0), self._peak())
 
     def memory(self) -> dict[str, int | None]:
         """Bytes that torch holds on this rank's GPU now and at most; empty on CPU."""

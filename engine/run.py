@@ -121,6 +121,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         try:
             outcome = trainer.train()
         except BaseException:
+            if telemetry.phase_name == "train":  # else what has failed is no part of a step
+                telemetry.phase_name = peaks.doing or "train"
             stepper.last_words()
             saver.rescue()
             raise

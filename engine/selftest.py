@@ -85,7 +85,8 @@ def compare_sample(model: Path, export: Path, image: Path) -> dict[str, Any]:
         image: A PNG of the run, with its JSON beside it.
 
     Returns:
-        `largest_difference`: of a channel of a pixel, of 255.
+        `largest_difference`: of a channel of a pixel, of 255; `contrast`: between the
+        lightest and the darkest pixel of the run's own sample, in the channel where it is largest.
     """
     import numpy as np
     from diffusers import DiffusionPipeline
@@ -104,8 +105,12 @@ def compare_sample(model: Path, export: Path, image: Path) -> dict[str, Any]:
         generator=torch.Generator("cpu").manual_seed(facts["seed"]),
     ).images[0]  # fmt: skip
     with Image.open(image) as sampled:
-        difference = np.abs(np.asarray(made, int) - np.asarray(sampled.convert("RGB"), int))
-    return {"largest_difference": int(difference.max())}
+        expected = np.asarray(sampled.convert("RGB"), int)
+    difference = np.abs(np.asarray(made, int) - expected)
+    return {
+        "largest_difference": int(difference.max()),
+        "contrast": int(np.ptp(expected, (0, 1)).max()),
+    }
 
 
 if __name__ == "__main__":

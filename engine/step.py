@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -397,4 +397,4 @@ class Stepper:
         return False
 
     def _measured(self, name: str) -> AbstractContextManager[None]:
-        return self._peaks.phase(name) if self.measures() else nullcontext()
+        return self._peaks.phase(name, measured=self.measures())

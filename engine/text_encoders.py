@@ -354,7 +354,7 @@ def _entries(root: Path) -> dict[str, tuple[str, str]]:
             for name, entry in sorted((supplied | index).items())
             if _NAME.fullmatch(name) and entry and entry[0] and entry[1]
         }
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error})", "fetch the model again") from None
 
 

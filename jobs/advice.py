@@ -12,6 +12,30 @@ _ADVICE: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
     (re.compile(pattern, re.IGNORECASE), words)
     for pattern, words in (
         (
+            r"out of GPU memory while encoding captions",
+            "encode captions on more GPUs with shard_text_encoders: true, or lower "
+            "max_sequence_length; what is cached by now stays",
+        ),
+        (
+            r"out of GPU memory while caching latents",
+            "lower resolution or, of videos, num_frames; what is cached by now stays",
+        ),
+        (
+            r"out of GPU memory while (starting|importing|loading|reading)",
+            "see with `fsdp-tui gpus` whether others use the GPU; else spread the weights with "
+            "strategy: fsdp2 over more GPUs, or set fsdp_cpu_offload",
+        ),
+        (
+            r"out of GPU memory in the optimizer",
+            "set optimizer: adamw_8bit or, with use_ema, ema_device: cpu; or spread the weights "
+            "with strategy: fsdp2 over more GPUs; or set fsdp_cpu_offload",
+        ),
+        (
+            r"out of GPU memory while sampling",
+            "sample smaller images or fewer frames (validation_resolution, validation_prompts); "
+            "training itself fits",
+        ),
+        (
             r"out of GPU memory|CUDA out of memory",
             "turn on gradient_checkpointing; or lower train_batch_size or resolution; or spread "
             "the weights with strategy: fsdp2 over more GPUs; or set fsdp_cpu_offload",

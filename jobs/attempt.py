@@ -70,7 +70,9 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     started = local.build(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(started.config, sort_keys=False))
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0
-    with open(run_dir.launcher_log, "wb") as log:
+    run_dir.launcher_log.write_bytes(b"")  # an earlier launch's words say nothing of this one
+    # Appended to, so that what is written after a large log was cut does not leave a hole.
+    with open(run_dir.launcher_log, "ab") as log:
         child = subprocess.Popen(
             started.command,
             env=local.full_environment(started),

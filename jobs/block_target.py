@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +31,10 @@ _BYTES: Final = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
 }  # fmt: skip
+_COUNTS_LAYERS: Final = re.compile(r"layers|blocks|depth")
+_MOST_LAYERS: Final = 1000
+_SHOWN: Final = 1e30
+_LARGEST_SIZE: Final = 100_000_000  # of a vocabulary, a context, a width
 _PUBLISHED_BYTES: Final = 2
 
 
@@ -169,6 +174,7 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
     Raises:
         SpecError: It does not say, or is of another family.
     """
+    _refuse_giants(config, name)
     found = config.get("_class_name")
     if family is None:
         if found or config.get("model_type"):
@@ -191,6 +197,23 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
             f"set model_family: {fits[0]}" if fits else "leave out model_family to look at it",
         )
     return config
+
+
+def _refuse_giants(config: dict[str, Any], name: str) -> None:
+    """Refuse what no model has, and what would take all memory to look at.
+
+    Raises:
+        SpecError: It has more layers than any model, or is larger.
+    """
+    for key, value in config.items():
+        most = _MOST_LAYERS if _COUNTS_LAYERS.search(key) else _LARGEST_SIZE
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int | float) and one > most:
+                size = f"{one:.3g}" if one < _SHOWN else f"over {_SHOWN:.0e}"
+                raise SpecError(
+                    f"{name}: {key} is {size}, and no model has more than {most:,}",
+                    "fetch the model's config.json again",
+                )
 
 
 def _stored_bytes(folder: Path | None, config: dict[str, Any]) -> int:

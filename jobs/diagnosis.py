@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
@@ -9,7 +10,7 @@ from jobs.elastic import launcher_signal, rank_exits, signal_name
 from jobs.flight import find_wait
 from jobs.nccl import essence, find_timeout, is_aftermath
 from jobs.processes import kernel_oom_kills
-from jobs.rundir import read_tail
+from jobs.rundir import PHASES, read_tail
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     from jobs.rundir import RunDir
 
 _LONGEST: Final = 300
+_PARTS: Final = {
+    "forward": "the forward pass", "backward": "the backward pass", "step": "the optimizer update",
+}  # fmt: skip
+# Of libraries that ask for memory beside torch's allocator.
+_NO_GPU_MEMORY: Final = re.compile(
+    r"CU(BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED|Cuda failure 2\b|Cuda failure 'out of memory'"
+)
+_TORCH_ADVICE: Final = " If reserved but unallocated memory is large"  # jobs are launched so
 
 
 def why_failed(
@@ -59,6 +68,8 @@ def why_failed(
     if exit_code == 0:
         return "the ranks ended without saying why; see logs/launcher.log"
     lines = read_tail(run_dir.launcher_log).splitlines()
+    if lines and lines[-1].strip() == "KeyboardInterrupt":
+        return "somebody sent SIGINT to the launcher while it started"
     last = next((line for line in reversed(lines) if line.strip()), "")
     return f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
 
@@ -79,14 +90,22 @@ def causes_of(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rank_error(error: dict[str, Any]) -> str:
-    message = _shorten(essence(str(error.get("message", ""))))
+    said = essence(str(error.get("message", ""))).partition(_TORCH_ADVICE)[0]
+    message = _shorten(said)
     if error.get("type") == "UserError":
         return message
-    where = f"rank {error.get('rank')}"
-    when = f"at step {error.get('step')} during {error.get('phase')}"
-    if error.get("type") == "OutOfMemoryError":
-        return f"{where} ran out of GPU memory {when}: {message}"
-    return f"{where} failed {when}: {error.get('type')}: {message}"
+    where, step, phase = f"rank {error.get('rank')}", error.get("step"), str(error.get("phase"))
+    if error.get("type") == "OutOfMemoryError" or _NO_GPU_MEMORY.search(said):
+        return f"{where} ran out of GPU memory {_doing(phase, step)}: {message}"
+    return f"{where} failed at step {step} during {phase}: {error.get('type')}: {message}"
+
+
+def _doing(phase: str, step: Any) -> str:
+    """What a rank was at, in words; a part of a step belongs to the step that was not yet done."""
+    if phase in _PARTS and isinstance(step, int):
+        return f"in {_PARTS[phase]} of step {step + 1}"
+    after = f" after step {step}" if step else ""
+    return f"while {PHASES.get(phase, phase)}{after}"
 
 
 def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: bool) -> str:

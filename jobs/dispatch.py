@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from jobs import devices
+from jobs import devices, processes
 from jobs.detach import start_detached
 from jobs.placement import Request, Start, place
 from jobs.processes import boot_id
@@ -21,14 +21,31 @@ from jobs.states import ACTIVE, State
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from jobs.processes import ProcessId
     from jobs.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
+_SUSPENDED: Final = "its supervisor (process "
+_KILLED_WITHIN: Final = 1.0  # seconds
+_QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
+_LOOK_AGAIN_AFTER: Final = 0.02  # seconds
+_LONGEST_PID: Final = 20  # characters
 
 
 def dispatch(store: Store) -> None:
-    """Start every queued job that may start now, and mend what lost its supervisor."""
-    with _one_at_a_time(store):
+    """Start every queued job that may start now, and mend what lost its supervisor.
+
+    Another that does so is waited for; one that does not come to an end is named as the reason why
+    jobs wait.
+    """
+    # Before the queue is taken: a driver that does not answer holds nobody up but who asks it.
+    asked = not store.paused and any(
+        job.wanted is not None and not job.held for job in store.in_states([State.QUEUED])
+    )
+    present = devices.gpus() if asked else []
+    with _one_at_a_time(store) as free:
+        if not free:
+            return
         _mend(store)
         queue = store.in_states([State.QUEUED])
         if not queue:
@@ -37,9 +54,11 @@ def dispatch(store: Store) -> None:
         reasons = {job.id: "held until it is released" for job in queue if job.held}
         if paused:
             reasons |= {job.id: "the queue is paused" for job in queue if not job.held}
-        ready = [job for job in queue if not job.held and not paused]
-        needed = any(job.wanted is not None for job in ready)
-        gpus = [gpu for gpu in devices.gpus() if gpu.unusable is None] if needed else []
+        # One for GPUs that has come since then is served by whoever queued it.
+        ready = [
+            job for job in queue if not job.held and not paused and (asked or job.wanted is None)
+        ]
+        gpus = [gpu for gpu in present if gpu.unusable is None]
         claims = store.claims()
         indices = {gpu.uuid: gpu.index for gpu in gpus}
         active = store.in_states(ACTIVE)
@@ -69,7 +88,7 @@ def has_work(store: Store) -> bool:
 def needs_attention(store: Store) -> bool:
     """Whether a `dispatch` could change anything; cheap enough to ask every second."""
     return any(
-        job.state is State.QUEUED or _unsupervised(job)
+        job.state is State.QUEUED or _needs_mending(job)
         for job in store.in_states([State.QUEUED, *ACTIVE])
     )
 
@@ -84,6 +103,35 @@ def _mend(store: Store) -> None:
                 store.requeue(job.id, "resumed after the machine was restarted")
         elif _unsupervised(job):
             _start_supervisor(job)
+        elif job.supervisor is not None and job.supervisor.suspended():
+            _do_without(store, job, job.supervisor)
+        elif _says_suspended(job):
+            store.explain(job.id, "all ranks are up", State.RUNNING)
+
+
+def _do_without(store: Store, job: Job, supervisor: ProcessId) -> None:
+    """A supervisor that is suspended is told of, and replaced where something is to be done.
+
+    It looks at nothing: without this, a job whose ranks are gone would be shown as running.
+    """
+    if job.stop_level or not processes.with_run_id(job.run_id):
+        if not processes.end([supervisor], grace=0, timeout=_KILLED_WITHIN):
+            _start_supervisor(job)
+        return
+    what = f"{_SUSPENDED}{supervisor.pid}) is suspended and does not answer; its ranks go on"
+    store.explain(job.id, what, State.RUNNING)
+
+
+def _says_suspended(job: Job) -> bool:
+    return job.state is State.RUNNING and job.reason.startswith(_SUSPENDED)
+
+
+def _needs_mending(job: Job) -> bool:
+    return (
+        _unsupervised(job)
+        or _says_suspended(job)
+        or (job.state.active and job.supervisor is not None and job.supervisor.suspended())
+    )
 
 
 def _unsupervised(job: Job) -> bool:
@@ -119,7 +167,25 @@ def _cpu_slots() -> int:
 
 
 @contextmanager
-def _one_at_a_time(store: Store) -> Iterator[None]:
-    with open(store.home / "dispatch.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _one_at_a_time(store: Store) -> Iterator[bool]:
+    """Hold the queue, if it can be had; False where another process keeps it."""
+    until = time.monotonic() + _QUEUE_IS_FREE_WITHIN
+    with open(store.home / "dispatch.lock", "a+") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(_LOOK_AGAIN_AFTER)
+                    continue
+                lock.seek(0)
+                holder = lock.read(_LONGEST_PID).strip() or "another"
+                reason = f"process {holder} holds the queue and does not answer"
+                store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
+                yield False
+                return
+            break
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield True

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jobs.foreign import harmless_value
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -87,7 +89,9 @@ class EventLog:
             except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict):
-                self._take(event)
+                # What could steer a terminal is escaped in JSON, or beyond ASCII.
+                plain = b"\\" not in line and line.isascii()
+                self._take(event if plain else harmless_value(event))
         return end > 0
 
     def read_all(self) -> EventLog:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +83,19 @@ class Change:
 
 def job_of_row(row: sqlite3.Row) -> Job:
     """A row of the `jobs` table as a `Job`; the same one for a row that did not change."""
-    return _job(tuple(row.keys()), tuple(row))
+    values, key = tuple(row), (row["run_dir"], row["id"])
+    known = _latest.get(key)
+    if known is None or known[0] != values:
+        known = _latest[key] = (values, _job(tuple(row.keys()), values))
+    return known[1]
 
 
-# Who looks every second at a thousand ended jobs would spend a twentieth of a core on them.
-@lru_cache(maxsize=4096)
+# Who looks every second at a thousand ended jobs would spend a twentieth of a core on them. One
+# entry a job, of its latest row: a cache of so many rows forgets all of them just before they are
+# asked for again where there are more jobs.
+_latest: dict[tuple[str, int], tuple[tuple[Any, ...], Job]] = {}
+
+
 def _job(columns: tuple[str, ...], row: tuple[Any, ...]) -> Job:
     values: dict[str, Any] = dict(zip(columns, row, strict=True))
     pid, started = values.pop("supervisor_pid"), values.pop("supervisor_started")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from jobs.errors import SpecError
+from jobs.files import LARGEST_JSON, read_regular
 from jobs.paths import exists, expand
 
 _HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -51,11 +52,13 @@ def count_parameters(component: Path) -> int | None:
     total = 0
     try:
         if indices:
-            listed = set(json.loads(indices[0].read_bytes())["weight_map"].values())
+            listed = set(json.loads(read_regular(indices[0], LARGEST_JSON))["weight_map"].values())
             files = [component / name for name in sorted(listed)]
         else:
             files = sorted(component.glob("*.safetensors"))[:1]
         for path in files:
+            if not path.is_file():
+                return None
             with open(path, "rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(min(length, _LONGEST_HEADER)))
@@ -64,6 +67,6 @@ def count_parameters(component: Path) -> int | None:
                 for name, tensor in header.items()
                 if name != "__metadata__"
             )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
         return None
     return total or None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jobs.diagnosis import is_persons_fault, why_failed
-from jobs.elastic import rank_exits
+from jobs.elastic import launcher_signal, rank_exits
 from jobs.eventlog import EventLog
 from jobs.states import State
 
@@ -53,6 +53,8 @@ def judge(
     if log.end_reason == "stopped" and (stop_level or not interrupted):
         # Ranks that trained have saved; those that still prepared had nothing to save.
         where = f"at step {newest[0]}, saved" if newest else "before the first step"
+        if not stop_level and (sent := launcher_signal(run_dir)):
+            return Outcome(State.STOPPED, f"somebody sent {sent} to the launcher; stopped {where}")
         return Outcome(State.STOPPED, f"stopped {where}")
     if stop_level >= 2:
         word = "SIGTERM" if stop_level == 2 else "SIGKILL"

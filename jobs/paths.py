@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Final
 
 from jobs.errors import SpecError, UserError
+
+_OTHERS: Final = 0o077  # what a directory lets group and others do
 
 
 def state_home() -> Path:
@@ -74,9 +78,44 @@ def ensure_private_dir(path: Path) -> Path:
 
 
 def ensure_state_home() -> Path:
-    """The state directory, created (0700) and writable.
+    """The state directory, created (0700) and writable, and nobody else's.
+
+    One that others may read or write is narrowed: job files name tokens' places and prompts, and
+    whoever writes there decides what runs.
 
     Raises:
-        UserError: It cannot be created or written.
+        UserError: It cannot be created or written, or is another user's.
     """
-    return ensure_private_dir(state_home())
+    path = ensure_private_dir(state_home())
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UserError(
+            f"the state directory {path} belongs to another user",
+            "point FSDP_TUI_HOME at a directory of your own",
+        )
+    if status.st_mode & _OTHERS and status.st_uid == os.geteuid():
+        path.chmod(0o700)
+        print(
+            f"fsdp-tui: others could read or write {path}; its mode was "
+            f"{status.st_mode & 0o777:o} and is 700 now",
+            file=sys.stderr,
+        )
+    return path
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Whether a directory can be written, or made. Nothing is.
+
+    Raises:
+        UserError: It cannot; says which part of the path is the obstacle.
+    """
+    there = path
+    while not exists(there) and there != there.parent:
+        there = there.parent
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        why = "permission denied" if there.is_dir() else f"{there} is a file"
+        what = "write to" if there == path and there.is_dir() else "create"
+        raise UserError(
+            f"cannot {what} the directory {path} ({why})",
+            "point FSDP_TUI_HOME (or cache_dir) at a place you may write to",
+        )

@@ -13,7 +13,7 @@ from jobs.datasets import datasets_of, find_layout
 from jobs.errors import SpecError
 from jobs.families import get_family
 from jobs.host_room import check_host_memory
-from jobs.paths import cache_home, ensure_private_dir, exists, expand
+from jobs.paths import cache_home, exists, expand, refuse_unwritable
 from jobs.pictures import CAPTION_SUFFIXES, PICTURE_SUFFIXES, VIDEO_SUFFIXES, list_files
 from jobs.preflight_model import check_model
 from jobs.prompts import requests_of
@@ -43,12 +43,17 @@ def check(spec: JobSpec) -> int | list[str] | None:
     check_block_names(spec)
     check_wrap_policy(spec)
     check_dataset(spec)
-    ensure_private_dir(Path(spec.cache_dir) if spec.cache_dir else cache_home())
+    refuse_unwritable(cache_of(spec))
     wanted = check_devices(spec)
     check_compiler(spec, on_gpus=wanted is not None)
     _check_kernel(spec)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
+
+
+def cache_of(spec: JobSpec) -> Path:
+    """Where the job's caches are."""
+    return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 
 def check_dataset(spec: JobSpec) -> int:

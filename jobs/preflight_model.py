@@ -11,6 +11,7 @@ from jobs.models import find_model
 from jobs.prompts import requests_of
 from jobs.rundir import read_json
 from jobs.weight_variants import variant_of
+from jobs.weights import find_damage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,9 +51,11 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
         )
     for part in (*_denoisers(spec, family, index), "vae"):
         _check_part(root, part)
+        _check_whole(root / part)
     _check_supplied(root, family)
     for part in _text_encoders(index):
         _check_text_encoder(root, part)
+        _check_whole(root / part)
     if settings:
         _check_flavour(spec, family, root, index)
     config = read_json(root / component_of(spec) / "config.json") or {}
@@ -117,6 +120,13 @@ def _check_plain(root: Path, part: str, names: list[str], usual: str) -> None:
             f'fetch the files without ".{variant}" in their names too: {part}/{usual}, or its '
             "shards and their index",
         )
+
+
+def _check_whole(folder: Path) -> None:
+    """Weights that were cut off while they were fetched, or that are none, are told before."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if variant_of(path.name) is None and (damage := find_damage(path)):
+            raise SpecError(f"{path} is damaged: {damage}", "fetch it again")
 
 
 def _check_supplied(root: Path, family: Family) -> None:

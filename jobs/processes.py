@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from jobs.procfs import started_at
+from jobs.procfs import is_suspended, started_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,6 +42,10 @@ class ProcessId:
         """Whether this very process still runs; a zombie does not."""
         started = started_at(self.pid)
         return started is not None and abs(started - self.started) < _START_TOLERANCE
+
+    def suspended(self) -> bool:
+        """Whether it lives, and does nothing until somebody lets it go on."""
+        return is_suspended(self.pid) and self.alive()
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal if it still is the same process; whether it was sent."""

@@ -12,8 +12,11 @@ import os
 import shutil
 import time
 import uuid
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
+
+from jobs.files import LARGEST_JSON, read_regular
+from jobs.foreign import harmless_value, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +82,7 @@ def sync(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, or None when it is missing or not (yet) a JSON object."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path, LARGEST_JSON))
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
@@ -273,13 +276,19 @@ class RunDir:
             if not (number.isascii() and number.isdecimal()):
                 continue
             try:
-                status = RankStatus.from_dict(json.loads(path.read_text(encoding="utf-8")))
+                status = RankStatus.from_dict(json.loads(read_regular(path, LARGEST_JSON)))
                 if status.rank != int(number):
                     raise ValueError(f"it says that it is of rank {status.rank}")
+                status = replace(
+                    status, host=one_line(status.host), device=one_line(status.device),
+                    phase=one_line(status.phase),
+                )  # fmt: skip
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, RecursionError) as error:
-                unreadable[f"ranks/{path.name}"] = str(error) or type(error).__name__
+                unreadable[one_line(f"ranks/{path.name}")] = (
+                    one_line(str(error)) or type(error).__name__
+                )
             else:
                 found.append(status)
         return sorted(found, key=lambda status: status.rank), unreadable
@@ -294,7 +303,7 @@ class RunDir:
             number = path.name.removesuffix(".error.json")
             data = read_json(path) if number.isascii() and number.isdecimal() else None
             if data:
-                t = data.get("t")
+                data, t = harmless_value(data), data.get("t")
                 found.append(data | {
                     "rank": int(number), "t": t if _fits(t, "float") else 0.0,
                     "type": str(data.get("type")), "message": str(data.get("message", "")),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import sqlite3
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    import sqlite3
     from pathlib import Path
 
 VERSION: Final = 1
@@ -70,3 +70,16 @@ def create_tables(db: sqlite3.Connection, lock: Path) -> None:
         db.execute("PRAGMA journal_mode=WAL")
         db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
         db.execute(f"PRAGMA user_version={VERSION}")
+
+
+def trouble(error: Exception, path: Path | None = None) -> str:
+    """What SQLite complains of, as a sentence that says what to do."""
+    database, said = f"the jobs database{f' {path}' if path else ''}", str(error)
+    if isinstance(error, sqlite3.Error):
+        if "locked" in said or "busy" in said:
+            return f"{database} is locked by another process ({said}); try again in a moment"
+        if "full" in said:
+            return f"{database} cannot be written: the disk is full"
+        if any(word in said for word in ("malformed", "not a database", "no such table")):
+            return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
+    return f"cannot use {database} ({said})"

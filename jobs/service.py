@@ -20,6 +20,8 @@ from jobs.errors import StateError, UserError
 from jobs.eventlog import EventLog
 from jobs.job import Terms
 from jobs.origin import check_unneeded
+from jobs.paths import ensure_private_dir
+from jobs.preflight import cache_of
 from jobs.resume_plan import plan_resume, plan_submit
 from jobs.rundir import write_atomic
 from jobs.runner import ensure_runner
@@ -61,6 +63,7 @@ def carry_out(store: Store, plan: Plan) -> Job:
         StateError: It was resumed, or removed, since the plan was made; nothing has changed.
         UserError: Its files cannot be written; nothing has changed.
     """
+    ensure_private_dir(cache_of(plan.spec))
     if plan.job is None:
         text = dump_spec(plan.spec)
         job = store.add(

@@ -29,6 +29,9 @@ _PLAIN: Final = {
 }
 
 
+_LONGEST: Final = 200  # characters of a value
+
+
 def key_of(error: ErrorDetails) -> str:
     """The key that an error is about."""
     return str(error["loc"][0]) if error["loc"] else ""
@@ -54,4 +57,6 @@ def in_words(error: ErrorDetails) -> str:
     if error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, dot, dash and underscore, beginning with a letter or digit"
     place = f"entry {' '.join(inner)}: " if inner else ""
-    return f"{key}: {place}{message} (got {value!r})"
+    shown = repr(value)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+    return f"{key}: {place}{message} (got {shown})"

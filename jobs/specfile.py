@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import yaml
 from pydantic import ValidationError
 
 from jobs.accelerate_file import KEY as ACCELERATE
@@ -20,10 +20,19 @@ from jobs.paths import exists, expand
 from jobs.spec import JobSpec, field_names
 from jobs.spec_errors import in_words, key_of
 from jobs.spellings import did_you_mean, normal_key
-from jobs.yamlfile import read_mapping
+from jobs.yamlfile import dump_mapping, read_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+
+
+_MOST_TOLD: Final = 10  # unknown keys
+_LONGEST_KEY: Final = 60  # characters of one
+_HALF: Final = re.compile("[\ud800-\udfff]")
+_PATHS: Final = (
+    "pretrained_model_name_or_path", "dataset", "path", "cache_dir", "resume_from_checkpoint",
+    "accelerate_config",
+)  # fmt: skip
 
 
 def load_spec(
@@ -66,8 +75,17 @@ def load_spec(
         notes += done.notes
         problems += [_at(lines, key) + text for key, text in done.problems]
     known = field_names()
-    for key in [key for key in values if key not in known]:
-        problems.append(f'{_at(lines, key)}unknown key "{key}"{did_you_mean(key, known)}')
+    unknown = [key for key in values if key not in known]
+    for key in unknown[:_MOST_TOLD]:
+        named = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
+        problems.append(f'{_at(lines, key)}unknown key "{named}"{did_you_mean(named, known)}')
+    if unknown[_MOST_TOLD:]:
+        problems.append(f"{len(unknown) - _MOST_TOLD} more unknown keys")
+    for key in [
+        key for key, value in values.items() if key not in known or _is_no_text(key, value)
+    ]:
+        if key in known:
+            problems.append(f"{_at(lines, key)}{key} holds a character that no text or path has")
         del values[key]
     try:
         values, more = _with_accelerate(values, roots)
@@ -93,14 +111,18 @@ def load_spec(
     return _with_absolute_paths(cleaned, roots)
 
 
+def _is_no_text(key: str, value: Any) -> bool:
+    """Whether a value has half of a surrogate pair in it, or a path a zero byte."""
+    if isinstance(value, str):
+        return _HALF.search(value) is not None or (key in _PATHS and "\0" in value)
+    if isinstance(value, dict):
+        return any(_is_no_text(str(name), one) for name, one in value.items())
+    return isinstance(value, list) and any(_is_no_text("", one) for one in value)
+
+
 def dump_spec(spec: JobSpec, *, only_set: bool = False) -> str:
     """The job as YAML that `load_spec` reads back to an equal job."""
-    values = spec.to_dict(only_set=only_set)
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    if yaml.safe_load(text) == values:
-        return text
-    # Line separators of Unicode, for one, come back changed unless they are escaped.
-    return yaml.safe_dump(values, sort_keys=False)
+    return dump_mapping(spec.to_dict(only_set=only_set))
 
 
 def _with_accelerate(

@@ -14,11 +14,12 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
+from jobs.foreign import harmless
 from jobs.job import Change, Job, Terms, job_of_row
 from jobs.paths import ensure_state_home
 from jobs.processes import boot_id
 from jobs.rundir import RunDir
-from jobs.schema import VERSION, create_tables
+from jobs.schema import VERSION, create_tables, trouble
 from jobs.states import State, may_follow
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Store:
                 if version < VERSION:
                     create_tables(db, self.home / "jobs.lock")
         except (sqlite3.Error, OSError) as error:
-            raise UserError(f"cannot use the jobs database {self.path} ({error})") from error
+            raise UserError(trouble(error, self.path)) from error
 
     # -- reading ---------------------------------------------------------------------------
 
@@ -253,6 +254,7 @@ class Store:
 
         Nothing happens when the job is not in `state`.
         """
+        reason = harmless(reason)
         with self._write() as db:
             db.execute(
                 "UPDATE jobs SET reason=? WHERE id=? AND state=? AND reason<>?",
@@ -262,7 +264,7 @@ class Store:
     def explain_all(self, reasons: Mapping[int, str]) -> None:
         """`explain` for many queued jobs at once; what is known already is not written."""
         known = {job.id: job.reason for job in self.in_states([State.QUEUED])}
-        new = [(r, i, State.QUEUED) for i, r in reasons.items() if known.get(i, r) != r]
+        new = [(harmless(r), i, State.QUEUED) for i, r in reasons.items() if known.get(i, r) != r]
         if new:
             with self._write() as db:
                 db.executemany("UPDATE jobs SET reason=? WHERE id=? AND state=?", new)
@@ -383,6 +385,7 @@ class Store:
 
     @staticmethod
     def _change(db: sqlite3.Connection, job: Job, after: State, reason: str) -> None:
+        reason = harmless(reason)
         if not may_follow(job.state, after):
             raise StateError(f"job {job.id} is {job.state} and cannot become {after}")
         now = time.time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +13,10 @@ SHARDING: Final = ("fsdp2", "hsdp")
 
 # Tells the ranks what the launcher came to: "<strategy>: <reason>".
 STRATEGY_VARIABLE: Final = "FSDP_TUI_STRATEGY"
+
+# Names the person's wrap policies that may be imported before a job runs; see `may_import`.
+POLICIES_VARIABLE: Final = "FSDP_TUI_WRAP_POLICIES"
+_TORCHS_POLICIES: Final = "torch.distributed.fsdp.wrap"
 
 # What `auto` reckons with where nothing is predicted. Rough on purpose: it only chooses between a
 # whole copy of the model on every rank (faster) and a shard (fits).
@@ -125,6 +130,16 @@ def shards(spec: JobSpec) -> bool:
 def own_policy(spec: JobSpec) -> str | None:
     """The dotted path of a wrap policy of the person's own; None for the known ones."""
     return spec.fsdp_auto_wrap_policy if "." in spec.fsdp_auto_wrap_policy else None
+
+
+def may_import(policy: str) -> bool:
+    """Whether a wrap policy may be imported where no job runs yet.
+
+    Importing runs code, and a job file may come from anywhere: only what torch has, and what the
+    person names in `FSDP_TUI_WRAP_POLICIES`, modules or packages with commas.
+    """
+    named = os.environ.get(POLICIES_VARIABLE, "").replace(",", " ").split()
+    return any(policy.startswith(f"{one}.") for one in (_TORCHS_POLICIES, *named))
 
 
 def checkpoints_activations(spec: JobSpec) -> bool:

@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import yaml
-
 from jobs.errors import NotFoundError, UserError
 from jobs.families import FAMILIES
 from jobs.old_keys import translate
@@ -15,7 +13,7 @@ from jobs.paths import config_home, ensure_private_dir
 from jobs.rundir import write_atomic
 from jobs.spec import field_names
 from jobs.spellings import did_you_mean
-from jobs.yamlfile import read_mapping
+from jobs.yamlfile import dump_mapping, read_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +101,7 @@ def save_template(name: str, values: Mapping[str, Any]) -> Path:
         )
     path = path_of(name)
     ensure_private_dir(path.parent)
-    text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+    text = dump_mapping(dict(values))
     try:
         write_atomic(path, text, durable=True)
     except OSError as error:

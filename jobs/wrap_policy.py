@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
-from jobs.strategy import depends_on_memory, own_policy, shards
+from jobs.strategy import depends_on_memory, may_import, own_policy, shards
 from jobs.tools import Cancelled, ToolError, ask
 
 if TYPE_CHECKING:
@@ -19,13 +19,15 @@ LONGEST: Final = 60.0  # seconds for the import; torch alone may take ten from a
 
 
 def check_wrap_policy(spec: JobSpec, *, longest: float = LONGEST) -> None:
-    """Import the job's own wrap policy, if it has one, as its ranks will.
+    """Import the job's own wrap policy, if it has one that may be, as its ranks will.
+
+    Another is imported by the ranks alone, see `may_import`.
 
     Raises:
         SpecError: It cannot be imported or called, or importing it does not end.
     """
     path, deadline = own_policy(spec), time.monotonic() + longest
-    if path is None or not (shards(spec) or depends_on_memory(spec)):
+    if path is None or not may_import(path) or not (shards(spec) or depends_on_memory(spec)):
         return
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
         try:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
 from jobs.errors import SpecError
+from jobs.files import LARGEST_TEXT, read_regular
+from jobs.foreign import harmless
 from jobs.spellings import normal_key
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_MOST_VALUES: Final = 20_000  # keys and entries of lists count too
+_MOST_LEVELS: Final = 30
+_LONGEST_NUMBER: Final = 4300  # characters; Python reads no more
 
 
 def read_mapping(path: Path, what: str = "job file") -> tuple[dict[str, Any], dict[str, int]]:
@@ -35,8 +42,7 @@ def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]
     if path.suffix.lower() == ".json":
         text = text.replace("\t", "  ")
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
+        node, data = parse_yaml(text)
     except (ValueError, OverflowError, RecursionError) as error:  # what YAML itself cannot build
         raise SpecError(f"{path}: a value cannot be read ({error})") from None
     except yaml.YAMLError as error:
@@ -61,13 +67,79 @@ def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]
     return values, lines
 
 
+def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
+    """The tree and the values of a text, which is read once.
+
+    Raises:
+        ValueError: It has more in it than a person writes.
+        yaml.YAMLError: It is no YAML.
+    """
+    if len(text) > LARGEST_TEXT:
+        raise ValueError(f"larger than {LARGEST_TEXT >> 20} MiB")
+    loader = _Limited(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None and _expanded(node, {}) > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES} values behind its aliases")
+        return node, None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+class _Limited(yaml.SafeLoader):
+    """Refuses what takes minutes or all memory to build: bombs of aliases, numbers, levels."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._nodes += 1
+        self._depth += 1
+        for what, count, most in (
+            ("values", self._nodes, _MOST_VALUES),
+            ("levels", self._depth, _MOST_LEVELS),
+        ):
+            if count > most:
+                raise ValueError(f"more than {most} {what}")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")):
+            digits = len(node.value)
+            if digits > _LONGEST_NUMBER:
+                raise ValueError(f"a number of {digits} characters")
+        return node
+
+
+def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values a tree has with a copy for each alias; infinite if it is in itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_expanded(one, known) for one in parts)
+    return known[id(node)]
+
+
+def dump_mapping(values: dict[str, Any]) -> str:
+    """The values as YAML that is read back to equal ones, and that a terminal can be shown."""
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    if harmless(text) == text and yaml.safe_load(text) == values:
+        return text
+    # Line separators of Unicode, for one, come back changed unless they are escaped.
+    escaped: str = yaml.safe_dump(values, sort_keys=False)
+    return escaped
+
+
 def _read(path: Path, what: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode("utf-8")
     except FileNotFoundError:
         raise SpecError(f"no such {what}: {path}") from None
     except IsADirectoryError:
         article = "an" if what[0] in "aeiou" else "a"
         raise SpecError(f"{path} is a directory, not {article} {what}") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise SpecError(f"cannot read the {what} {path} ({error.strerror or error})") from None
+    except ValueError as error:
         raise SpecError(f"cannot read the {what} {path} ({error})") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +18,10 @@ from textual.signal import Signal
 from textual.worker import Worker, WorkerState
 
 from jobs.errors import UserError
+from jobs.schema import trouble
 from jobs.spellings import did_you_mean
 from tui.actions import ACTING, everywhere
-from tui.ascii_filter import AsciiFilter
+from tui.ascii_filter import AsciiFilter, HarmlessFilter
 from tui.collector import Collector
 from tui.dashboard.screen import DashboardScreen
 from tui.keymap import known_bindings, settle_keymap
@@ -106,7 +108,7 @@ class FsdpTui(App[None]):
         period = self.settings.refresh_seconds if self.settings.refresh_is_set else None
         self.collector = Collector(store, select, period)
         self.animation_level = "none"  # one animated page of log costs an SSH link a megabyte
-        self._ascii = AsciiFilter()
+        self._harmless, self._ascii = HarmlessFilter(), AsciiFilter()
         self._sends_all: Timer | None = None
         for theme in THEMES:
             self.register_theme(theme)
@@ -142,7 +144,8 @@ class FsdpTui(App[None]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         filters = super().get_line_filters()
-        return [*filters, self._ascii] if self.settings.ascii else filters
+        ours = [self._harmless, *([self._ascii] if self.settings.ascii else [])]
+        return [*filters, *ours]
 
     def on_load(self) -> None:
         # Python's own pool has four threads more than there are cores. Looking, tending and
@@ -259,6 +262,8 @@ class FsdpTui(App[None]):
                     self.post_message(self.Said(told))
             except UserError as error:
                 self.post_message(self.Said(str(error), "warning"))
+            except sqlite3.Error as error:
+                self.post_message(self.Said(trouble(error), "error"))
             except Exception as error:  # the edge: nothing a person asked for ends in silence
                 self.post_message(self.Said(f"{type(error).__name__}: {error}", "error"))
             self.collector.wake()

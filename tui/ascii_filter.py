@@ -1,4 +1,6 @@
-"""For terminals that take ASCII alone: every other character is replaced as a line is painted."""
+"""What is replaced as a line is painted: what would steer the terminal, and for terminals that take
+ASCII alone every other character.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual.filter import LineFilter
+
+from jobs.foreign import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,5 +100,17 @@ class AsciiFilter(LineFilter):
             segment
             if segment.control or segment.text.isascii()
             else Segment(segment.text.translate(self._table), segment.style)
+            for segment in segments
+        ]
+
+
+class HarmlessFilter(LineFilter):
+    """Takes out whatever in a text, of any widget, would steer the terminal; it fills no cell."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [
+            segment
+            if segment.control or segment.text.isprintable()
+            else Segment(harmless(segment.text, ""), segment.style)
             for segment in segments
         ]

@@ -8,20 +8,25 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sqlite3
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from jobs import devices, service
 from jobs.errors import UserError
+from jobs.foreign import one_line
 from jobs.housekeeping import directory_size
 from jobs.memory.kept import facts as predicted_facts
+from jobs.paths import state_home
 from jobs.replay import FORMS, Form, replay, replay_facts
 from jobs.report import read_report
 from jobs.resume_plan import plan_submit
+from jobs.schema import trouble
 from jobs.specfile import dump_spec
 from jobs.states import State
 from jobs.store import Store
@@ -47,10 +52,14 @@ from tui.cli_settings import settings
 from tui.cli_templates import templates
 from tui.cli_web import web
 from tui.cli_words import FLAGS, ID, JSON, TEMPLATE, WORDS, JobCommand, read_job
+from tui.echo import echo
 from tui.follow import follow_job, follow_log
 from tui.start import open_dashboard
 from tui.tables import describe, gpu_table, job_table
 from tui.watch import watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def main() -> NoReturn:
@@ -61,6 +70,8 @@ def main() -> NoReturn:
         _complain(str(error), 2)
     except ToolError as error:
         _complain(str(error), 1)
+    except sqlite3.Error as error:
+        _complain(trouble(error), 1)
     except click.ClickException as error:
         _complain(_with_way_out(error), 2)
     except (click.Abort, KeyboardInterrupt):
@@ -110,7 +121,7 @@ def demo(headless: bool) -> int:
     from tui.demo import start_demo
 
     store = Store()
-    job = start_demo(store, say=click.echo)
+    job = start_demo(store, say=echo)
     if headless:
         return follow_job(store, job.id)
     open_dashboard(store, select=job.id)
@@ -127,7 +138,7 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
     from tui.demo import write_toy
 
     where = write_toy(directory, family, flavour)
-    click.echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
+    echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
 
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
@@ -150,19 +161,20 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
     fsdp-tui submit job.yaml --accelerate_config=my_config.yaml --dry-run
     fsdp-tui submit --template "my flux" --dataset=cats
     """
-    store, spec = Store(), read_job(words, template=template)
-    plan = plan_submit(store, spec)
+    spec = read_job(words, template=template)
+    with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
+        plan = plan_submit(store, spec)
     tell(plan)
     if dry_run:
         values = plan.spec.to_dict()
-        click.echo(json.dumps(values) if as_json else dump_spec(plan.spec), nl=as_json)
+        echo(json.dumps(values) if as_json else dump_spec(plan.spec), nl=as_json)
         return
     job = service.carry_out(store, plan)
     if as_json:
         facts = {"id": job.id, "run_dir": str(job.run_dir.root), "changes": plan.changes}
-        click.echo(json.dumps(facts))
+        echo(json.dumps(facts))
     else:
-        click.echo(str(job.id))
+        echo(str(job.id))
 
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
@@ -203,7 +215,7 @@ def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
     service.refresh(store)
     present = devices.gpus()
     rows = [service.as_dict(job, present) for job in store.all()]
-    click.echo(json.dumps(rows) if as_json else job_table(rows))
+    echo(json.dumps(rows) if as_json else job_table(rows))
 
 
 @cli.command()
@@ -224,7 +236,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     service.refresh(store)
     job = store.get(job_id)
     if form is not None:
-        click.echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
+        echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
         return
     facts = service.as_dict(job, devices.gpus())
     changes = store.history(job_id)
@@ -242,7 +254,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     facts["validation"] = [[step, _finite(loss)] for step, loss in report.validations]
     facts["memory"] = {"measure": report.measure, "peaks": report.peaks}
     facts["prediction"] = predicted_facts(job.run_dir, report.measure, report.peaks)
-    click.echo(json.dumps(facts) if as_json else describe(facts))
+    echo(json.dumps(facts) if as_json else describe(facts))
 
 
 @cli.command()
@@ -272,7 +284,7 @@ def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool)
 @click.option("--now", is_flag=True, help="SIGKILL at once, without a checkpoint.")
 def stop(job_id: int, now: bool) -> None:
     """Stop a job after this step and a checkpoint. Asked again: SIGTERM, then SIGKILL."""
-    click.echo(service.stop(Store(), job_id, now=now))
+    echo(service.stop(Store(), job_id, now=now))
 
 
 @cli.command()
@@ -283,9 +295,9 @@ def gpus(as_json: bool) -> None:
     service.refresh(store)
     present, claims = devices.gpus(), store.claims()
     if as_json:
-        click.echo(json.dumps([_gpu_facts(gpu, claims) for gpu in present]))
+        echo(json.dumps([_gpu_facts(gpu, claims) for gpu in present]))
     else:
-        click.echo(gpu_table(present, claims) if present else _no_gpus())
+        echo(gpu_table(present, claims) if present else _no_gpus())
 
 
 for command in (
@@ -293,6 +305,16 @@ for command in (
     keys, completion, settings, web, samples, diff, edit, templates, selftest, *COMMANDS,
 ):  # fmt: skip
     cli.add_command(command)
+
+
+@contextlib.contextmanager
+def _looked_at() -> Iterator[Store]:
+    """The jobs, for who changes nothing: where there are none yet, no database is made for it."""
+    if (state_home() / "jobs.db").exists():
+        yield Store()
+        return
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as none:
+        yield Store(Path(none))
 
 
 def _finite(value: float) -> float | None:
@@ -325,5 +347,5 @@ def _no_gpus() -> str:
 
 
 def _complain(text: str, status: int) -> NoReturn:
-    click.echo("fsdp-tui: " + " ".join(text.split()), err=True)
+    echo(f"fsdp-tui: {one_line(' '.join(text.split()))}", err=True)
     sys.exit(status)

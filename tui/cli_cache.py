@@ -12,6 +12,7 @@ from jobs.caches import clear as clear_caches
 from jobs.caches import list_caches
 from jobs.store import Store
 from tui.cli_words import JSON
+from tui.echo import echo
 from tui.format import size
 
 
@@ -26,12 +27,12 @@ def list_command(as_json: bool) -> None:
     """The caches, their sizes and where they are."""
     found = list_caches(Store())
     if as_json:
-        click.echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in found]))
+        echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in found]))
         return
     names = max(len(one.name) for one in found)
     for one in found:
         counted = f"{size(one.bytes):>10}  {one.files:>8} files"
-        click.echo(f"{one.name:<{names}}  {counted}  {one.title}  ({one.path})")
+        echo(f"{one.name:<{names}}  {counted}  {one.title}  ({one.path})")
 
 
 @cache.command()
@@ -48,6 +49,6 @@ def clear(names: tuple[str, ...], force: bool, yes: bool, as_json: bool) -> None
         click.confirm(f"clear {', '.join(names) or 'all caches'}?", abort=True)
     freed = clear_caches(Store(), names, force=force)
     if as_json:
-        click.echo(json.dumps(asdict(freed)))
+        echo(json.dumps(asdict(freed)))
     else:
-        click.echo(f"freed {size(freed.bytes)} in {freed.files} files ({', '.join(freed.names)})")
+        echo(f"freed {size(freed.bytes)} in {freed.files} files ({', '.join(freed.names)})")

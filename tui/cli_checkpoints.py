@@ -18,6 +18,7 @@ from jobs.resume_plan import plan_resume
 from jobs.store import Store
 from tui.checkpoints.words import checkpoint_table, plan_lines
 from tui.cli_words import FLAGS, ID, JSON, JobCommand
+from tui.echo import echo
 from tui.format import size
 from tui.progress_line import ProgressLine
 
@@ -62,11 +63,11 @@ def checkpoints(
             "free_bytes": free_bytes(job.run_dir),
             "deleted": [one.name for one in deleted],
         }
-        click.echo(json.dumps(facts))
+        echo(json.dumps(facts))
     else:
         for one in deleted:
-            click.echo(f"deleted {one.name} ({size(one.bytes)})", err=True)
-        click.echo(checkpoint_table(listed, free_bytes(job.run_dir)))
+            echo(f"deleted {one.name} ({size(one.bytes)})", err=True)
+        echo(checkpoint_table(listed, free_bytes(job.run_dir)))
     return int(contents and any(one.damage and one.set_aside != "damaged" for one in listed))
 
 
@@ -114,15 +115,15 @@ def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ..
     tell(plan)
     job = service.carry_out(store, plan)
     if as_json:
-        click.echo(json.dumps(_resumed(job, plan)))
+        echo(json.dumps(_resumed(job, plan)))
     else:
-        click.echo(f"job {job.id} is {job.state}: {job.reason}")
+        echo(f"job {job.id} is {job.state}: {job.reason}")
 
 
 def tell(plan: Plan) -> None:
     """What a submit or resume changes, on standard error."""
     for line in plan_lines(plan):
-        click.echo(f"fsdp-tui: {line}", err=True)
+        echo(f"fsdp-tui: {line}", err=True)
 
 
 def _resumed(job: Job, plan: Plan) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from click.shell_completion import (
     add_completion_class,
 )
 
+from tui.echo import echo
+
 _VARIABLE: Final = "_FSDP_TUI_COMPLETE"
 
 
@@ -68,4 +70,4 @@ def completion(context: click.Context, shell: str) -> None:
     It takes effect in new shells; in this one with: source <(fsdp-tui completion bash)
     """
     script = _SHELLS[shell](context.find_root().command, {}, "fsdp-tui", _VARIABLE).source()
-    click.echo(script, nl=False)
+    echo(script, nl=False)

@@ -12,6 +12,7 @@ from jobs.look import NOT_NEEDED
 from jobs.tools import look_at_data
 from tui.cli_words import FLAGS, JSON, WORDS, JobCommand, read_job
 from tui.data.tables import data_text
+from tui.echo import echo
 from tui.progress_line import ProgressLine
 
 _WIDEST = 100  # columns; longer lines are hard to read
@@ -33,7 +34,7 @@ def data(words: tuple[str, ...], every_file: bool, sheet: Path | None, as_json: 
     with ProgressLine("looking at the data") as progress:
         report = look_at_data(spec, progress, sheet=sheet).report
     if as_json:
-        click.echo(json.dumps(report))
+        echo(json.dumps(report))
         return
     columns = min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
-    click.echo(data_text(report, spec.max_train_steps, width=columns, every_file=every_file))
+    echo(data_text(report, spec.max_train_steps, width=columns, every_file=every_file))

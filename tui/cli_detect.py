@@ -13,6 +13,7 @@ import click
 from jobs.blocks import detect_blocks
 from jobs.errors import UserError
 from tui.cli_words import JSON
+from tui.echo import echo
 from tui.format import cut, size
 from tui.progress_line import ProgressLine
 
@@ -57,11 +58,11 @@ def detect(
             progress=progress,
         )
     if as_json:
-        click.echo(json.dumps(facts(found, ranks)))
+        echo(json.dumps(facts(found, ranks)))
         return
     for line in text(found, ranks, every=every).splitlines():
         # What a terminal would break is only an example of a path.
-        click.echo(cut(line, shutil.get_terminal_size().columns) if sys.stdout.isatty() else line)
+        echo(cut(line, shutil.get_terminal_size().columns) if sys.stdout.isatty() else line)
 
 
 def facts(found: Detection, ranks: int) -> dict[str, Any]:

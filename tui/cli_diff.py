@@ -10,6 +10,7 @@ from jobs.config_diff import differences
 from jobs.specfile import load_spec
 from jobs.store import Store
 from tui.cli_words import ID, JSON
+from tui.echo import echo
 from tui.job.values import in_words
 from tui.tables import table
 
@@ -28,10 +29,10 @@ def diff(job_id: int, other: int, as_json: bool) -> None:
     ours, theirs = store.get(job_id), store.get(other)
     found = differences(load_spec(ours.run_dir.job_file), load_spec(theirs.run_dir.job_file))
     if as_json:
-        click.echo(json.dumps([one.to_dict() for one in found]))
+        echo(json.dumps([one.to_dict() for one in found]))
     elif not found:
-        click.echo(f"jobs {job_id} and {other} were told the same")
+        echo(f"jobs {job_id} and {other} were told the same")
     else:
         head = ("", "KEY", f"#{ours.id} {ours.name}", f"#{theirs.id} {theirs.name}")
         rows = [(one.kind, one.key, in_words(one.before), in_words(one.after)) for one in found]
-        click.echo(table(head, rows))
+        echo(table(head, rows))

@@ -18,7 +18,10 @@ from jobs.doctor import ask
 from jobs.doctor.finding import Verdict
 from jobs.doctor.terminal import check_terminal, environment_at_start, is_utf8
 from jobs.errors import UserError
+from jobs.paths import ensure_state_home
+from jobs.repair import repair
 from tui.cli_words import JSON
+from tui.echo import echo
 from tui.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -40,13 +43,17 @@ _ASCII: Final = str.maketrans({"–": "-", "·": ".", "×": "x", "µ": "u", "→
 @click.argument("job", required=False, metavar="[JOB.yaml]", type=click.Path(path_type=Path))
 @click.option("--gpus", metavar="0,1", help="Measure on these, by index or UUID.")
 @click.option("--quick", is_flag=True, help="Leave out the all-reduce, which takes half a minute.")
+@click.option("--repair", "mend", is_flag=True,
+              help="Make a new jobs database where it is damaged; keep the old one.")  # fmt: skip
 @JSON
-def doctor(job: Path | None, gpus: str | None, quick: bool, as_json: bool) -> int:
+def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json: bool) -> int:
     """Look at this machine as a job will meet it, and say what to do where it falls short.
 
     With JOB.yaml, also at what that job needs. Exit status: 0 when nothing fails, 1 when something
     does, 2 for bad usage. Tokens and passwords are never printed.
     """
+    if mend:
+        return _repair(as_json=as_json)
     if job is not None and not job.is_file():
         raise UserError(f"no such job file: {job}")
     names = read_names(gpus)
@@ -56,14 +63,28 @@ def doctor(job: Path | None, gpus: str | None, quick: bool, as_json: bool) -> in
     with closing(_look(job, names, quick=quick, bar=look.utf8)) as coming:
         for finding in coming:
             if not as_json:
-                click.echo("\n".join(lines(finding, look, first=_is_first(finding, found))))
+                first = _is_first(finding, found)
+                echo("\n".join(lines(finding, look, first=first)), coloured=True)
             found.append(finding)
     counts = Counter(str(finding.verdict) for finding in found)
     if as_json:
-        click.echo(json.dumps(facts(found)))
+        echo(json.dumps(facts(found)))
     else:
-        click.echo(f"\n{counts['fail']} failed, {counts['warn']} to look at, {counts['ok']} well")
+        echo(f"\n{counts['fail']} failed, {counts['warn']} to look at, {counts['ok']} well")
     return 1 if counts["fail"] else 0
+
+
+def _repair(*, as_json: bool) -> int:
+    done = repair(ensure_state_home())
+    if as_json:
+        facts = {"kept": done.kept and str(done.kept), "read": done.read, "restored": done.restored}
+        echo(json.dumps(facts))
+    elif done.kept is None:
+        echo("the jobs database is sound; nothing was changed")
+    else:
+        echo(f"made a new jobs database; the old one is {done.kept}")
+        echo(f"jobs: {len(done.read)} read from it, {len(done.restored)} from run directories")
+    return 0
 
 
 def read_names(text: str | None) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from jobs.states import State
 from jobs.store import Store
 from tui.cli_checkpoints import tell
 from tui.cli_words import FLAGS, ID, JSON, JobCommand, warn
+from tui.echo import echo
 
 if TYPE_CHECKING:
     from jobs.spec import JobSpec
@@ -63,7 +64,7 @@ def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> N
     path = _draft(job, before)
     spec_or_none = _from_editor(path)
     if spec_or_none is None:
-        click.echo(f"job {job_id} stays as it is", err=as_json)
+        echo(f"job {job_id} stays as it is", err=as_json)
     else:
         try:
             _carry_out(store, job_id, spec_or_none, before, dry_run, as_json)
@@ -80,11 +81,11 @@ def _carry_out(
         plan = plan_change(store, job_id, spec)
         tell(plan)
         facts = plan.spec.to_dict()
-        click.echo(json.dumps(facts) if as_json else dump_spec(plan.spec), nl=as_json)
+        echo(json.dumps(facts) if as_json else dump_spec(plan.spec), nl=as_json)
         return
     job, plan = jobs_edit.change(store, job_id, spec, before)
     tell(plan)
-    click.echo(json.dumps(_facts(job, plan.changes)) if as_json else f"job {job.id} is changed")
+    echo(json.dumps(_facts(job, plan.changes)) if as_json else f"job {job.id} is changed")
 
 
 def _checked(spec: JobSpec) -> JobSpec:
@@ -124,7 +125,7 @@ def _from_editor(path: Path) -> JobSpec | None:
         try:
             return _checked(load_spec(path, told=warn))
         except UserError as error:
-            click.echo(f"fsdp-tui: {error}", err=True)
+            echo(f"fsdp-tui: {error}", err=True)
             if not click.confirm("edit it again?", default=True, err=True):
                 raise UserError(f"nothing has changed; what you wrote is in {path}") from error
 

@@ -23,6 +23,7 @@ from jobs.store import Store
 from jobs.strategy import world_size
 from tui import estimate_text as words_of
 from tui.cli_words import FLAGS, JSON, WORDS, JobCommand, read_job
+from tui.echo import echo
 from tui.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ def estimate_job(
     measured = dry_run.measure(Store(), asked.spec, _tell) if measure else None
     status = _status(asked, measured)
     if as_json:
-        click.echo(json.dumps(_as_json(asked, facts, measured) | {"status": status}))
+        echo(json.dumps(_as_json(asked, facts, measured) | {"status": status}))
     else:
-        click.echo(_as_text(asked, facts, measured))
+        echo(_as_text(asked, facts, measured))
     return status
 
 
@@ -265,4 +266,4 @@ def _beside(asked: Estimate, measured: Measured) -> list[Any]:
 
 
 def _tell(text: str) -> None:
-    click.echo(f"fsdp-tui: {text}", err=True)
+    echo(f"fsdp-tui: {text}", err=True)

@@ -13,6 +13,7 @@ from jobs.exports import export_checkpoint
 from jobs.keys.export import ExportDtype, ExportFormat
 from jobs.store import Store
 from tui.cli_words import JSON
+from tui.echo import echo
 from tui.progress_line import ProgressLine
 
 
@@ -59,5 +60,5 @@ def export(
             ema=not no_ema, progress=lambda done, total: line(done, total, f"{done} %"),
         )  # fmt: skip
     for warning in made.warnings:
-        click.echo(f"fsdp-tui: warning: {warning}", err=True)
-    click.echo(json.dumps(asdict(made) | {"path": str(made.path)}) if as_json else str(made.path))
+        echo(f"fsdp-tui: warning: {warning}", err=True)
+    echo(json.dumps(asdict(made) | {"path": str(made.path)}) if as_json else str(made.path))

@@ -12,6 +12,7 @@ from jobs.fields import read_family
 from jobs.memory.cards import IN_TABLES, read_smallest
 from jobs.published_sizes import PARAMETERS
 from tui.cli_words import JSON
+from tui.echo import echo
 
 if TYPE_CHECKING:
     from jobs.families import Family
@@ -27,11 +28,11 @@ def families(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
     """The model families that can be trained, and their published flavours."""
     chosen = [get_family(read_family(name)) for name in names] or list(FAMILIES.values())
     if as_json:
-        click.echo(json.dumps([facts(family) for family in chosen]))
+        echo(json.dumps([facts(family) for family in chosen]))
     elif markdown:
-        click.echo(table(chosen))
+        echo(table(chosen))
     else:
-        click.echo("\n\n".join(_paragraph(family) for family in chosen))
+        echo("\n\n".join(_paragraph(family) for family in chosen))
 
 
 def facts(family: Family) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jobs.errors import UserError
 from jobs.imports.report import Kind
 from jobs.rundir import write_atomic
 from tui.cli_words import FLAGS, JSON
+from tui.echo import echo
 
 if TYPE_CHECKING:
     from jobs.imports.imported import Imported
@@ -99,11 +100,11 @@ def _tell(
             "written": None if output is None else str(output),
             "report": imported.report.to_dict(),
         }
-        click.echo(json.dumps(facts))
+        echo(json.dumps(facts))
         return
     if output is None:
-        click.echo(text, nl=False)
-    click.echo(_report(imported, output), err=output is None)
+        echo(text, nl=False)
+    echo(_report(imported, output), err=output is None)
 
 
 def _write(output: Path, text: str, force: bool, source: Path | None) -> None:

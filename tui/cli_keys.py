@@ -14,6 +14,7 @@ from jobs.errors import UserError
 from jobs.spec import JobSpec, field_group, field_words, is_switch, takes_many, takes_none
 from jobs.spellings import did_you_mean, normal_key
 from tui.cli_words import JSON
+from tui.echo import echo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,12 +39,12 @@ def keys(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
     """
     chosen = _choose(names)
     if as_json:
-        click.echo(json.dumps([facts(name) for name in chosen]))
+        echo(json.dumps([facts(name) for name in chosen]))
     elif markdown:
-        click.echo(tables(chosen))
+        echo(tables(chosen))
     else:
         columns = max(_LEAST, min(100, shutil.get_terminal_size((80, 24)).columns))
-        click.echo(_text(chosen, columns))
+        echo(_text(chosen, columns))
 
 
 def facts(name: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jobs import service
 from jobs.dispatch import dispatch
 from jobs.store import Store
 from tui.cli_words import ID
+from tui.echo import echo
 
 
 @click.command()
@@ -20,7 +21,7 @@ def hold(job_id: int) -> None:
     store = Store()
     store.hold(job_id, True)
     dispatch(store)
-    click.echo(f"job {job_id} is held; `fsdp-tui release {job_id}` lets it start")
+    echo(f"job {job_id} is held; `fsdp-tui release {job_id}` lets it start")
 
 
 @click.command()
@@ -30,7 +31,7 @@ def release(job_id: int) -> None:
     store = Store()
     store.hold(job_id, False)
     dispatch(store)
-    click.echo(f"job {job_id} is {store.get(job_id).state}")
+    echo(f"job {job_id} is {store.get(job_id).state}")
 
 
 @click.command()
@@ -48,7 +49,7 @@ def move(job_id: int, place: str | None, priority: int | None) -> None:
     if place is not None:
         store.move(job_id, first=place == "first")
     dispatch(store)
-    click.echo(f"job {job_id} is moved")
+    echo(f"job {job_id} is moved")
 
 
 @click.command()
@@ -58,7 +59,7 @@ def pause(off: bool) -> None:
     store = Store()
     store.pause(not off)
     dispatch(store)
-    click.echo("the queue goes on" if off else "the queue is paused; `pause --off` goes on")
+    echo("the queue goes on" if off else "the queue is paused; `pause --off` goes on")
 
 
 @click.command(name="save-now")
@@ -66,7 +67,7 @@ def pause(off: bool) -> None:
 def save_now(job_id: int) -> None:
     """Ask a running job for a checkpoint after this step."""
     service.request(Store(), job_id, "save_now")
-    click.echo(f"job {job_id} saves after this step")
+    echo(f"job {job_id} saves after this step")
 
 
 @click.command(name="sample-now")
@@ -74,7 +75,7 @@ def save_now(job_id: int) -> None:
 def sample_now(job_id: int) -> None:
     """Ask a running job for samples after this step."""
     service.request(Store(), job_id, "sample_now")
-    click.echo(f"job {job_id} samples after this step")
+    echo(f"job {job_id} samples after this step")
 
 
 @click.command()
@@ -88,7 +89,7 @@ def remove(job_id: int, keep_files: bool, yes: bool) -> None:
     if not (yes or keep_files) and sys.stdin.isatty():
         click.confirm(f"delete {root} with its checkpoints and exports?", abort=True)
     service.remove(store, job_id, files=not keep_files)
-    click.echo(f"job {job_id} removed")
+    echo(f"job {job_id} removed")
 
 
 @click.command()
@@ -104,7 +105,7 @@ def prune(keep_last: int, yes: bool) -> None:
         more = f" and {len(ended) - 8} more" if len(ended) > 8 else ""
         click.confirm(f"delete {names}{more} with checkpoints and exports?", abort=True)
     removed = service.prune(store, keep_last)
-    click.echo(f"{len(removed)} jobs removed")
+    echo(f"{len(removed)} jobs removed")
 
 
 COMMANDS: tuple[Any, ...] = (

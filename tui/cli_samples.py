@@ -9,6 +9,7 @@ import click
 from jobs.samples import list_samples
 from jobs.store import Store
 from tui.cli_words import ID, JSON
+from tui.echo import echo
 from tui.format import MISSING, cut, size
 from tui.tables import table
 
@@ -32,9 +33,9 @@ def samples(job_id: int, step: int | None, newest: bool, as_json: bool) -> None:
         step = found[-1].step
     found = tuple(one for one in found if step is None or one.step == step)
     if as_json:
-        click.echo(json.dumps([one.to_dict() for one in found]))
+        echo(json.dumps([one.to_dict() for one in found]))
     elif not found:
-        click.echo("no samples" if step is None else f"no samples of step {step}")
+        echo("no samples" if step is None else f"no samples of step {step}")
     else:
         rows = [
             (
@@ -47,4 +48,4 @@ def samples(job_id: int, step: int | None, newest: bool, as_json: bool) -> None:
             )
             for one in found
         ]
-        click.echo(table(("STEP", "NO", "PROMPT", "PIXELS", "SIZE", "PATH"), rows))
+        echo(table(("STEP", "NO", "PROMPT", "PIXELS", "SIZE", "PATH"), rows))

@@ -19,6 +19,7 @@ from jobs.paths import state_home
 from jobs.store import Store
 from tui.cli_doctor import facts, lines, read_names, style
 from tui.cli_words import JSON
+from tui.echo import echo
 from tui.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -58,14 +59,14 @@ def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
             if not as_json:
                 progress.clear()
                 first = not found or found[-1].group != finding.group
-                click.echo("\n".join(lines(finding, look, first=first)))
+                echo("\n".join(lines(finding, look, first=first)), coloured=True)
             found.append(finding)
     counts = Counter(finding.verdict for finding in found)
     if as_json:
-        click.echo(json.dumps(facts(found)))
+        echo(json.dumps(facts(found)))
     else:
         seconds = time.monotonic() - started
-        click.echo(
+        echo(
             f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARN]} to look at, "
             f"{counts[Verdict.OK]} well, in {seconds:.0f} s; "
             f"written to {state_home() / jobs_selftest.REPORT}"

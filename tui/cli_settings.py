@@ -13,6 +13,7 @@ from jobs.errors import UserError
 from jobs.paths import ensure_private_dir
 from jobs.rundir import write_atomic
 from tui.cli_words import JSON, warn
+from tui.echo import echo
 from tui.settings import Settings, as_file, read_settings, settings_file, text_of
 
 _UNSET: Final = {"theme": "the one chosen last", "ascii": "auto", "keymap": "none"}
@@ -31,7 +32,7 @@ def settings(only_path: bool, init: bool, keys: bool, as_json: bool) -> None:
     fsdp-tui settings --init && $EDITOR "$(fsdp-tui settings --path)"
     """
     if only_path:
-        click.echo(str(settings_file()))
+        echo(str(settings_file()))
     elif init:
         _init()
     elif keys:
@@ -54,18 +55,18 @@ def _show(as_json: bool) -> None:
             "values": read.settings.model_dump(),
             "help": {name: field.description for name, field in Settings.model_fields.items()},
         }
-        click.echo(json.dumps(told))
+        echo(json.dumps(told))
         return
     there = "" if settings_file().exists() else "  (none yet; --init writes it)"
-    click.echo(f"{settings_file()}{there}")
+    echo(f"{settings_file()}{there}")
     width = max(40, min(_WIDEST, shutil.get_terminal_size((80, 24)).columns))
     for name, field in Settings.model_fields.items():
         value = text_of(getattr(read.settings, name)) or _UNSET[name]
         mark = " *" if name in read.settings.model_fields_set else ""
-        click.echo(f"\n{name}: {_UNSET[name] if value == '{}' else value}{mark}")
-        click.echo(textwrap.fill(field.description or "", width - 4, initial_indent="    ",
+        echo(f"\n{name}: {_UNSET[name] if value == '{}' else value}{mark}")
+        echo(textwrap.fill(field.description or "", width - 4, initial_indent="    ",
                                  subsequent_indent="    "))  # fmt: skip
-    click.echo(f"\n* is set in the file.  Themes: {', '.join(theme.name for theme in THEMES)}")
+    echo(f"\n* is set in the file.  Themes: {', '.join(theme.name for theme in THEMES)}")
     for problem in problems:
         warn(problem)
 
@@ -76,11 +77,11 @@ def _list_keys(as_json: bool) -> None:
     found = sorted(known_bindings().values(), key=lambda one: one.id)
     if as_json:
         told = [{"id": one.id, "keys": list(one.keys), "does": one.does} for one in found]
-        click.echo(json.dumps(told))
+        echo(json.dumps(told))
         return
     longest = max(len(one.id) for one in found)
     for one in found:
-        click.echo(f"{one.id.ljust(longest)}  {','.join(one.keys):<24}  {one.does}".rstrip())
+        echo(f"{one.id.ljust(longest)}  {','.join(one.keys):<24}  {one.does}".rstrip())
 
 
 def _init() -> None:
@@ -92,4 +93,4 @@ def _init() -> None:
         write_atomic(path, as_file())
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror})") from error
-    click.echo(str(path))
+    echo(str(path))

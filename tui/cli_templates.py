@@ -10,6 +10,7 @@ import click
 
 from jobs.templates import list_templates, templates_home
 from tui.cli_words import JSON, warn
+from tui.echo import echo
 from tui.format import cut
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ def templates(as_json: bool) -> None:
     for problem in problems:
         warn(problem)
     if as_json:
-        click.echo(json.dumps([_facts(one) for one in found]))
+        echo(json.dumps([_facts(one) for one in found]))
         return
     longest = max(len(one.name) for one in found)
     room = max(20, shutil.get_terminal_size((100, 24)).columns - longest - 2)
     for one in found:
-        click.echo(f"{one.name.ljust(longest)}  {cut(one.about, room)}".rstrip())
-    click.echo(f"\nYours are in {templates_home()}")
+        echo(f"{one.name.ljust(longest)}  {cut(one.about, room)}".rstrip())
+    echo(f"\nYours are in {templates_home()}")
 
 
 def _facts(one: Template) -> dict[str, object]:

@@ -17,6 +17,7 @@ from jobs.spec import JobSpec, field_group, field_words, is_switch
 from jobs.specfile import load_spec
 from jobs.store import Store
 from jobs.templates import find_template, list_templates
+from tui.echo import echo
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -149,4 +150,4 @@ def _from_template(
 
 def warn(text: str) -> None:
     """Tell what runs, but not as the person may think."""
-    click.echo(f"fsdp-tui: warning: {text}", err=True)
+    echo(f"fsdp-tui: warning: {text}", err=True)

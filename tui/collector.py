@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 from collections import OrderedDict
 from threading import Event
@@ -12,6 +13,7 @@ from jobs import devices, service
 from jobs.errors import UserError
 from jobs.eventlog import EventLog
 from jobs.report import RunReport
+from jobs.schema import trouble
 from jobs.states import State
 from tui.format import ranges
 from tui.history import History
@@ -211,6 +213,8 @@ class Collector:
 
 
 def _words(error: Exception) -> str:
+    if isinstance(error, sqlite3.Error):
+        return trouble(error)
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 

@@ -13,6 +13,7 @@ from jobs.errors import StateError
 from jobs.eventlog import EventLog
 from jobs.rundir import PHASES
 from jobs.states import State
+from tui.echo import Stream, echo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +45,7 @@ def follow_job(store: Store, job_id: int) -> int:
 def follow_log(store: Store, job_id: int, path: Path, *, forever: bool) -> None:
     """Print a log; with `forever`, go on until the job has ended."""
     if not forever:
-        sys.stdout.write(path.read_text(encoding="utf-8", errors="replace"))
+        _Tail(path).copy_new()
         return
     _follow(store, store.get(job_id), path, states=False)
 
@@ -74,13 +75,14 @@ def _follow(store: Store, job: Job, path: Path, *, states: bool) -> Job:
 
 
 class _Tail:
-    """Copies what a file gains to standard output."""
+    """Copies what a file gains to standard output, with its colours, without what else it has."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         # A character of several bytes may be read in two parts.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._text = Stream()
 
     def copy_new(self) -> None:
         try:
@@ -88,7 +90,7 @@ class _Tail:
                 file.seek(self._offset)
                 while data := file.read(1 << 20):
                     self._offset += len(data)
-                    sys.stdout.write(self._decoder.decode(data))
+                    sys.stdout.write(self._text.take(self._decoder.decode(data)))
         except FileNotFoundError:
             return
         sys.stdout.flush()
@@ -102,4 +104,4 @@ def _stop(store: Store, job_id: int) -> None:
 
 
 def _note(text: str) -> None:
-    print(f"fsdp-tui: {text}", file=sys.stderr, flush=True)
+    echo(f"fsdp-tui: {text}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from jobs.foreign import one_line
 from tui.format import bar, plain
 
 _BAR = 24
@@ -42,5 +43,5 @@ class ProgressLine:
 
     @staticmethod
     def _put(text: str) -> None:
-        sys.stderr.write(f"\r{text}\x1b[K")
+        sys.stderr.write(f"\r{one_line(text)}\x1b[K")
         sys.stderr.flush()

@@ -10,11 +10,10 @@ import sqlite3
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-import click
-
 from jobs import devices, service
 from jobs.errors import UserError
 from jobs.states import ENDED
+from tui.echo import echo
 from tui.format import number, pace
 
 if TYPE_CHECKING:
@@ -43,19 +42,17 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
         except (UserError, OSError, sqlite3.Error) as error:  # passes, as a locked database does
             problem = str(error) or type(error).__name__
             if problem != before:
-                click.echo(
-                    f"fsdp-tui: warning: cannot look: {problem}; it is tried again", err=True
-                )
+                echo(f"fsdp-tui: warning: cannot look: {problem}; it is tried again", err=True)
             time.sleep(every)
             continue
         if before:
-            click.echo("fsdp-tui: looks again", err=True)
+            echo("fsdp-tui: looks again", err=True)
         if as_json:
             lines = list(changed_objects(rows, seen))
         else:
             lines = list(changed_sentences(rows, seen, first=first))
         for line in lines:
-            click.echo(line if as_json else f"{time.strftime('%H:%M')}  {line}")
+            echo(line if as_json else f"{time.strftime('%H:%M')}  {line}")
         first = False
         time.sleep(every)
 

@@ -9,11 +9,11 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import click
 from aiohttp import web
 from textual_serve.server import Server
 
 from jobs.errors import UserError
+from tui.echo import echo
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -36,7 +36,7 @@ def serve(host: str, port: int, *, read_only: bool) -> None:
     shown = f"[{host}]" if ":" in host else host
 
     def tell(_: str) -> None:
-        click.echo(f"http://{shown}:{port}  (Ctrl-C ends it; jobs go on)")
+        echo(f"http://{shown}:{port}  (Ctrl-C ends it; jobs go on)")
 
     try:
         web.run_app(

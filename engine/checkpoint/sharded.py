@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
+from engine.dcp_reader import INDEX, Planner, Reader
 from engine.optim import explain_load_failure
+from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,15 +66,21 @@ def read_tensors(tensors: dict[str, Any], directory: Path, world_size: int) -> N
     """Fill tensors from a directory, however many ranks wrote it; a collective.
 
     Raises:
-        UserError: The optimizer's state cannot be cut for this number of ranks.
+        UserError: The optimizer's state cannot be cut for this number of ranks, or the files are
+            damaged, or would run code.
     """
+    reader = Reader(directory)
+    reader.read_metadata()  # here, since torch only logs why it cannot be read
     try:
-        state_dict_loader.load(tensors, checkpoint_id=directory, no_dist=world_size == 1)
+        state_dict_loader.load(
+            tensors, storage_reader=reader, planner=Planner(), no_dist=world_size == 1
+        )
     except CheckpointException as error:
-        raise explain_load_failure(error) or error from None
+        ours = (one for one, _ in error.failures.values() if isinstance(one, UserError))
+        raise next(ours, None) or explain_load_failure(error) or error from None
 
 
 def own_files(directory: Path, rank: int) -> list[Path]:
     """The files that a rank has written; rank 0's has the index too."""
     found = sorted(directory.glob(f"__{rank}_*"))
-    return [*found, directory / ".metadata"] if rank == 0 else found
+    return [*found, directory / INDEX] if rank == 0 else found

@@ -20,6 +20,7 @@ from engine.data.views import enlargement
 from jobs.datasets import datasets_of, find_layout
 from jobs.errors import UserError
 from jobs.families import Family, get_family, latent_step_of
+from jobs.files import LARGEST_PICTURE, read_regular
 from jobs.paths import cache_home
 from jobs.rundir import read_json, write_atomic
 
@@ -180,7 +181,7 @@ def read_content(sample: Sample, spec: JobSpec) -> bytes:
             return table_of(datasets_of(spec)[sample.dataset]).content(sample.row)
         except RowError as error:  # it had a picture when it was looked at
             raise FileNotFoundError(str(error)) from None
-    return Path(sample.path).read_bytes()
+    return read_regular(Path(sample.path), LARGEST_PICTURE)
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
                 _Facts(video.width, video.height, video.digest, (), video.frames, video.fps)
             )
         if entry.row is None:
-            content = entry.path.read_bytes()
+            content = read_regular(entry.path, LARGEST_PICTURE)
         else:
             content = table_of(dataset).content(entry.row)
         seen = look(content)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
+from jobs.files import read_regular
 from jobs.pictures import CAPTION_SUFFIXES, VIDEO_SUFFIXES, list_files
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _captions_of(
     content = None
     for suffix in CAPTION_SUFFIXES:
         try:
-            content = path.with_suffix(suffix).read_bytes()
+            content = read_regular(path.with_suffix(suffix))
             break
         except FileNotFoundError:
             continue

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from engine.dcp_reader import Planner, Reader
 from engine.gather import gather
 from engine.weight_files import read_header
 from engine.weight_reader import Reading, read_all
@@ -17,8 +17,6 @@ from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch.distributed.checkpoint.metadata import Metadata
 
     from engine.weight_files import StoredTensor
     from jobs.checkpoints import Checkpoint
@@ -71,7 +69,7 @@ class ShardedCheckpoint:
     """
 
     def __init__(self, checkpoint: Checkpoint, *, ema: bool) -> None:
-        self._reader = _OneIndex(checkpoint.path)
+        self._reader = Reader(checkpoint.path)
         stored = {
             name: fact
             for name, fact in self._reader.read_metadata().state_dict_metadata.items()
@@ -90,7 +88,9 @@ class ShardedCheckpoint:
         tensor = torch.empty(shape, dtype=dtype)
         try:
             # Of the files only what is needed is read: one rank's part of this tensor at a time.
-            state_dict_loader.load({key: tensor}, storage_reader=self._reader, no_dist=True)
+            state_dict_loader.load(
+                {key: tensor}, storage_reader=self._reader, planner=Planner(), no_dist=True
+            )
         except CheckpointException as error:
             raise next(failure for failure, _ in error.failures.values()) from None
         return tensor
@@ -146,14 +146,3 @@ def _chosen(stored: Mapping[str, Any], *, ema: bool) -> dict[str, str]:
         name: f"ema.{name}" if ema and f"ema.{name}" in stored else f"model.{name}"
         for name in names
     }
-
-
-class _OneIndex(FileSystemReader):
-    """Reads the index once: every load reads it anew, and one of many ranks' files is large."""
-
-    _index: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index is None:
-            self._index = super().read_metadata(*args, **kwargs)
-        return self._index

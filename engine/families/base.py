@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import diffusers
 
 from engine.families.latent_statistics import denormalise, normalise
+from jobs.errors import UserError
 from jobs.families import get_family
 from jobs.rundir import read_json
 
@@ -165,8 +166,10 @@ class Family(ABC):
 
     def load_vae(self, root: Path, dtype: torch.dtype) -> Any:
         """The autoencoder."""
-        library, name = _parts(root)["vae"]
-        vae_class = getattr(import_module(library), name)
+        _, name = _parts(root)["vae"]  # the library is not imported for being named there
+        vae_class = getattr(import_module("diffusers"), name, None)
+        if vae_class is None:
+            raise UserError(f"{root}/model_index.json: diffusers has no {name}", "fetch it again")
         return vae_class.from_pretrained(root, subfolder="vae", dtype=dtype)
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.families.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from PIL import Image
 
     from jobs.prompts import SampleRequest
@@ -55,14 +59,16 @@ class QwenImage(PackedFamily):
         guidance: float,
     ) -> torch.Tensor:
         batch, _, height, width = noisy.shape
-        velocity = transformer(
-            hidden_states=pack(noisy),
-            timestep=level,
-            encoder_hidden_states=condition["prompt_embeds"],
-            encoder_hidden_states_mask=condition.get("prompt_embeds_mask"),
-            img_shapes=[[(1, height // 2, width // 2)]] * batch,
-            return_dict=False,
-        )[0]
+        mask = condition.get("prompt_embeds_mask")
+        with nullcontext() if mask is None else filled_numbers(transformer):
+            velocity = transformer(
+                hidden_states=pack(noisy),
+                timestep=level,
+                encoder_hidden_states=condition["prompt_embeds"],
+                encoder_hidden_states_mask=mask,
+                img_shapes=[[(1, height // 2, width // 2)]] * batch,
+                return_dict=False,
+            )[0]
         return unpack(velocity, height, width)
 
     def sample_arguments(
@@ -87,6 +93,32 @@ class QwenImage(PackedFamily):
             pixels, output_type="pil"
         )
         return pictures
+
+
+class _Filled(TorchFunctionMode):
+    """Has a number that becomes a tensor be filled in by a kernel; to copy it waits for the GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.as_tensor and isinstance(args[0], int) and kwargs.keys() == {"device"}:
+            return torch.full((), args[0], **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def filled_numbers(transformer: Any) -> Iterator[None]:
+    """Let a forward with masked texts not wait for the GPU.
+
+    Diffusers (0.42) moves the length of the texts there, to count tokens that it then does not
+    use. It does so before it embeds positions: only until then is every function looked at.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_Filled())
+        hook = transformer.pos_embed.register_forward_pre_hook(lambda *_: stack.close())
+        stack.callback(hook.remove)
+        yield
 
 
 FAMILY = QwenImage

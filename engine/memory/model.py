@@ -21,6 +21,7 @@ from engine.run import kept_whole
 from engine.weights import parameters_on_meta, trained_in_fp32
 from jobs.errors import UserError
 from jobs.models import find_model
+from jobs.strategy import POLICIES_VARIABLE, may_import, own_policy
 
 if TYPE_CHECKING:
     from engine.families import Family
@@ -177,6 +178,12 @@ def _units(
     model: torch.nn.Module, shape: Shape, fp32: set[str]
 ) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
     spec = shape.spec
+    if (policy := own_policy(spec)) and not may_import(policy):
+        raise UserError(
+            f"fsdp_auto_wrap_policy: {policy} is imported by ranks alone, so that the memory "
+            "cannot be predicted",
+            f"if you trust it, set {POLICIES_VARIABLE}={policy.rpartition('.')[0]}",
+        )
     whole = set(kept_whole(model, spec))
     plugin = build_plugin(spec, torch.device("cpu"))
     chosen = modules_to_wrap(model, spec, plugin, whole)

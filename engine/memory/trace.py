@@ -212,7 +212,7 @@ class _Phases:
         self._recorder = recorder
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, measured: bool) -> Iterator[None]:
         self._recorder.mark("begin", name)
         yield
         self._recorder.mark("end", name)

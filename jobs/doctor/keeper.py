@@ -42,7 +42,7 @@ def check_database(_: Patient) -> Iterator[Finding]:
         yield fail(
             "database",
             f"{path} cannot be read: {said}",
-            "move it away with its -wal and -shm; run directories stay as they are",
+            "`fsdp-tui doctor --repair` makes a new one from the run directories, keeps the old",
         )
         return
     store = Store(path.parent)  # a newer version's is a UserError

@@ -17,6 +17,7 @@ from jobs.models import find_model
 from jobs.paths import exists, expand
 from jobs.spec import JobSpec
 from jobs.specfile import dump_spec
+from jobs.yamlfile import dump_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,10 +56,7 @@ class Imported:
     def to_yaml(self) -> str:
         """The job file, with a line that says where it comes from."""
         values, source = self.to_dict(), " ".join(self.source.split())
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        if yaml.safe_load(text) != values:  # as `dump_spec` does
-            text = yaml.safe_dump(values, sort_keys=False)
-        return f"# From {source} ({self.tool}).\n{text}"
+        return f"# From {source} ({self.tool}).\n{dump_mapping(values)}"
 
 
 def import_simpletuner(path: Path) -> Imported:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from jobs.errors import UserError
+from jobs.files import read_regular
 from jobs.paths import exists, expand
+from jobs.yamlfile import parse_yaml
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_LARGEST: Final = 8 << 20  # bytes; configurations have a few thousand
 _PARENTS: Final = 3
 
 
@@ -27,14 +28,14 @@ def read_text(path: Path) -> str:
     try:
         if path.is_dir():
             raise UserError(f"{path} is a directory, not a configuration file")
-        if path.stat().st_size > _LARGEST:
-            raise UserError(f"{path} is too large to be a configuration file")
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_regular(path).decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a text file") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror or error})") from None
+    except ValueError as error:
         raise UserError(f"cannot read {path} ({error})") from None
     if "\0" in text:
         raise UserError(f"{path} is not a text file")
@@ -56,7 +57,7 @@ def parse(path: Path, *, otherwise: str = ".json") -> Any:
     suffix = suffix if suffix in (".json", ".yaml", ".yml", ".toml") else otherwise
     try:
         if suffix in (".yaml", ".yml"):
-            return yaml.safe_load(text)
+            return parse_yaml(text)[1]
         if suffix == ".toml":
             return tomllib.loads(text)
         return json.loads(text)

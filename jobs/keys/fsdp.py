@@ -59,7 +59,8 @@ class FsdpKeys(BaseModel):
     fsdp_auto_wrap_policy: Annotated[str, BeforeValidator(read_wrap_policy)] = field(
         "TRANSFORMER_BASED_WRAP", "fsdp",
         "Which modules become their own FSDP unit: of some classes, or large ones, or none; or as "
-        "an installed callable pkg.mod.name decides, of (module, recurse, nonwrapped_numel).",
+        "an installed callable pkg.mod.name decides, of (module, recurse, nonwrapped_numel); ranks "
+        "alone import it, or submit too where FSDP_TUI_WRAP_POLICIES names its module.",
         words=get_args(WrapPolicy),
     )  # fmt: skip
     fsdp_min_num_params: int = field(

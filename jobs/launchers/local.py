@@ -22,11 +22,12 @@ from jobs.processes import RUN_ID_VARIABLE
 from jobs.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from jobs.rundir import RunDir
     from jobs.spec import JobSpec
 
+_LOOPBACK: Final = "127.0.0.1"
 _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "fsdp-tui")
 # Its options, by their present name and the former one; torch takes both until 3.0.
 ALLOCATOR_VARIABLES: Final = frozenset({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"})
@@ -102,6 +103,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
         **flight.environment(run_dir),
+        **loopback_variables(os.environ),
         # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
     }
@@ -111,6 +113,26 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus), strategy)
+
+
+def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Keep what ranks of one machine tell each other on it, whatever its name resolves to.
+
+    Args:
+        environment: The person's, whose own choice of an interface stays.
+    """
+    name = next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(one.address == _LOOPBACK for one in addresses)
+        ),
+        None,
+    )
+    if name is None:
+        return {}
+    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {key: value for key, value in wanted.items() if key not in environment}
 
 
 def room_of(spec: JobSpec, gpus: Sequence[str]) -> Room | None:

@@ -62,9 +62,10 @@ def predicted_ddp(spec: JobSpec, gpus: Sequence[Gpu]) -> Whole | None:
         found = recall(spec, "ddp", world_size(spec), on_gpus=True)
         if found is None or not gpus:
             return None
-        factor = read_calibration().factor
+        here = read_calibration()
+        needed, factor = here.corrected(found), here.factor
         fit = worst(
-            fit_of(found, room_of(gpu, (), {}, shares=True), on_gpus=True, factor=factor)
+            fit_of(needed, room_of(gpu, (), {}, shares=True), on_gpus=True, factor=factor)
             for gpu in gpus
         )
         return Whole(fit.high, fit.room.free, fit.verdict is Verdict.FITS)

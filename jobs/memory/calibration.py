@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.memory.kept import compare, read
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from jobs.memory.predicted import Predicted
     from jobs.rundir import RunDir
 
 SCHEMA: Final = 1
@@ -35,11 +36,14 @@ class Calibration:
         runs: How many.
         peak: Ratio of the largest phase of each run, the oldest first.
         phases: Phase → ratios.
+        beside: What the newest self-test found on a GPU besides what torch reserves (the driver,
+            cuBLAS, NCCL), less what was assumed; bytes. By whether there were several ranks.
     """
 
     runs: int = 0
     peak: tuple[float, ...] = ()
     phases: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    beside: Mapping[bool, int] = field(default_factory=dict)
 
     @property
     def usual(self) -> float:
@@ -53,6 +57,20 @@ class Calibration:
             return 1.0
         ordered = sorted(self.peak)
         return max(1.0, ordered[min(len(ordered) - 1, int(len(ordered) * _HIGH_SHARE))])
+
+    def corrected(self, predicted: Predicted) -> Predicted:
+        """A prediction for GPUs with overheads as measured, where they were."""
+        more = self.beside.get(predicted.ranks > 1)
+        if more is None or not predicted.overheads:
+            return predicted
+        assumed = sum(predicted.overheads.values())
+        more = max(more, -assumed)
+        low, high = predicted.device
+        return replace(
+            predicted,
+            overheads={"driver_and_libraries": assumed + more},
+            device=(low + more, high + more),
+        )
 
     def in_words(self) -> str:
         """A sentence for people; "" while nothing is known."""
@@ -96,11 +114,24 @@ def record(run_dir: RunDir) -> bool:
     return True
 
 
+def record_beside(ranks: int, measured: int, predicted: Predicted) -> None:
+    """Note what a self-test found on a GPU besides what torch reserves, in bytes."""
+    more = measured - sum(predicted.overheads.values())
+    said = {"schema": SCHEMA, "t": round(time.time()), "ranks": ranks, "beside": more}
+    _append(json.dumps(said) + "\n")
+
+
 def read_calibration(path: Path | None = None) -> Calibration:
     """What the newest runs came to; nothing where there are none, or the file is damaged."""
     peak: list[float] = []
     phases: dict[str, list[float]] = {}
-    entries = [entry for entry in _entries(path or file()) if _believed(entry.get("peak"))]
+    everything = _entries(path or file())
+    beside = {
+        entry["ranks"] > 1: entry["beside"]
+        for entry in everything
+        if isinstance(entry.get("beside"), int) and isinstance(entry.get("ranks"), int)
+    }
+    entries = [entry for entry in everything if _believed(entry.get("peak"))]
     for entry in entries[-_NEWEST:]:
         peak.append(float(entry["peak"]))
         phases_of = entry.get("phases")
@@ -108,7 +139,7 @@ def read_calibration(path: Path | None = None) -> Calibration:
             if _believed(ratio):
                 phases.setdefault(str(name), []).append(float(ratio))
     told = {name: tuple(ratios) for name, ratios in phases.items()}
-    return Calibration(len(peak), tuple(peak), told)
+    return Calibration(len(peak), tuple(peak), told, beside)
 
 
 def _peak(phases: Any, name: str) -> int:
@@ -139,7 +170,8 @@ def _append(line: str) -> None:
     path = file()
     if path.exists() and len(lines := path.read_text(errors="replace").splitlines()) > _LONGEST:
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text("\n".join(lines[-_NEWEST:]) + "\n")
+        rare = [one for one in lines[:-_NEWEST] if '"beside"' in one]
+        temporary.write_text("\n".join(rare[-2:] + lines[-_NEWEST:]) + "\n")
         os.replace(temporary, path)
     with open(path, "a", encoding="utf-8") as out:
         out.write(line)

@@ -119,10 +119,11 @@ class Estimate:
             ToolError: Predicting failed.
             Cancelled: Nobody wants it any more.
         """
-        return predict(
+        found = predict(
             spec or self.spec, self.server, strategy=strategy, ranks=ranks,
             on_gpus=self.place.on_gpus, cancelled=self.cancelled,
         )  # fmt: skip
+        return found if isinstance(found, Refused) else self.calibration.corrected(found)
 
     def candidate(self, strategy: str, ranks: int) -> Candidate:
         """A strategy, and what it comes to."""

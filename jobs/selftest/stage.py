@@ -40,6 +40,7 @@ COMMON: Final[dict[str, Any]] = {
     "lora_rank": 8,
     "mixed_precision": "no",
     "allow_tf32": False,
+    "deterministic": True,  # so that equal means equal, bit for bit
     "seed": 42,
 }
 
@@ -164,10 +165,13 @@ class Stage:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         else:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[0].uuid
-        done = subprocess.run(
-            [sys.executable, "-m", *words],
-            capture_output=True, text=True, check=False, env=environment, timeout=_LONGEST,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", *words],
+                capture_output=True, text=True, check=False, env=environment, timeout=_LONGEST,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise SceneFailed(f"{words[0]} has no answer after {_LONGEST:g} s") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise SceneFailed(last.removeprefix("fsdp-tui: "))

@@ -195,7 +195,7 @@ def test_a_state_directory_that_is_a_file(
 
 def test_a_database_that_is_none(shell: Shell) -> None:
     (shell.home / "jobs.db").write_text("not a database" * 100)
-    assert "cannot use the jobs database" in shell.refused("list")
+    assert "is damaged (file is not a database)" in shell.refused("list")
 
 
 def test_a_reader_that_goes_away_is_no_error(shell: Shell) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -17,19 +19,22 @@ from tests.nvml_stub.stub import uuid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-from tests.cuda_stub.rehearsal import Outcome, Rehearsal
+    from tests.cuda_stub.rehearsal import Outcome, Rehearsal
 
 pytest_plugins = ["tests.nvml_stub.fixture", "tests.cuda_stub.fixture"]
 
+HERE: Final = Path(__file__).parent
 FSDP: Final = {"strategy": "fsdp2"}
 HSDP: Final = {"strategy": "hsdp", "dp_replicate_size": 2}
 FULL: Final = {"model_type": "full"}
 SAMPLED: Final = {"validation_prompts": [prompt_of("flux")] * 3}
+COMPILED: Final = {"torch_compile": True, "torch_compile_backend": "eager"}
 KINDS: Final = ("lora", "full")
 # The host reads a mask of the device in every forward.
 _READS_WHILE_TRAINING: Final = {"z_image": ("forward",)}
+# Steps from which on a scheduler does all that it ever does: UniPC solves equations in the third.
+_SAMPLED_IN: Final = {"wan": 4}
 
 
 def _families() -> Iterator[tuple[str, Job]]:
@@ -38,6 +43,7 @@ def _families() -> Iterator[tuple[str, Job]]:
             values = {
                 "model_family": family, "model_type": kind, "train_batch_size": 2,
                 "validation_prompts": [prompt_of(family)],
+                "validation_num_inference_steps": _SAMPLED_IN.get(family, 2),
             }  # fmt: skip
             yield f"{family} {kind}", Job(1, values, _READS_WHILE_TRAINING.get(family, ()))
 
@@ -62,7 +68,12 @@ JOBS: Final = dict(_families()) | dict(_on_two()) | {
         1, {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
     ),
     "fp32": Job(1, FULL | {"mixed_precision": "no"}),
-    "compiled": Job(1, {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "fp16": Job(1, {"mixed_precision": "fp16"} | SAMPLED),
+    "fp16 full": Job(1, FULL | {"mixed_precision": "fp16"}),
+    "compiled": Job(1, COMPILED),
+    "compiled, selective checkpointing": Job(
+        1, COMPILED | {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
+    ),
     "adafactor": Job(1, FULL | {"optimizer": "adafactor"}),
     "held out": Job(1, {"validation_fraction": 0.25, "validation_loss_steps": 1}),
     "ddp": Job(2, {"strategy": "ddp", "checkpointing_steps": 1} | SAMPLED),
@@ -73,6 +84,8 @@ JOBS: Final = dict(_families()) | dict(_on_two()) | {
     "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
     "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
     "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
+    "fsdp2 fp16": Job(2, FSDP | {"mixed_precision": "fp16"}),
+    "fsdp2 compiled": Job(2, FSDP | FULL | COMPILED),
     "saved behind": Job(2, FSDP | FULL | {"checkpointing_steps": 1, "checkpointing_async": True}),
     "saved at once": Job(2, FSDP | FULL | {"checkpointing_steps": 1, "checkpointing_async": False}),
     "fsdp2 accumulation and ema": Job(
@@ -93,17 +106,23 @@ JOBS: Final = dict(_families()) | dict(_on_two()) | {
     "hsdp on two": Job(2, {"strategy": "ddp"}, resumes="hsdp"),
 }  # fmt: skip
 
-# Out of memory from a phase on → the phase that the sentence names, and the step.
+# Out of memory from a phase on → where the sentence says that it was.
 FULL_IN: Final = {
-    "start": "at step 0 during load",
-    "forward": "at step 0 during train",
-    "backward": "at step 0 during train",
-    "step": "at step 0 during train",
-    "sample": f"at step {STEPS} during sample",
+    "encode": "while encoding captions",
+    "latents": "while caching latents",
+    "start": "while loading weights",
+    "forward": "in the forward pass of step 1",
+    "backward": "in the backward pass of step 1",
+    "step": "in the optimizer update of step 1",
+    "sample": f"while sampling after step {STEPS}",
 }
 _LARGE: Final = {"validation_prompts": [prompt_of("flux")], "validation_resolution": 512}
+# What the cache does not have.
+_NEW: Final = {"encode": {"max_sequence_length": 48}, "latents": {"resolution": 96}}
 JOBS |= {
-    f"full in {phase}": Job(1, FULL | _LARGE, full_in=phase, cached_by="flux full")
+    f"full in {phase}": Job(
+        1, FULL | _LARGE | _NEW.get(phase, {}), full_in=phase, cached_by="flux full"
+    )
     for phase in FULL_IN
 }
 
@@ -126,6 +145,28 @@ COMPARED: Final = {
     "fsdp2 full": "ddp full",
     "fsdp2 checkpointing": "fsdp2 full",
 }
+
+
+def test_the_readme_says_what_is_rehearsed() -> None:
+    """Every job is in its table; every row names jobs or tests that are there, or why not."""
+    text = (HERE.parent / "cuda_stub/README.md").read_text()
+    table = text.partition("## What is rehearsed")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    named: set[str] = set()
+    for what, by in rows:
+        names = re.findall(r"`([^`]+)`", by)
+        assert bool(names) != by.strip().startswith("left out: "), what
+        for name in names:
+            file, _, test = name.partition("::")
+            if test:
+                assert f"def {test}(" in (HERE / file).read_text(), name
+            elif "FAMILY" in name:
+                families = BUDGETED if "on two" in name else FAMILIES
+                named |= {name.replace("FAMILY", family) for family in families}
+            else:
+                named.add(name)
+    assert named == JOBS.keys()
 
 
 def needed_for(name: str, *_: str) -> Iterator[str]:
@@ -237,7 +278,8 @@ def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: R
 def test_a_gpu_that_is_full_is_one_sentence(phase: str, rehearsal: Rehearsal) -> None:
     done = rehearsal[f"full in {phase}"]
     reason = why_failed(done.run_dir, 1)
-    assert reason.startswith(f"rank 0 ran out of GPU memory {FULL_IN[phase]}: "), done.error
+    began = f"rank 0 ran out of GPU memory {FULL_IN[phase]}: CUDA out of memory. "
+    assert reason.startswith(began), done.error
     assert "\n" not in reason
 
 

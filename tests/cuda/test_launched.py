@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -101,6 +102,16 @@ class Machine:
         assert newest[0] >= step
         return newest[0]
 
+    def completes(self, job: int, last: int) -> None:
+        """Wait for its last step, a sample and an export; no step is missing or done twice."""
+        assert self.wait(job) == f"trained {last} steps"
+        files = self.run_dir(job)
+        steps = [step.step for step in EventLog(files.events).read_all().steps]
+        assert steps == list(range(1, last + 1))
+        assert files.complete_checkpoints()[-1][0] == last
+        assert (files.samples / f"step-{last}" / "00.png").exists()
+        assert (files.export / "pytorch_lora_weights.safetensors").exists()
+
     def run_dir(self, job: int) -> RunDir:
         return self.store.get(job).run_dir
 
@@ -126,7 +137,7 @@ def machine(
 
 
 def test_one_gpu_then_four_then_two(machine: Machine) -> None:
-    """Train, save and stop on one GPU; resume on four, stop; resume on two, sample and export."""
+    """Train, save and stop on one GPU; resume there, sample and export; go on with four and two."""
     job = machine.submit(
         name="moves", gpus=1, max_train_steps=5000, validation_prompts=["a red circle"]
     )
@@ -135,19 +146,19 @@ def test_one_gpu_then_four_then_two(machine: Machine) -> None:
     launch = json.loads(machine.run_dir(job).launch_file.read_text())
     assert "--num_processes=1" in launch["command"]
 
-    machine.tui("resume", str(job), "--gpus=4", "--strategy=hsdp", "--dp_replicate_size=2")
-    second = machine.stop_after(job, first + 1)
+    machine.tui("resume", str(job), f"--max_train_steps={first + 2}")
+    machine.completes(job, first + 2)
+    assert machine.devices(job) == [("cuda:0", uuid(0))]
+
+    four = ["--gpus=4", "--strategy=hsdp", "--dp_replicate_size=2", "--max_train_steps=5000"]
+    machine.tui("resume", str(job), *four)
+    second = machine.stop_after(job, first + 3)
     assert machine.devices(job) == [(f"cuda:{rank}", uuid(rank)) for rank in range(4)]
 
     last = second + 2
     two = ["--gpus=[3, 1]", "--strategy=fsdp2", "--dp_replicate_size=", f"--max_train_steps={last}"]
     machine.tui("resume", str(job), *two)
-    assert machine.wait(job) == f"trained {last} steps"
-    steps = [step.step for step in EventLog(machine.run_dir(job).events).read_all().steps]
-    assert steps == list(range(1, last + 1)), "the next step follows, none is missing or twice"
-    files = machine.run_dir(job)
-    assert (files.export / "pytorch_lora_weights.safetensors").exists()
-    assert (files.samples / f"step-{last}" / "00.png").exists()
+    machine.completes(job, last)
     chosen = [(f"cuda:{rank}", uuid(index)) for rank, index in enumerate((3, 1))]
     assert machine.devices(job) == chosen
     assert not with_run_id(machine.store.get(job).run_id)
@@ -163,6 +174,7 @@ def test_a_full_gpu_ends_the_job_with_one_sentence(machine: Machine) -> None:
     job = machine.submit(name="full", gpus=2, share_gpus=True, strategy="fsdp2", max_train_steps=3)
     reason = machine.wait(job)
     assert str(machine.store.get(job).state) == "failed"
-    assert reason.startswith("rank 1 ran out of GPU memory at step 0 during "), reason
-    assert "CUDA out of memory" in reason
+    # Where exactly depends on what other tests have cached; `test_jobs.py` knows each place.
+    full = r"rank 1 ran out of GPU memory (in|while) [^:]+: CUDA out of memory\. "
+    assert re.match(full, reason), reason
     assert not with_run_id(machine.store.get(job).run_id), "no rank is left"

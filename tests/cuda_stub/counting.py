@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
 
 # In the order of the enum in cuda_stub.c.
 NAMES: Final = (
@@ -74,8 +73,8 @@ class Counting:
             return counting._run(run, *words)
 
         @contextmanager
-        def counted_phase(peaks: Peaks, name: str) -> Iterator[None]:
-            with phase(peaks, name), counting._counted(name), counting._computed(name):
+        def counted_phase(peaks: Peaks, name: str, **how: bool) -> Iterator[None]:
+            with phase(peaks, name, **how), counting._counted(name), counting._computed(name):
                 yield
 
         Stepper.run, Peaks.phase = counted_run, counted_phase  # type: ignore[method-assign]
@@ -121,6 +120,7 @@ class Counting:
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:
         if name == self._full_in and "CUDA_STUB_BYTES" not in os.environ:
+            _give_back()
             os.environ["CUDA_STUB_BYTES"] = str(self._library.cuda_stub_used(self._device()))
         before, self._phase = self._snapshot(), name
         try:
@@ -147,7 +147,7 @@ class Counting:
         if not self._in_step:
             return
         places: list[str] = []
-        frame: FrameType | None = sys._getframe(1)
+        frame = sys._getframe().f_back  # None on a thread of autograd's
         while frame is not None and len(places) < 2:
             file = frame.f_code.co_filename
             if any(part in file for part in _OURS):
@@ -155,6 +155,14 @@ class Counting:
                 places.append(f"{folder}/{name}:{frame.f_lineno}")
             frame = frame.f_back
         self._syncs[f"{self._phase or 'step'}: {' < '.join(places) or 'backward'}"] += 1
+
+
+def _give_back() -> None:
+    """What torch has of the device and does not use, such as what jobs before have needed."""
+    import torch
+
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def _held() -> int:

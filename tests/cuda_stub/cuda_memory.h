@@ -114,7 +114,7 @@ error cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *addr
  * many are nonzero. No kernel wrote it, so it would be whatever lay there before; 0 is one that all
  * ranks agree on. A single byte answers whether all is well: 1. Anything longer comes back as it went there. */
 enum { A_FEW = 16 };
-static int tells_numbers; /* someone else has computed them */
+static _Thread_local int tells_numbers; /* this thread has computed them itself */
 
 void cuda_stub_tell_numbers(int really) { tells_numbers = really; }
 

@@ -16,7 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 _A_FEW = 64  # numbers, as in the timesteps of a schedule
-_NONZERO = torch.ops.aten.nonzero.default
+# Whose shape depends on numbers, or whose library (cuSOLVER) is not played.
+_ON_HOST_ALONE = frozenset(
+    {torch.ops.aten.nonzero.default, torch.ops.aten._linalg_solve_ex.default,
+     torch.ops.aten._linalg_check_errors.default}
+)  # fmt: skip
 _INDEXED = frozenset(
     {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default,
      torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
@@ -39,8 +43,10 @@ class Numbers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _NONZERO and args[0].is_cuda:
-            return _NONZERO(_on_host(args[0])).to(args[0].device)
+        if func in _ON_HOST_ALONE and args[0].is_cuda:
+            words, named = tree_map_only(torch.Tensor, _on_host, (args, kwargs))
+            made, device = func(*words, **named), args[0].device
+            return tree_map_only(torch.Tensor, lambda one: one.to(device), made)
         if func is _READ and args[0].is_cuda:
             return _READ(_on_host(args[0]))
         if func in _INDEXED:

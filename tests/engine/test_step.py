@@ -223,11 +223,12 @@ def test_the_first_three_steps_of_a_process_and_every_hundredth_are_measured(fir
     """Measuring waits for the device, so that other steps must not."""
     at = rig()
     at.training.step = first  # a resumed run measures its own first steps
-    measured: list[tuple[int, str]] = []
+    found: list[tuple[int, str]] = []
 
     @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        measured.append((at.training.step, name))
+    def phase(name: str, *, measured: bool) -> Iterator[None]:
+        if measured:
+            found.append((at.training.step, name))
         yield
 
     at.stepper._peaks.phase = phase  # type: ignore[assignment,method-assign]
@@ -238,7 +239,22 @@ def test_the_first_three_steps_of_a_process_and_every_hundredth_are_measured(fir
     steps = [0, 1, 2, 100, 200]
     assert [number for number, one in enumerate(said) if one] == steps
     names = ("forward", "backward", "step")
-    assert measured == [(first + step, name) for step in steps for name in names]
+    assert found == [(first + step, name) for step in steps for name in names]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_part_of_a_step_that_fails_is_known(
+    measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = rig()
+    monkeypatch.setattr(at.stepper, "measures", lambda: measured)
+    at.run()
+    assert at.stepper._peaks.doing is None
+    monkeypatch.setattr(at.training.optimizer, "step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        at.run()
+    assert at.stepper._peaks.doing == "step"
+    assert bool(at.stepper._peaks.phases) is measured
 
 
 def test_what_a_model_draws_is_keyed_by_seed_step_and_place_among_the_data() -> None:

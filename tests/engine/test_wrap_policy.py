@@ -125,8 +125,9 @@ def spec_of(policy: str, **changes: Any) -> JobSpec:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose modules every Python of this test can import."""
+    """A folder whose modules every Python of this test can import, and one that may be."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FSDP_TUI_WRAP_POLICIES", "theirs, mine")
     return tmp_path
 
 
@@ -138,6 +139,18 @@ def test_a_good_policy_is_imported_before_the_job_is_queued(installed: Path) -> 
     )
     check_wrap_policy(spec_of("mine.policy"))
     assert (installed / "mine.py.imported").exists()
+
+
+def test_a_policy_that_the_person_does_not_name_is_left_to_the_ranks(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job file may come from anywhere, and to import is to run."""
+    (installed / "mine.py").write_text("open(__file__ + '.imported', 'w').close()\n")
+    (installed / "min.py").write_text("open(__file__ + '.imported', 'w').close()\n")
+    check_wrap_policy(spec_of("min.policy"))
+    monkeypatch.delenv("FSDP_TUI_WRAP_POLICIES")
+    check_wrap_policy(spec_of("mine.policy"))
+    assert not list(installed.glob("*.imported"))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +180,7 @@ def test_the_working_directory_is_not_looked_into(
     """Ranks run elsewhere, so that what is only found from here would fail there."""
     (tmp_path / "mine.py").write_text("def policy(module, recurse, nonwrapped_numel): pass\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FSDP_TUI_WRAP_POLICIES", "mine")
     with pytest.raises(UserError, match="the module must be installed"):
         check_wrap_policy(spec_of("mine.policy"))
 
@@ -178,6 +192,7 @@ def test_nothing_is_imported_where_nothing_is_wrapped_by_it(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
+    monkeypatch.setenv("FSDP_TUI_WRAP_POLICIES", "no")
     monkeypatch.setattr("jobs.wrap_policy.ask", lambda *words: asked.append(words[1]))
     check_wrap_policy(spec)
     assert asked == []
@@ -185,7 +200,10 @@ def test_nothing_is_imported_where_nothing_is_wrapped_by_it(
     assert asked == [["no.such"]], "else it is asked"
 
 
-def test_it_is_looked_at_with_the_rest_of_a_job(job_values: dict[str, Any], no_gpus: None) -> None:
+def test_it_is_looked_at_with_the_rest_of_a_job(
+    job_values: dict[str, Any], no_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_TUI_WRAP_POLICIES", "no_such_module")
     spec = load_spec(None, job_values | {"fsdp_auto_wrap_policy": "no_such_module.policy"})
     with pytest.raises(UserError, match="cannot import no_such_module"):
         preflight.check(spec)

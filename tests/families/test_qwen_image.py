@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.data.collate import collate
+from engine.families import qwen_image
 from jobs.conflicts import find_conflicts
 from jobs.spec import JobSpec
 from tests.support.families import NEGATIVE, PROMPT, Case, quiet
@@ -38,6 +41,39 @@ def test_texts_that_are_filled_up_make_the_same_pictures(case: Case) -> None:
     plain = latents(case, pipeline, case.family.sample_arguments(request, *texts))
     found = latents(case, pipeline, case.family.sample_arguments(request, *filled))
     assert torch.allclose(found, plain, rtol=1e-4, atol=1e-5)
+
+
+class Moved(TorchFunctionMode):
+    """Counts the numbers that are moved to a device."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.as_tensor and "device" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("bent", "moved"), [(True, 0), (False, 1)])
+def test_a_forward_with_masked_texts_moves_no_number_to_the_device(
+    case: Case, monkeypatch: pytest.MonkeyPatch, bent: bool, moved: int
+) -> None:
+    """Without `filled_numbers` diffusers does; once it does not, that function can go."""
+    text = collate([case.encoded(PROMPT)], multiple=32)
+    transformer = case.stock().transformer
+    noisy = torch.randn(
+        1, transformer.config.in_channels // 4, 8, 8, generator=torch.Generator().manual_seed(0)
+    )
+    arguments = (transformer, noisy, torch.tensor([0.5]), text, 1.0)
+    with torch.no_grad():
+        expected = case.family.predict(*arguments)
+        if not bent:
+            monkeypatch.setattr(qwen_image, "filled_numbers", nullcontext)
+        with Moved() as seen:
+            assert torch.equal(case.family.predict(*arguments), expected)
+    assert seen.count == moved
+    assert not transformer.pos_embed._forward_pre_hooks
 
 
 def test_a_long_text_is_not_cut_when_it_is_sampled(case: Case) -> None:

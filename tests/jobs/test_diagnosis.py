@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.advice import advice
 from jobs.diagnosis import why_failed
 from jobs.elastic import RankExit, rank_exits
 from jobs.flight import find_wait
 from jobs.processes import kernel_oom_kills
 from jobs.rundir import RankStatus, RunDir
+from jobs.states import State
 from tests.support.fakes.launcher import summary
 
 if TYPE_CHECKING:
@@ -148,10 +150,57 @@ def test_what_a_person_can_put_right_is_said_without_ceremony(run_dir: RunDir) -
     assert why_failed(run_dir, 1) == "the loss is not finite at step 3"
 
 
-def test_a_gpu_that_is_full(run_dir: RunDir) -> None:
-    write_error(run_dir, 1, "OutOfMemoryError", "79.1 of 79.6 GiB", phase="load", step=0)
+# Recorded of torch 2.13.
+FULL = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.25 GiB of "
+    "which 5.00 MiB is free. Of the allocated memory 79.00 GiB is allocated by PyTorch, and 20.00 "
+    "MiB is reserved by PyTorch but unallocated."
+)
+TORCH_ADVICE = (
+    " If reserved but unallocated memory is large try setting "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "words", "advised"),
+    [
+        ("encode", 0, "while encoding captions", "shard_text_encoders"),
+        ("latents", 0, "while caching latents", "resolution"),
+        ("load", 0, "while loading weights", "fsdp_cpu_offload"),
+        ("resume", 8, "while reading the checkpoint after step 8", "fsdp2"),
+        ("forward", 0, "in the forward pass of step 1", "gradient_checkpointing"),
+        ("backward", 12, "in the backward pass of step 13", "gradient_checkpointing"),
+        ("step", 0, "in the optimizer update of step 1", "adamw_8bit"),
+        ("sample", 5, "while sampling after step 5", "validation_resolution"),
+        ("validate", 5, "while measuring the validation loss after step 5", "train_batch_size"),
+    ],
+)
+def test_a_gpu_that_is_full(
+    run_dir: RunDir, phase: str, step: int, words: str, advised: str
+) -> None:
+    write_error(run_dir, 1, "OutOfMemoryError", FULL + TORCH_ADVICE, phase=phase, step=step)
+    reason = why_failed(run_dir, 1)
+    assert reason == f"rank 1 ran out of GPU memory {words}: {FULL}"
+    assert advised in advice(State.FAILED, reason)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "told"),
+    [
+        ("RuntimeError", words := "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
+         "`cublasCreate(handle)`", words),
+        ("DistBackendError",
+         NCCL.format(code="ncclUnhandledCudaError", last="Cuda failure 2 'out of memory'"),
+         "ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
+    ],
+)  # fmt: skip
+def test_libraries_that_get_no_gpu_memory_say_so_too(
+    run_dir: RunDir, kind: str, message: str, told: str
+) -> None:
+    write_error(run_dir, 0, kind, message, phase="forward", step=0)
     assert why_failed(run_dir, 1) == (
-        "rank 1 ran out of GPU memory at step 0 during load: 79.1 of 79.6 GiB"
+        f"rank 0 ran out of GPU memory in the forward pass of step 1: {told}"
     )
 
 
@@ -300,6 +349,12 @@ def test_a_launcher_that_was_told_to_end(run_dir: RunDir) -> None:
     assert why_failed(run_dir, 1) == "somebody sent SIGTERM to the launcher, which ended the ranks"
 
 
+def test_a_launcher_that_was_interrupted_while_it_imported(run_dir: RunDir) -> None:
+    run_dir.launcher_log.write_text("Traceback\n  File torch/x.py\nKeyboardInterrupt\n\n".rstrip())
+    said = "somebody sent SIGINT to the launcher while it started"
+    assert why_failed(run_dir, 1) == said
+
+
 # -- collectives -----------------------------------------------------------------------------
 
 
@@ -313,8 +368,8 @@ def test_a_launcher_that_was_told_to_end(run_dir: RunDir) -> None:
          "--shm-size)"),
         ("ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000",
          "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000"),
-        ("ncclUnhandledCudaError", "Cuda failure 2 'out of memory'",
-         "ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
+        ("ncclUnhandledCudaError", "Cuda failure 700 'an illegal memory access was encountered'",
+         "ncclUnhandledCudaError: Cuda failure 700 'an illegal memory access was encountered'"),
     ],
 )  # fmt: skip
 def test_what_nccl_says_of_its_own_trouble_is_the_cause(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -265,3 +266,33 @@ def test_a_machine_that_does_not_tell_its_boot_loses_nothing(
     monkeypatch.setattr("jobs.dispatch.boot_id", lambda: None)
     dispatch(store)
     assert states(store) == {job: "running"}
+
+
+def test_a_queue_that_another_keeps_is_not_waited_for_without_end(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatching, "_QUEUE_IS_FREE_WITHIN", 0.05)
+    job = add()
+    with open(store.home / "dispatch.lock", "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write("4321")
+        held.flush()
+        dispatch(store)
+        assert store.get(job).reason == "process 4321 holds the queue and does not answer"
+        assert started == []
+    dispatch(store)
+    assert started == [job]
+
+
+def test_the_driver_is_asked_before_the_queue_is_taken(
+    store: Store, add: Callable[..., int], started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gpus() -> list[Gpu]:
+        with open(store.home / "dispatch.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is held
+        return [Gpu(index=0, uuid="GPU-0", name="H", memory_total=1)]
+
+    monkeypatch.setattr("jobs.devices.gpus", gpus)
+    job = add(1)
+    dispatch(store)
+    assert started == [job]

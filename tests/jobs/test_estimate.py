@@ -21,7 +21,7 @@ from jobs.families import FAMILIES
 from jobs.gpu import Gpu, GpuProcess
 from jobs.memory import cache, client
 from jobs.memory.advice import Candidate, candidates, fastest, fewest
-from jobs.memory.calibration import Calibration
+from jobs.memory.calibration import Calibration, read_calibration, record_beside
 from jobs.memory.cards import CARDS
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place, place_of
@@ -451,6 +451,28 @@ def test_earlier_runs_widen_the_band_upwards(server: Server) -> None:
     assert isinstance(found, Predicted)
     assert wider.fit(found).high == round(plain.fit(found).high * 1.3)
     assert wider.fit(found).low == plain.fit(found).low
+
+
+def test_what_a_self_test_found_beside_tensors_takes_the_place_of_what_is_assumed(
+    home: Path, server: Server
+) -> None:
+    spec, place = job(num_processes=2), Place(True, (CARDS[80],), here=False)
+    plain = {n: Estimate(spec, place, server, Calibration()).predict("fsdp2", n) for n in (2, 4)}
+    assert isinstance(plain[2], Predicted)
+    record_beside(2, 3 * 2**30, plain[2])
+    more = 3 * 2**30 - sum(plain[2].overheads.values())
+    here = read_calibration()
+    assert (here.runs, here.factor) == (0, 1.0), "no run of a job"
+    for ranks, assumed in plain.items():
+        assert isinstance(assumed, Predicted)
+        found = Estimate(spec, place, server, here).predict("fsdp2", ranks)
+        assert isinstance(found, Predicted)
+        assert found.device == tuple(one + more for one in assumed.device)
+        assert sum(found.overheads.values()) == sum(assumed.overheads.values()) + more
+        assert found.peak == assumed.peak
+    alone = Estimate(spec, place, server, Calibration()).predict("single", 1)
+    assert isinstance(alone, Predicted)
+    assert here.corrected(alone) == alone, "of a single rank nothing was found"
 
 
 # -- the command line ----------------------------------------------------------------------

@@ -47,7 +47,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_good_job_has_nothing_against_it(job_spec: JobSpec, tmp_path: Path) -> None:
     assert preflight.check(job_spec) is None
-    assert (tmp_path / "cache" / "fsdp-tui").is_dir()
+    assert not (tmp_path / "cache" / "fsdp-tui").exists(), "made when it is queued"
 
 
 def test_nothing_of_it_is_queued(store: Store, job_values: dict[str, Any]) -> None:

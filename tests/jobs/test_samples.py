@@ -172,7 +172,7 @@ def test_phases_that_train_are_no_moment() -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("rank 1 ran out of GPU memory at step 3 during forward: x", "gradient_checkpointing"),
+        ("rank 1 ran out of GPU memory in the forward pass of step 4: x", "gradient_checkpointing"),
         ("rank 0 was killed by the kernel at step 2: the machine ran out of memory", "fewer ranks"),
         ("there is no room for a checkpoint: 3 GiB", "fsdp-tui prune"),
         ("the loss or gradient is not finite at step 7", "learning_rate"),

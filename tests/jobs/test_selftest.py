@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.datasets import datasets_of
 from jobs.doctor.finding import Verdict, ok
 from jobs.errors import UserError
+from jobs.rundir import event
 from jobs.selftest import choose_gpus, run, scenes
 from jobs.selftest.scenes import largest_difference
-from jobs.selftest.speed import utilisation
+from jobs.selftest.speed import _pace, utilisation, wide_values
 from jobs.selftest.stage import SceneFailed, Stage
+from jobs.specfile import load_spec
 from jobs.states import State
 from tests.support.tui import FakeGpus, add_job
 
@@ -62,6 +65,68 @@ def test_flops_are_counted_against_the_gpu_they_ran_on() -> None:
     assert slower_chip == pytest.approx(share * 989 / 756)
     assert utilisation(0.2, "NVIDIA H100 80GB HBM3") == pytest.approx(share / 2)
     assert utilisation(0.1, "a GPU of next year") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+    ],
+)
+def test_a_gpu_is_not_taken_for_one_with_a_similar_name(name: str, peak: float | None) -> None:
+    share, known = utilisation(0.1, name), utilisation(0.1, "NVIDIA H100 80GB HBM3")
+    assert known is not None
+    assert share == (None if peak is None else pytest.approx(known * 989e12 / peak))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "busy", "verdict"),
+    [(0.2, 0.97, Verdict.OK), (0.2, 0.5, Verdict.WARN), (0.001, 0.97, Verdict.FAIL)],
+)
+def test_a_speed_that_no_gpu_has_is_not_believed(
+    store: Store, seconds: float, busy: float, verdict: Verdict
+) -> None:
+    job = add_job(store, state=State.COMPLETED)
+    job.run_dir.create()
+    steps = (event("step", step=n, loss=0.5, seconds=seconds) for n in range(1, 31))
+    job.run_dir.events.write_text("".join(steps))
+    found = _pace("1 GPU", job, 1, "NVIDIA H100 80GB HBM3", busy)
+    assert found.verdict is verdict
+    assert found.facts["seconds"] == seconds
+
+
+def test_a_batch_that_is_too_large_is_so_for_every_gpu_and_its_data_suffice(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = FakeGpus(2)()
+    stage = Stage(store, store.home, gpus, 2)
+    monkeypatch.setattr(stage, "engine", lambda *words: {})
+    values = wide_values(stage, "memory", 2, too_large=True, max_train_steps=1)
+    spec = load_spec(None, values)
+    assert spec.max_train_steps == 1
+    assert spec.train_batch_size * 2**30 > max(gpu.memory_total for gpu in gpus)
+    (data,) = datasets_of(spec)
+    assert data.repeats * 16 >= 2 * spec.train_batch_size
+
+
+def test_equal_losses_prove_nothing_where_nothing_is_computed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = add_job(store, state=State.COMPLETED)
+    stage = Stage(store, store.home, [], 2)
+    monkeypatch.setattr(stage, "run", lambda values: job)
+    first = scenes._First(stage)
+    first._job = job
+    for every, verdict in ((0.0, Verdict.WARN), (0.5, Verdict.OK)):
+        monkeypatch.setattr(scenes, "losses", lambda job, every=every: [0.0, every])
+        (finding,) = first.compare("ddp", {})
+        assert finding.verdict is verdict
 
 
 def test_gpus_that_someone_uses_are_left_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

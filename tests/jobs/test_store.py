@@ -399,7 +399,7 @@ def test_of_many_processes_one_gets_the_gpu(store: Store) -> None:
 
 def test_a_file_that_is_no_database_is_refused_in_words(home: Path) -> None:
     (home / "jobs.db").write_text("this is no database at all, whatever its name may say" * 40)
-    with pytest.raises(UserError, match=r"cannot use the jobs database .*jobs\.db"):
+    with pytest.raises(UserError, match=r"the jobs database .*jobs\.db is damaged"):
         Store(home)
 
 
@@ -486,3 +486,43 @@ while not (home / "go").exists():
     finally:
         for worker in workers:
             worker.kill()
+
+
+# -- who may look into it ------------------------------------------------------------------
+
+
+def test_a_state_directory_that_others_can_get_at_is_narrowed(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home.chmod(0o777)
+    Store()
+    assert home.stat().st_mode & 0o777 == 0o700
+    said = f"fsdp-tui: others could read or write {home}; its mode was 777 and is 700 now\n"
+    assert capsys.readouterr().err == said
+    Store()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_state_directory_of_another_user_is_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(home, 12345, -1) if os.geteuid() == 0 else pytest.skip("needs root")
+    with pytest.raises(UserError, match="belongs to another user"):
+        Store()
+
+
+def test_rows_that_did_not_change_are_the_same_jobs_however_many_there_are(
+    store: Store,
+) -> None:
+    with store._write() as db:
+        db.executemany(
+            "INSERT INTO jobs (name, state, ranks, wanted, total_steps, run_dir, run_id, created,"
+            " queued) VALUES ('t', 'completed', 1, 'null', 1, '/nowhere', 'r', 1, 1)",
+            [()] * 5000,
+        )
+    first, again = store.all(), store.all()
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    with store._write() as db:
+        db.execute("UPDATE jobs SET reason='new' WHERE id=7")
+    third = store.all()
+    assert [one.id for one, other in zip(third, again, strict=True) if one is not other] == [7]

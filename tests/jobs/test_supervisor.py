@@ -61,6 +61,7 @@ def test_a_job_completes(lab: Lab) -> None:
     assert lab.path(job) == ["queued", "starting", "running", "completed"]
     assert job.run_dir.latest_checkpoint() == (6, job.run_dir.checkpoint(6))
     assert with_run_id(job.run_id) == [], "the state is true the moment it is shown"
+    assert " completed: trained 6 steps\n" in job.run_dir.supervisor_log.read_text()
     record = read_json(job.run_dir.launch_file)
     assert record is not None
     assert record["environment"][RUN_ID_VARIABLE] == job.run_id
@@ -408,7 +409,7 @@ def test_the_supervisor_is_killed_after_a_stop_was_asked_for(lab: Lab) -> None:
     """The ranks obey and leave before anyone looks: the job was stopped, as asked."""
     job = lab.running()
     lab.kill(lab.supervisor(job), number=signal.SIGSTOP)
-    service.stop(lab.store, job.id)
+    lab.store.raise_stop_level(job.id, 1)
     job.run_dir.request("stop")
     lab.kill(lab.supervisor(job))
     eventually(lambda: not with_run_id(job.run_id))
@@ -552,3 +553,42 @@ def test_a_record_of_another_run_is_not_taken_for_this_one(lab: Lab) -> None:
     job.run_dir.launch_file.write_text(json.dumps(old))
     start_supervisor(job)
     lab.wait(job, State.COMPLETED)
+
+
+# -- a supervisor that is suspended --------------------------------------------------------
+
+
+def test_ranks_that_are_gone_are_not_shown_as_running_because_nobody_looks(lab: Lab) -> None:
+    job = lab.running()
+    assert lab.supervisor(job).signal(signal.SIGSTOP)
+    lab.kill(*with_run_id(job.run_id))
+    assert lab.get(job).state is State.RUNNING
+    job = lab.wait(job, State.FAILED, State.LOST, look=True)
+
+
+def test_a_suspended_supervisor_is_told_of_and_the_job_is_stopped_without_it(lab: Lab) -> None:
+    job = lab.running()
+    first = lab.supervisor(job)
+    assert first.signal(signal.SIGSTOP)
+    eventually(first.suspended)
+    service.refresh(lab.store)
+    said = f"its supervisor (process {first.pid}) is suspended and does not answer; its ranks go on"
+    assert lab.get(job).reason == said
+    assert first.signal(signal.SIGCONT)
+    eventually(lambda: not first.suspended())
+    service.refresh(lab.store)
+    assert lab.get(job).reason == "all ranks are up"
+    assert first.signal(signal.SIGSTOP)
+    eventually(first.suspended)
+    service.stop(lab.store, job.id)
+    lab.wait(job, State.STOPPED)
+    assert not first.alive()
+
+
+def test_a_stop_that_nobody_asked_for_is_told_as_what_it_was(lab: Lab) -> None:
+    job = lab.running()
+    launcher = lab.launcher(job)
+    lab.supervisor(job).signal(signal.SIGTERM)
+    assert launcher.signal(signal.SIGTERM)
+    job = lab.wait(job, State.STOPPED, look=True)
+    assert job.reason.startswith("somebody sent SIGTERM to the launcher; stopped at step ")

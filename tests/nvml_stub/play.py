@@ -1,7 +1,8 @@
 """Run a command on a machine that seems to have GPUs: `play.py --gpus 8 -- fsdp-tui`.
 
-Nothing can compute on them; they are for looking at (pictures of the dashboard) and for trying out
-placement. Everything started from the command sees them too.
+They are for looking at (pictures of the dashboard) and for trying out placement; with `--cuda` jobs
+run on them too, though nothing is computed (`../cuda_stub`). Everything started from the command
+sees them as well.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ def main() -> int:
     """Play until the command ends; its exit status."""
     # As a script this file finds no package that it could belong to.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.cuda_stub import stub as cuda
     from tests.nvml_stub.stub import NoCompiler, StubNvml, build, start_holder
 
     wanted = _parse(sys.argv[1:])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp-tui"
     try:
         library = build(cache)
-    except NoCompiler as problem:
+        python = cuda.find_python() if wanted.cuda else None
+        played = cuda.StubCuda(cuda.build(cache, python), python) if python else None
+    except (NoCompiler, cuda.Unavailable) as problem:
         print(f"play.py: {problem}", file=sys.stderr)
         return 2
     over = threading.Event()
@@ -56,7 +60,10 @@ def main() -> int:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
         child = None
         try:
-            child = subprocess.Popen(wanted.command, env=stub.environment)
+            environment = stub.environment
+            if played is not None:
+                environment = played.environment(environment)
+            child = subprocess.Popen(wanted.command, env=environment)
             return child.wait()
         except FileNotFoundError as problem:
             print(f"play.py: {problem}", file=sys.stderr)
@@ -90,6 +97,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--state", type=Path, metavar="FILE",
         help="a JSON list of GPUs (keys: see gpu() in stub.py) instead, read again as it changes",
     )  # fmt: skip
+    parser.add_argument("--cuda", action="store_true", help="let torch have them, for CUDA 13")
     parser.add_argument("command", nargs="+", help="what to run")
     wanted = parser.parse_args(words)
     if wanted.busy is None:

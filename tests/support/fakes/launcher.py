@@ -132,12 +132,22 @@ def main() -> int:
             say("W", 1048, unable)
         hand_on(signal.SIGKILL, None)
 
-    signal.signal(signal.SIGTERM, hand_on)
+    told: list[int] = []
+
+    def hand_on_and_end(number: int, frame: object) -> None:
+        told.append(number)
+        hand_on(number, frame)
+
+    signal.signal(signal.SIGTERM, hand_on_and_end)
     while living and not (ends and ends[-1][1]):
         wait_for_one()
     first = ends[-1]
     if ranks == 1:
         return alone(first[1])
+    if first[1] == 0 and told and ranks > 1:  # elastic waits for the ranks, then raises
+        where = "torch.distributed.elastic.multiprocessing.api.SignalException"
+        print(f"{where}: Process {os.getpid()} got signal: {told[0]}", flush=True)
+        return 1
     if first[1] == 0:
         return 0
     for pid in living:

@@ -60,6 +60,7 @@ class Counting:
     """
 
     measure = "tensors"
+    doing = None
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -73,8 +74,9 @@ class Counting:
         return found | self._around
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        if name == "save":  # the thread that saves is counted, and not who waits for it
+    def phase(self, name: str, *, measured: bool = True) -> Iterator[None]:
+        # Of a save the thread that saves is counted, and not who waits for it.
+        if name == "save" or not measured:
             yield
             return
         self._live.reset()

@@ -1,0 +1,40 @@
+"""Text from files that others may have written: nothing in it may steer a terminal. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+# Controls (C0 but for tab and line feed, DEL, C1), what changes the direction of writing or the
+# line, invisible tags, and halves of surrogate pairs, which no terminal can be sent.
+_UNSAFE: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+_INSTEAD: Final = "?"
+_DEEPEST: Final = 20  # levels of a value that are looked through; deeper ones are left out
+
+
+def harmless(text: str, instead: str = _INSTEAD) -> str:
+    """The text, lines and tabs kept, without anything that a terminal obeys."""
+    if text.isprintable():  # nearly all of it is, and this is ten times as fast
+        return text
+    return _UNSAFE.sub(instead, text)
+
+
+def one_line(text: str) -> str:
+    """The same on one line."""
+    return text if text.isprintable() else harmless(" ".join(text.split()))
+
+
+def harmless_value(value: Any, depth: int = _DEEPEST) -> Any:
+    """A JSON value with all of its texts harmless, keys too."""
+    if isinstance(value, str):
+        return harmless(value)
+    if isinstance(value, dict | list) and not depth:
+        return None
+    if isinstance(value, dict):
+        return {harmless(str(k)): harmless_value(v, depth - 1) for k, v in value.items()}
+    if isinstance(value, list):
+        return [harmless_value(one, depth - 1) for one in value]
+    return value

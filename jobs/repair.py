@@ -1,0 +1,259 @@
+"""Make a new jobs database where the old one is damaged: of the rows that can still be read, and of
+the run directories, which hold all that a job is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import sqlite3
+import time
+import uuid
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs import processes
+from jobs.errors import UserError
+from jobs.eventlog import EventLog
+from jobs.preflight import check_devices
+from jobs.processes import ProcessId, boot_id
+from jobs.rundir import RunDir, read_json
+from jobs.schema import TABLES, VERSION
+from jobs.specfile import load_spec
+from jobs.states import State
+from jobs.strategy import world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Row = dict[str, Any]
+
+_RUN: Final = re.compile(r"([1-9]\d{0,17})-(.+)")
+_TABLES: Final = ("jobs", "history", "settings", "claims")
+_SIDES: Final = ("", "-wal", "-shm")
+_HELD: Final = "restored by doctor --repair; release it, and it runs"
+_SUPERVISOR: Final = b"jobs.supervise"
+_WAITS: Final = 5.0  # seconds for others to leave the queue
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repair came to.
+
+    Attributes:
+        kept: Where the old database is; None where it was sound and nothing was done.
+        read: Jobs whose rows could still be read.
+        restored: Jobs that were made of their run directories.
+    """
+
+    kept: Path | None
+    read: tuple[int, ...] = ()
+    restored: tuple[int, ...] = ()
+
+
+def repair(home: Path) -> Repaired:
+    """Replace the database of a state directory if it is damaged; the old one is kept.
+
+    Raises:
+        UserError: Another process holds the queue.
+        OSError: A file cannot be written.
+    """
+    path = home / "jobs.db"
+    with open(home / "dispatch.lock", "a") as lock:
+        _take(lock.fileno())
+        if path.exists() and _is_sound(path):
+            return Repaired(None)
+        rows = {name: list(_readable(path, name)) for name in _TABLES}
+        known = {row["id"] for row in rows["jobs"]}
+        restored = [
+            row for run in _runs(home) if (row := _of_run(*run, home=home))["id"] not in known
+        ]
+        new = path.with_name("jobs.db.new")
+        new.unlink(missing_ok=True)
+        _write(new, rows, restored)
+        kept = path.with_name(f"jobs.db.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+        for side in _SIDES:
+            with suppress(FileNotFoundError):
+                os.replace(f"{path}{side}", f"{kept}{side}")
+        os.replace(new, path)
+    return Repaired(kept, tuple(sorted(known)), tuple(row["id"] for row in restored))
+
+
+def _take(lock: int) -> None:
+    until = time.monotonic() + _WAITS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise UserError("another process holds the queue; try again") from None
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            found = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+            whole = db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+            return bool(whole and (version > VERSION or found.issuperset(_TABLES)))
+    except sqlite3.OperationalError as error:
+        if "lock" in str(error):
+            raise UserError(f"{path} is locked by another process; try again") from None
+        return False
+    except sqlite3.Error:
+        return False
+
+
+def _readable(path: Path, table: str) -> Iterator[dict[str, Any]]:
+    """The rows of a table that can be read, from both of its ends."""
+    seen: set[int] = set()
+    for order in ("", " DESC"):
+        try:
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+                db.row_factory = sqlite3.Row
+                for row in db.execute(
+                    f"SELECT rowid AS row_, * FROM {table} ORDER BY rowid{order}"
+                ):
+                    if row["row_"] not in seen and _is_whole(table, row):
+                        seen.add(row["row_"])
+                        yield {name: row[name] for name in row.keys() if name != "row_"}  # noqa: SIM118
+        except (sqlite3.Error, UnicodeDecodeError):
+            continue
+
+
+def _is_whole(table: str, row: sqlite3.Row) -> bool:
+    """Whether a row of jobs can be used; a damaged page may hold anything."""
+    if table != "jobs":
+        return True
+    try:
+        State(row["state"])
+        json.loads(row["wanted"])
+        json.loads(row["gpus"])
+        return bool(row["name"] and row["run_id"] and Path(row["run_dir"]).is_dir())
+    except (ValueError, TypeError):
+        return False
+
+
+def _runs(home: Path) -> Iterator[tuple[int, str, RunDir]]:
+    for path in sorted((home / "runs").glob("*")):
+        if (match := _RUN.fullmatch(path.name)) and path.is_dir():
+            yield int(match[1]), match[2], RunDir(path)
+
+
+def _of_run(job_id: int, name: str, run_dir: RunDir, *, home: Path) -> dict[str, Any]:
+    """A row of jobs, of what is in a run directory."""
+    record = read_json(run_dir.launch_file) or {}
+    run_id = record.get("run_id")
+    run_id = run_id if isinstance(run_id, str) and run_id else uuid.uuid4().hex
+    alive = bool(record) and bool(processes.with_run_id(run_id))
+    state, reason = _state_of(run_dir, launched=bool(record), alive=alive)
+    gpus = record.get("gpus") if alive else []
+    created = _changed(run_dir.job_file) or _changed(run_dir.root) or time.time()
+    supervisor = _supervisor_of(job_id, run_dir) if alive else None
+    attempt, started = record.get("attempt"), record.get("started")
+    row = {
+        "id": job_id, "name": name, "state": str(state), "reason": reason, "run_id": run_id,
+        "gpus": json.dumps(gpus if isinstance(gpus, list) else []), "run_dir": str(run_dir.root),
+        "created": created, "queued": created,
+        "started": started if isinstance(started, float) else None,
+        "ended": (_changed(run_dir.events) or created) if state.ended else None,
+        "attempt": attempt if isinstance(attempt, int) else 0, "held": state is State.QUEUED,
+        "supervisor_pid": supervisor and supervisor.pid,
+        "supervisor_started": supervisor and supervisor.started,
+        "boot_id": boot_id() if alive else None,
+    }  # fmt: skip
+    return row | _terms(run_dir)
+
+
+def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, str]:
+    """What became of a job, by its processes and by what its ranks wrote last."""
+    if alive:
+        return State.RUNNING, "all ranks are up"
+    if not launched:
+        return State.QUEUED, _HELD
+    said, newest = EventLog(run_dir.events).read_all().end_reason, run_dir.latest_checkpoint()
+    where = f"step {newest[0]}" if newest else "no checkpoint"
+    if said == "completed":
+        return State.COMPLETED, f"trained {newest[0] if newest else 0} steps"
+    if said == "stopped":
+        return State.STOPPED, f"stopped; {where}"
+    if errors := run_dir.rank_errors():
+        first = errors[0]
+        return State.FAILED, f"rank {first['rank']}: {first['type']}: {first['message']}"[:300]
+    return State.LOST, f"its end was lost with the database; {where}"
+
+
+def _terms(run_dir: RunDir) -> dict[str, Any]:
+    """What the queue goes by; of a job file that cannot be read, one rank on the CPU."""
+    try:
+        spec = load_spec(run_dir.job_file)
+    except UserError:
+        return {"ranks": 1, "wanted": "null", "total_steps": 0}
+    try:
+        wanted = check_devices(spec)
+    except UserError:  # a GPU that is not there today
+        wanted = world_size(spec)
+    return {
+        "ranks": world_size(spec), "wanted": json.dumps(wanted), "priority": spec.priority,
+        "total_steps": spec.max_train_steps, "shares": spec.share_gpus,
+        "auto_resume": spec.auto_resume,
+    }  # fmt: skip
+
+
+def _supervisor_of(job_id: int, run_dir: RunDir) -> ProcessId | None:
+    """The live supervisor of a job: it works in its run directory."""
+    for name in os.listdir("/proc"):
+        with suppress(OSError):
+            words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
+            ours = _SUPERVISOR in words and str(job_id).encode() in words
+            if ours and os.path.samefile(f"/proc/{name}/cwd", run_dir.root):
+                return ProcessId.of(int(name))
+    return None
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _write(
+    path: Path, rows: dict[str, list[dict[str, Any]]], restored: list[dict[str, Any]]
+) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
+        db.execute("BEGIN IMMEDIATE")
+        for row in [*rows["jobs"], *restored]:
+            _insert(db, "jobs", row)
+        for row in restored:
+            reason = f"restored: {row['reason']}"
+            change = {"job": row["id"], "t": time.time(), "after": row["state"], "reason": reason}
+            _insert(db, "history", change)
+            if row["state"] == State.RUNNING:
+                for device in json.loads(row["gpus"]):
+                    _insert(db, "claims", {"device": device, "job": row["id"]})
+        known = {row["id"] for row in (*rows["jobs"], *restored)}
+        for table in ("history", "claims"):
+            for row in rows[table]:
+                if row.get("job") in known:
+                    _insert(db, table, row)
+        for row in rows["settings"]:
+            _insert(db, "settings", row)
+        db.execute("COMMIT")
+        db.execute(f"PRAGMA user_version={VERSION}")
+
+
+def _insert(db: sqlite3.Connection, table: str, row: dict[str, Any]) -> None:
+    columns = ", ".join(row)
+    marks = ",".join("?" * len(row))
+    with suppress(sqlite3.IntegrityError):  # a row of a damaged page
+        db.execute(f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})", [*row.values()])

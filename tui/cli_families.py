@@ -1,4 +1,4 @@
-"""`fsdp-tui families`: what can be trained, and the same as JSON or as the table in the README."""
+"""`fsdp-tui families`: what can be trained, also as JSON or as the table in the documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CARDS = " / ".join(map(str, IN_TABLES))
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[FAMILY …]")
-@click.option("--markdown", is_flag=True, help="Print the table of the README.")
+@click.option("--markdown", is_flag=True, help="Print the table of docs/families.md.")
 @JSON
 def families(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
     """The model families that can be trained, and their published flavours."""

@@ -25,7 +25,7 @@ _KINDS: Final = {"int": "number", "float": "number", "bool": "true or false", "s
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[KEY | GROUP …]")
-@click.option("--markdown", is_flag=True, help="Print tables, as in KEYS.md.")
+@click.option("--markdown", is_flag=True, help="Print tables, as in docs/job-keys.md.")
 @JSON
 def keys(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
     """Every key of a job: what it may be, its default, what it does.

@@ -1,6 +1,6 @@
 """`python tests/bench/cards.py`: the smallest number of GPUs that each family needs.
 
-Writes `jobs/published/cards.json`, from which `fsdp-tui families` and the README take it. With
+Writes `jobs/published/cards.json`, from which `fsdp-tui families` and the documents take it. With
 names of families only these are computed, and printed beside what the file says.
 """
 

@@ -553,7 +553,7 @@ def test_form_flags_and_file_say_the_same(
 @example(values={"trigger_word": "“”", "validation_negative_prompt": "None"})
 @example(values={"validation_prompts": ["\x85", "[a]", "{prompt: b}", "--seed=3"]})
 @example(values={"lora_target_modules": []})
-@example(values={"lora_target_modules": ["none"], "cache_dir": "/no/such \0"})
+@example(values={"lora_target_modules": ["none"], "cache_dir": "/no/such \1"})
 @example(values={"fsdp_transformer_layer_cls_to_wrap": ["a,b", "'c'", " "]})
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_form_file_flags_and_file_are_one_job(

@@ -29,12 +29,19 @@ if TYPE_CHECKING:
 _WIDTH: Final = 80  # columns of a command's help
 
 
-def main() -> None:
-    """Write every file whose made part has changed, and name it."""
-    for path, text in made().items():
-        if path.read_text(encoding="utf-8") != text:
+def main() -> int:
+    """Write every file whose made part has changed, and name it; `--check` only names them.
+
+    Returns:
+        The exit status: 1 if `--check` found any.
+    """
+    check = sys.argv[1:] == ["--check"]
+    changed = {p: text for p, text in made().items() if p.read_text(encoding="utf-8") != text}
+    for path, text in changed.items():
+        print(path.relative_to(ROOT))
+        if not check:
             path.write_text(text, encoding="utf-8")
-            print(path.relative_to(ROOT))
+    return int(check and bool(changed))
 
 
 def made() -> dict[Path, str]:
@@ -104,4 +111,4 @@ _PARTS: Final[dict[Path, tuple[str, Callable[[], str]]]] = {
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

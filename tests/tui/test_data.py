@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 BACK = (24, 26, 30)
+MANY = 5000
 
 
 pytestmark = pytest.mark.usefixtures("no_processes")
@@ -182,20 +183,18 @@ async def test_what_is_wrong_with_the_data_is_one_line_on_the_screen(
         assert not screen.query_one("#data-problem").display
 
 
-@pytest.mark.skip(reason="waits in vain since the merge of 20:15; not known why yet")
 @pytest.mark.slow
 async def test_escape_ends_the_process_that_looks(
     store: Store, ended_job: Any, job_values: dict[str, Any], tmp_path: Path
 ) -> None:
-    os.mkfifo(tmp_path / "data" / "endless.png")  # whoever reads it waits forever
-    (tmp_path / "data" / "endless.txt").write_text("a pipe")
+    many(tmp_path / "data")
     async with running(store) as (app, pilot):
         await pilot.press("d")
         await until(pilot, lambda: isinstance(app.screen, DataScreen))
         await until(pilot, looking_processes)
         (process,) = looking_processes()
         line = app.screen.looking  # type: ignore[attr-defined]
-        await until(pilot, lambda: "/4  " in shown(line))
+        await until(pilot, lambda: f"/{MANY}  " in shown(line))
         assert len(shown(line)) <= line.size.width
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.dashboard)
@@ -206,13 +205,19 @@ async def test_escape_ends_the_process_that_looks(
 async def test_leaving_the_dashboard_ends_the_process_that_looks(
     store: Store, ended_job: Any, tmp_path: Path
 ) -> None:
-    os.mkfifo(tmp_path / "data" / "endless.png")
-    (tmp_path / "data" / "endless.txt").write_text("a pipe")
+    many(tmp_path / "data")
     async with running(store) as (app, pilot):
         await pilot.press("d")
         await until(pilot, looking_processes)
         app.exit()
         await until(pilot, lambda: not looking_processes())
+
+
+def many(folder: Path) -> None:
+    """So many images that looking at them takes a while."""
+    for number in range(3, MANY):
+        os.link(folder / "0.png", folder / f"{number}.png")
+        os.link(folder / "0.txt", folder / f"{number}.txt")
 
 
 def looking_processes() -> list[psutil.Process]:

@@ -115,7 +115,6 @@ def test_every_binding_was_pressed(pressed: list[Pressed]) -> None:
     assert set(known_bindings()) - {one.id for one in pressed} <= {"app.command_palette"}
 
 
-@pytest.mark.skip(reason="the app ends since the merge of 20:15; not known why yet")
 @pytest.mark.slow
 async def test_every_key_leaves_the_dashboard_alive(root: Path, pressed: list[Pressed]) -> None:
     """Really pressed, in any state that the keys before it have left; what fails ends the app."""
@@ -131,6 +130,9 @@ async def test_every_key_leaves_the_dashboard_alive(root: Path, pressed: list[Pr
                     await pilot.press(*(key for key in scene.keys if isinstance(key, str)))
                     await rest(app)
                 begun = app.screen
+                met = begun.active_bindings.get(one.key)
+                if met is not None and met.binding.id in ENDS:
+                    continue  # the keys before it have closed what it was met on
                 await pilot.press(one.key)
                 while app.screen is not begun and app.screen is not app.dashboard:
                     await app.pop_screen()

@@ -16,7 +16,7 @@ from textual.widgets import Static
 from jobs import edit
 from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
-from jobs.templates import path_of, save_template, templates_home
+from jobs.templates import list_templates, path_of, save_template, templates_home
 from tests.support.pilot import until
 from tests.support.tui import FakeGpus, add_job
 from tests.support.tui_app import another_look, error_of, field, form, running, said
@@ -373,7 +373,6 @@ async def test_a_file_is_replaced_only_when_asked_for(store: Store, tmp_path: Pa
 # -- templates -----------------------------------------------------------------------------
 
 
-@pytest.mark.skip(reason="waited in vain once in a whole run, passes alone")
 @pytest.mark.slow
 async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[str, Any]) -> None:
     save_template("tiny", {"model_family": "wan", "lora_rank": 4, "seed": 9})
@@ -395,6 +394,25 @@ async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[
         await pilot.press("y")
         await until(pilot, lambda: any("tiny.yaml" in text for text in said(app)))
         assert int(yaml.safe_load(path_of("tiny").read_text())["lora_rank"]) == 8
+
+
+async def test_templates_are_found_by_who_types_before_they_are_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = threading.Event()
+
+    def read_slowly() -> object:
+        assert read.wait(PATIENCE)
+        return list_templates()
+
+    monkeypatch.setattr("tui.newjob.finding.list_templates", read_slowly)
+    save_template("tiny", {"lora_rank": 4})
+    async with form(store) as (app, pilot):
+        await pilot.press("ctrl+t")
+        await pilot.press("t")
+        await pilot.press("i")
+        read.set()
+        await until(pilot, lambda: palette_shows(app, "tiny"))
 
 
 @pytest.mark.slow

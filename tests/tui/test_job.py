@@ -16,7 +16,7 @@ from jobs.specfile import dump_spec, load_spec
 from jobs.states import State
 from tests.support.checkpoints import save_checkpoint
 from tests.support.made_up_server import predict
-from tests.support.pilot import until
+from tests.support.pilot import settle, until
 from tests.support.tui import (
     GIB,
     add_job,
@@ -28,6 +28,7 @@ from tests.support.tui import (
 )
 from tests.support.tui_app import all_said, running, shown
 from tests.support.waiting import PATIENCE
+from tui.checkpoints.pane import CheckpointsPane
 from tui.format import plain
 from tui.job.config_rows import command_rows
 from tui.job.keys import Key, line_of
@@ -148,6 +149,18 @@ async def test_tabs_turn_both_ways_and_the_last_one_is_remembered(store: Store, 
         for key in ("q", "i", "i", "c", "escape"):
             await pilot.press(key)
         await until(pilot, lambda: app.screen is app.dashboard)
+
+
+async def test_a_tab_that_was_left_keeps_no_keys(store: Store, job: Job) -> None:
+    """Its list was read when the next tab was already asked for."""
+    async with opened(store, (120, 40), "7", "6") as (_, pilot, screen):
+        pane = screen.panes["checkpoints"]
+        assert isinstance(pane, CheckpointsPane)
+        await until(pilot, lambda: pane.panel.has_focus)
+        pane.on_checkpoints_pane_looked(CheckpointsPane.Looked(job, [], None))
+        await screen.action_show_tab("config")
+        await settle(pilot.app)
+        assert screen.panes["config"].has_focus_within
 
 
 @pytest.mark.slow

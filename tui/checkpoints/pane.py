@@ -187,8 +187,11 @@ class CheckpointsPane(Pane, can_focus=True):
         self._put("problem", text)
         self.query_one("#ckpt-problem").set_class(harmless, "-harmless")
         self.set_class(bool(text), "-nothing")
-        if self.has_focus_within or self.has_focus:  # a hidden list would take the keys along
-            (self if text else self.panel).focus()
+        # A hidden list would take the keys along. At once, and as the screen knows it: by the time
+        # that `focus` and `has_focus` have been through the queue, another tab may be open.
+        focused = self.screen.focused
+        if focused is not None and self in focused.ancestors_with_self:
+            self.screen.set_focus(self if text else self.panel)
 
     @on(CheckpointsPanel.Highlighted)
     def _show_about(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -61,11 +62,29 @@ class TemplatesProvider(_Named):
     """The person's templates, the families' flavours, and keeping what the form says."""
 
     async def startup(self) -> None:
+        self._templates: list[Template] = []
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
         found = await in_daemon(list_templates)
-        self._templates: list[Template]
         self._templates, problems = found if found is not None else ([], [])
         for problem in problems:
             self.app.notify(problem, severity="warning", markup=False)
+
+    async def discover(self) -> Hits:
+        await self._templates_read()
+        async for hit in super().discover():
+            yield hit
+
+    async def search(self, query: str) -> Hits:
+        await self._templates_read()
+        async for hit in super().search(query):
+            yield hit
+
+    async def _templates_read(self) -> None:
+        # Typing cancels the search before it. Textual 8 would cancel what `startup` waits for along
+        # with it, and then no search of this palette would ever find anything.
+        await asyncio.shield(self._reading)
 
     def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
         for template in self._templates:

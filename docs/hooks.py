@@ -22,7 +22,7 @@ OUTSIDE = (
     "CHANGELOG.md",
     "engine/families/README.md",
     "tests/bench/README.md",
-    "tests/cuda_stub/README.md",
+    "tests/support/cuda_stub/README.md",
 )
 
 

@@ -16,12 +16,12 @@ import click
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jobs.families import FAMILIES  # noqa: E402
-from jobs.spec import JobSpec  # noqa: E402
-from tui.actions import ACTIONS, GROUP_TITLES  # noqa: E402
-from tui.cli import cli  # noqa: E402
-from tui.cli_families import table  # noqa: E402
-from tui.cli_keys import tables  # noqa: E402
+from jobs.spec.families import FAMILIES  # noqa: E402
+from jobs.spec.job_spec import JobSpec  # noqa: E402
+from tui.cli.commands import cli  # noqa: E402
+from tui.cli.prepare.families import table  # noqa: E402
+from tui.cli.prepare.keys import tables  # noqa: E402
+from tui.keys.actions import ACTIONS, GROUP_TITLES  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

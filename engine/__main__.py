@@ -19,7 +19,7 @@ def main() -> int:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print("usage: accelerate launch … -m engine RUNDIR", file=sys.stderr)
         return 2
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
     run_dir = RunDir(Path(sys.argv[1]).absolute())
     rank = int(os.environ.get("RANK", "0"))
@@ -36,10 +36,10 @@ def main() -> int:
         logging.getLogger(library).setLevel(logging.ERROR)
 
     # After the redirection, so that whatever these imports print is in the rank's own log.
-    from engine.failure import record_failure
-    from engine.imports import hide, uncollected, unneeded
-    from engine.telemetry import Telemetry
-    from jobs.specfile import load_spec
+    from engine.ranks.failure import record_failure
+    from engine.ranks.telemetry import Telemetry
+    from engine.start.lean_imports import hide, uncollected, unneeded
+    from jobs.spec.file.load import load_spec
 
     faulthandler.enable()  # a crash in C leaves a stack too
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for when the job stands still
@@ -50,7 +50,7 @@ def main() -> int:
             spec = load_spec(run_dir.job_file)
             hide(*unneeded(spec))
             from engine import families
-            from engine.run import run
+            from engine.run_job import run
 
             # With its pipeline and its denoiser, which every job of the family needs.
             families.load(spec.model_family, spec.model_flavour).transformer_class()

@@ -7,51 +7,52 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine import adapters, families, weights
-from engine.activation_checkpointing import checkpoint_activations
-from engine.affinity import stay_near_gpu
-from engine.backends import activate_flash3, choose_attention, choose_backends, compile_blocks
+from engine import families
 from engine.checkpoint import Saver
 from engine.checkpoint.data_facts import data_facts
 from engine.checkpoint.resume import resume
-from engine.context_parallel import (
+from engine.data.index.data_index import sizes_of
+from engine.data.loader import Loader
+from engine.data.prepare import prepare
+from engine.diffusion.objective import build_objective
+from engine.exports.live import export_trained
+from engine.model import adapters, weights
+from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
+from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
+from engine.parallel.context_parallel import (
     check_tokens,
     enable_context_parallel,
     require_cuda,
     splits_text,
 )
-from engine.control import Control, StoppedError
-from engine.data.index import sizes_of
-from engine.data.loader import Loader
-from engine.data.prepare import prepare
-from engine.ema import Ema
-from engine.exports.live import export_trained
-from engine.flight import write_flight
-from engine.meeting import Meeting
-from engine.objective import build_objective
-from engine.optim import build_optimizer, build_scheduler
-from engine.parallel import precision_policy, shard
-from engine.peaks import Peaks
-from engine.precision import compute_dtype, computes_alone, narrow_inputs
-from engine.sharding_check import check_sharding
-from engine.step import Stepper
-from engine.trainer import Trainer
-from engine.training import Training
-from engine.world import World, leave_world, start_world
-from jobs.conflicts import find_warnings
-from jobs.families import latent_step_of
-from jobs.models import find_model
-from jobs.prompts import requests_of
-from jobs.specfile import load_spec
-from jobs.strategy import checkpoints_activations
+from engine.parallel.sharding import precision_policy, shard
+from engine.parallel.sharding_check import check_sharding
+from engine.ranks.affinity import stay_near_gpu
+from engine.ranks.control import Control, StoppedError
+from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.flight_dump import write_flight
+from engine.ranks.peaks import Peaks
+from engine.ranks.world import World, leave_world, start_world
+from engine.train.ema import Ema
+from engine.train.optimizer import build_optimizer, build_scheduler
+from engine.train.optimizer_step import Stepper
+from engine.train.train_state import TrainState
+from engine.train.training_loop import Trainer
+from jobs.models.find_model import find_model
+from jobs.spec.families import latent_step_of
+from jobs.spec.file.load import load_spec
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.families import Family
-    from engine.telemetry import Telemetry
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from engine.ranks.telemetry import Telemetry
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 
 def run(run_dir: RunDir, telemetry: Telemetry) -> None:
@@ -78,7 +79,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     for warning in find_warnings(spec):
         telemetry.warn(warning)
     control = Control(run_dir, world)
-    meeting = Meeting(run_dir, world.token, world.rank, world.size)
+    barrier = FileBarrier(run_dir, world.token, world.rank, world.size)
     model_root = find_model(spec.pretrained_model_name_or_path)
     family = families.load(spec.model_family, spec.model_flavour, model_root, spec.fps)
 
@@ -86,11 +87,11 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         check_context(spec, family, world)
     try:
         data = prepare(
-            spec, family, model_root, run_dir, world, meeting, telemetry, control.wants_stop
+            spec, family, model_root, run_dir, world, barrier, telemetry, control.wants_stop
         )
     except StoppedError as stopped:
         telemetry.say(f"asked to stop while preparing data ({stopped}); what is cached stays")
-        end("stopped", world, meeting, telemetry)
+        end("stopped", world, barrier, telemetry)
         return
     model = build_model(spec, family, model_root, world, telemetry)
     training = start_training(spec, model, world)
@@ -130,18 +131,18 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     saver.close()
     data.texts.close()
     if outcome == "completed":
-        export_trained(training, spec, family, model_root, run_dir, world, meeting, telemetry)
+        export_trained(training, spec, family, model_root, run_dir, world, barrier, telemetry)
     trainer.report_memory()
-    end(outcome, world, meeting, telemetry)
+    end(outcome, world, barrier, telemetry)
 
 
-def end(outcome: str, world: World, meeting: Meeting, telemetry: Telemetry) -> None:
+def end(outcome: str, world: World, barrier: FileBarrier, telemetry: Telemetry) -> None:
     """Meet for the last time, and say how it ended."""
     telemetry.phase_name = "end"
-    meeting.arrive("end")
+    barrier.arrive("end")
     if world.main:
-        meeting.wait("end")
-        meeting.close()
+        barrier.wait("end")
+        barrier.close()
     telemetry.emit("end", reason=outcome, step=telemetry.step)
     telemetry.say(outcome)
 
@@ -199,7 +200,7 @@ def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter
 def check_context(spec: JobSpec, family: Family, world: World) -> None:
     """Refuse what a context-parallel group cannot share evenly, before anything is encoded.
 
-    Pictures are fitted to sizes that divide (`engine.data.index.sizes_of`).
+    Pictures are fitted to sizes that divide (`engine.data.index.data_index.sizes_of`).
 
     Raises:
         UserError: Not on GPUs, or a sample's picture or a caption has an odd number of tokens.
@@ -214,11 +215,11 @@ def check_context(spec: JobSpec, family: Family, world: World) -> None:
         check_tokens(spec.max_sequence_length, size, "max_sequence_length")
 
 
-def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> Training:
+def start_training(spec: JobSpec, model: torch.nn.Module, world: World) -> TrainState:
     """Optimizer, schedule, average and loss scale around a model, at step 0."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(spec, list(trained.values()), world.device)
     ema = Ema(trained, spec.ema_decay, on_cpu=spec.ema_device == "cpu") if spec.use_ema else None
     fp16 = spec.mixed_precision == "fp16"
     scaler = torch.amp.GradScaler(world.device.type) if fp16 else None
-    return Training(model, optimizer, build_scheduler(spec, optimizer), ema, scaler)
+    return TrainState(model, optimizer, build_scheduler(spec, optimizer), ema, scaler)

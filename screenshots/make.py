@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jobs.store import Store  # noqa: E402
-from tests.support.scenes import SCENES, leave, opened, running, show  # noqa: E402
-from tui.app import FsdpTui  # noqa: E402
+from jobs.queue.store import Store  # noqa: E402
+from tests.support.tui.scenes import SCENES, leave, opened, running, show  # noqa: E402
+from tui.app.app import FsdpTui  # noqa: E402
 
 if TYPE_CHECKING:
     from textual.pilot import Pilot

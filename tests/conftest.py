@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from tests.support.fakes.supervise import start_nothing, stop_server
+from tests.support.jobs.fakes.supervise import start_nothing, stop_server
 from tests.support.left_over import end_all_of, name_of, processes_of
 from tests.support.order import SLOWEST_FIRST
 from tests.support.paths import FAKE_MEMORY, ROOT
@@ -27,15 +27,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # time that a command line takes to start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from jobs.specfile import load_spec
-from jobs.store import Store
+from jobs.queue.store import Store
+from jobs.spec.file.load import load_spec
 from tests.support.forks import client as forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def pytest_configure() -> None:
@@ -100,7 +100,7 @@ def store(home: Path) -> Store:
 @pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, whatever the real one has."""
-    monkeypatch.setattr("jobs.devices.gpus", list)
+    monkeypatch.setattr("jobs.machine.devices.gpus", list)
 
 
 @pytest.fixture

@@ -63,13 +63,13 @@ def loaded_by(*names: str) -> set[str]:
 
 
 def test_the_dashboard_and_the_command_line_load_no_torch() -> None:
-    loaded = loaded_by("tui.app", "tui.cli", "jobs.service")
+    loaded = loaded_by("tui.app.app", "tui.cli.commands", "jobs.service")
     assert "textual" in loaded, "else this test looks at the wrong thing"
     assert not loaded & {"torch", "accelerate", "diffusers", "transformers", "peft", "engine"}
 
 
 def test_the_command_line_does_not_wait_for_textual() -> None:
-    assert "textual" not in loaded_by("tui.cli", "jobs.service")
+    assert "textual" not in loaded_by("tui.cli.commands", "jobs.service")
 
 
 def test_the_core_loads_neither_front_nor_engine() -> None:

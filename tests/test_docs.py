@@ -16,13 +16,13 @@ import click
 import pytest
 import yaml
 
-from jobs.flags import parse_flags
-from jobs.spec import JobSpec
-from jobs.specfile import load_spec
+from jobs.spec.file.flags import parse_flags
+from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import JobSpec
 from tests.support.paths import ROOT
-from tui.cli import cli
-from tui.cli_words import JobCommand
-from tui.settings import read_settings
+from tui.cli.commands import cli
+from tui.cli.common.job_arguments import JobCommand
+from tui.settings.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -79,8 +79,13 @@ def test_a_mutant_is_one_change_of_the_text_in_bytes() -> None:
 
 
 def test_a_module_is_held_against_fast_tests_that_exist() -> None:
-    assert files_for("jobs.placement")[0] == "tests/jobs/test_placement.py"
-    for module in ("engine.draws", "engine.weights", "jobs.store", "jobs.strategy"):
+    assert files_for("jobs.queue.placement")[0] == "tests/jobs/queue/test_placement.py"
+    for module in (
+        "engine.diffusion.random_numbers",
+        "engine.model.weights",
+        "jobs.queue.store",
+        "jobs.spec.rules.strategy",
+    ):
         assert all((ROOT / name).exists() for name in files_for(module))
     with pytest.raises(LookupError, match=r"no test in .* imports engine\.nothing"):
         files_for("engine.nothing")

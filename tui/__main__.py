@@ -1,5 +1,5 @@
 """`python -m tui`: the same as the `fsdp-tui` command."""
 
-from tui.cli import main
+from tui.cli.commands import main
 
 main()

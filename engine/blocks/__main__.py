@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.blocks.lean import import_lean
-from engine.command import OneLineParser
+from engine.start.command import OneLineParser
 from jobs.errors import UserError
 
 _STEPS = 3  # import, build, walk
@@ -55,7 +55,7 @@ def _look(config: dict[str, Any], directory: Path, *, lean: bool) -> dict[str, A
     if lean:
         import_lean()
     from engine.blocks.build import build
-    from engine.blocks.report import report
+    from engine.blocks.detection import report
 
     _tell(1)
     model = build(config, directory)

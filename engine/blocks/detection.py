@@ -1,4 +1,4 @@
-"""What is told about a model, as JSON values that `jobs.blocks.Detection` reads."""
+"""What is told about a model, as JSON values that `jobs.models.blocks.detection` reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.blocks.recommend import recommend, score
 from engine.blocks.walk import walk
-from jobs.block_parts import BlockClass
+from jobs.models.blocks.parts import BlockClass
 
 if TYPE_CHECKING:
     import torch

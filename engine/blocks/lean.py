@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any, Final
 
-from engine.imports import hide
+from engine.start.lean_imports import hide
 
 # Optional for diffusers.
 _OPTIONAL: Final = ("peft", "transformers", "torchao", "bitsandbytes")

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from engine.blocks.walk import Kind
-    from jobs.block_parts import Parts
+    from jobs.models.blocks.parts import Parts
 
 # What stays in the root: gathering it apart would cost collectives and save nothing that counts.
 _LEAST_SHARE: Final = 0.01  # of the model, all modules of a class together

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from jobs.block_parts import Part, Parts
+from jobs.models.blocks.parts import Part, Parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.checkpoints import UnreadableError, find_damage, set_aside
 from jobs.errors import UserError
+from jobs.run.checkpoint_files import UnreadableError, find_damage, set_aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.world import World
-    from jobs.rundir import RunDir
+    from engine.ranks.world import World
+    from jobs.run.rundir import RunDir
 
 _MOST_NAMED: Final = 3
 

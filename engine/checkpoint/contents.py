@@ -1,7 +1,7 @@
 """What a checkpoint holds: everything that training changes, and what it was made by.
 
-Draws are keyed by seed, step and sample (`engine.draws`), so there is no generator state to keep,
-and the place in the data is the step: the plan is a function of it.
+Draws are keyed by seed, step and sample (`engine.diffusion.random_numbers`), so there is no
+generator state to keep, and the place in the data is the step: the plan is a function of it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.utils._pytree import tree_leaves
 
-from engine.optim import fill_state
-from engine.weights import local_part
-from jobs.host_room import STATE_BYTES
+from engine.model.weights import local_part
+from engine.train.optimizer import fill_state
+from jobs.memory.host_memory import STATE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.training import Training
-    from jobs.checkpoints import Layout
-    from jobs.spec import JobSpec
+    from engine.train.train_state import TrainState
+    from jobs.run.checkpoint_files import Layout
+    from jobs.spec.job_spec import JobSpec
 
 SCHEMA: Final = 1
 
@@ -72,7 +72,7 @@ class Contents:
         return [leaf for leaf in tree_leaves(self.tensors) if isinstance(leaf, torch.Tensor)]
 
 
-def expected_bytes(training: Training, spec: JobSpec) -> int:
+def expected_bytes(training: TrainState, spec: JobSpec) -> int:
     """What a checkpoint will take at least, once the optimizer has made a step.
 
     The state that the first step makes is counted, not made: on shards that takes torch a second
@@ -86,7 +86,7 @@ def expected_bytes(training: Training, spec: JobSpec) -> int:
 
 
 def collect(
-    training: Training,
+    training: TrainState,
     spec: JobSpec,
     world_size: int,
     data: Mapping[str, Any] | None = None,
@@ -115,7 +115,7 @@ def collect(
     return Contents(training.step, layout, tensors_of(training, layout), state, world_size)
 
 
-def tensors_of(training: Training, layout: Layout, *, ema: bool = True) -> dict[str, Any]:
+def tensors_of(training: TrainState, layout: Layout, *, ema: bool = True) -> dict[str, Any]:
     """State dicts of what is trained; loading fills these very tensors.
 
     Args:

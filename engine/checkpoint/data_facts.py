@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.data.index import DataIndex
-    from engine.data.plan import BatchPlan
+    from engine.data.index.batch_plan import BatchPlan
+    from engine.data.index.data_index import DataIndex
 
 
 def data_facts(index: DataIndex, plan: BatchPlan) -> dict[str, Any]:

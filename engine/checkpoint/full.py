@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine.checkpoint.together import OutOfStepError
-from engine.gather import gather
-from engine.safetensors_file import SafetensorsWriter
-from engine.weight_files import read_header
-from engine.weight_reader import read_all
-from engine.weights import reading_of
+from engine.model.safetensors_writer import SafetensorsWriter
+from engine.model.weight_files import read_header
+from engine.model.weight_reader import read_all
+from engine.model.weights import reading_of
+from engine.parallel.gather import gather
 from jobs.errors import UserError
-from jobs.rundir import read_json, write_atomic
+from jobs.run.rundir import read_json, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,26 +9,27 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from engine.checkpoint import full, sharded
 from engine.checkpoint.contents import options_for, tensors_of
-from jobs.checkpoints import read_checkpoint, read_state
 from jobs.errors import UserError
+from jobs.run.checkpoint_files import read_checkpoint, read_state
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.training import Training
-    from engine.world import World
+    from engine.ranks.world import World
+    from engine.train.train_state import TrainState
 
 # What the job says of a parameter group; everything else in it is state, such as Prodigy's `d`.
 _SAID_BY_THE_JOB: Final = ("betas", "eps", "weight_decay")
 
 
-def load(training: Training, path: Path, world: World) -> None:
+def load(training: TrainState, path: Path, world: World) -> None:
     """Restore model, optimizer, schedule, average and step; a collective.
 
     Rates and other settings are the job's, not those that the checkpoint was trained with.
 
     Args:
-        training: What to restore; built for a job that may go on from there, see `jobs.resume`.
+        training: What to restore; built for a job that may go on from there, see
+            `jobs.resume.resume_conflicts`.
         path: A sound checkpoint, see `engine.checkpoint.choose`.
         world: The ranks.
 
@@ -71,7 +72,7 @@ class _Settings:
     groups: list[dict[str, Any]]
 
 
-def _settings(training: Training) -> _Settings:
+def _settings(training: TrainState) -> _Settings:
     groups = training.optimizer.param_groups
     said: list[dict[str, Any]] = [
         {key: group[key] for key in _SAID_BY_THE_JOB if key in group} for group in groups
@@ -79,7 +80,7 @@ def _settings(training: Training) -> _Settings:
     return _Settings([float(rate) for rate in training.scheduler.base_lrs], said)
 
 
-def _apply(wanted: _Settings, training: Training) -> None:
+def _apply(wanted: _Settings, training: TrainState) -> None:
     """Set them again: a checkpoint restores its own, and a changed job would train as before."""
     scheduler = training.scheduler
     scheduler.base_lrs = list(wanted.rates)

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any
 from engine.checkpoint.choose import choose_start
 from engine.checkpoint.data_facts import tell_difference
 from engine.checkpoint.restore import load
-from jobs.checkpoints import read_state
 from jobs.errors import UserError
-from jobs.resume import find_resume_conflicts
+from jobs.resume.resume_conflicts import find_resume_conflicts
+from jobs.run.checkpoint_files import read_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from engine.telemetry import Telemetry
-    from engine.training import Training
-    from engine.world import World
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from engine.train.train_state import TrainState
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 
 def resume(
-    training: Training,
+    training: TrainState,
     spec: JobSpec,
     run_dir: RunDir,
     world: World,

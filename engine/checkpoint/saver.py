@@ -24,21 +24,21 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from engine.checkpoint.contents import collect, expected_bytes
 from engine.checkpoint.together import NoRoomError, SaveError, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest, write
-from engine.host_memory import available_memory
-from engine.release import give_back
+from engine.model.release import give_back
+from engine.ranks.host_memory import available_memory
 from jobs.errors import UserError
-from jobs.rundir import MANIFEST, read_json
+from jobs.run.rundir import MANIFEST, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from engine.checkpoint.contents import Contents
-    from engine.telemetry import Telemetry
-    from engine.training import Training
-    from engine.world import World
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from engine.train.train_state import TrainState
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 _T = TypeVar("_T")
 
@@ -55,7 +55,7 @@ _HINT: Final = "free some space, or set on_save_failure: warn to train on withou
 class _Pending:
     """A checkpoint that is being written."""
 
-    training: Training
+    training: TrainState
     path: Path
     step: int
     total: int
@@ -94,7 +94,7 @@ class Saver:
         self._behind: bool | None = None  # whether training goes on meanwhile; not known yet
         self._pending: _Pending | None = None
 
-    def save(self, training: Training, *, last: bool = False) -> None:
+    def save(self, training: TrainState, *, last: bool = False) -> None:
         """Save the present step, unless there is a complete checkpoint of it.
 
         A save that is still under way is waited for first.
@@ -175,7 +175,7 @@ class Saver:
         self._thread.shutdown(wait=True)
         self._forget_copy()
 
-    def check_room(self, training: Training) -> None:
+    def check_room(self, training: TrainState) -> None:
         """Look whether there is room for a checkpoint, before there is anything to lose.
 
         Raises:
@@ -187,7 +187,7 @@ class Saver:
 
     # -- how -------------------------------------------------------------------------------
 
-    def _begin(self, training: Training, final: Path, *, waits: bool) -> None:
+    def _begin(self, training: TrainState, final: Path, *, waits: bool) -> None:
         """Start a save, and complete it unless training goes on meanwhile.
 
         Args:
@@ -230,7 +230,9 @@ class Saver:
         else:
             raise SaveError(words_of(error)) from error
 
-    def _try_again(self, training: Training, failed: Path, first: SaveError, *, last: bool) -> None:
+    def _try_again(
+        self, training: TrainState, failed: Path, first: SaveError, *, last: bool
+    ) -> None:
         """Save the present step while training waits, in place of a save that failed."""
         self._telemetry.say(f"cannot save {failed.name}: {first}; trying once more, and waiting")
         went_on, self._behind = self._behind, False

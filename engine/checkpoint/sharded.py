@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from engine.dcp_reader import INDEX, Planner, Reader
-from engine.optim import explain_load_failure
+from engine.checkpoint.dcp_reader import INDEX, Planner, Reader
+from engine.train.optimizer import explain_load_failure
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from engine.world import World
+    from engine.ranks.world import World
 
 _LONGEST: Final = 200  # characters of an exception's message
 

@@ -14,8 +14,8 @@ import torch
 from engine.checkpoint import full, sharded
 from engine.checkpoint.contents import SCHEMA
 from engine.checkpoint.together import together
-from jobs.checkpoints import STATE_FILE, delete, sha256
-from jobs.rundir import MANIFEST, sync, write_atomic
+from jobs.run.checkpoint_files import STATE_FILE, delete, sha256
+from jobs.run.rundir import MANIFEST, sync, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from engine.checkpoint.contents import Contents
-    from engine.world import World
+    from engine.ranks.world import World
 
     Hashes = dict[str, tuple[int, str]]  # file name → bytes and SHA-256
 

@@ -10,14 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-from engine.command import OneLineParser
-from engine.data.index import build_index
-from engine.data.report import make_report
-from engine.data.sheet import save_strips, sheet
+from engine.data.index.data_index import build_index
+from engine.data.report.contact_sheet import save_strips, sheet
+from engine.data.report.data_report import make_report
+from engine.start.command import OneLineParser
 from jobs.errors import UserError
-from jobs.look import NOT_NEEDED
-from jobs.models import find_model
-from jobs.specfile import load_spec
+from jobs.models.find_model import find_model
+from jobs.spec.data_tool import NOT_NEEDED
+from jobs.spec.file.load import load_spec
 
 _PROGRESS_EVERY = 0.2  # seconds
 

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.data.collate import collate
-from engine.data.plan import Draw, positions_of_rank
-from engine.data.texts import NO_TEXT
-from engine.draws import drops_caption, sample_generators
-from engine.objective import Drawn
+from engine.data.encode.texts import NO_TEXT
+from engine.data.index.batch_plan import Draw, positions_of_rank
+from engine.diffusion.objective import Drawn
+from engine.diffusion.random_numbers import drops_caption, sample_generators
+from engine.families.shared.collate import collate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from engine.data.encode.texts import Text
     from engine.data.prepare import Prepared
-    from engine.data.texts import Text
+    from engine.diffusion.objective import Objective
     from engine.families import Family
-    from engine.objective import Objective
-    from engine.world import World
-    from jobs.spec import JobSpec
+    from engine.ranks.world import World
+    from jobs.spec.job_spec import JobSpec
 
 _READERS: Final = 2  # threads; reading and checksums release the GIL
 

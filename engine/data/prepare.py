@@ -6,20 +6,26 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.control import StoppedError
-from engine.data.cache import TensorCache
-from engine.data.captions import prompt_text
-from engine.data.held_out import hold_out
-from engine.data.index import DataIndex, build_index, cache_root
-from engine.data.latents import LatentKeys, prepare_latents
-from engine.data.plan import BatchPlan, Draw, nth_variant
-from engine.data.report import changed_since, make_plan, make_report, sample_texts, summary
-from engine.data.texts import NO_TEXT, Text, Texts, prepare_texts
-from engine.data.views import count_views
-from engine.data.work import Team
-from jobs.cascade import settle
-from jobs.prompts import requests_of
-from jobs.rundir import write_atomic
+from engine.data.encode.latents import LatentKeys, prepare_latents
+from engine.data.encode.shared_work import Team
+from engine.data.encode.tensor_cache import TensorCache
+from engine.data.encode.texts import NO_TEXT, Text, Texts, prepare_texts
+from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
+from engine.data.index.captions import prompt_text
+from engine.data.index.data_index import DataIndex, build_index, cache_root
+from engine.data.index.held_out import hold_out
+from engine.data.index.views import count_views
+from engine.data.report.data_report import (
+    changed_since,
+    make_plan,
+    make_report,
+    sample_texts,
+    summary,
+)
+from engine.ranks.control import StoppedError
+from jobs.run.rundir import write_atomic
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.cascade import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,14 +33,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine.data.index import Sample
-    from engine.data.report import DataReport
+    from engine.data.index.data_index import Sample
+    from engine.data.report.data_report import DataReport
     from engine.families import Family
-    from engine.meeting import Meeting
-    from engine.telemetry import Telemetry
-    from engine.world import World
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from engine.ranks.file_barrier import FileBarrier
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Prepared:
         latents: Their cache.
         latent_keys: Sample and view → key in it; what is held out is numbered after the others.
         texts: Encoded captions and prompts.
-        held: The samples that are held out (`engine.data.held_out`).
+        held: The samples that are held out (`engine.data.index.held_out`).
     """
 
     spec: JobSpec
@@ -90,7 +96,7 @@ def prepare(
     model_root: Path,
     run_dir: RunDir,
     world: World,
-    meeting: Meeting,
+    barrier: FileBarrier,
     telemetry: Telemetry,
     wants_stop: Callable[[], bool] = lambda: False,
 ) -> Prepared:
@@ -105,7 +111,7 @@ def prepare(
         model_root: The model.
         run_dir: The run's.
         world: The ranks.
-        meeting: Where they meet.
+        barrier: Where they meet.
         telemetry: This rank's.
         wants_stop: Whether this rank has seen a wish to stop; once it has, it always says so.
 
@@ -113,7 +119,7 @@ def prepare(
         StoppedError: A rank has seen one. All ranks leave at the same place; what was cached stays.
     """
     spec = settle(spec)
-    team = Team(world, meeting, telemetry, wants_stop)
+    team = Team(world, barrier, telemetry, wants_stop)
     index, held = hold_out(_index(spec, model_root, run_dir, team), spec)
     plan = make_plan(spec, index)
     captions = [sample_texts(sample, spec) for sample in index.samples]
@@ -175,7 +181,7 @@ def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> Data
         team.arrive("index", {})
         if found is not None:
             _tell(*found, before, telemetry)
-    team.meeting.wait("index", ranks=1)
+    team.barrier.wait("index", ranks=1)
     team.words("index")
     return DataIndex.load(path)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.objective import Drawn, Problem
+from engine.diffusion.objective import Drawn, Problem
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torch.nn import functional
 
 from jobs.errors import UserError
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.families import Family
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 class Drawn(NamedTuple):
@@ -68,12 +68,12 @@ class Objective(Protocol):
 def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objective:
     """The objective of the job's family."""
     if family.facts.objective == "flow":
-        from engine.flow import Flow
+        from engine.diffusion.rectified_flow import Flow
 
         return Flow(spec, family.shift_of, family.sigma_range())
     from diffusers import DDPMScheduler
 
-    from engine.denoising import Denoising
+    from engine.diffusion.denoising import Denoising
 
     settings = read_json(model_root / "scheduler" / "scheduler_config.json") or {}
     if "beta_schedule" not in settings:  # DDPM's own would be taken, in silence

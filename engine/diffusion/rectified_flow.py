@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from engine.objective import Drawn, Problem
+from engine.diffusion.objective import Drawn, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _MOST_DRAWS: Final = 1000  # of a sigma within its range
 

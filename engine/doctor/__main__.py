@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from engine.command import OneLineParser
+from engine.start.command import OneLineParser
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.command import OneLineParser
-from engine.failure import record_failure
-from engine.telemetry import Telemetry
+from engine.ranks.failure import record_failure
+from engine.ranks.telemetry import Telemetry
+from engine.start.command import OneLineParser
 from jobs.doctor.agreed import RESULT
-from jobs.rundir import RunDir, write_atomic
+from jobs.run.rundir import RunDir, write_atomic
 
 if TYPE_CHECKING:
     import argparse

@@ -1,4 +1,4 @@
-"""`python -m engine.selftest`: what the self-test asks of torch and diffusers; prints JSON.
+"""`python -m engine.doctor.selftest`: what the self-test asks of torch and diffusers; prints JSON.
 
 same CHECKPOINT OTHER         the tensors of two checkpoints that differ
 sample MODEL EXPORT IMAGE     how far the stock pipeline with an exported LoRA is from a sample
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.command import OneLineParser
+from engine.start.command import OneLineParser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def main(words: list[str] | None = None) -> int:
     """Answer one question."""
-    parser = OneLineParser(prog="python -m engine.selftest")
+    parser = OneLineParser(prog="python -m engine.doctor.selftest")
     commands = parser.add_subparsers(dest="command", required=True)
     same = commands.add_parser("same")
     sample = commands.add_parser("sample")

@@ -14,15 +14,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from engine.command import OneLineParser
-from jobs.checkpoints import find_damage, read_checkpoint, read_state
+from engine.start.command import OneLineParser
 from jobs.errors import UserError
-from jobs.keys.export import ExportDtype, ExportFormat
+from jobs.run.checkpoint_files import find_damage, read_checkpoint, read_state
+from jobs.spec.keys.export import ExportDtype, ExportFormat
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from jobs.checkpoints import Checkpoint
+    from jobs.run.checkpoint_files import Checkpoint
 
 _PROGRESS_EVERY: Final = 0.2  # seconds
 _SETTINGS: Final = {
@@ -75,8 +75,8 @@ def _export(options: Namespace) -> dict[str, Any]:
     from engine.exports.recipe import Recipe
     from engine.exports.source import open_checkpoint
     from engine.exports.writing import Writing
-    from jobs.models import find_model
-    from jobs.spec import JobSpec, field_names
+    from jobs.models.find_model import find_model
+    from jobs.spec.job_spec import JobSpec, field_names
 
     state = read_state(checkpoint.path)
     known = {k: v for k, v in (state.get("spec") or {}).items() if k in field_names()}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
-from jobs.rundir import read_json
-from jobs.weight_variants import variant_of
+from jobs.models.weight_variants import variant_of
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from engine.adapters import is_lora
 from engine.exports.recipe import Recipe
 from engine.exports.source import LiveModel
 from engine.exports.writing import Writing
+from engine.model.adapters import is_lora
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
     from engine.exports.writing import Exported
     from engine.families import Family
-    from engine.meeting import Meeting
-    from engine.telemetry import Telemetry
-    from engine.training import Training
-    from engine.world import World
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from engine.ranks.file_barrier import FileBarrier
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from engine.train.train_state import TrainState
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 _PLACE: Final = "export"
 
 
 def export_trained(
-    training: Training,
+    training: TrainState,
     spec: JobSpec,
     family: Family,
     root: Path,
     run_dir: RunDir,
     world: World,
-    meeting: Meeting,
+    barrier: FileBarrier,
     telemetry: Telemetry,
 ) -> None:
     """Export what a run trained to its end, the average if there is one, and tell of it."""
@@ -49,7 +49,7 @@ def export_trained(
             progress.total = total
             progress(done)
 
-        exported = export(training.model, recipe, run_dir.export, world, meeting, told)
+        exported = export(training.model, recipe, run_dir.export, world, barrier, told)
     if exported is not None:
         for warning in exported.warnings:
             telemetry.warn(warning)
@@ -62,7 +62,7 @@ def export(
     recipe: Recipe,
     target: Path,
     world: World,
-    meeting: Meeting,
+    barrier: FileBarrier,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported | None:
     """Export a model, sharded or not; a collective while its tensors are gathered one by one.
@@ -75,7 +75,7 @@ def export(
         recipe: What is exported.
         target: The directory; what is there stays until the new one is complete.
         world: The ranks.
-        meeting: Where they wait.
+        barrier: Where they wait.
         progress: Called on rank 0 with how much is done, of how much.
 
     Returns:
@@ -90,7 +90,7 @@ def export(
     if not world.main:
         for name in source.facts:
             source.read(name)
-        meeting.wait(_PLACE, ranks=1)
+        barrier.wait(_PLACE, ranks=1)
         return None
     failure: Exception | None = None
     with ExitStack() as opened:
@@ -111,7 +111,7 @@ def export(
             raise failure
         assert writing is not None
         exported = writing.finish()
-    meeting.arrive(_PLACE)
+    barrier.arrive(_PLACE)
     return exported
 
 

@@ -10,10 +10,10 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import get_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
-from engine import adapters, weights
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe, trigger_word
 from engine.exports.stock import PEFT_PREFIX, check_lora, loads_loras
+from engine.model import adapters, weights
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ import torch
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from engine import weights
 from engine.exports.components import bytes_to_copy, files_of, take_over
 from engine.exports.readback import VerifiedFile
 from engine.exports.recipe import describe
 from engine.exports.source import read_stored
 from engine.exports.stock import check_model
+from engine.model import weights
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import shutil
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.export_places import FACTS_FILE, export_facts
-from jobs.rundir import sync, write_atomic
+from jobs.run.export_places import FACTS_FILE, export_facts
+from jobs.run.rundir import sync, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.families import Family
-    from jobs.keys.export import ExportDtype, ExportFormat
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.export import ExportDtype, ExportFormat
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,17 +9,17 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from engine.dcp_reader import Planner, Reader
-from engine.gather import gather
-from engine.weight_files import read_header
-from engine.weight_reader import Reading, read_all
+from engine.checkpoint.dcp_reader import Planner, Reader
+from engine.model.weight_files import read_header
+from engine.model.weight_reader import Reading, read_all
+from engine.parallel.gather import gather
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.weight_files import StoredTensor
-    from jobs.checkpoints import Checkpoint
+    from engine.model.weight_files import StoredTensor
+    from jobs.run.checkpoint_files import Checkpoint
 
 Fact = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
 

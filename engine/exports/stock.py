@@ -13,10 +13,10 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import load_peft_weights
 from transformers.utils import DummyObject
 
-from engine import weights
 from engine.exports.components import INDEX, components_of
 from engine.exports.readback import DamagedError
-from jobs.rundir import read_json
+from engine.model import weights
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -97,11 +97,13 @@ def _load_by_diffusers(recipe: Recipe, file: Path, model: Any) -> dict[str, torc
     if isinstance(read, tuple):  # those of UNets give alphas besides, of kohya's files
         read = read[0]
     pipeline = _pipeline(recipe, recipe.root, model, only_it=True)
-    if family.companion is not None:  # of two, diffusers looks at both
+    if family.second_denoiser is not None:  # of two, diffusers looks at both
         model_class = family.transformer_class()
         with weights.parameters_on_meta():
-            other = model_class.from_config(model_class.load_config(recipe.root / family.companion))
-        pipeline.register_modules(**{family.companion: other})
+            other = model_class.from_config(
+                model_class.load_config(recipe.root / family.second_denoiser)
+            )
+        pipeline.register_modules(**{family.second_denoiser: other})
     pipeline.load_lora_weights(file.parent, weight_name=file.name, **family.lora_options())
     return _without_prefix(read, f"{family.lora_prefix}.")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from engine.families.base import Family, KohyaStyle
-from jobs.families import get_family
+from engine.families.shared.base import Family, KohyaStyle
+from jobs.spec.families import get_family
 
 if TYPE_CHECKING:
     from pathlib import Path

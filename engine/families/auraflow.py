@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.families.base import Family
+from engine.families.shared.base import Family
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

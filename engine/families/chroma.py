@@ -9,7 +9,7 @@ import torch
 from diffusers import ChromaPipeline
 from diffusers.models.transformers.transformer_chroma import ChromaSingleTransformerBlock
 
-from engine.families.packing import PackedFamily, pack, unpack
+from engine.families.shared.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers import FluxKontextPipeline, FluxPipeline
 
-from engine.families import flux_kohya
-from engine.families.packing import PackedFamily, pack, unpack
+from engine.families.shared import flux_kohya
+from engine.families.shared.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 class Flux(PackedFamily):

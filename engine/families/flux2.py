@@ -15,12 +15,12 @@ from diffusers import Flux2Pipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
 
-from engine.families.base import Family
+from engine.families.shared.base import Family
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 # The pipelines' shift depends on the number of steps too. This is the number that the models which
 # are not distilled are published with.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from engine.families.base import Family
-from engine.families.hidream_pipeline import AnySizePipeline, call_every_expert
+from engine.families.shared.base import Family
+from engine.families.shared.hidream_pipeline import AnySizePipeline, call_every_expert
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 class HiDream(Family):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from engine.families.base import Family
+from engine.families.shared.base import Family
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 class HunyuanVideo(Family):

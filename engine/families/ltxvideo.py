@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from diffusers import LTXConditionPipeline, LTXPipeline
 
-from engine.families.base import Family
-from jobs.rundir import read_json
+from engine.families.shared.base import Family
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from PIL import Image
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 # Of all its autoencoders: pixels of a latent cell's side, and frames.
 _SPACE: Final = 32

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.families.base import Family
-from engine.families.equal_length import equal_length
+from engine.families.shared.base import Family
+from engine.families.shared.equal_length import equal_length
 from jobs.errors import UserError
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 class Lumina2(Family):

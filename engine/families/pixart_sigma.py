@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 
-from engine.families.base import Family
+from engine.families.shared.base import Family
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 class PixArtSigma(Family):

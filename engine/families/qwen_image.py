@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.families.packing import PackedFamily, pack, unpack
+from engine.families.shared.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from PIL import Image
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 512 if not told
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from diffusers import SanaPipeline
 
-from engine.families.base import Family
-from engine.families.equal_length import equal_length
+from engine.families.shared.base import Family
+from engine.families.shared.equal_length import equal_length
 
 if TYPE_CHECKING:
     import torch
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 # What the pipeline has Gemma read before a prompt; it has it as a default of its call only.
 _INSTRUCTION: Final = signature(SanaPipeline.__call__).parameters[

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.families.base import Family
+from engine.families.shared.base import Family
 from jobs.errors import UserError
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path

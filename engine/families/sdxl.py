@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
-from engine.families import sdxl_kohya
-from engine.families.base import Family
+from engine.families.shared import sdxl_kohya
+from engine.families.shared.base import Family
 
 _CELL: Final = 8  # pixels of a latent's side
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.families.base import Family
+from engine.families.shared.base import Family
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class Wan(Family):
     # -- experts ---------------------------------------------------------------------------
 
     @property
-    def companion(self) -> str | None:
+    def second_denoiser(self) -> str | None:
         """The expert for the other noise levels."""
         if self._boundary is None:
             return None

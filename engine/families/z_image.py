@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.families.base import Family
+from engine.families.shared.base import Family
 
 if TYPE_CHECKING:
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 class ZImage(Family):

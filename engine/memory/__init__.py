@@ -7,8 +7,10 @@ is the same for any number of ranks. `predict` then does the arithmetic for a st
 ranks, an optimizer and the rest of a job's settings, in milliseconds: it walks along the trace, and
 adds what each unit holds, gathers and reduces at every mark, and what the optimizer keeps.
 
-    report.py     what is answered: `Prediction`, `Phase`, `Parts`; JSON in and out, no torch
-    overheads.py  what no model explains: named constants, to be calibrated
+    estimator.py  traces kept, predictions from them; `python -m engine.memory` serves it
+
+`tracing`: a job's model on fake tensors.
+
     shape.py      what of a job decides the trace, and nothing else
     model.py      the job's own model on fake tensors: config, adapters, units, checkpointing
     inputs.py     what the family's `predict` is fed
@@ -20,11 +22,15 @@ adds what each unit holds, gathers and reduces at every mark, and what the optim
     record.py     what one block does to memory
     echo.py       runs a block once, and repeats what it did to memory
     trace.py      `Trace`: one forward and one backward
+
+`predicting`: from a trace to bytes per rank.
+
+    prediction.py what is answered: `Prediction`, `Phase`, `Parts`; JSON in and out, no torch
+    overheads.py  what no model explains: named constants, to be calibrated
     sharding.py   what a unit of FSDP2 takes at each of its marks
     optimizers.py state and temporary memory of each optimizer
     walk.py       along a trace, with what units hold, gather and reduce
     predict.py    `predict`
     phases.py     loading, caching, sampling and saving
     host.py       host memory and disk
-    estimator.py  traces kept, predictions from them; `python -m engine.memory` serves it
 """

@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.command import OneLineParser
-from engine.imports import QUANTISERS, hide
+from engine.start.command import OneLineParser
+from engine.start.lean_imports import QUANTISERS, hide
 from jobs.errors import UserError
-from jobs.specfile import load_spec
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from engine.memory.estimator import Estimator
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def main(arguments: list[str] | None = None) -> int:

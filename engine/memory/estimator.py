@@ -7,25 +7,25 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.memory.host import disk_of, host_of
-from engine.memory.overheads import OVERHEADS, Overheads
-from engine.memory.phases import autoencoder_bytes, decoding, latent_cache, text_cache
-from engine.memory.predict import layout_of, predict, strategy_of
-from engine.memory.report import Parts, Phase, Prediction
-from engine.memory.shape import Shape, shape_of
-from engine.memory.trace import Trace, trace_model
-from engine.precision import compute_dtype
-from engine.text_encoders import encoder_bytes
-from jobs.cascade import settle
+from engine.memory.predicting.host import disk_of, host_of
+from engine.memory.predicting.overheads import OVERHEADS, Overheads
+from engine.memory.predicting.phases import autoencoder_bytes, decoding, latent_cache, text_cache
+from engine.memory.predicting.predict import layout_of, predict, strategy_of
+from engine.memory.predicting.prediction import Parts, Phase, Prediction
+from engine.memory.tracing.shape import Shape, shape_of
+from engine.memory.tracing.trace import Trace, trace_model
+from engine.model.precision import compute_dtype
+from engine.model.text_encoders import encoder_bytes
 from jobs.errors import UserError
-from jobs.models import find_model
-from jobs.strategy import SHARDING, world_size
+from jobs.models.find_model import find_model
+from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.strategy import SHARDING, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _KEPT: Final = 24  # traces; a few hundred KB each
 _NO_MODEL: Final = (

@@ -15,7 +15,7 @@ from jobs.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _ATEN: Final = torch.ops.aten
 # Matrix products and attention: most of the time of a forward, a small part of its memory.

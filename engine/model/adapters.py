@@ -10,14 +10,14 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.tensor import DTensor
 
-from engine.lora_layer import LoraConv2d, LoraLinear, narrow_together
-from engine.precision import compute_dtype
-from engine.weights import local_part, rows_of
+from engine.model.lora_layer import LoraConv2d, LoraLinear, narrow_together
+from engine.model.precision import compute_dtype
+from engine.model.weights import local_part, rows_of
 from jobs.errors import UserError
-from jobs.strategy import checkpoints_activations
+from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 ADAPTER = "default"
 

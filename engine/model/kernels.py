@@ -9,12 +9,12 @@ import torch
 from diffusers import attention_backend
 from torch.nn.attention import activate_flash_attention_impl
 
-from engine.activation_checkpointing import compile_checkpoints
+from engine.model.activation_checkpointing import compile_checkpoints
 from jobs.errors import UserError
-from jobs.strategy import checkpoints_activations
+from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 # Diffusers' names for torch's own kernels. `auto` leaves the choice to torch.
 _DIFFUSERS_NAMES: Final = {

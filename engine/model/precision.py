@@ -12,8 +12,8 @@ import torch
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from engine.world import World
-    from jobs.spec import JobSpec
+    from engine.ranks.world import World
+    from jobs.spec.job_spec import JobSpec
 
 # Arguments of diffusers' denoisers that are not cast; lists of tensors are `Z-Image`'s.
 _EXACT: Final = re.compile(r"^t$|time|guidance|_ids$|coords|mask|scale|rope|rotary")
@@ -49,9 +49,9 @@ def storage_dtype(spec: JobSpec, in_file: torch.dtype, *, keep_fp32: bool) -> to
 def computes_alone(spec: JobSpec, *, sharded: bool) -> bool:
     """Whether a model in training computes in bf16 by itself, without autocast.
 
-    Its weights are in bf16 then: a LoRA's frozen base is kept so (`engine.lora_layer` casts the
-    adapters), and FSDP gathers full training's masters so. What the model lists as in need of fp32
-    stays fp32, and its own code casts around that, as it does in the stock pipelines. Autocast
+    Its weights are in bf16 then: a LoRA's frozen base is kept so (`engine.model.lora_layer` casts
+    the adapters), and FSDP gathers full training's masters so. What the model lists as in need of
+    fp32 stays fp32, and its own code casts around that, as it does in the stock pipelines. Autocast
     would compute all norms and what follows them in fp32 instead: a third more kernels and more
     than a third more bytes kept for backward. Compiled blocks have it: Inductor fuses its casts.
     """

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine.weights import local_part
+from engine.model.weights import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,8 @@ class Released:
     """This rank's memory around modules that came and went, in bytes.
 
     Attributes:
-        measure: What is counted: `allocated` on a GPU, `rss` on CPU ranks (as in `engine.peaks`).
+        measure: What is counted: `allocated` on a GPU, `rss` on CPU ranks (as in
+            `engine.ranks.peaks`).
         before: Before they were loaded.
         loaded: With them, after their last use.
         after: When they were gone.
@@ -97,7 +98,7 @@ class Watch:
 
     def _holders(self) -> list[str]:
         """Who refers to the first thing that is left."""
-        gc.unfreeze()  # modules, which may be who; see `engine.imports`
+        gc.unfreeze()  # modules, which may be who; see `engine.start.lean_imports`
         for _, module in self._modules:
             if (thing := module()) is not None:
                 return _referrers(thing)

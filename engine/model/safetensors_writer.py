@@ -1,8 +1,8 @@
 """Write a safetensors file tensor by tensor, never holding more than one of them.
 
 `safetensors.torch.save_file` takes all tensors at once; a model gathered from its ranks, or read
-from a checkpoint, would have to fit into host memory. `engine.weight_files` describes the format
-and reads it.
+from a checkpoint, would have to fit into host memory. `engine.model.weight_files` describes the
+format and reads it.
 """
 
 from __future__ import annotations

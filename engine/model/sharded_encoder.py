@@ -24,9 +24,9 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
-from engine.weights import local_part, materialise, parameters_on_meta, stored_tensors, stream
+from engine.model.weights import local_part, materialise, parameters_on_meta, stored_tensors, stream
 from jobs.errors import UserError
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from engine.weight_files import StoredTensor
+    from engine.model.weight_files import StoredTensor
 
 
 def load_encoder(

@@ -24,21 +24,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from engine.host_memory import available_memory
-from engine.release import Released, Watch, give_back, memory_in_use
-from engine.sharded_encoder import is_quantised, load_encoder, load_encoder_whole
-from engine.weights import stored_tensors
+from engine.model.release import Released, Watch, give_back, memory_in_use
+from engine.model.sharded_encoder import is_quantised, load_encoder, load_encoder_whole
+from engine.model.weights import stored_tensors
+from engine.ranks.host_memory import available_memory
 from jobs.errors import UserError
-from jobs.rundir import read_json, write_atomic
+from jobs.run.rundir import read_json, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from engine.families import Family
-    from engine.meeting import Meeting
-    from engine.world import World
-    from jobs.rundir import RunDir
+    from engine.ranks.file_barrier import FileBarrier
+    from engine.ranks.world import World
+    from jobs.run.rundir import RunDir
 
 _NAME: Final = re.compile(r"text_encoder(_\d+)?")
 _CROWDED: Final = 0.6  # of a GPU's free memory: beyond that, activations may not fit beside them
@@ -114,7 +114,7 @@ def agree_on_sharding(
     dtype: torch.dtype,
     world: World,
     run_dir: RunDir,
-    meeting: Meeting,
+    barrier: FileBarrier,
 ) -> tuple[bool, str]:
     """`shards_encoders` of rank 0, on every rank; it travels in a file, not in a collective.
 
@@ -125,8 +125,8 @@ def agree_on_sharding(
     if world.main:
         sharded, reason = shards_encoders(wish, root, dtype, world)
         write_atomic(path, json.dumps({"sharded": sharded, "reason": reason}) + "\n")
-    meeting.arrive(place)
-    meeting.wait(place)
+    barrier.arrive(place)
+    barrier.wait(place)
     decided = read_json(path)
     if decided is None:
         raise RuntimeError(f"{path} is missing or damaged")

@@ -25,7 +25,7 @@ _DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    # Of buffers only: `engine.weights` refuses integer parameters.
+    # Of buffers only: `engine.model.weights` refuses integer parameters.
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,

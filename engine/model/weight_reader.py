@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from engine.weight_files import StoredTensor
+    from engine.model.weight_files import StoredTensor
 
 # Four reads at a time took a third to a half of the time of one at a time from a cold disk.
 _THREADS: Final = 4

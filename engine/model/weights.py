@@ -2,7 +2,7 @@
 
 A dim-0 shard is contiguous in a safetensors file, so a rank reads it straight into the memory that
 will hold it: host memory grows by the shard, and the ranks of a node together read the file once.
-`engine.weight_files` knows what lies where, `engine.weight_reader` reads.
+`engine.model.weight_files` knows what lies where, `engine.model.weight_reader` reads.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from engine.pinned import PinnedMemory, bytes_of
-from engine.precision import compute_dtype, storage_dtype
-from engine.weight_files import StoredTensor, stored_tensors
-from engine.weight_reader import Reading, read_all
+from engine.model.pinned_memory import PinnedMemory, bytes_of
+from engine.model.precision import compute_dtype, storage_dtype
+from engine.model.weight_files import StoredTensor, stored_tensors
+from engine.model.weight_reader import Reading, read_all
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 __all__ = [
     "StoredTensor",

@@ -4,8 +4,8 @@ Diffusers' plan for a model splits its inputs and gathers its output; in between
 communicates. So every rank of a group sees the same sample, and computes the same loss from the
 whole output. In backward a rank gets the gradient of its own tokens only: the gather hands back
 the rank's chunk, whatever the other ranks do. Parts of a gradient add up over a group, where FSDP
-and `engine.gradients` take the mean over all ranks. Therefore the loss is multiplied by the size
-of the group before `backward`, which makes both right, sharded parameters and replicated ones.
+and `engine.train.gradients` take the mean over all ranks. Therefore the loss is multiplied by the
+size of the group before `backward`, which makes both right, sharded parameters and replicated ones.
 
 What diffusers calls `ulysses_anything` and `ring_anything` (lengths that do not divide) has no
 backward, so lengths must divide here.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig, attention_backend
 from diffusers.models.attention_dispatch import TemplatedRingAttention
 
-from engine.mesh import RING, ULYSSES
+from engine.ranks.mesh import RING, ULYSSES
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from engine.mesh import REPLICATE
-from engine.weights import local_part
+from engine.model.weights import local_part
+from engine.ranks.mesh import REPLICATE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from engine.world import World
+    from engine.ranks.world import World
 
 
 def check_replicas(trained: Mapping[str, torch.nn.Parameter], world: World) -> None:

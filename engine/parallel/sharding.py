@@ -3,7 +3,7 @@
 Accelerate's `FullyShardedDataParallelPlugin` is the vocabulary (its fields, its wrap policies);
 torch's `fully_shard` does the work, alike on CPU and CUDA. Accelerate's own `prepare` is not
 used: on CPU it drops the plugin without a word, and the model would run unsharded.
-`engine.sharding_check` proves afterwards that it does not.
+`engine.parallel.sharding_check` proves afterwards that it does not.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from engine.mesh import sharding_mesh
-from engine.precision import compute_dtype
-from engine.wrap_policy import choose_modules, load_policy
+from engine.model.precision import compute_dtype
+from engine.parallel.wrap_policy import choose_modules, load_policy
+from engine.ranks.mesh import sharding_mesh
 from jobs.errors import UserError
-from jobs.families import wrapped_classes
-from jobs.strategy import own_policy
+from jobs.spec.families import wrapped_classes
+from jobs.spec.rules.strategy import own_policy
 
 # Torch warns when a wrapped block returns a view, since an in-place operation on it would be wrong;
 # diffusers' blocks return slices of the joint sequence and nothing writes into them.
@@ -37,8 +37,8 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from engine.world import World
-    from jobs.spec import JobSpec
+    from engine.ranks.world import World
+    from jobs.spec.job_spec import JobSpec
 
 
 def build_plugin(spec: JobSpec, device: torch.device) -> FullyShardedDataParallelPlugin:
@@ -55,9 +55,9 @@ def build_plugin(spec: JobSpec, device: torch.device) -> FullyShardedDataParalle
         state_dict_type=spec.fsdp_state_dict_type,
         mixed_precision_policy=precision_policy(spec),
         cpu_offload=offload if spec.fsdp_cpu_offload else OffloadPolicy(),
-        # The models' own, block by block: `engine.activation_checkpointing`.
+        # The models' own, block by block: `engine.model.activation_checkpointing`.
         activation_checkpointing=False,
-        # Weights are streamed, see `engine.weights`.
+        # Weights are streamed, see `engine.model.weights`.
         cpu_ram_efficient_loading=False,
     )
 
@@ -209,7 +209,7 @@ def precision_policy(spec: JobSpec) -> MixedPrecisionPolicy:
     """Gather in the compute precision, reduce in fp32.
 
     `cast_forward_inputs` stays off: it would cast rotary position ids to bf16. Autocast casts
-    what is safe to cast (`engine.precision`).
+    what is safe to cast (`engine.model.precision`).
     """
     # The frozen base of a LoRA is already stored in the compute precision, and the adapter's
     # fp32 must not be cast; full training keeps fp32 masters and gathers them in bf16.

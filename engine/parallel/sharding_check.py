@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engine.mesh import sharding_mesh
+from engine.ranks.mesh import sharding_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
 
-    from engine.world import World
+    from engine.ranks.world import World
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def check_sharding(
     Args:
         model: Sharded, its weights in place.
         world: The ranks.
-        units: What `engine.parallel.shard` returned.
+        units: What `engine.parallel.sharding.shard` returned.
         replicated: Parameters that are whole by intention.
         offloaded: Shards belong in host memory.
         gathered_in: The precision in which weights are gathered, if not in their own.

@@ -1,7 +1,7 @@
 """A person's own function decides which modules become FSDP units: `fsdp_auto_wrap_policy`.
 
-`python -m engine.wrap_policy PATH` checks one before a job is queued. Torch is not imported here:
-what the function needs, its own module imports.
+`python -m engine.parallel.wrap_policy PATH` checks one before a job is queued. Torch is not
+imported here: what the function needs, its own module imports.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> int:
         0, or 2 with one line on standard error.
     """
     if len(arguments) != 1:
-        print("fsdp-tui: usage: python -m engine.wrap_policy PATH", file=sys.stderr)
+        print("fsdp-tui: usage: python -m engine.parallel.wrap_policy PATH", file=sys.stderr)
         return 2
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where the answer goes is not theirs

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from jobs.rundir import REQUESTS
+from jobs.run.rundir import REQUESTS
 
 if TYPE_CHECKING:
-    from engine.world import World
-    from jobs.rundir import RunDir
+    from engine.ranks.world import World
+    from jobs.run.rundir import RunDir
 
 
 @dataclass(frozen=True)

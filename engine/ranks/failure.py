@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
-from jobs.rundir import event, write_atomic
+from jobs.run.rundir import event, write_atomic
 
 if TYPE_CHECKING:
-    from engine.telemetry import Telemetry
-    from jobs.rundir import RunDir
+    from engine.ranks.telemetry import Telemetry
+    from jobs.run.rundir import RunDir
 
 
 def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: Telemetry) -> None:

@@ -12,12 +12,12 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.rundir import write_atomic
+from jobs.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 # Seconds between looks: ranks that are about equally fast wait next to nothing.
 _SHORTEST_PAUSE: Final = 0.005
@@ -28,7 +28,7 @@ class StrandedError(RuntimeError):
     """This rank is well, but cannot go on without one that failed."""
 
 
-class Meeting:
+class FileBarrier:
     """Meeting points of one attempt of a run.
 
     Args:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch._C._distributed_c10d as c10d
 
-from jobs.rundir import write_atomic
+from jobs.run.rundir import write_atomic
 
 if TYPE_CHECKING:
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 # Of NCCL's groups and of gloo's. Torch (2.11 to 2.13) has no public names for them, and no recorder
 # of NCCL in its CPU build.

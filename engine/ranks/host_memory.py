@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from jobs.cgroups import CGROUPS, OWN, memory_rooms
+from jobs.machine.cgroups import CGROUPS, OWN, memory_rooms
 
 if TYPE_CHECKING:
     from pathlib import Path

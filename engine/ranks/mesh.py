@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from jobs.strategy import SHARDING
+from jobs.spec.rules.strategy import SHARDING
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 REPLICATE, SHARD, RING, ULYSSES = "dp_replicate", "dp_shard", "ring", "ulysses"
 _FLAT = "dp_shard_cp"

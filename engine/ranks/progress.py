@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from engine.telemetry import Telemetry
+    from engine.ranks.telemetry import Telemetry
 
 _EVERY: Final = 0.5  # seconds
 

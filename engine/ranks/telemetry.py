@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from engine.progress import Progress
-from jobs.procfs import started_at
-from jobs.rundir import FLIGHT, PHASES, RankStatus, event, write_atomic
+from engine.ranks.progress import Progress
+from jobs.machine.procfs import started_at
+from jobs.run.rundir import FLIGHT, PHASES, RankStatus, event, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from engine.peaks import Peaks
-    from jobs.rundir import RunDir
+    from engine.ranks.peaks import Peaks
+    from jobs.run.rundir import RunDir
 
 _STATUS_EVERY: Final = 1.0  # seconds
 # Phases whose peak memory is recorded. The others hold nothing, or hold phases of their own.
@@ -86,7 +86,7 @@ class Telemetry:
         """A phase of the run; yields what is called with the number of things done.
 
         Args:
-            name: A key of `jobs.rundir.PHASES`.
+            name: A key of `jobs.run.rundir.PHASES`.
             total: What is counted up to, if known.
             shared: Whether ranks share the work and each counts its own part.
         """

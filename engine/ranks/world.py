@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from engine.mesh import build_mesh, collective_timeout
+from engine.ranks.mesh import build_mesh, collective_timeout
 from jobs.errors import UserError
-from jobs.strategy import SHARDING, STRATEGY_VARIABLE, chosen_strategy, world_size
+from jobs.spec.rules.strategy import SHARDING, STRATEGY_VARIABLE, chosen_strategy, world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,7 @@ class World:
         strategy: single, ddp, fsdp2 or hsdp.
         token: A random text, the same on all ranks, new for each attempt.
         reason: Why this strategy.
-        mesh: The ranks as a grid, for strategies that shard; see `engine.mesh`.
+        mesh: The ranks as a grid, for strategies that shard; see `engine.ranks.mesh`.
         context_size: Ranks that share each sample.
     """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from PIL.PngImagePlugin import PngInfo
 
-from jobs.rundir import write_atomic
+from jobs.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Sample pictures while training, with the stock pipeline and all ranks in lockstep.
 
 Each rank takes another prompt; ranks that share a sample's tokens (context parallelism) take the
-same one. Where weights are sharded, ranks with less to do make up for it (`engine.lockstep`).
-The noise of a picture is `torch.Generator("cpu").manual_seed(seed)`, so that a stock pipeline makes
-the same one.
+same one. Where weights are sharded, ranks with less to do make up for it
+(`engine.sample.lockstep`). The noise of a picture is `torch.Generator("cpu").manual_seed(seed)`, so
+that a stock pipeline makes the same one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import cpu_offload_with_hook
 
-from engine.companion import companions
-from engine.data.captions import prompt_text
-from engine.data.collate import collate
-from engine.lockstep import Forwards, rounds_of
-from engine.parallel import reshard
-from engine.precision import autocast, compute_dtype
-from engine.release import give_back
-from engine.sample_files import sample_name, write_sample
-from jobs.prompts import SampleRequest, requests_of
+from engine.data.index.captions import prompt_text
+from engine.families.shared.collate import collate
+from engine.model.precision import autocast, compute_dtype
+from engine.model.release import give_back
+from engine.parallel.sharding import reshard
+from engine.sample.lockstep import Forwards, rounds_of
+from engine.sample.sample_files import sample_name, write_sample
+from engine.sample.second_denoiser import second_denoisers
+from jobs.spec.keys.prompts import SampleRequest, requests_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from engine.data.prepare import Prepared
     from engine.families import Family
-    from engine.telemetry import Telemetry
-    from engine.world import World
-    from jobs.spec import JobSpec
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,13 @@ class Sampler:
         with self.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
             beside: dict[str, Any] = {}
             stopping = False
-            if self.family.companion is not None:  # which takes a while to read
+            if self.family.second_denoiser is not None:  # which takes a while to read
                 stopping = any(self.world.any([self.wants_stop()]))
             if not stopping:
                 beside = stack.enter_context(
-                    companions(self.spec, self.family, self.model_root, self.world, self.telemetry)
+                    second_denoisers(
+                        self.spec, self.family, self.model_root, self.world, self.telemetry
+                    )
                 )
             studio = _Studio(
                 self.family, self.model_root, transformer, beside, self.world.device,

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import weights
-from engine.backends import choose_attention
-from engine.parallel import shard
-from engine.release import Watch, give_back
+from engine.model import weights
+from engine.model.kernels import choose_attention
+from engine.model.release import Watch, give_back
+from engine.parallel.sharding import shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from engine.families import Family
-    from engine.telemetry import Telemetry
-    from engine.world import World
-    from jobs.spec import JobSpec
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from jobs.spec.job_spec import JobSpec
 
 
 @contextmanager
-def companions(
+def second_denoisers(
     spec: JobSpec, family: Family, root: Path, world: World, telemetry: Telemetry
 ) -> Iterator[dict[str, Any]]:
     """The other denoisers that the pipeline samples with, by their names in it; a collective.
@@ -39,11 +39,11 @@ def companions(
         world: The ranks.
         telemetry: This rank's.
     """
-    if family.companion is None:
+    if family.second_denoiser is None:
         yield {}
         return
-    model = _load(spec, family, root / family.companion, world, telemetry)
-    others = {family.companion: model}
+    model = _load(spec, family, root / family.second_denoiser, world, telemetry)
+    others = {family.second_denoiser: model}
     watch = Watch(others)
     yield others
     others.clear()

@@ -1,4 +1,4 @@
-"""`python -m engine.accelerate launch …`: accelerate's own command line, sooner there and gone.
+"""`python -m engine.start.accelerate launch …`: accelerate's own command line, faster.
 
 It runs for as long as its ranks do. `accelerate launch` imports what its other commands need too:
 `estimate` imports transformers. Without that, and with nothing of what is imported walked by the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from engine.imports import hide, uncollected
+from engine.start.lean_imports import hide, uncollected
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     words = sys.argv[1:]
     alone = "--num_processes=1" in words or any("rdzv_backend" in word for word in words)
     if words[:1] == ["launch"] and not alone:
-        from engine import loopback
+        from engine.start import loopback
 
         loopback.register()
         sys.argv.insert(2, f"--rdzv_backend={loopback.BACKEND}")

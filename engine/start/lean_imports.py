@@ -12,13 +12,13 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from jobs.models import find_model
-from jobs.rundir import read_json
+from jobs.models.find_model import find_model
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 # What transformers, diffusers and peft import wherever it is installed, for models that are stored
 # quantised. They have no variable that says otherwise (transformers 5.23, diffusers 0.42).

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from engine.toy.pictures import write_pictures
+from engine.toy.images import write_pictures
 from jobs.errors import UserError
-from jobs.families import get_family
+from jobs.spec.families import get_family
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,7 +54,7 @@ def write_toy(
 
     Args:
         directory: Created if it is missing.
-        family: One of `jobs.families.FAMILIES`.
+        family: One of `jobs.spec.families.FAMILIES`.
         flavour: The published model whose layout it has; the family's usual one when left out.
         pictures: How many.
         size: Pixels of a picture's short side.
@@ -72,7 +72,7 @@ def write_toy(
 
     def write_model(model_dir: Path) -> None:
         # torch and diffusers take seconds to import: not before there is something to write.
-        writer = import_module(f"engine.toy.{family}")
+        writer = import_module(f"engine.toy.families.{family}")
         writer.write(model_dir, flavour=flavour, seed=seed, dtype=dtype, hidden_scale=hidden_scale)
 
     def write_data(data_dir: Path) -> None:

@@ -7,10 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-from engine.command import OneLineParser
+from engine.start.command import OneLineParser
 from engine.toy import DTYPES, write_toy
 from jobs.errors import UserError
-from jobs.families import FAMILIES
+from jobs.spec.families import FAMILIES
 
 # The libraries' progress bars and advice would drown the one line that is the answer.
 QUIET = {

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from engine.weights import local_part
+from engine.model.weights import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.world import World
+    from engine.ranks.world import World
 
 BUCKET: Final = 8 << 20  # elements; large enough to be sent at full speed
 AT_ONCE: Final = 64  # sharded tensors in one call; see `parts_of`

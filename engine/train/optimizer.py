@@ -1,9 +1,10 @@
 """Optimizer and learning-rate schedule.
 
 Every optimizer is a library's. What decides whether one may train sharded parameters (`DTensor`s)
-is whether its numbers there equal those on whole tensors, measured in `tests/engine/test_optim`:
-adamw, sgd, lion and adamw_8bit work element by element (or block by block) and are right; those
-that reduce over a whole tensor or over all parameters are not, and are refused.
+is whether its numbers there equal those on whole tensors, measured in
+`tests/engine/train/test_optimizer`: adamw, sgd, lion and adamw_8bit work element by element (or
+block by block) and are right; those that reduce over a whole tensor or over all parameters are not,
+and are refused.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from engine.gradients import parts_of
-from jobs.conflicts import WHOLE_ONLY
+from engine.train.gradients import parts_of
 from jobs.errors import UserError
+from jobs.spec.rules.conflicts import WHOLE_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _NO_SHARDS_HINT: Final = (
     "use adamw, adamw_8bit, lion or sgd, or train a LoRA with lora_placement: replicated"

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from engine.draws import keyed_generator
-from engine.gradients import Averager, clip
-from engine.objective import loss_of
-from engine.optim import decides_on_device, step_unless
-from engine.precision import computing
+from engine.diffusion.objective import loss_of
+from engine.diffusion.random_numbers import keyed_generator
+from engine.model.precision import computing
+from engine.train.gradients import Averager, clip
+from engine.train.optimizer import decides_on_device, step_unless
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from engine.data.loader import Loader, MicroBatch
+    from engine.diffusion.objective import Objective
     from engine.families import Family
-    from engine.objective import Objective
-    from engine.peaks import Peaks
-    from engine.training import Training
-    from engine.world import World
-    from jobs.spec import JobSpec
+    from engine.ranks.peaks import Peaks
+    from engine.ranks.world import World
+    from engine.train.train_state import TrainState
+    from jobs.spec.job_spec import JobSpec
 
 # The schedule advances with every step, also when the first ones are left out.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -133,7 +133,7 @@ class Stepper:
         spec: JobSpec,
         family: Family,
         objective: Objective,
-        training: Training,
+        training: TrainState,
         loader: Loader,
         world: World,
         peaks: Peaks,
@@ -245,7 +245,7 @@ class Stepper:
                 self._averager.begin()
             with self._measured("backward"):
                 # Ranks that share a sample have a part of its gradient each; see
-                # `engine.context_parallel`.
+                # `engine.parallel.context_parallel`.
                 whole = loss * self._world.context_size
                 (whole if scaler is None else scaler.scale(whole)).backward()
             losses += loss.detach()

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LambdaLR
 
-    from engine.ema import Ema
+    from engine.train.ema import Ema
 
 
 @dataclass
-class Training:
+class TrainState:
     """The model with its trained parameters, and the state of its training.
 
     Attributes:

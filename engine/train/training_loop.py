@@ -7,26 +7,26 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.replicas import check_replicas
-from engine.sampling import Sampler
-from engine.validation_loss import ValidationLoss
+from engine.parallel.replica_check import check_replicas
+from engine.sample.sampler import Sampler
+from engine.train.validation_loss import ValidationLoss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from engine.checkpoint import Saver
-    from engine.control import Control
     from engine.data.prepare import Prepared
+    from engine.diffusion.objective import Objective
     from engine.families import Family
-    from engine.objective import Objective
-    from engine.peaks import Peaks
-    from engine.step import Stepper, StepResult
-    from engine.telemetry import Telemetry
-    from engine.training import Training
-    from engine.world import World
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from engine.ranks.control import Control
+    from engine.ranks.peaks import Peaks
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from engine.train.optimizer_step import Stepper, StepResult
+    from engine.train.train_state import TrainState
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 _COLLECT_EVERY: Final = 50  # steps
 _REPLICAS_EVERY: Final = 200  # steps between comparisons of what is whole on several ranks
@@ -44,7 +44,7 @@ class Trainer:
     world: World
     telemetry: Telemetry
     control: Control
-    training: Training
+    training: TrainState
     stepper: Stepper
     data: Prepared
     peaks: Peaks

@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from engine.data.collate import collate
-from engine.denoising import Denoising
-from engine.draws import keyed_generator
-from engine.flow import Flow
-from engine.objective import Objective, Problem
-from engine.parallel import reshard
-from engine.precision import computing
-from jobs.prompts import validation_seed_of
+from engine.diffusion.denoising import Denoising
+from engine.diffusion.objective import Objective, Problem
+from engine.diffusion.random_numbers import keyed_generator
+from engine.diffusion.rectified_flow import Flow
+from engine.families.shared.collate import collate
+from engine.model.precision import computing
+from engine.parallel.sharding import reshard
+from jobs.spec.keys.prompts import validation_seed_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.data.index import Sample
+    from engine.data.index.data_index import Sample
     from engine.data.prepare import Prepared
     from engine.families import Family
-    from engine.telemetry import Telemetry
-    from engine.world import World
-    from jobs.spec import JobSpec
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from jobs.spec.job_spec import JobSpec
 
 _DIGITS: Final = 15  # of a sample's digest, in the key of its noise
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jobs.doctor.agreed import END
-from jobs.doctor.checks import CHECKS
+from jobs.doctor.checks.in_order import CHECKS
 from jobs.doctor.examine import examine
 from jobs.doctor.patient import Patient
 

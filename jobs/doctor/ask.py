@@ -13,11 +13,11 @@ import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from jobs.bytecode import bytecode_variables
 from jobs.doctor.agreed import END
+from jobs.doctor.child_processes import end_all
 from jobs.doctor.finding import Finding, fail
-from jobs.doctor.started import end_all
-from jobs.processes import wait_for_by_hand
+from jobs.machine.bytecode import bytecode_variables
+from jobs.machine.processes import wait_for_by_hand
 
 if TYPE_CHECKING:
     from collections.abc import Generator

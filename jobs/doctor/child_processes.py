@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jobs.processes import RUN_ID_VARIABLE, ProcessId, end, wait_for_by_hand, with_run_id
+from jobs.machine.processes import RUN_ID_VARIABLE, ProcessId, end, wait_for_by_hand, with_run_id
 
 _GONE_WITHIN: Final = 3.0  # seconds after SIGKILL; what the driver holds longer is left behind
 _SWEEPS: Final = 3  # a launcher may start another rank while it is killed

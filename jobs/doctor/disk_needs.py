@@ -6,11 +6,11 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
-from jobs.families import component_of
-from jobs.models import count_parameters, find_model
+from jobs.models.find_model import count_parameters, find_model
+from jobs.spec.families import component_of
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 # Bytes of a parameter in a checkpoint: fp32 weights, and what the optimizer keeps of it.
 _WEIGHT: Final = 4

@@ -1,4 +1,4 @@
-"""What the driver says of GPUs beyond what `jobs.devices` shows all day: health and connections."""
+"""What the driver says of GPUs beyond `jobs.machine.devices`: health and connections."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs import devices
+from jobs.machine import devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from jobs.doctor.finding import Finding
     from jobs.doctor.patient import Patient
-    from jobs.gpu import Gpu
+    from jobs.machine.gpu import Gpu
 
 PCI: Final = Path("/sys/bus/pci/devices")
 _NVIDIA: Final = "0x10de"
@@ -83,7 +83,7 @@ class Nvml:
 
 
 def ask_driver(patient: Patient) -> Iterator[Finding]:
-    """Find out; what it means is said by `jobs.doctor.gpus`."""
+    """Find out; what it means is said by `jobs.doctor.checks.gpus`."""
     patient.nvml = read_driver()
     yield from ()
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from jobs.doctor.checks.torch_build import TorchFacts
     from jobs.doctor.nvml import Nvml
-    from jobs.doctor.torch_build import TorchFacts
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Final
 
 import yaml
 
-from jobs.diagnosis import why_failed
 from jobs.doctor.agreed import RESULT
-from jobs.doctor.started import end_all
-from jobs.hang import Watch
-from jobs.launchers import local
-from jobs.processes import wait_for_by_hand
-from jobs.rundir import RunDir, read_json, write_atomic
-from jobs.spec import JobSpec
+from jobs.doctor.child_processes import end_all
+from jobs.launch import local
+from jobs.machine.processes import wait_for_by_hand
+from jobs.run.diagnosis.hang import Watch
+from jobs.run.diagnosis.why_failed import why_failed
+from jobs.run.rundir import RunDir, read_json, write_atomic
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.hang import Stillness
-    from jobs.rundir import RankStatus
+    from jobs.run.diagnosis.hang import Stillness
+    from jobs.run.rundir import RankStatus
 
 _LOOK_EVERY: Final = 0.1  # seconds
 _MUTE: Final = 15.0  # seconds at most; ranks send a heartbeat every second

@@ -8,22 +8,24 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 from pydantic import ValidationError
 
-from jobs.conflicts import find_conflicts, find_warnings
-from jobs.datasets import datasets_of
 from jobs.errors import UserError
-from jobs.imports import ai_toolkit, diffusers_script, simpletuner
-from jobs.imports.report import Kind, Report
-from jobs.models import find_model
+from jobs.imports.ai_toolkit import config as ai_toolkit
+from jobs.imports.common.import_report import Kind, Report
+from jobs.imports.diffusers import script as diffusers_script
+from jobs.imports.simpletuner import config as simpletuner
+from jobs.models.find_model import find_model
 from jobs.paths import exists, expand
-from jobs.spec import JobSpec
-from jobs.specfile import dump_spec
-from jobs.yamlfile import dump_mapping
+from jobs.spec.file.load import dump_spec
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.conflicts import find_conflicts, find_warnings
+from jobs.spec.values.datasets import datasets_of
+from jobs.spec.values.yaml_lines import dump_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from jobs.imports.draft import Draft
+    from jobs.imports.common.draft import Draft
 
 
 _USUAL: Final = {"repeats": 1}  # of datasets

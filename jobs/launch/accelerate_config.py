@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jobs.families import wrapped_classes
-from jobs.strategy import SHARDING, own_policy, world_size
+from jobs.spec.families import wrapped_classes
+from jobs.spec.rules.strategy import SHARDING, own_policy, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def accelerate_config(spec: JobSpec, strategy: str, *, gpus: Sequence[str]) -> dict[str, Any]:

@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from jobs import devices, flight
-from jobs.bytecode import bytecode_variables
 from jobs.errors import UserError
-from jobs.extra_args import words_of
-from jobs.families import component_of
-from jobs.launchers.config import accelerate_config, fsdp_options
+from jobs.launch.accelerate_config import accelerate_config, fsdp_options
+from jobs.machine import devices
+from jobs.machine.bytecode import bytecode_variables
+from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.memory.auto import chosen_before, predicted_ddp
-from jobs.models import count_parameters, find_model
-from jobs.processes import RUN_ID_VARIABLE
-from jobs.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
+from jobs.models.find_model import count_parameters, find_model
+from jobs.run.diagnosis import flight_records
+from jobs.spec.families import component_of
+from jobs.spec.rules.extra_args import words_of
+from jobs.spec.rules.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 _LOOPBACK: Final = "127.0.0.1"
 _PACKAGES: Final = ("torch", "accelerate", "diffusers", "transformers", "peft", "fsdp-tui")
@@ -73,7 +74,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     }
     more = words_of(spec)
     named = {word[2:].partition("=")[0] for word in more}
-    command = [sys.executable, "-m", "engine.accelerate", "launch"]
+    command = [sys.executable, "-m", "engine.start.accelerate", "launch"]
     command += [
         f"--{name}={value}"
         for name, value in flags.items()
@@ -102,7 +103,7 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         "DIFFUSERS_VERBOSITY": "error",
         # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
-        **flight.environment(run_dir),
+        **flight_records.environment(run_dir),
         **loopback_variables(os.environ),
         # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import yaml
 
-from jobs import bytecode
-from jobs.flags import to_flags
-from jobs.launchers import local
-from jobs.processes import RUN_ID_VARIABLE
-from jobs.rundir import RunDir, read_json
-from jobs.specfile import dump_spec, load_spec
-from jobs.strategy import STRATEGY_VARIABLE, world_size
+from jobs.launch import local
+from jobs.machine import bytecode
+from jobs.machine.processes import RUN_ID_VARIABLE
+from jobs.run.rundir import RunDir, read_json
+from jobs.spec.file.flags import to_flags
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.rules.strategy import STRATEGY_VARIABLE, world_size
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-    from jobs.store import Job
+    from jobs.queue.store import Job
+    from jobs.spec.job_spec import JobSpec
 
 Form = Literal["yaml", "flags", "accelerate"]
 FORMS: Final = get_args(Form)

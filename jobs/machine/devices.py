@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from jobs.gpu import Gpu, GpuProcess, MigInstance, find, foreign_users, visible
+from jobs.machine.gpu import Gpu, GpuProcess, MigInstance, find, foreign_users, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

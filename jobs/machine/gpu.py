@@ -1,6 +1,6 @@
 """What a GPU is, which one a name means, and which ones strangers use. Pure.
 
-`jobs.devices`, where the driver is asked, offers all of this under its own name.
+`jobs.machine.devices`, where the driver is asked, offers all of this under its own name.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from jobs.procfs import is_suspended, started_at
+from jobs.machine.procfs import is_suspended, started_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

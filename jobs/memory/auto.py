@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final
 from jobs.memory.calibration import read_calibration
 from jobs.memory.fit import Verdict, fit_of, room_of, worst
 from jobs.memory.question import recall
-from jobs.rundir import read_json
-from jobs.strategy import STRATEGY_VARIABLE, Whole, depends_on_memory, world_size
+from jobs.run.rundir import read_json
+from jobs.spec.rules.strategy import STRATEGY_VARIABLE, Whole, depends_on_memory, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.gpu import Gpu
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from jobs.machine.gpu import Gpu
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 _KEPT: Final = ", as at its first launch"
 

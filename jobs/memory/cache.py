@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.memory.predicted import SCHEMA, Predicted
 from jobs.paths import cache_home
-from jobs.rundir import read_json, write_atomic
+from jobs.run.rundir import read_json, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

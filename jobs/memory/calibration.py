@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.memory.kept import compare, read
+from jobs.memory.kept_prediction import compare, read
 from jobs.paths import state_home
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.memory.predicted import Predicted
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 SCHEMA: Final = 1
 PHASES: Final = ("forward", "backward", "optimizer")  # what most jobs are as large as

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from jobs.memory.fit import Verdict
-from jobs.strategy import SHARDING
+from jobs.spec.rules.strategy import SHARDING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from jobs.memory.fit import Fit
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 FASTEST_FIRST: Final = ("single", "ddp", "hsdp", "fsdp2")
 """Each moves more bytes between GPUs in a step than the one before it, and keeps fewer on each."""

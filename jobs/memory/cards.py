@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jobs.memory.fit import Room
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
 
 _MIB: Final = 1 << 20
 
@@ -25,7 +25,7 @@ USUAL: Final = 80
 IN_TABLES: Final = (24, 48, 80)
 
 # How many of them each family needs; `python tests/bench/cards.py` writes it.
-CARDS_FILE: Final = Path(__file__).resolve().parent.parent / "published" / "cards.json"
+CARDS_FILE: Final = Path(__file__).resolve().parent.parent / "models" / "published" / "cards.json"
 
 
 @cache

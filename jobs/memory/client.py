@@ -18,11 +18,11 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.bytecode import bytecode_variables
 from jobs.errors import SpecError
+from jobs.machine.bytecode import bytecode_variables
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.machine.processes import wait_for_by_hand
 from jobs.memory.cache import forget_old
-from jobs.processes import wait_for_by_hand
-from jobs.tools import Cancelled, ToolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from jobs import devices
-from jobs.gpu import find
-from jobs.host_room import host_bytes
-from jobs.memory.advice import Candidate, candidates, fastest, fewest
+from jobs.machine import devices
+from jobs.machine.gpu import find
 from jobs.memory.calibration import Calibration, read_calibration
+from jobs.memory.candidates import Candidate, candidates, fastest, fewest
 from jobs.memory.cards import CARDS, USUAL
 from jobs.memory.fit import Fit, Room, Verdict, fit_of, room_of, worst
+from jobs.memory.host_memory import host_bytes
 from jobs.memory.ladder import climb, loosen
 from jobs.memory.question import Refused, arranged, predict
 from jobs.paths import cache_home, state_home
-from jobs.strategy import chosen_strategy, depends_on_memory, world_size
+from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from jobs.gpu import Gpu
+    from jobs.machine.gpu import Gpu
     from jobs.memory.client import Server
     from jobs.memory.ladder import Step
     from jobs.memory.predicted import Predicted
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
     Found = Predicted | Refused
 

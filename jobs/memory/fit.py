@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from jobs.gpu import foreign_users
+from jobs.machine.gpu import foreign_users
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from jobs.devices import Gpu
+    from jobs.machine.devices import Gpu
     from jobs.memory.predicted import Predicted
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from jobs.cgroups import memory_rooms
 from jobs.errors import SpecError, UserError
-from jobs.families import component_of
-from jobs.models import count_parameters, find_model
-from jobs.strategy import shards, world_size
+from jobs.machine.cgroups import memory_rooms
+from jobs.models.find_model import count_parameters, find_model
+from jobs.spec.families import component_of
+from jobs.spec.rules.strategy import shards, world_size
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 # Bytes of state per trained parameter; what each holds at least.
 STATE_BYTES: Final = {"adamw": 8, "prodigy": 8, "lion": 4, "adamw_8bit": 2}

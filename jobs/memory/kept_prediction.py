@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
+from jobs.machine.engine_tools import ToolError
 from jobs.memory.client import Server
 from jobs.memory.predicted import MEASURED_AS, Predicted
 from jobs.memory.question import predict, recall
-from jobs.rundir import read_json, write_atomic
-from jobs.tools import ToolError
+from jobs.run.rundir import read_json, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
 SCHEMA: Final = 1
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.applicable import find_inapplicable
-from jobs.conflicts import find_conflicts
-from jobs.families import FAMILIES
-from jobs.prompts import requests_of
-from jobs.strategy import SHARDING, checkpoints_activations, world_size
+from jobs.spec.families import FAMILIES
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.applicable import find_inapplicable
+from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from jobs.memory.fit import Fit
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
     Changes = dict[str, Any]
 

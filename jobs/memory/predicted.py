@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SCHEMA: Final = 1  # of what `engine.memory.report` says
+SCHEMA: Final = 1  # of what `engine.memory.predicting.prediction` says
 
-# Phase → its name in a run's `memory` events (`engine.peaks`).
+# Phase → its name in a run's `memory` events (`engine.ranks.peaks`).
 MEASURED_AS: Final = {
     "load": "load", "text_cache": "encode", "latent_cache": "latents", "forward": "forward",
     "backward": "backward", "optimizer": "step", "sample": "sample", "save": "save",

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from jobs.block_target import find_target
-from jobs.cascade import settle
 from jobs.errors import SpecError, UserError
-from jobs.families import FAMILIES
+from jobs.machine.engine_tools import ToolError
 from jobs.memory import cache
 from jobs.memory.predicted import Predicted
-from jobs.strategy import SHARDING, world_size
-from jobs.tools import ToolError
+from jobs.models.blocks.model_config import find_target
+from jobs.spec.families import FAMILIES
+from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.strategy import SHARDING, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.memory.client import Server
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from jobs.errors import SpecError
-from jobs.files import LARGEST_JSON, read_regular
 from jobs.paths import exists, expand
+from jobs.untrusted.files import LARGEST_JSON, read_regular
 
 _HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-# Hub id → parameters of the configs in `jobs/published` (tests/families/test_published.py).
+# Hub id → parameters of the configs in `jobs/models/published`
+# (tests/engine/families/test_published.py).
 PARAMETERS: Final[dict[str, int]] = {
     "Alpha-VLLM/Lumina-Image-2.0": 2_609_769_152,
     "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": 1_604_641_952,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
-from jobs.models import find_model
-from jobs.rundir import read_json
+from jobs.models.find_model import find_model
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,22 +6,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs import devices
-from jobs.compiler import check_compiler
-from jobs.conflicts import GPU_KERNELS
-from jobs.datasets import datasets_of, find_layout
 from jobs.errors import SpecError
-from jobs.families import get_family
-from jobs.host_room import check_host_memory
+from jobs.machine import devices
+from jobs.memory.host_memory import check_host_memory
 from jobs.paths import cache_home, exists, expand, refuse_unwritable
-from jobs.pictures import CAPTION_SUFFIXES, PICTURE_SUFFIXES, VIDEO_SUFFIXES, list_files
-from jobs.preflight_model import check_model
-from jobs.prompts import requests_of
-from jobs.strategy import world_size
+from jobs.preflight.compiler import check_compiler
+from jobs.preflight.model_files import check_model
+from jobs.spec.families import get_family
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.conflicts import GPU_KERNELS
+from jobs.spec.rules.strategy import world_size
+from jobs.spec.values.dataset_files import (
+    CAPTION_SUFFIXES,
+    PICTURE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    list_files,
+)
+from jobs.spec.values.datasets import datasets_of, find_layout
 
 if TYPE_CHECKING:
-    from jobs.datasets import Dataset
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.datasets import Dataset
 
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
@@ -36,8 +41,8 @@ def check(spec: JobSpec) -> int | list[str] | None:
         UserError: The first thing that would make the job fail, in one line.
     """
     # Not imported with this module, which they need themselves.
-    from jobs.block_names import check_block_names
-    from jobs.wrap_policy import check_wrap_policy
+    from jobs.preflight.wrap_policy import check_wrap_policy
+    from jobs.preflight.wrapped_classes import check_block_names
 
     check_model(spec, settings=True)
     check_block_names(spec)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import SpecError
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 # Backends of torch.compile that only rearrange calls.
 _WITHOUT: Final = ("eager", "aot_eager", "cudagraphs")
@@ -28,7 +28,7 @@ def check_compiler(spec: JobSpec, *, on_gpus: bool) -> None:
         SpecError: The job compiles, and there is no compiler.
     """
     compiles = spec.torch_compile and spec.torch_compile_backend not in _WITHOUT
-    # On the CPU it runs eagerly: see `engine.optim`.
+    # On the CPU it runs eagerly: see `engine.train.optimizer`.
     eight_bit = spec.optimizer == "adamw_8bit" and on_gpus and not spec.fsdp_cpu_offload
     if not (compiles or eight_bit):
         return

@@ -6,19 +6,19 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
-from jobs.families import FAMILIES, component_of, get_family
-from jobs.models import find_model
-from jobs.prompts import requests_of
-from jobs.rundir import read_json
-from jobs.weight_variants import variant_of
-from jobs.weights import find_damage
+from jobs.models.damaged_weights import find_damage
+from jobs.models.find_model import find_model
+from jobs.models.weight_variants import variant_of
+from jobs.run.rundir import read_json
+from jobs.spec.families import FAMILIES, component_of, get_family
+from jobs.spec.keys.prompts import requests_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from jobs.families import Family
-    from jobs.spec import JobSpec
+    from jobs.spec.families import Family
+    from jobs.spec.job_spec import JobSpec
 
 _WIDEST: Final = 2.0  # of buckets: ratio of the long side to the short one
 
@@ -224,7 +224,7 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
 
 
 def longest_bucket_side(resolution: int, step: int) -> int:
-    """The longest side of all buckets of a resolution, as `engine.data.buckets` makes them."""
+    """The longest side of a resolution's buckets, as `engine.data.index.buckets` makes them."""
     area = max(resolution, step) ** 2
     long = int(math.sqrt(area * _WIDEST)) // step * step
     while long > _WIDEST * max(step, int(area / long) // step * step):

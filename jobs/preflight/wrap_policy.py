@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
-from jobs.strategy import depends_on_memory, may_import, own_policy, shards
-from jobs.tools import Cancelled, ToolError, ask
+from jobs.machine.engine_tools import Cancelled, ToolError, ask
+from jobs.spec.rules.strategy import depends_on_memory, may_import, own_policy, shards
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 KEY: Final = "fsdp_auto_wrap_policy"
 LONGEST: Final = 60.0  # seconds for the import; torch alone may take ten from a cold disk
@@ -32,7 +32,7 @@ def check_wrap_policy(spec: JobSpec, *, longest: float = LONGEST) -> None:
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
         try:
             ask(
-                "engine.wrap_policy", [path], Path(name, "answer"), lambda line: None,
+                "engine.parallel.wrap_policy", [path], Path(name, "answer"), lambda line: None,
                 lambda: time.monotonic() > deadline,
             )  # fmt: skip
         except Cancelled:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jobs.blocks import detect_blocks
 from jobs.errors import SpecError
-from jobs.families import get_family
-from jobs.spellings import nearest
-from jobs.strategy import depends_on_memory, shards
-from jobs.tools import ToolError
+from jobs.machine.engine_tools import ToolError
+from jobs.models.blocks.detection import detect_blocks
+from jobs.spec.families import get_family
+from jobs.spec.rules.strategy import depends_on_memory, shards
+from jobs.spec.values.spellings import nearest
 
 if TYPE_CHECKING:
-    from jobs.blocks import Detection
-    from jobs.spec import JobSpec
+    from jobs.models.blocks.detection import Detection
+    from jobs.spec.job_spec import JobSpec
 
 _MOST_NAMED = 6  # classes in an error
 

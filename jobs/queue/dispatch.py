@@ -12,17 +12,17 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from jobs import devices, processes
-from jobs.detach import start_detached
-from jobs.placement import Request, Start, place
-from jobs.processes import boot_id
-from jobs.states import ACTIVE, State
+from jobs.machine import devices, processes
+from jobs.machine.processes import boot_id
+from jobs.machine.start_detached import start_detached
+from jobs.queue.placement import Request, Start, place
+from jobs.queue.states import ACTIVE, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from jobs.processes import ProcessId
-    from jobs.store import Job, Store
+    from jobs.machine.processes import ProcessId
+    from jobs.queue.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
 _SUSPENDED: Final = "its supervisor (process "

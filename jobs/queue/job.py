@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.processes import ProcessId
-from jobs.rundir import RunDir
-from jobs.states import State
+from jobs.machine.processes import ProcessId
+from jobs.queue.states import State
+from jobs.run.rundir import RunDir
 
 if TYPE_CHECKING:
     import sqlite3

@@ -13,10 +13,10 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from jobs.detach import leave_starter, start_detached
+from jobs.machine.start_detached import leave_starter, start_detached
 
 if TYPE_CHECKING:
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 LOOK_EVERY: Final = 1.0  # seconds
 IDLE_SECONDS: Final = 60.0
@@ -29,7 +29,9 @@ def ensure_runner(store: Store) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    start_detached("jobs.runner", home=store.home, cwd=store.home, log=store.home / "runner.log")
+    start_detached(
+        "jobs.queue.keeper", home=store.home, cwd=store.home, log=store.home / "runner.log"
+    )
 
 
 def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
@@ -37,7 +39,7 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
 
     Returns at once if another runner holds the lock.
     """
-    from jobs.dispatch import dispatch, has_work
+    from jobs.queue.dispatch import dispatch, has_work
 
     with open(store.home / "runner.lock", "a") as lock:
         try:
@@ -68,7 +70,7 @@ def main() -> None:
     import signal
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
     keep(Store(), float(os.environ.get("FSDP_TUI_RUNNER_IDLE", IDLE_SECONDS)))
 

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs import processes
 from jobs.errors import UserError
-from jobs.eventlog import EventLog
-from jobs.preflight import check_devices
-from jobs.processes import ProcessId, boot_id
-from jobs.rundir import RunDir, read_json
-from jobs.schema import TABLES, VERSION
-from jobs.specfile import load_spec
-from jobs.states import State
-from jobs.strategy import world_size
+from jobs.machine import processes
+from jobs.machine.processes import ProcessId, boot_id
+from jobs.preflight.check_job import check_devices
+from jobs.queue.states import State
+from jobs.queue.tables import TABLES, VERSION
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import RunDir, read_json
+from jobs.spec.file.load import load_spec
+from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

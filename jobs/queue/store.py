@@ -14,19 +14,19 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
-from jobs.foreign import harmless
-from jobs.job import Change, Job, Terms, job_of_row
+from jobs.machine.processes import boot_id
 from jobs.paths import ensure_state_home
-from jobs.processes import boot_id
-from jobs.rundir import RunDir
-from jobs.schema import VERSION, create_tables, trouble
-from jobs.states import State, may_follow
+from jobs.queue.job import Change, Job, Terms, job_of_row
+from jobs.queue.states import State, may_follow
+from jobs.queue.tables import VERSION, create_tables, trouble
+from jobs.run.rundir import RunDir
+from jobs.untrusted.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from jobs.processes import ProcessId
+    from jobs.machine.processes import ProcessId
 
 __all__ = ["Change", "Job", "Store", "Terms"]
 

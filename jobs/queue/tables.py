@@ -1,4 +1,4 @@
-"""The tables of the jobs database; `jobs.store` reads and writes them."""
+"""The tables of the jobs database; `jobs.queue.store` reads and writes them."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.datasets import datasets_of
-from jobs.families import FAMILIES
-from jobs.resume_effects import EFFECTS
-from jobs.same_model import looks_same, place_of
-from jobs.spec import JobSpec
-from jobs.strategy import data_parallel_size
+from jobs.models.same_model import looks_same, place_of
+from jobs.resume.key_effects import EFFECTS
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.values.datasets import datasets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

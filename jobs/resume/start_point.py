@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Final
 
 import yaml
 
-from jobs.checkpoints import find_checkpoint, find_damage, read_checkpoint
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.paths import exists, expand
-from jobs.rundir import MANIFEST, RunDir
-from jobs.states import ACTIVE, State
+from jobs.queue.states import ACTIVE, State
+from jobs.run.checkpoint_files import find_checkpoint, find_damage, read_checkpoint
+from jobs.run.rundir import MANIFEST, RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from jobs.checkpoints import Checkpoint
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.run.checkpoint_files import Checkpoint
 
 KEY: Final = "resume_from_checkpoint"
 

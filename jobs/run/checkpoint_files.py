@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs.errors import NotFoundError, UserError
-from jobs.rundir import MANIFEST, read_json
+from jobs.run.rundir import MANIFEST, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 # Step, schedule, loss scale, the job as it was, and what its data was: JSON beside the tensors.
 STATE_FILE: Final = "trainer_state.json"

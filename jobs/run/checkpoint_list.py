@@ -7,15 +7,15 @@ import shutil
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.checkpoints import UnreadableError, find_damage, read_checkpoint
 from jobs.errors import NotFoundError
-from jobs.housekeeping import directory_size
+from jobs.run.checkpoint_files import UnreadableError, find_damage, read_checkpoint
+from jobs.run.disk_space import directory_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 _NAME: Final = re.compile(r"step-(?P<step>\d+)(?:\.(?P<word>[a-z]+)(?:-\d+)?)?")
 _MOST_NAMED: Final = 8  # in a sentence
@@ -83,7 +83,7 @@ def list_all(run_dir: RunDir) -> list[Listed]:
         except OSError:
             continue  # deleted meanwhile
     found.sort(key=lambda one: (one.step, one.set_aside is not None, one.name))
-    # As `jobs.checkpoints.newest_whole` has it.
+    # As `jobs.run.checkpoint_files.newest_whole` has it.
     whole = [n for n, one in enumerate(found) if one.set_aside is None and one.damage is None]
     for number in whole[-1:]:
         found[number] = replace(found[number], next=True)

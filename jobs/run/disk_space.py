@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 LOG_LIMIT: Final = 256 << 20
 _LOG_KEPT: Final = 16 << 20

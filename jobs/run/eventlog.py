@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jobs.foreign import harmless_value
+from jobs.untrusted.text import harmless_value
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ class Phase:
     """What the ranks are doing outside of steps.
 
     Attributes:
-        name: A key of `jobs.rundir.PHASES`.
+        name: A key of `jobs.run.rundir.PHASES`.
         done: How much of it.
         total: Of how much; None when it cannot be known.
         finished: Whether it is over.

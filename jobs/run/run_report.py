@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jobs.eventlog import EventLog
+from jobs.run.eventlog import EventLog
 
 if TYPE_CHECKING:
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,15 @@ import uuid
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.files import LARGEST_JSON, read_regular
-from jobs.foreign import harmless_value, one_line
+from jobs.untrusted.files import LARGEST_JSON, read_regular
+from jobs.untrusted.text import harmless_value, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 REQUESTS: Final = ("stop", "save_now", "sample_now")
-# Asks each rank for its flight record (`jobs.flight`), which it writes within a second.
+# Asks each rank for its flight record (`jobs.run.diagnosis.flight_records`), which it writes within
+# a second.
 FLIGHT: Final = "flight"
 MANIFEST: Final = "manifest.json"
 _FOREVER: Final = 1e12  # seconds; no time that a rank tells is later
@@ -103,7 +104,7 @@ def read_tail(path: Path, size: int = 64 << 10) -> str:
 class RankStatus:
     """What a rank says of itself about once a second. Sizes in bytes, times in Unix seconds.
 
-    `started` alone counts from the machine's boot, as `jobs.procfs` has it.
+    `started` alone counts from the machine's boot, as `jobs.machine.procfs` has it.
     `heartbeat` moves while the process lives; `progressed` only when its work moves on.
     The torch sizes are None on CPU ranks, where `rss` is what there is. `done` counts what this
     rank itself has done of a phase whose work ranks share. `peaks` has the most

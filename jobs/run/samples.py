@@ -8,12 +8,12 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 _STEP: Final = re.compile(r"step-(\d+)")
 _PICTURE: Final = re.compile(r"(\d+)\.png")

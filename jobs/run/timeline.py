@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from jobs.eventlog import EventLog
-from jobs.rundir import PHASES
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import PHASES
 
 _MOST: Final = 4000  # moments; a run of weeks has more, and nobody reads all of them
 _LEAST_SECONDS: Final = 1.0  # phases shorter than that are told only when there is more to say

@@ -4,6 +4,6 @@
 `speed` measures steps and memory on GPUs. Each result is a `jobs.doctor.finding.Finding`.
 """
 
-from jobs.selftest.runner import COUNT, REPORT, choose_gpus, run
+from jobs.selftest.session import COUNT, REPORT, choose_gpus, run
 
 __all__ = ["COUNT", "REPORT", "choose_gpus", "run"]

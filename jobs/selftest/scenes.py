@@ -6,24 +6,24 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
-from jobs.checkpoints import find_damage, list_checkpoints
-from jobs.doctor.exchange import LIMIT, STILL, judge
+from jobs.doctor.checks.all_reduce import LIMIT, STILL, judge
+from jobs.doctor.checks.topology import connected_by_nvlink
 from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.doctor.nvml import read_driver
 from jobs.doctor.ranks import all_reduce
-from jobs.doctor.topology import connected_by_nvlink
 from jobs.errors import UserError
-from jobs.processes import with_run_id
-from jobs.samples import list_samples
+from jobs.machine.processes import with_run_id
+from jobs.queue.states import State
+from jobs.run.checkpoint_files import find_damage, list_checkpoints
+from jobs.run.samples import list_samples
 from jobs.selftest.speed import speed, wide_values
 from jobs.selftest.stage import STEPS, SceneFailed, losses, steps_done
-from jobs.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from jobs.queue.store import Job
     from jobs.selftest.stage import Stage
-    from jobs.store import Job
 
 PARITY: Final = 1e-4
 """Largest relative difference of a loss in fp32 that rounding explains."""
@@ -194,7 +194,7 @@ class _First:
             yield ok("stop, resume", f"stopped after step {after}; {how}", step=after)
         stage.say("comparing checkpoints")
         answer = stage.engine(
-            "engine.selftest", "same", str(straight.run_dir.checkpoint(STEPS)),
+            "engine.doctor.selftest", "same", str(straight.run_dir.checkpoint(STEPS)),
             str(job.run_dir.checkpoint(STEPS)),
         )  # fmt: skip
         if answer["different"] and not difference:
@@ -220,7 +220,7 @@ class _First:
         job = self.job
         sample = max(list_samples(job.run_dir), key=lambda one: one.step)
         answer = self._stage.engine(
-            "engine.selftest", "sample", str(self._stage.root / "toy" / "model"),
+            "engine.doctor.selftest", "sample", str(self._stage.root / "toy" / "model"),
             str(job.run_dir.export), str(sample.picture),
         )  # fmt: skip
         off = answer["largest_difference"]

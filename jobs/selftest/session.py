@@ -7,10 +7,10 @@ import shutil
 import time
 from typing import TYPE_CHECKING, Final
 
-from jobs import devices
-from jobs.doctor.keeper import claimed
+from jobs.doctor.checks.keeper import claimed
 from jobs.errors import UserError
-from jobs.rundir import write_atomic
+from jobs.machine import devices
+from jobs.run.rundir import write_atomic
 from jobs.selftest.scenes import perform
 from jobs.selftest.stage import Stage
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from jobs.doctor.finding import Finding
-    from jobs.gpu import Gpu
-    from jobs.store import Store
+    from jobs.machine.gpu import Gpu
+    from jobs.queue.store import Store
 
 REPORT: Final = "selftest.json"
 """In the state directory: what the newest self-test found."""

@@ -6,25 +6,25 @@ import re
 import statistics
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs import devices
 from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.errors import UserError
-from jobs.eventlog import EventLog
-from jobs.memory import kept
+from jobs.machine import devices
+from jobs.machine.engine_tools import ToolError
+from jobs.memory import kept_prediction
 from jobs.memory.calibration import record_beside
 from jobs.memory.client import Server
 from jobs.memory.question import predict
-from jobs.report import read_report
+from jobs.queue.states import State
+from jobs.run.eventlog import EventLog
+from jobs.run.run_report import read_report
 from jobs.selftest.stage import SceneFailed
-from jobs.specfile import load_spec
-from jobs.states import State
-from jobs.tools import ToolError
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from jobs.queue.store import Job
     from jobs.selftest.stage import Stage
-    from jobs.store import Job
 
 # FLUX.1's width with 2 of its 19 and 4 of its 38 blocks.
 _SCALE: Final = 24
@@ -180,8 +180,8 @@ def utilisation(seconds: float, gpu: str) -> float | None:
 
 def _memory(name: str, job: Job, beside: int | None) -> Finding:
     """Predicted beside measured; what there was besides tensors is kept for later estimates."""
-    predicted, report = kept.read(job.run_dir), read_report(job.run_dir)
-    compared = kept.compare(predicted, report.measure, report.peaks) if predicted else []
+    predicted, report = kept_prediction.read(job.run_dir), read_report(job.run_dir)
+    compared = kept_prediction.compare(predicted, report.measure, report.peaks) if predicted else []
     phases = [one for one in compared if one.measured]
     if predicted is None or not phases:
         missing = "measured" if predicted else "predicted"

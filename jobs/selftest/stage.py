@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
-from jobs.eventlog import EventLog
-from jobs.processes import ProcessId, with_run_id
-from jobs.specfile import load_spec
-from jobs.states import State
+from jobs.machine.processes import ProcessId, with_run_id
+from jobs.queue.states import State
+from jobs.run.eventlog import EventLog
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from jobs.gpu import Gpu
-    from jobs.store import Job, Store
+    from jobs.machine.gpu import Gpu
+    from jobs.queue.store import Job, Store
 
 STEPS: Final = 8
 PREFIX: Final = "selftest-"

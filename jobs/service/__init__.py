@@ -13,31 +13,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs import checkpoints
-from jobs.checkpoint_list import find_listed, list_all
-from jobs.dispatch import dispatch, has_work, needs_attention
 from jobs.errors import StateError, UserError
-from jobs.eventlog import EventLog
-from jobs.job import Terms
-from jobs.origin import check_unneeded
 from jobs.paths import ensure_private_dir
-from jobs.preflight import cache_of
-from jobs.resume_plan import plan_resume, plan_submit
-from jobs.rundir import write_atomic
-from jobs.runner import ensure_runner
-from jobs.specfile import dump_spec
-from jobs.states import State
-from jobs.strategy import world_size
+from jobs.preflight.check_job import cache_of
+from jobs.queue.dispatch import dispatch, has_work, needs_attention
+from jobs.queue.job import Terms
+from jobs.queue.keeper import ensure_runner
+from jobs.queue.states import State
+from jobs.resume.start_point import check_unneeded
+from jobs.run import checkpoint_files
+from jobs.run.checkpoint_list import find_listed, list_all
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import write_atomic
+from jobs.service.plan import plan_resume, plan_submit
+from jobs.spec.file.load import dump_spec
+from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.checkpoint_list import Listed
-    from jobs.devices import Gpu
-    from jobs.resume_plan import Plan
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from jobs.machine.devices import Gpu
+    from jobs.queue.store import Job, Store
+    from jobs.run.checkpoint_list import Listed
+    from jobs.run.rundir import RunDir
+    from jobs.service.plan import Plan
+    from jobs.spec.job_spec import JobSpec
 
 
 _STOP_WORDS: Final = {
@@ -88,13 +88,13 @@ def start_if_free(store: Store, job_id: int) -> Job:
 def _prepare(store: Store, run_dir: RunDir, plan: Plan) -> None:
     """Make a run directory ready to be resumed, while nobody else can."""
     if plan.back_to is not None:  # again: a job may have been submitted since the plan was made
-        check_unneeded(store, [path for _, path in checkpoints.newer(run_dir, plan.back_to)])
-    moved = checkpoints.rewind(run_dir, plan.back_to) if plan.back_to is not None else []
+        check_unneeded(store, [path for _, path in checkpoint_files.newer(run_dir, plan.back_to)])
+    moved = checkpoint_files.rewind(run_dir, plan.back_to) if plan.back_to is not None else []
     try:
         if plan.rewritten:
             write_job_file(run_dir, dump_spec(plan.spec))
     except BaseException:
-        checkpoints.put_back(moved)
+        checkpoint_files.put_back(moved)
         raise
 
 
@@ -160,7 +160,7 @@ def resume(
 ) -> Job:
     """Queue an ended job again; it goes on after its newest complete checkpoint.
 
-    What that changes is told by `jobs.resume_plan.plan_resume`.
+    What that changes is told by `jobs.service.plan.plan_resume`.
 
     Args:
         store: The jobs.
@@ -221,7 +221,7 @@ def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[
     store.check_writable()
     found = find_deletable(store, job_id, names)
     for one in found:
-        checkpoints.delete_files(one.path)
+        checkpoint_files.delete_files(one.path)
     return found
 
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs import block_cache, service
+from jobs import service
 from jobs.errors import StateError, UserError
+from jobs.models.blocks import detection_cache
 from jobs.paths import cache_home
-from jobs.specfile import load_spec
-from jobs.spellings import did_you_mean
-from jobs.states import ACTIVE
+from jobs.queue.states import ACTIVE
+from jobs.spec.file.load import load_spec
+from jobs.spec.values.spellings import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
 
 # Name → what is in it. A job's own `cache_dir` is the person's business and is not listed.
 _TITLES: Final = {
@@ -139,7 +140,7 @@ def _may_use(job: Job, name: str) -> bool:
 
 
 def _place(name: str) -> Path:
-    return block_cache.cache_file() if name == "detection" else cache_home() / name
+    return detection_cache.cache_file() if name == "detection" else cache_home() / name
 
 
 def _measure(name: str) -> Cache:

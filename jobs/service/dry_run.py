@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
 from jobs.errors import NotFoundError, StateError, UserError
-from jobs.eventlog import EventLog
-from jobs.report import RunReport
-from jobs.resume_plan import plan_submit
-from jobs.states import State
-from jobs.tools import ToolError
+from jobs.machine.engine_tools import ToolError
+from jobs.queue.states import State
+from jobs.run.eventlog import EventLog
+from jobs.run.run_report import RunReport
+from jobs.service.plan import plan_submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.spec.job_spec import JobSpec
 
 STEPS: Final = 2  # Adam's state appears in the first; the second is like all others
 _LOOK_EVERY: Final = 0.2  # seconds
@@ -43,7 +43,7 @@ class Measured:
 
     Attributes:
         strategy: What ran.
-        measure: What `peaks` counts, as in `jobs.report`.
+        measure: What `peaks` counts, as in `jobs.run.run_report`.
         peaks: Phase → bytes of each rank.
         out_of_memory: Whether it ran out of it instead; then `peaks` may be empty.
         reason: Why it ended so.

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import service
 from jobs.errors import StateError, UserError
-from jobs.resume_plan import plan_change
-from jobs.specfile import dump_spec, load_spec
-from jobs.strategy import world_size
+from jobs.service.plan import plan_change
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from jobs.resume_plan import Plan
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.service.plan import Plan
+    from jobs.spec.job_spec import JobSpec
 
-_LONGEST_NAME = 64  # characters; as jobs.keys.job has it
+_LONGEST_NAME = 64  # characters; as jobs.spec.keys.job has it
 
 # What a new job takes over from the one described before it, unless it is told otherwise.
 _LAST_CHOICES = (

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.checkpoints import find_checkpoint, list_checkpoints, read_state
 from jobs.errors import UserError
-from jobs.export_places import check_place, default_place
-from jobs.tools import Progress, ask
+from jobs.machine.engine_tools import Progress, ask
+from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, read_state
+from jobs.run.export_places import check_place, default_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.job import Job
-    from jobs.keys.export import ExportDtype, ExportFormat
+    from jobs.queue.job import Job
+    from jobs.spec.keys.export import ExportDtype, ExportFormat
 
 # Stage of the tool → per cent of the whole at which it begins and ends, as far as one can tell.
 _STAGES: Final = {"checking": (0, 40), "writing": (40, 100)}
@@ -59,8 +59,8 @@ def export_checkpoint(
     Args:
         job: Running or not.
         step: Which checkpoint; the newest that is whole by default.
-        output: Where to; by default `jobs.export_places.default_place`. An earlier export of the
-            same step is replaced, when the new one is complete.
+        output: Where to; by default `jobs.run.export_places.default_place`. An earlier export of
+            the same step is replaced, when the new one is complete.
         dtype: The precision to store; the job's `export_dtype` by default.
         formats: The names to export a LoRA under; the job's `export_formats` by default.
         ema: Take the moving average of the weights, if there is one.

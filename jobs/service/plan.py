@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from jobs import preflight
-from jobs.cascade import settle
-from jobs.checkpoints import find_checkpoint, list_checkpoints, newest_whole, read_state
 from jobs.errors import StateError, UserError
-from jobs.origin import KEY, check_unneeded, find_origin, origin_of
-from jobs.resume import find_resume_conflicts
-from jobs.specfile import load_spec
-from jobs.states import ACTIVE, State
+from jobs.preflight import check_job
+from jobs.queue.states import ACTIVE, State
+from jobs.resume.resume_conflicts import find_resume_conflicts
+from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
+from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
+from jobs.spec.file.load import load_spec
+from jobs.spec.rules.cascade import settle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.checkpoints import Checkpoint
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.run.checkpoint_files import Checkpoint
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Plan:
 
     Attributes:
         spec: The job, settled.
-        wanted: What it wants of the machine; see `jobs.preflight.check`.
+        wanted: What it wants of the machine; see `jobs.preflight.check_job.check`.
         begin: What it goes on after; None at the beginning.
         rewound: Newer checkpoints of its own, which are set aside.
         changes: What makes its result another than that of a run never stopped, a line each.
@@ -55,7 +55,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     Raises:
         UserError: Something is wrong with it, or it cannot go on from where it is to begin.
     """
-    wanted = preflight.check(spec)
+    wanted = check_job.check(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
         return Plan(spec, wanted)
@@ -96,7 +96,7 @@ def plan_resume(
         raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
     notes: list[str] = []
     spec = load_spec(job.run_dir.job_file, overrides, told=notes.append)
-    wanted = preflight.check(spec)
+    wanted = check_job.check(spec)
     spec = settle(spec)
     begin = _own(job, back_to)
     if begin is not None and KEY in (overrides or {}):
@@ -139,7 +139,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
     begin = newest_whole(job.run_dir)
     if begin is None:
         return replace(plan_submit(store, spec), job=job, rewritten=True)
-    wanted = preflight.check(spec)
+    wanted = check_job.check(spec)
     spec = settle(spec)
     if begin.step > spec.max_train_steps:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What `python -m engine.data` and those who ask it (`jobs.tools`) agree on."""
+"""What `python -m engine.data` and those who ask it (`jobs.machine.engine_tools`) agree on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One description of a job. YAML, flags, the form and the documentation all come from here.
 
-A field exists once, in `jobs.keys`: its name, type, default, limits, group and help text.
-`jobs.specfile` reads it from YAML and flags; `jobs.conflicts` says which combinations cannot run.
+A field exists once, in `jobs.spec.keys`: its name, type, default, limits, group and help text.
+`jobs.spec.file.load` reads it from YAML and flags; `jobs.spec.rules.conflicts` says which
+combinations cannot run.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from typing import Any, get_args
 
 from pydantic import ConfigDict, model_validator
 
-from jobs.families import FAMILIES, default_values, flavour_of
-from jobs.keys.data import DataKeys
-from jobs.keys.devices import DeviceKeys
-from jobs.keys.export import ExportKeys
-from jobs.keys.fsdp import FsdpKeys
-from jobs.keys.job import JobKeys
-from jobs.keys.lora import LoraKeys
-from jobs.keys.output import OutputKeys
-from jobs.keys.running import RunningKeys
-from jobs.keys.training import TrainingKeys
-from jobs.keys.validation import ValidationKeys
+from jobs.spec.families import FAMILIES, default_values, flavour_of
+from jobs.spec.keys.data import DataKeys
+from jobs.spec.keys.devices import DeviceKeys
+from jobs.spec.keys.export import ExportKeys
+from jobs.spec.keys.fsdp import FsdpKeys
+from jobs.spec.keys.job import JobKeys
+from jobs.spec.keys.lora import LoraKeys
+from jobs.spec.keys.output import OutputKeys
+from jobs.spec.keys.running import RunningKeys
+from jobs.spec.keys.training import TrainingKeys
+from jobs.spec.keys.validation import ValidationKeys
 
 
 # Pydantic takes the fields of the last base first.
@@ -38,7 +39,7 @@ class JobSpec(
     TrainingKeys,
     JobKeys,
 ):
-    """A validated job. Raises `pydantic.ValidationError`; `jobs.specfile` turns it into words."""
+    """A valid job. Raises `pydantic.ValidationError`; `jobs.spec.file.load` puts it into words."""
 
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False

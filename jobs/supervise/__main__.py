@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from jobs.detach import leave_starter
+from jobs.machine.start_detached import leave_starter
 
 
 def main() -> None:
     leave_starter()
     # After leaving: these imports take longer than the starter should wait.
-    from jobs.store import Store
-    from jobs.supervisor import supervise
+    from jobs.queue.store import Store
+    from jobs.supervise.supervisor import supervise
 
     supervise(Store(), int(sys.argv[1]))
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from jobs import processes
-from jobs.launchers import local
-from jobs.memory.kept import keep
-from jobs.processes import ProcessId
-from jobs.rundir import read_json, write_atomic
-from jobs.specfile import load_spec
+from jobs.launch import local
+from jobs.machine import processes
+from jobs.machine.processes import ProcessId
+from jobs.memory.kept_prediction import keep
+from jobs.run.rundir import read_json, write_atomic
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-    from jobs.store import Job
+    from jobs.queue.store import Job
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass

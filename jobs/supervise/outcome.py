@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobs.diagnosis import is_persons_fault, why_failed
-from jobs.elastic import launcher_signal, rank_exits
-from jobs.eventlog import EventLog
-from jobs.states import State
+from jobs.queue.states import State
+from jobs.run.diagnosis.rank_exits import launcher_signal, rank_exits
+from jobs.run.diagnosis.why_failed import is_persons_fault, why_failed
+from jobs.run.eventlog import EventLog
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from jobs.attempt import Attempt
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
+    from jobs.supervise.attempt import Attempt
 
 
 @dataclass(frozen=True)

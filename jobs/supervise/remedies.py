@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from jobs.states import State
+from jobs.queue.states import State
 
 # The first that fits is told.
 _ADVICE: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
@@ -84,7 +84,7 @@ def advice(state: State, reason: str) -> str:
 
     Args:
         state: Of the job.
-        reason: Why it is in that state, as `jobs.diagnosis` found.
+        reason: Why it is in that state, as `jobs.run.diagnosis.why_failed` found.
     """
     if state is State.LOST:
         return "nothing is wrong with the job itself; start it again to go on"

@@ -16,23 +16,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from jobs import devices, processes
-from jobs.attempt import Attempt, adopt, launch
 from jobs.errors import UserError
-from jobs.flight import find_wait
-from jobs.gpu import still_held
-from jobs.hang import Watch, find_hang
-from jobs.housekeeping import cap_logs, space_warning
+from jobs.machine import devices, processes
+from jobs.machine.gpu import still_held
+from jobs.machine.processes import ProcessId
 from jobs.memory.calibration import record
-from jobs.outcome import Outcome, judge
-from jobs.processes import ProcessId
-from jobs.rundir import FLIGHT, REQUESTS
-from jobs.states import State
+from jobs.queue.states import State
+from jobs.run.diagnosis.flight_records import find_wait
+from jobs.run.diagnosis.hang import Watch, find_hang
+from jobs.run.disk_space import cap_logs, space_warning
+from jobs.run.rundir import FLIGHT, REQUESTS
+from jobs.supervise.attempt import Attempt, adopt, launch
+from jobs.supervise.outcome import Outcome, judge
 
 if TYPE_CHECKING:
-    from jobs.hang import Stillness
-    from jobs.rundir import RankStatus
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.run.diagnosis.hang import Stillness
+    from jobs.run.rundir import RankStatus
 
 LOOK_EVERY: Final = 0.2  # seconds
 TERM_GRACE: Final = 60.0  # seconds between SIGTERM and SIGKILL
@@ -336,7 +336,7 @@ def supervise(store: Store, job_id: int) -> None:
 
     Returns at once if another supervisor was quicker.
     """
-    from jobs.dispatch import dispatch
+    from jobs.queue.dispatch import dispatch
 
     me = ProcessId.of(os.getpid())
     assert me is not None

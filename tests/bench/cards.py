@@ -1,7 +1,7 @@
 """`python tests/bench/cards.py`: the smallest number of GPUs that each family needs.
 
-Writes `jobs/published/cards.json`, from which `fsdp-tui families` and the documents take it. With
-names of families only these are computed, and printed beside what the file says.
+Writes `jobs/models/published/cards.json`, from which `fsdp-tui families` and the documents take it.
+With names of families only these are computed, and printed beside what the file says.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 import time
 from typing import Any
 
-from jobs.families import FAMILIES
 from jobs.memory.calibration import Calibration
 from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, read_smallest
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place
-from jobs.spec import JobSpec
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec
 
 
 def smallest(server: Server, family: str, flavour: str, model_type: str) -> dict[str, int | None]:

@@ -23,18 +23,18 @@ from typing import IO, TYPE_CHECKING, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jobs.rundir import event  # noqa: E402
-from jobs.states import State  # noqa: E402
-from jobs.store import Store  # noqa: E402
-from tests.nvml_stub.stub import StubNvml, build, busy, gpu, uuid  # noqa: E402
-from tests.support.terminal import Terminal, terminal  # noqa: E402
-from tests.support.tui import add_job, append_events, write_log, write_steps  # noqa: E402
-from tui.tables import table  # noqa: E402
+from jobs.queue.states import State  # noqa: E402
+from jobs.queue.store import Store  # noqa: E402
+from jobs.run.rundir import event  # noqa: E402
+from tests.support.nvml_stub.stub import StubNvml, build, busy, gpu, uuid  # noqa: E402
+from tests.support.tui.made_up_runs import add_job, append_events, write_log, write_steps  # noqa: E402
+from tests.support.tui.terminal import Terminal, terminal  # noqa: E402
+from tui.text.tables import table  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from jobs.store import Job
+    from jobs.queue.store import Job
 
 _COMMAND: Final = (sys.executable, "-m", "tui")
 _SIZES: Final = ((80, 24), (120, 40), (200, 60))
@@ -79,7 +79,7 @@ class Machine:
         """Heartbeats and steps of these jobs, until the end of the measurement."""
         process = self._stack.enter_context(
             subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/support/fake_training.py"), str(self.home),
+                [sys.executable, str(ROOT / "tests/support/jobs/fake_training.py"), str(self.home),
                  *(str(job.id) for job in jobs)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )

@@ -98,11 +98,11 @@ def fill(rank: int, ranks: int, root: str, values: dict[str, Any]) -> None:
 
     from engine import families
     from engine.data.prepare import prepare
-    from engine.meeting import Meeting
-    from engine.telemetry import Telemetry
-    from engine.world import World
-    from jobs.rundir import RunDir
-    from jobs.specfile import load_spec
+    from engine.ranks.file_barrier import FileBarrier
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from jobs.run.rundir import RunDir
+    from jobs.spec.file.load import load_spec
 
     torch.set_num_threads(1)
     run_dir = RunDir(Path(root))
@@ -110,9 +110,9 @@ def fill(rank: int, ranks: int, root: str, values: dict[str, Any]) -> None:
     spec = load_spec(None, values)
     world = World(rank, ranks, torch.device("cpu"), "ddp", "bench")
     telemetry = Telemetry(run_dir, rank)
-    meeting = Meeting(run_dir, "bench", rank, ranks)
+    barrier = FileBarrier(run_dir, "bench", rank, ranks)
     model = Path(spec.pretrained_model_name_or_path)
-    prepare(spec, families.load("flux"), model, run_dir, world, meeting, telemetry)
+    prepare(spec, families.load("flux"), model, run_dir, world, barrier, telemetry)
     telemetry.close()
 
 

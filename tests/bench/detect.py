@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-FLUX_2 = files("jobs") / "published" / "black-forest-labs--FLUX.2-dev.json"
+FLUX_2 = files("jobs") / "models" / "published" / "black-forest-labs--FLUX.2-dev.json"
 # FLUX.2 cut down: 1.2 B parameters, 5 GB in fp32.
 SMALL: dict[str, Any] = {"num_attention_heads": 16, "num_layers": 3, "num_single_layers": 14}
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def make(base: Path, place: Path, gigabytes: float, start: Callable[..., None] =
         start: How ranks are started and waited for; see `spawn`.
     """
     sys.path.insert(0, str(ROOT))
-    from jobs.specfile import load_spec
+    from jobs.spec.file.load import load_spec
 
     root = _write_base(base, place / "base", gigabytes)
     values = {"name": "bench", "model_type": "full", "mixed_precision": "no", "device": "cpu"}
@@ -117,7 +117,7 @@ def _write_base(base: Path, root: Path, gigabytes: float) -> Path:
     """The base with a wide transformer, whose weights take no room on the disk."""
     import shutil
 
-    from engine.safetensors_file import SafetensorsWriter
+    from engine.model.safetensors_writer import SafetensorsWriter
 
     shutil.copytree(base, root, ignore=shutil.ignore_patterns("diffusion_pytorch_model.*"))
     shutil.copytree(base / "vae", root / "vae", dirs_exist_ok=True)
@@ -169,8 +169,8 @@ def _save(rank: int, root: Path, spec: JobSpec, checkpoint: Path) -> None:
 
 def _complete(checkpoint: Path, spec: JobSpec) -> None:
     """What else is in a checkpoint that an export reads."""
-    from jobs.checkpoints import STATE_FILE, sha256
-    from jobs.rundir import MANIFEST
+    from jobs.run.checkpoint_files import STATE_FILE, sha256
+    from jobs.run.rundir import MANIFEST
 
     (checkpoint / STATE_FILE).write_text(json.dumps({"spec": spec.to_dict(), "ema": False}))
     files = {

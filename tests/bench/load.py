@@ -156,7 +156,7 @@ def rank(way: str, model: Path, results: Path) -> None:
     from diffusers import FluxTransformer2DModel
     from torch.distributed.fsdp import fully_shard
 
-    from engine import weights
+    from engine.model import weights
 
     dist.init_process_group("gloo")
     load = LOADERS[way]
@@ -193,8 +193,8 @@ def build(model_class: Any, model: Path, **changes: Any) -> tuple[Any, dict[str,
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    from engine import weights
-    from jobs.specfile import load_spec
+    from engine.model import weights
+    from jobs.spec.file.load import load_spec
 
     values = {"model_type": "full", "mixed_precision": "no", "device": "cpu"} | changes
     values |= {"name": "bench", "dataset": ".", "pretrained_model_name_or_path": str(model)}
@@ -208,7 +208,7 @@ def build(model_class: Any, model: Path, **changes: Any) -> tuple[Any, dict[str,
 
 
 def ours(model_class: Any, model: Path, **changes: Any) -> Any:
-    from engine import weights
+    from engine.model import weights
 
     module, stored = build(model_class, model, **changes)
     weights.stream(module, stored)
@@ -223,7 +223,7 @@ def mapped(model_class: Any, model: Path) -> Any:
     import torch
     from safetensors import safe_open
 
-    from engine import weights
+    from engine.model import weights
 
     module, stored = build(model_class, model)
     targets = dict(module.named_parameters())

@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from engine.memory.predict import predict
-from engine.memory.shape import shape_of
-from engine.memory.trace import trace_model
-from jobs.specfile import load_spec
-from tests.support.memory import reference
+from engine.memory.predicting.predict import predict
+from engine.memory.tracing.shape import shape_of
+from engine.memory.tracing.trace import trace_model
+from jobs.spec.file.load import load_spec
+from tests.support.engine.memory import reference
 
 if TYPE_CHECKING:
-    from engine.memory.shape import Shape
-    from jobs.spec import JobSpec
+    from engine.memory.tracing.shape import Shape
+    from jobs.spec.job_spec import JobSpec
 
 MODELS: Final = {
     "sd3": "stabilityai/stable-diffusion-3.5-large",

@@ -1,7 +1,7 @@
 """`python tests/bench/parity.py`: the parity table with the differences that were reached.
 
-Every layout with every optimizer; `tests/engine/test_parity.py` asserts of most of them that no
-difference is more than 1e-5.
+Every layout with every optimizer; `tests/engine/parallel/test_parity.py` asserts of most of them
+that no difference is more than 1e-5.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine.toy import write_toy
-from tests.support.parity import HALF, Case, Table, all_cases, train_all
+from tests.support.engine.parity import HALF, Case, Table, all_cases, train_all
 
 
 def main() -> None:

@@ -58,11 +58,11 @@ def rank(number: int, port: int, layers: int, repeats: int, scratch: str) -> Non
         LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     from engine.checkpoint import Saver
-    from engine.telemetry import Telemetry
-    from engine.training import Training
-    from engine.world import leave_world, start_world
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import leave_world, start_world
+    from engine.train.train_state import TrainState
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
 
     torch.set_num_threads(1)
     asked = {"num_processes": RANKS, "strategy": "fsdp2", "device": "cpu"}
@@ -72,7 +72,7 @@ def rank(number: int, port: int, layers: int, repeats: int, scratch: str) -> Non
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    training = Training(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
+    training = TrainState(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
     rows: dict[str, dict[str, float]] = {}
     size = 0
     for way, settings in WAYS.items():

@@ -100,8 +100,8 @@ def rank(results: Path, settings: dict[str, Any]) -> None:
     """Time both on this rank; rank 0 writes what it found."""
     import torch
 
-    from engine.world import leave_world, start_world
-    from jobs.specfile import load_spec
+    from engine.ranks.world import leave_world, start_world
+    from jobs.spec.file.load import load_spec
 
     toy = Path(settings["toy"])
     spec = load_spec(None, {
@@ -136,21 +136,21 @@ def engine_steps(spec: Any, world: Any, toy: Path) -> tuple[Callable[[], Any], A
     from engine import families
     from engine.data.loader import Loader
     from engine.data.prepare import prepare
-    from engine.meeting import Meeting
-    from engine.objective import build_objective
-    from engine.peaks import Peaks
-    from engine.run import build_model, start_training
-    from engine.step import Stepper
-    from engine.telemetry import Telemetry
-    from jobs.rundir import RunDir
+    from engine.diffusion.objective import build_objective
+    from engine.ranks.file_barrier import FileBarrier
+    from engine.ranks.peaks import Peaks
+    from engine.ranks.telemetry import Telemetry
+    from engine.run_job import build_model, start_training
+    from engine.train.optimizer_step import Stepper
+    from jobs.run.rundir import RunDir
 
     run_dir = RunDir(toy / f"run-{spec.model_type}")
     run_dir.create()
     telemetry = Telemetry(run_dir, world.rank)
     family = families.load("flux")
     model_root = toy / "model"
-    meeting = Meeting(run_dir, world.token, world.rank, world.size)
-    data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
+    barrier = FileBarrier(run_dir, world.token, world.rank, world.size)
+    data = prepare(spec, family, model_root, run_dir, world, barrier, telemetry)
     training = start_training(spec, build_model(spec, family, model_root, world, telemetry), world)
     objective = build_objective(spec, family, model_root)
     loader = Loader(spec, data, world, family, objective)

@@ -14,22 +14,22 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from engine import weights
 from engine.families import load
+from engine.model import weights
 from engine.toy import write_toy
-from jobs.checkpoints import find_damage, list_checkpoints
-from jobs.eventlog import EventLog
-from jobs.families import FAMILIES
-from jobs.launchers import local
-from jobs.report import read_report
-from jobs.rundir import RunDir, write_atomic
-from jobs.specfile import load_spec
-from tests.support.engine import toy_spec, toy_values
+from jobs.launch import local
+from jobs.run.checkpoint_files import find_damage, list_checkpoints
+from jobs.run.eventlog import EventLog
+from jobs.run.run_report import read_report
+from jobs.run.rundir import RunDir, write_atomic
+from jobs.spec.families import FAMILIES
+from jobs.spec.file.load import load_spec
+from tests.support.engine.toy_jobs import toy_spec, toy_values
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 flux = load("flux")
 

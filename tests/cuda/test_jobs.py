@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from jobs.diagnosis import why_failed
-from jobs.families import FAMILIES
-from tests.cuda_stub import budgets
-from tests.cuda_stub.rehearsal import STEPS, Job, prompt_of
-from tests.nvml_stub.stub import uuid
+from jobs.run.diagnosis.why_failed import why_failed
+from jobs.spec.families import FAMILIES
+from tests.support.cuda_stub import budgets
+from tests.support.cuda_stub.rehearsal import STEPS, Job, prompt_of
+from tests.support.nvml_stub.stub import uuid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.cuda_stub.rehearsal import Outcome, Rehearsal
+    from tests.support.cuda_stub.rehearsal import Outcome, Rehearsal
 
-pytest_plugins = ["tests.nvml_stub.fixture", "tests.cuda_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture", "tests.support.cuda_stub.fixture"]
 
 HERE: Final = Path(__file__).parent
 FSDP: Final = {"strategy": "fsdp2"}

@@ -14,19 +14,19 @@ import pytest
 import yaml
 
 from jobs import service
-from jobs.eventlog import EventLog
-from jobs.processes import with_run_id
-from jobs.store import Store
-from tests.nvml_stub.stub import GIB, StubNvml, gpu, uuid
+from jobs.machine.processes import with_run_id
+from jobs.queue.store import Store
+from jobs.run.eventlog import EventLog
+from tests.support.nvml_stub.stub import GIB, StubNvml, gpu, uuid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from jobs.rundir import RunDir
-    from tests.cuda_stub.stub import StubCuda
+    from jobs.run.rundir import RunDir
+    from tests.support.cuda_stub.stub import StubCuda
 
-pytest_plugins = ["tests.nvml_stub.fixture", "tests.cuda_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture", "tests.support.cuda_stub.fixture"]
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PATIENCE = 600.0  # seconds; a slow machine under load, not an expectation
 ENDS = ("completed", "stopped", "failed", "lost")

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cuda_stub.stub import StubCuda
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.cuda_stub.stub import StubCuda
+    from tests.support.nvml_stub.stub import StubNvml
 
-pytest_plugins = ["tests.nvml_stub.fixture", "tests.cuda_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture", "tests.support.cuda_stub.fixture"]
 PATIENCE: Final = 300.0  # seconds; a slow machine under load, not an expectation
 
 
 UUIDS = """\
 import json, os, sys
 import torch
-from jobs import devices
+from jobs.machine import devices
 for place, value in enumerate(json.loads(sys.argv[1])):
     if os.fork():
         os.wait()

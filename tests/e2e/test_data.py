@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.rundir import RunDir
-from tests.support.bench import Bench
+from jobs.run.rundir import RunDir
 from tests.support.images.zoo import Planted, Zoo, write_zoo
+from tests.support.jobs.real_jobs import Bench
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from jobs import runner, service
-from jobs.eventlog import EventLog
-from jobs.processes import ProcessId, with_run_id
-from jobs.rundir import MANIFEST, RunDir, read_json
-from jobs.states import State
-from jobs.store import Store
-from tests.support.fakes.rank import publish_checkpoint, write_data
-from tests.support.fakes.supervise import start_supervisor
-from tests.support.lab import ENDLESS, opened
+from jobs import service
+from jobs.machine.processes import ProcessId, with_run_id
+from jobs.queue import keeper as runner
+from jobs.queue.states import State
+from jobs.queue.store import Store
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import MANIFEST, RunDir, read_json
+from tests.support.jobs.fakes.rank import publish_checkpoint, write_data
+from tests.support.jobs.fakes.supervise import start_supervisor
+from tests.support.jobs.lab import ENDLESS, opened
 from tests.support.paths import SUPPORT
 from tests.support.waiting import PATIENCE, eventually
 
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from jobs.store import Job
-    from tests.support.lab import Lab
+    from jobs.queue.store import Job
+    from tests.support.jobs.lab import Lab
 
 SEEDED: Final = 4  # the step of the checkpoint that is there before anything happens
 HELD_AT: Final = 6  # the step at which a job is `mid-run`
 SAVES_AT: Final = 8  # the step of the save that is disturbed
-SITE: Final = SUPPORT / "fakes" / "site"
+SITE: Final = SUPPORT / "jobs" / "fakes" / "site"
 TARGETS: Final = ("dashboard", "runner", "supervisor", "launcher", "rank 0", "rank 1")
 MOMENTS: Final = ("start", "mid-run", "save")
 # Each target and each moment is in the fast tier: with the whole machine these are its seven.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from jobs.processes import ProcessId, with_run_id
+from jobs.machine.processes import ProcessId, with_run_id
 from tests.support.forks import client
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.checkpoints import find_damage
 from jobs.errors import UserError
-from jobs.processes import with_run_id
-from tests.support.bench import Bench
+from jobs.machine.processes import with_run_id
+from jobs.run.checkpoint_files import find_damage
+from tests.support.jobs.real_jobs import Bench
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Configurations of other tools, imported, train: what `tests/jobs/test_imports.py` leaves open."""
+"""Configurations of other tools, imported, train: what `tests/jobs/imports` leaves open."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jobs.eventlog import EventLog
 from jobs.imports.imported import import_ai_toolkit, import_script, import_simpletuner
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
-from tests.support.engine import start_ranks
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
+from tests.support.engine.ranks.checkpoint import train
+from tests.support.engine.toy_jobs import start_ranks
 from tests.support.paths import IMPORT_EXAMPLES as EXAMPLES
-from tests.support.ranks.checkpoint import train
 
 STEPS: Final = 2
 

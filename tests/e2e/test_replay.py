@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from jobs import service
-from jobs.eventlog import EventLog
-from jobs.replay import replay
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
-from tests.support.engine import toy_values
+from jobs.launch.replay import replay
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
+from tests.support.engine.toy_jobs import toy_values
 
 if TYPE_CHECKING:
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_gpus")]
 PATIENCE = 600.0  # seconds; a slow machine under load, not an expectation

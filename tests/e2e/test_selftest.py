@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.store import Store
+from jobs.queue.store import Store
 from tests.support.forks import client as forks
 from tests.support.paths import ROOT
 

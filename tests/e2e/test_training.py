@@ -1,7 +1,7 @@
 """Real jobs with real ranks over gloo, through the command line, as a person runs them.
 
 The first, what it is compared with, and the one whose processes are looked at have nothing of the
-tests in them; the ranks of the others are forked (see `tests.support.bench`).
+tests in them; the ranks of the others are forked (see `tests.support.jobs.real_jobs`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import yaml
 from PIL import Image
 
 from jobs import service
-from jobs.eventlog import EventLog
-from jobs.processes import with_run_id
-from jobs.report import read_report
-from jobs.rundir import RunDir
-from tests.support.bench import PATIENCE, Bench, Run
+from jobs.machine.processes import with_run_id
+from jobs.run.eventlog import EventLog
+from jobs.run.run_report import read_report
+from jobs.run.rundir import RunDir
+from tests.support.jobs.real_jobs import PATIENCE, Bench, Run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """`python -m tests.mutation [MODULE …] [--base REF]`: which small changes do the tests not notice?
 
-    python -m tests.mutation engine.draws jobs.store --sample 10 --seed 1
+    python -m tests.mutation engine.diffusion.random_numbers jobs.queue.store --sample 10 --seed 1
     python -m tests.mutation --base main        # only lines that differ from there
 
 Prints each survivor with its diff, and a table by module. Exit status 1 if there are survivors.

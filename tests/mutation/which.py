@@ -12,36 +12,64 @@ if TYPE_CHECKING:
 
 # Where tests are about a module that they do not import, or import what they are not about.
 _FILES: Final[dict[str, tuple[str, ...]]] = {
-    "engine.checkpoint.choose": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
-    "engine.checkpoint.contents": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
-    "engine.checkpoint.data_facts": ("engine/test_data_facts.py",),
-    "engine.checkpoint.full": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
-    "engine.checkpoint.restore": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
-    "engine.checkpoint.resume": ("engine/test_checkpoint_files.py",),
-    "engine.checkpoint.together": ("engine/test_checkpoint_files.py",),
-    "engine.checkpoint.write": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
-    "engine.checkpoint.saver": ("engine/test_checkpoints.py",),
-    "engine.checkpoint.sharded": ("engine/test_checkpoint_files.py", "engine/test_checkpoints.py"),
-    "engine.draws": ("engine/test_draws.py", "engine/test_objective.py"),
-    "engine.ema": ("engine/test_ema.py", "engine/test_parts.py", "engine/test_step.py"),
-    "engine.gradients": ("engine/test_replicated.py",),
-    "engine.objective": ("engine/test_objective.py",),
-    "engine.replicas": ("engine/test_replicated.py",),
-    "engine.step": ("engine/test_step.py", "engine/test_late_steps.py"),
-    "engine.weight_reader": ("engine/test_weight_reader.py",),
-    "engine.weights": ("engine/test_weights.py", "engine/test_replicated.py"),
-    "jobs.conflicts": ("jobs/test_conflicts.py", "jobs/test_flags.py"),
-    "jobs.dispatch": ("jobs/test_dispatch.py", "jobs/test_edit.py"),
-    "jobs.memory.estimate": ("jobs/test_fit.py", "jobs/test_estimate.py"),
-    "jobs.memory.fit": ("jobs/test_fit.py", "jobs/test_estimate.py"),
-    "jobs.resume": ("jobs/test_resume.py", "jobs/test_service.py"),
-    "jobs.states": ("jobs/test_states.py", "jobs/test_store.py"),
-    "jobs.supervisor": (
-        "jobs/test_supervisor_parts.py",
-        "jobs/test_supervisor_looks.py",
-        "jobs/test_supervisor.py",
+    "engine.checkpoint.choose": (
+        "engine/checkpoint/test_checkpoint_files.py",
+        "engine/checkpoint/test_checkpoints.py",
     ),
-    "jobs.store": ("jobs/test_store.py", "jobs/test_service.py"),
+    "engine.checkpoint.contents": (
+        "engine/checkpoint/test_checkpoint_files.py",
+        "engine/checkpoint/test_checkpoints.py",
+    ),
+    "engine.checkpoint.data_facts": ("engine/checkpoint/test_data_facts.py",),
+    "engine.checkpoint.full": (
+        "engine/checkpoint/test_checkpoint_files.py",
+        "engine/checkpoint/test_checkpoints.py",
+    ),
+    "engine.checkpoint.restore": (
+        "engine/checkpoint/test_checkpoint_files.py",
+        "engine/checkpoint/test_checkpoints.py",
+    ),
+    "engine.checkpoint.resume": ("engine/checkpoint/test_checkpoint_files.py",),
+    "engine.checkpoint.together": ("engine/checkpoint/test_checkpoint_files.py",),
+    "engine.checkpoint.write": (
+        "engine/checkpoint/test_checkpoint_files.py",
+        "engine/checkpoint/test_checkpoints.py",
+    ),
+    "engine.checkpoint.saver": ("engine/checkpoint/test_checkpoints.py",),
+    "engine.checkpoint.sharded": (
+        "engine/checkpoint/test_checkpoint_files.py",
+        "engine/checkpoint/test_checkpoints.py",
+    ),
+    "engine.diffusion.random_numbers": (
+        "engine/diffusion/test_random_numbers.py",
+        "engine/diffusion/test_objective.py",
+    ),
+    "engine.train.ema": (
+        "engine/train/test_ema.py",
+        "engine/train/test_parts.py",
+        "engine/train/test_optimizer_step.py",
+    ),
+    "engine.train.gradients": ("engine/parallel/test_replicated.py",),
+    "engine.diffusion.objective": ("engine/diffusion/test_objective.py",),
+    "engine.parallel.replica_check": ("engine/parallel/test_replicated.py",),
+    "engine.train.optimizer_step": (
+        "engine/train/test_optimizer_step.py",
+        "engine/train/test_late_steps.py",
+    ),
+    "engine.model.weight_reader": ("engine/model/test_weight_reader.py",),
+    "engine.model.weights": ("engine/model/test_weights.py", "engine/parallel/test_replicated.py"),
+    "jobs.spec.rules.conflicts": ("jobs/spec/test_conflicts.py", "jobs/spec/file/test_flags.py"),
+    "jobs.queue.dispatch": ("jobs/queue/test_dispatch.py", "jobs/service/test_edit.py"),
+    "jobs.memory.estimate": ("jobs/memory/test_fit.py", "jobs/memory/test_estimate.py"),
+    "jobs.memory.fit": ("jobs/memory/test_fit.py", "jobs/memory/test_estimate.py"),
+    "jobs.resume.resume_conflicts": ("jobs/resume/test_resume.py", "jobs/service/test_service.py"),
+    "jobs.queue.states": ("jobs/queue/test_states.py", "jobs/queue/test_store.py"),
+    "jobs.supervise.supervisor": (
+        "jobs/supervise/test_supervisor_parts.py",
+        "jobs/supervise/test_supervisor_looks.py",
+        "jobs/supervise/test_supervisor.py",
+    ),
+    "jobs.queue.store": ("jobs/queue/test_store.py", "jobs/service/test_service.py"),
 }
 
 
@@ -56,7 +84,7 @@ def files_for(module: str) -> list[str]:
     if module in _FILES:
         return [f"tests/{name}" for name in _FILES[module]]
     folder = ROOT / "tests" / module.split(".")[0]
-    found = [file for file in sorted(folder.glob("test_*.py")) if module in imports_of(file)]
+    found = [file for file in sorted(folder.rglob("test_*.py")) if module in imports_of(file)]
     if not found:
         raise LookupError(f"no test in {folder} imports {module}; name some in {__file__}")
     own = f"test_{module.rpartition('.')[2]}.py"

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from jobs.processes import ProcessId, end
+from jobs.machine.processes import ProcessId, end
 
 
 def processes_of(folder: Path) -> list[ProcessId]:

@@ -7,6 +7,6 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]  # of the repository
 SUPPORT: Final = ROOT / "tests" / "support"
-FAKE_MEMORY: Final = SUPPORT / "fake_memory.py"  # answers like `python -m engine.memory`
-IMPORT_EXAMPLES: Final = SUPPORT / "imports"  # configurations of other tools
-RANKS: Final = SUPPORT / "ranks"  # scripts and functions that ranks run
+FAKE_MEMORY: Final = SUPPORT / "jobs" / "fake_memory.py"  # answers like `python -m engine.memory`
+IMPORT_EXAMPLES: Final = SUPPORT / "jobs" / "other_tools"  # configurations of other tools
+RANKS: Final = SUPPORT / "engine" / "ranks"  # scripts and functions that ranks run

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
 
-from tests.support.pilot import rest
-from tests.support.scenes import SCENES, opened, show
-from tui.app import FsdpTui
-from tui.keymap import known_bindings
+from tests.support.tui.pilot import rest
+from tests.support.tui.scenes import SCENES, opened, show
+from tui.app.app import FsdpTui
+from tui.keys.keymap import known_bindings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

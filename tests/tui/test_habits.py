@@ -21,40 +21,40 @@ from textual.widgets import Static
 
 from jobs import service
 from jobs.errors import StateError, UserError
-from jobs.rundir import RankStatus
-from jobs.states import State
-from tests.support.detection import flux
+from jobs.queue.states import State
+from jobs.run.rundir import RankStatus
 from tests.support.paths import ROOT
-from tests.support.pilot import shown_by, until
-from tests.support.tui import add_job, write_log, write_rank, write_steps
-from tests.support.tui_app import running, said
+from tests.support.tui.detection import flux
+from tests.support.tui.driven_app import running, said
+from tests.support.tui.made_up_runs import add_job, write_log, write_rank, write_steps
+from tests.support.tui.pilot import shown_by, until
 from tests.support.waiting import PATIENCE
-from tui.actions import ACTING, ACTIONS
-from tui.ascii_filter import AsciiFilter, known, to_ascii
-from tui.caches.screen import CachesScreen
-from tui.clipboard import copy
-from tui.data.screen import DataScreen
-from tui.detect.screen import DetectScreen
-from tui.detect.words import Model
-from tui.keymap import known_bindings, places
-from tui.modals.confirm import ConfirmScreen
-from tui.modals.help import HelpScreen
-from tui.newjob.choice import Choice
-from tui.notify import Bell, Watch, desktop_message, ring
-from tui.palette import JobsProvider
-from tui.screen_keys import EVERYWHERE, screen_keys
-from tui.snapshot import JobView, Snapshot
-from tui.start import needs_ascii
-from tui.themes import THEMES, other_theme
-from tui.ui_state import UiState
+from tui.app.notify import Bell, Watch, desktop_message, ring
+from tui.app.palette import JobsProvider
+from tui.app.start import needs_ascii
+from tui.app.themes import THEMES, other_theme
+from tui.app.ui_state import UiState
+from tui.dashboard.caches.screen import CachesScreen
+from tui.form.blocks.screen import DetectScreen
+from tui.form.data.screen import DataScreen
+from tui.form.fields.choice import Choice
+from tui.keys.actions import ACTING, ACTIONS
+from tui.keys.keymap import known_bindings, places
+from tui.keys.screen_keys import EVERYWHERE, screen_keys
+from tui.look.snapshot import JobView, Snapshot
+from tui.terminal.ascii_filter import AsciiFilter, known, to_ascii
+from tui.terminal.clipboard import copy
+from tui.text.block_text import Model
 from tui.widgets.bars import KeyBar, TitleBar
+from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.modals.help import HelpScreen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.store import Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Store
+    from tui.app.app import FsdpTui
 
 
 @pytest.fixture(autouse=True)
@@ -407,8 +407,8 @@ def test_ranks_that_stand_still_are_told_once_until_they_move(store: Store) -> N
 
 async def test_the_app_tells_and_rings(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     rung: list[tuple[str, str]] = []
-    monkeypatch.setattr("tui.notify.ring", lambda app, text, how: rung.append((text, how)))
-    monkeypatch.setattr("tui.notify._TOGETHER", 0.01)
+    monkeypatch.setattr("tui.app.notify.ring", lambda app, text, how: rung.append((text, how)))
+    monkeypatch.setattr("tui.app.notify._TOGETHER", 0.01)
     job = add_job(store, "cats", state=State.RUNNING)
     async with running(store, notifications="osc9") as (app, pilot):
         store.change(job.id, State.COMPLETED, "all steps")
@@ -419,7 +419,7 @@ async def test_the_app_tells_and_rings(store: Store, monkeypatch: pytest.MonkeyP
 
 def test_what_happens_within_a_second_rings_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rung: list[str] = []
-    monkeypatch.setattr("tui.notify.ring", lambda app, text, how: rung.append(text))
+    monkeypatch.setattr("tui.app.notify.ring", lambda app, text, how: rung.append(text))
     due: list[Callable[[], None]] = []
 
     class App:
@@ -561,7 +561,7 @@ def test_a_full_disk_does_not_hinder_copying(home: Path, monkeypatch: pytest.Mon
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tui.clipboard.write_atomic", full)
+    monkeypatch.setattr("tui.terminal.clipboard.write_atomic", full)
     assert copy(FakeApp(), "x") == "1 line copied"  # type: ignore[arg-type]
 
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.states import State
-from tests.support.hostile import EVIL, add_evil_job, steering
-from tests.support.pilot import until
-from tests.support.tui_app import running
+from jobs.queue.states import State
+from tests.support.tui.driven_app import running
+from tests.support.tui.hostile import EVIL, add_evil_job, steering
+from tests.support.tui.pilot import until
 from tui.job.screen import JobScreen
 
 if TYPE_CHECKING:
-    from jobs.store import Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Store
+    from tui.app.app import FsdpTui
 
 pytestmark = pytest.mark.usefixtures("no_processes")
 

@@ -16,9 +16,9 @@ import pytest
 from pytest_textual_snapshot import SVGImageExtension, normalize_svg
 from textual.screen import Screen
 
-from tests.support.pilot import rest
-from tests.support.scenes import SCENES, Scene, leave, opened, show
-from tui.themes import DARK, LIGHT
+from tests.support.tui.pilot import rest
+from tests.support.tui.scenes import SCENES, Scene, leave, opened, show
+from tui.app.themes import DARK, LIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

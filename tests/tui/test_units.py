@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.devices import Gpu, Host
-from jobs.eventlog import Phase
+from jobs.machine.devices import Gpu, Host
+from jobs.queue.states import State
+from jobs.run.eventlog import Phase
 from jobs.service import Progress
-from jobs.states import State
-from tests.support.tui import GIB, FakeGpus, add_job, write_rank
-from tui import format as fmt
-from tui import plot
-from tui.actions import ACTIONS, footer_actions, footer_width
-from tui.collector import where_of
+from tests.support.tui.made_up_runs import GIB, FakeGpus, add_job, write_rank
 from tui.dashboard.activity_rows import activity_rows
 from tui.dashboard.device_rows import device_rows
-from tui.dashboard.job_rows import columns, header_row, job_row
-from tui.dashboard.logs import log_sources, log_title
-from tui.newjob.keys import last_line
-from tui.snapshot import JobView, Snapshot, in_order
+from tui.form.keys import last_line
+from tui.keys.actions import ACTIONS, footer_actions, footer_width
+from tui.log.sources import log_sources, log_title
+from tui.look.collector import where_of
+from tui.look.snapshot import JobView, Snapshot, in_order
+from tui.plots import line_chart
+from tui.text import format as fmt
+from tui.widgets.job_rows import columns, header_row, job_row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 
 # -- formatting ----------------------------------------------------------------------------
@@ -96,13 +96,13 @@ def text_of(rows: Sequence[fmt.Row]) -> list[str]:
 )  # fmt: skip
 def test_a_chart_never_leaves_its_box(values: list[float], width: int, height: int) -> None:
     values = [v if abs(v) < 1e12 else v / 1e300 for v in values]
-    rows = plot.chart(range(len(values)), values, width, height)
+    rows = line_chart.chart(range(len(values)), values, width, height)
     assert len(rows) in (0, height)
     assert all(len(line) <= width for line in text_of(rows))
 
 
 def test_a_falling_loss_falls() -> None:
-    rows = plot.chart(range(1, 101), [1 - i / 100 for i in range(100)], 40, 10)
+    rows = line_chart.chart(range(1, 101), [1 - i / 100 for i in range(100)], 40, 10)
     inked = [
         [x for x, char in enumerate(fmt.plain(row[1:])) if ord(char) > 0x2800] for row in rows[:-1]
     ]
@@ -112,32 +112,32 @@ def test_a_falling_loss_falls() -> None:
 
 
 def test_the_axes_carry_numbers() -> None:
-    rows = text_of(plot.chart([10, 20, 30], [0.2, 0.6, 0.4], 40, 9))
+    rows = text_of(line_chart.chart([10, 20, 30], [0.2, 0.6, 0.4], 40, 9))
     labels = [row.split("┤")[0].strip() for row in rows if "┤" in row]
     assert labels == ["0.6", "0.4", "0.2"]
     assert rows[-1].split() == ["10", "20", "30"]
 
 
 def test_one_point_is_drawn() -> None:
-    rows = plot.chart([1], [0.5], 30, 6)
+    rows = line_chart.chart([1], [0.5], 30, 6)
     assert any(span.role == "smooth" for row in rows for span in row)
 
 
 def test_values_that_are_no_numbers_are_left_out() -> None:
-    assert plot.chart([1, 2], [math.nan, math.inf], 40, 8) == ()
+    assert line_chart.chart([1, 2], [math.nan, math.inf], 40, 8) == ()
 
 
 def test_one_spike_does_not_flatten_the_curve() -> None:
     values = [0.5 + 0.1 * math.sin(i / 9) for i in range(400)]
     values[37] = 1000.0
-    smooth = plot.ema(values, 5)
+    smooth = line_chart.ema(values, 5)
     assert max(smooth) > 100  # what the average would do to the scale
-    rows = text_of(plot.chart(range(400), values, 60, 12))
+    rows = text_of(line_chart.chart(range(400), values, 60, 12))
     assert max(float(row.split("┤")[0]) for row in rows if "┤" in row) < 2
 
 
 def test_the_average_of_a_constant_is_the_constant() -> None:
-    assert plot.ema([3.0] * 20, 7) == pytest.approx([3.0] * 20)
+    assert line_chart.ema([3.0] * 20, 7) == pytest.approx([3.0] * 20)
 
 
 # -- jobs ----------------------------------------------------------------------------------

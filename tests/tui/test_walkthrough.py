@@ -10,18 +10,18 @@ from textual.command import CommandPalette
 from textual.events import Paste
 from textual.widgets import Select
 
-from jobs.eventlog import EventLog
-from jobs.processes import with_run_id
+from jobs.machine.processes import with_run_id
+from jobs.run.eventlog import EventLog
 from tests.support.forks import client as forks
-from tests.support.pilot import driven, shown_by
+from tests.support.tui.pilot import driven, shown_by
 from tests.support.waiting import attempts
-from tui.app import FsdpTui
+from tui.app.app import FsdpTui
+from tui.form.screen import NewJobScreen
 from tui.job.screen import JobScreen
 from tui.job.tabs import TABS
 from tui.log.screen import LogScreen
-from tui.modals.confirm import ConfirmScreen
-from tui.newjob.screen import NewJobScreen
 from tui.plots.screen import PlotsScreen
+from tui.widgets.modals.confirm import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TRAINED = 400.0  # seconds; a slow machine under load, not an expectation
@@ -114,7 +114,7 @@ async def test_a_model_is_trained_by_keys_alone(
     store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(toy)
-    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # see `tests.support.bench`
+    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # see `tests.support.jobs.real_jobs`
     app = FsdpTui(store)
     async with driven(app, (120, 40)) as pilot:
         me = Person(app, pilot)

@@ -18,21 +18,21 @@ from textual.signal import Signal
 from textual.worker import Worker, WorkerState
 
 from jobs.errors import UserError
-from jobs.schema import trouble
-from jobs.spellings import did_you_mean
-from tui.actions import ACTING, everywhere
-from tui.ascii_filter import AsciiFilter, HarmlessFilter
-from tui.collector import Collector
+from jobs.queue.tables import trouble
+from jobs.spec.values.spellings import did_you_mean
+from tui.app.notify import Bell, Watch
+from tui.app.palette import JobsProvider
+from tui.app.themes import ANSI, DARK, THEMES, other_theme
+from tui.app.ui_state import UiState
 from tui.dashboard.screen import DashboardScreen
-from tui.keymap import known_bindings, settle_keymap
-from tui.notify import Bell, Watch
-from tui.palette import JobsProvider
-from tui.present_size import keep_present_size
-from tui.screen_keys import screen_keys
-from tui.settings import Settings
-from tui.single_timers import keep_single_timers
-from tui.themes import ANSI, DARK, THEMES, other_theme
-from tui.ui_state import UiState
+from tui.keys.actions import ACTING, everywhere
+from tui.keys.keymap import known_bindings, settle_keymap
+from tui.keys.screen_keys import screen_keys
+from tui.look.collector import Collector
+from tui.settings.settings import Settings
+from tui.terminal.ascii_filter import AsciiFilter, HarmlessFilter
+from tui.terminal.present_size import keep_present_size
+from tui.terminal.single_timers import keep_single_timers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from textual.screen import Screen
     from textual.timer import Timer
 
-    from jobs.store import Store
-    from tui.driver import GovernedDriver
-    from tui.snapshot import Snapshot
+    from jobs.queue.store import Store
+    from tui.look.snapshot import Snapshot
+    from tui.terminal.driver import GovernedDriver
 
 _THREADS: Final = 32  # at most; one is started when it is needed
 _LAID_OUT_IN: Final = 0.1  # seconds after a change of the terminal's size
@@ -57,7 +57,7 @@ class FsdpTui(App[None]):
     """The dashboard. It holds no truth: close it at any moment and nothing happens to jobs."""
 
     TITLE = "fsdp-tui"
-    CSS_PATH: ClassVar = ["app.tcss", "dashboard/dashboard.tcss"]
+    CSS_PATH: ClassVar = ["app.tcss", "../dashboard/dashboard.tcss"]
     BINDINGS: ClassVar = everywhere()
     ENABLE_COMMAND_PALETTE = True
     COMMANDS: ClassVar = App.COMMANDS | {lambda: JobsProvider}
@@ -128,14 +128,14 @@ class FsdpTui(App[None]):
         """A terminal gets the driver with a budget of bytes; a browser and tests their own."""
         from textual.drivers.linux_driver import LinuxDriver  # needs a terminal's modules
 
-        from tui.driver import GovernedDriver
+        from tui.terminal.driver import GovernedDriver
 
         chosen = super().get_driver_class()
         return GovernedDriver if chosen is LinuxDriver else chosen
 
     @property
     def _governed(self) -> GovernedDriver | None:
-        from tui.driver import GovernedDriver
+        from tui.terminal.driver import GovernedDriver
 
         return self._driver if isinstance(self._driver, GovernedDriver) else None
 
@@ -298,7 +298,7 @@ class FsdpTui(App[None]):
 
     def action_show_help(self) -> None:
         """The keys of this screen, and back."""
-        from tui.modals.help import HelpScreen
+        from tui.widgets.modals.help import HelpScreen
 
         if isinstance(self.screen, HelpScreen):
             self.screen.dismiss()

@@ -7,17 +7,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from jobs.hang import by_clock, find_hang
-from jobs.states import State
+from jobs.queue.states import State
+from jobs.run.diagnosis.hang import by_clock, find_hang
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.app import App
 
-    from jobs.store import Job
-    from tui.settings import Notifications
-    from tui.snapshot import JobView, Snapshot
+    from jobs.queue.store import Job
+    from tui.look.snapshot import JobView, Snapshot
+    from tui.settings.settings import Notifications
 
 Severity = Literal["information", "warning", "error"]
 

@@ -10,7 +10,7 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from tui.dashboard.screen import DashboardScreen
 
 if TYPE_CHECKING:
-    from tui.snapshot import JobView
+    from tui.look.snapshot import JobView
 
 _DISCOVERED = 5  # jobs that are offered before anything is typed
 

@@ -11,14 +11,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from jobs.doctor.terminal import environment_at_start, is_utf8
+from jobs.doctor.checks.terminal import environment_at_start, is_utf8
 from jobs.errors import UserError
-from tui.settings import read_settings
+from tui.settings.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 _COLOUR_SYSTEMS: Final = {"16": "standard", "256": "256", "truecolor": "truecolor"}
 _PARENT_EVERY: Final = 2.0  # seconds
@@ -59,8 +59,8 @@ def open_dashboard(
     if settings.ascii is None and not in_browser:
         plain = plain or needs_ascii(environment_at_start())
     changes = {"read_only": settings.read_only or read_only, "ascii": settings.ascii or plain}
-    from tui.app import FsdpTui  # Textual takes half a second; the other commands do without
-    from tui.pictures.protocol import prepare as prepare_pictures
+    from tui.app.app import FsdpTui  # Textual takes half a second; the other commands do without
+    from tui.terminal.images.protocol import prepare as prepare_pictures
 
     app = FsdpTui(
         store, select=select, settings=settings.model_copy(update=changes), problems=read.problems

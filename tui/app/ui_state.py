@@ -11,7 +11,7 @@ import json
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.rundir import read_json, write_atomic
+from jobs.run.rundir import read_json, write_atomic
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,46 +17,47 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from jobs import devices, service
+from jobs import service
 from jobs.errors import UserError
-from jobs.foreign import one_line
-from jobs.housekeeping import directory_size
-from jobs.memory.kept import facts as predicted_facts
+from jobs.launch.replay import FORMS, Form, replay, replay_facts
+from jobs.machine import devices
+from jobs.machine.engine_tools import ToolError
+from jobs.memory.kept_prediction import facts as predicted_facts
 from jobs.paths import state_home
-from jobs.replay import FORMS, Form, replay, replay_facts
-from jobs.report import read_report
-from jobs.resume_plan import plan_submit
-from jobs.schema import trouble
-from jobs.specfile import dump_spec
-from jobs.states import State
-from jobs.store import Store
-from jobs.tools import ToolError
-from tui.cli_cache import cache
-from tui.cli_checkpoints import checkpoints, resume, tell
-from tui.cli_completion import completion
-from tui.cli_data import data
-from tui.cli_detect import detect
-from tui.cli_diff import diff
-from tui.cli_doctor import doctor
-from tui.cli_edit import edit
-from tui.cli_estimate import estimate_job
-from tui.cli_export import export
-from tui.cli_families import families
-from tui.cli_help import EXAMPLES, STATUSES, Sections
-from tui.cli_import import import_job
-from tui.cli_keys import keys
-from tui.cli_queue import COMMANDS
-from tui.cli_samples import samples
-from tui.cli_selftest import selftest
-from tui.cli_settings import settings
-from tui.cli_templates import templates
-from tui.cli_web import web
-from tui.cli_words import FLAGS, ID, JSON, TEMPLATE, WORDS, JobCommand, read_job
-from tui.echo import echo
-from tui.follow import follow_job, follow_log
-from tui.start import open_dashboard
-from tui.tables import describe, gpu_table, job_table
-from tui.watch import watch
+from jobs.queue.states import State
+from jobs.queue.store import Store
+from jobs.queue.tables import trouble
+from jobs.run.disk_space import directory_size
+from jobs.run.run_report import read_report
+from jobs.service.plan import plan_submit
+from jobs.spec.file.load import dump_spec
+from jobs.untrusted.text import one_line
+from tui.app.start import open_dashboard
+from tui.cli.common.echo import echo
+from tui.cli.common.help import EXAMPLES, STATUSES, Sections
+from tui.cli.common.job_arguments import FLAGS, ID, JSON, TEMPLATE, WORDS, JobCommand, read_job
+from tui.cli.completion import completion
+from tui.cli.job.checkpoints import checkpoints, resume, tell
+from tui.cli.job.edit import edit
+from tui.cli.job.export import export
+from tui.cli.job.follow import follow_job, follow_log
+from tui.cli.job.queue import COMMANDS
+from tui.cli.job.samples import samples
+from tui.cli.job.watch import watch
+from tui.cli.machine.cache import cache
+from tui.cli.machine.doctor import doctor
+from tui.cli.machine.selftest import selftest
+from tui.cli.machine.settings import settings
+from tui.cli.machine.web import web
+from tui.cli.prepare.data import data
+from tui.cli.prepare.detect import detect
+from tui.cli.prepare.diff import diff
+from tui.cli.prepare.estimate import estimate_job
+from tui.cli.prepare.families import families
+from tui.cli.prepare.import_job import import_job
+from tui.cli.prepare.keys import keys
+from tui.cli.prepare.templates import templates
+from tui.text.tables import describe, gpu_table, job_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +119,7 @@ def cli(context: click.Context, read_only: bool, plain: bool) -> None:
 @click.option("--headless", is_flag=True, help="Follow the job here instead of in the dashboard.")
 def demo(headless: bool) -> int:
     """Write a toy FLUX.1 and pictures on first use, and train a LoRA on two ranks."""
-    from tui.demo import start_demo
+    from tui.cli.demo import start_demo
 
     store = Store()
     job = start_demo(store, say=echo)
@@ -135,7 +136,7 @@ def demo(headless: bool) -> int:
 @JSON
 def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> None:
     """Write a small real model (DIRECTORY/model) and captioned pictures (DIRECTORY/data)."""
-    from tui.demo import write_toy
+    from tui.cli.demo import write_toy
 
     where = write_toy(directory, family, flavour)
     echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")

@@ -14,7 +14,7 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-from tui.echo import echo
+from tui.cli.common.echo import echo
 
 _VARIABLE: Final = "_FSDP_TUI_COMPLETE"
 

@@ -8,17 +8,18 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs import devices, service
-from jobs.bytecode import bytecode_variables
+from jobs import service
 from jobs.errors import UserError
-from jobs.specfile import load_spec
-from jobs.states import ACTIVE, State
+from jobs.machine import devices
+from jobs.machine.bytecode import bytecode_variables
+from jobs.queue.states import ACTIVE, State
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
 
 NAME: Final = "demo"
 RANKS: Final = 2

@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from jobs.states import State
-from tui.dashboard.job_rows import GLYPHS
-from tui.format import Row, Span, bar, cut, duration, pace
+from jobs.queue.states import State
+from tui.text.format import Row, Span, bar, cut, duration, pace
+from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
-    from jobs.eventlog import Phase
-    from tui.snapshot import JobView
+    from jobs.run.eventlog import Phase
+    from tui.look.snapshot import JobView
 
 _MOST_LINES = 3
 _LEAST_BAR = 12  # columns

@@ -7,16 +7,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from jobs.devices import foreign_users
+from jobs.machine.devices import foreign_users
 from tui.dashboard.memory_split import Split, split_bar, split_of
-from tui.dashboard.rank_rows import Seat, cpu_rank_row, gpu_rank_row, heartbeat
-from tui.format import MISSING, Row, Span, bar, cut, gib, left, load_role, percent, right, sparkline
+from tui.dashboard.rank_lines import Seat, cpu_rank_row, gpu_rank_row, heartbeat
+from tui.text.format import (
+    MISSING,
+    Row,
+    Span,
+    bar,
+    cut,
+    gib,
+    left,
+    load_role,
+    percent,
+    right,
+    sparkline,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.devices import Gpu, Host
-    from tui.snapshot import JobView, Snapshot
+    from jobs.machine.devices import Gpu, Host
+    from tui.look.snapshot import JobView, Snapshot
 
 _SPARK: Final = 16  # cells
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from textual.worker import get_current_worker
 
 from jobs.errors import UserError
-from jobs.tools import Cancelled, ToolError
+from jobs.machine.engine_tools import Cancelled, ToolError
 
 if TYPE_CHECKING:
-    from jobs.store import Job
+    from jobs.queue.store import Job
     from tui.dashboard.screen import DashboardScreen
 
 
@@ -63,7 +63,7 @@ class Exports:
             export.done, export.total = done, total
 
         try:
-            from jobs.exports import export_checkpoint
+            from jobs.service.exports import export_checkpoint
 
             made = export_checkpoint(
                 job, export.step, progress=told,

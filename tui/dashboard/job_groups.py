@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from jobs.states import State
+from jobs.queue.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.devices import Gpu
-    from tui.snapshot import JobView
+    from jobs.machine.devices import Gpu
+    from tui.look.snapshot import JobView
 
 _ENDED = "ended"
 
@@ -26,7 +26,7 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
     """Groups in the order of their GPUs; then jobs that take any GPUs, then ended ones.
 
     Args:
-        views: Jobs as `tui.snapshot.in_order` puts them.
+        views: Jobs as `tui.look.snapshot.in_order` puts them.
         gpus: The machine's GPUs, for their indices.
     """
     index = {gpu.uuid: gpu.index for gpu in gpus}

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from textual.message import Message
 
-from jobs.states import ACTIVE, State
-from tui.actions import bindings
+from jobs.queue.states import ACTIVE, State
 from tui.dashboard.job_groups import Group, job_groups, queue_places
-from tui.dashboard.job_rows import Columns, columns, header_row, job_row
-from tui.format import Row, Span
+from tui.keys.actions import bindings
+from tui.text.format import Row, Span
+from tui.widgets.job_rows import Columns, columns, header_row, job_row
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from textual.events import Click, Resize
 
-    from tui.snapshot import JobView, Snapshot
+    from tui.look.snapshot import JobView, Snapshot
 
 _EMPTY: tuple[Row, ...] = (
     (),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from jobs.devices import foreign_users
-from tui.format import Row, Span, bar, load_role
+from jobs.machine.devices import foreign_users
+from tui.text.format import Row, Span, bar, load_role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.devices import Gpu
-    from tui.dashboard.rank_rows import Seat
+    from jobs.machine.devices import Gpu
+    from tui.dashboard.rank_lines import Seat
 
 SELECTED: Final = "━"
 OURS: Final = "╍"

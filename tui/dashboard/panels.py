@@ -11,17 +11,17 @@ from textual.markup import escape
 from tui.dashboard.activity_rows import activity_rows
 from tui.dashboard.device_rows import device_rows, devices_title
 from tui.dashboard.memory_split import LEGEND, OTHERS, OURS
-from tui.dashboard.rank_rows import rank_table, rank_title
-from tui.format import Span, number
-from tui.plot import chart, ema, smoothing_span
-from tui.snapshot import Curve
+from tui.dashboard.rank_lines import rank_table, rank_title
+from tui.look.snapshot import Curve
+from tui.plots.line_chart import chart, ema, smoothing_span
+from tui.text.format import Span, number
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
     from textual.events import Resize
     from textual.timer import Timer
 
-    from tui.snapshot import JobView, Snapshot
+    from tui.look.snapshot import JobView, Snapshot
 
 # A curve is the most expensive thing on the screen: seven bytes a cell, and all of it moves.
 _REDRAW_EVERY: Final = 2.0  # seconds, at the least

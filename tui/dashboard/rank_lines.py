@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from jobs.rundir import PHASES
-from tui.format import Row, Span, bar, duration, gib, left, load_role, ranges, right, size
-from tui.snapshot import LATE_AFTER
+from jobs.run.rundir import PHASES
+from tui.look.snapshot import LATE_AFTER
+from tui.text.format import Row, Span, bar, duration, gib, left, load_role, ranges, right, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.devices import Gpu
-    from jobs.rundir import RankStatus
-    from tui.snapshot import JobView
+    from jobs.machine.devices import Gpu
+    from jobs.run.rundir import RankStatus
+    from tui.look.snapshot import JobView
 
 _STILL: Final = 60.0  # seconds without progress that are worth a word
 

@@ -12,30 +12,30 @@ from textual.message import Message
 from textual.screen import Screen
 
 from jobs import service
-from jobs.resume_plan import plan_resume
-from jobs.specfile import load_spec
-from tui.actions import bindings
-from tui.checkpoints.exporting import Exports
-from tui.checkpoints.words import resume_question, resumed
+from jobs.service.plan import plan_resume
+from jobs.spec.file.load import load_spec
+from tui.dashboard.exporting import Exports
 from tui.dashboard.jobs_panel import JobsPanel
-from tui.dashboard.log_view import LogView
-from tui.dashboard.logs import log_sources, log_title
 from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
-from tui.snapshot import Snapshot
-from tui.stopping import stop_job
+from tui.keys.actions import bindings
+from tui.log.log_view import LogView
+from tui.log.sources import log_sources, log_title
+from tui.look.snapshot import Snapshot
+from tui.terminal.sparse_compositor import SparseCompositor
+from tui.text.checkpoint_text import resume_question, resumed
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
+from tui.widgets.modals.stop_job import stop_job
 from tui.widgets.size_classes import set_size_classes
-from tui.widgets.sparse_compositor import SparseCompositor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from textual.app import ComposeResult
 
-    from jobs.resume_plan import Plan
-    from jobs.store import Store
-    from tui.app import FsdpTui
-    from tui.snapshot import JobView
+    from jobs.queue.store import Store
+    from jobs.service.plan import Plan
+    from tui.app.app import FsdpTui
+    from tui.look.snapshot import JobView
 
 
 class DashboardScreen(Screen[None]):
@@ -152,19 +152,19 @@ class DashboardScreen(Screen[None]):
     # -- jobs ------------------------------------------------------------------------------
 
     def action_new_job(self) -> None:
-        from tui.newjob.opening import open_new  # only when someone wants it
+        from tui.form.opening import open_new  # only when someone wants it
 
         open_new(self)
 
     def action_duplicate_job(self) -> None:
         if (view := self.selected) is not None:
-            from tui.newjob.opening import open_copy
+            from tui.form.opening import open_copy
 
             open_copy(self, view.job)
 
     def action_edit_job(self) -> None:
         if (view := self.selected) is not None:
-            from tui.newjob.opening import open_edit
+            from tui.form.opening import open_edit
 
             open_edit(self, view.job.id)
 
@@ -180,7 +180,7 @@ class DashboardScreen(Screen[None]):
 
     def on_dashboard_screen_planned(self, message: Planned) -> None:
         """Ask before a job goes on in another way than it was going; once, however often asked."""
-        from tui.modals.confirm import ConfirmScreen
+        from tui.widgets.modals.confirm import ConfirmScreen
 
         if not isinstance(self.app.screen, ConfirmScreen):
             self.ask_to_resume(message.plan)
@@ -192,7 +192,7 @@ class DashboardScreen(Screen[None]):
             plan: What was planned; it is planned again when the answer comes.
             then: Called when the answer is yes.
         """
-        from tui.modals.confirm import ConfirmScreen
+        from tui.widgets.modals.confirm import ConfirmScreen
 
         def answered(yes: bool | None) -> None:
             if yes and plan.job is not None:
@@ -229,7 +229,7 @@ class DashboardScreen(Screen[None]):
         if not view.job.state.ended:
             self.app.say(f"job {view.job.id} is {view.job.state}; stop it first", "warning")
             return
-        from tui.modals.confirm import ConfirmScreen
+        from tui.widgets.modals.confirm import ConfirmScreen
 
         def answered(yes: bool | None) -> None:
             if yes:
@@ -262,7 +262,7 @@ class DashboardScreen(Screen[None]):
 
     def action_data(self) -> None:
         if (view := self.selected) is not None:
-            from tui.data.screen import DataScreen
+            from tui.form.data.screen import DataScreen
 
             job = view.job
             heading = f"data of job {job.id} “{job.name}”"
@@ -330,7 +330,7 @@ class DashboardScreen(Screen[None]):
         self.app.action_show_help()
 
     def action_caches(self) -> None:
-        from tui.caches.screen import CachesScreen
+        from tui.dashboard.caches.screen import CachesScreen
 
         self.app.push_screen(CachesScreen(self.store))
 

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 
-from jobs.cascade import FOLLOWING, follow_ranks
-from tui.newjob import draft
-from tui.newjob.page_view import PageView
-from tui.newjob.pages import PAGES
+from jobs.spec.rules.cascade import FOLLOWING, follow_ranks
+from tui.form.fields import draft
+from tui.form.fields.pages import PAGES
+from tui.form.page_view import PageView
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.app import ComposeResult
 
-    from tui.newjob.field_row import FieldRow
-    from tui.snapshot import Snapshot
+    from tui.form.fields.field_row import FieldRow
+    from tui.look.snapshot import Snapshot
 
 
 class Fields(VerticalScroll, can_focus=False):

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
 from jobs.paths import exists
-from jobs.specfile import load_spec
-from jobs.templates import path_of, save_template, templates_home
-from tui.modals.ask_name import AskNameScreen
-from tui.modals.ask_path import AskPathScreen
-from tui.modals.confirm import ConfirmScreen
-from tui.newjob import draft
+from jobs.spec.file.load import load_spec
+from jobs.spec.file.templates import path_of, save_template, templates_home
+from tui.form.fields import draft
+from tui.widgets.modals.ask_name import AskNameScreen
+from tui.widgets.modals.ask_path import AskPathScreen
+from tui.widgets.modals.confirm import ConfirmScreen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tui.newjob.screen import NewJobScreen
+    from tui.form.screen import NewJobScreen
 
 
 def load(form: NewJobScreen) -> None:

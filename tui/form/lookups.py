@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from textual.message import Message
 
 from jobs.errors import UserError
-from jobs.replay import command_of, launch_facts, script_of
-from tui.newjob import draft
-from tui.newjob.pages import PATHS
+from jobs.launch.replay import command_of, launch_facts, script_of
+from tui.form.fields import draft
+from tui.form.fields.pages import PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

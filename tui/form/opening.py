@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jobs.edit import copy_of, fresh_values
 from jobs.errors import UserError
-from jobs.specfile import load_spec
-from jobs.states import State
-from tui.newjob.purpose import Purpose
-from tui.newjob.screen import NewJobScreen
+from jobs.queue.states import State
+from jobs.service.edit import copy_of, fresh_values
+from jobs.spec.file.load import load_spec
+from tui.form.purpose import Purpose
+from tui.form.screen import NewJobScreen
 
 if TYPE_CHECKING:
-    from jobs.store import Job
+    from jobs.queue.store import Job
     from tui.dashboard.screen import DashboardScreen
 
 
@@ -36,7 +36,7 @@ def open_copy(dashboard: DashboardScreen, job: Job) -> None:
 
 def open_edit(dashboard: DashboardScreen, number: int) -> None:
     """The values of a job that waits in the queue; of another, a copy is offered."""
-    from tui.modals.confirm import ConfirmScreen
+    from tui.widgets.modals.confirm import ConfirmScreen
 
     try:
         job = dashboard.store.get(number)  # the picture may be a second old

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 from textual.containers import Container, Vertical
 from textual.widgets import Static
 
-from tui.newjob.field_row import FieldRow
-from tui.newjob.fit import FitBars
-from tui.newjob.pages import SHOWN
+from tui.form.beside.fit import FitBars
+from tui.form.fields.field_row import FieldRow
+from tui.form.fields.pages import SHOWN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.app import ComposeResult
 
-    from tui.newjob.pages import Page
-    from tui.snapshot import Snapshot
+    from tui.form.fields.pages import Page
+    from tui.look.snapshot import Snapshot
 
 
 class PageView(Container):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobs import edit, service
-from jobs.resume_plan import plan_submit
-from tui.checkpoints.words import plan_lines
+from jobs import service
+from jobs.service import edit
+from jobs.service.plan import plan_submit
+from tui.text.checkpoint_text import plan_lines
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-    from jobs.store import Store
+    from jobs.queue.store import Store
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,22 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
-from jobs.edit import free_name
 from jobs.errors import StateError, UserError
-from tui import clipboard
-from tui.newjob import draft, files, subscreens, texts
-from tui.newjob.field_row import FieldRow
-from tui.newjob.fields import Fields
-from tui.newjob.finding import fields_palette, templates_palette
-from tui.newjob.fit import FitBars
-from tui.newjob.gpu_picker import GpuPicker, users_of
-from tui.newjob.keys import BINDINGS, last_line
-from tui.newjob.lines import Links, show
-from tui.newjob.looks import Looks
-from tui.newjob.pages import BLOCKS, PAGES, first_of, page_of
-from tui.newjob.preview import KINDS, Preview
-from tui.newjob.purpose import Purpose
+from jobs.service.edit import free_name
+from tui.form import files, subscreens
+from tui.form.all_pages import Fields
+from tui.form.beside.fit import FitBars
+from tui.form.beside.lines import Links, show
+from tui.form.beside.preview import KINDS, Preview
+from tui.form.fields import draft, field_texts
+from tui.form.fields.field_row import FieldRow
+from tui.form.fields.gpu_picker import GpuPicker, users_of
+from tui.form.fields.pages import BLOCKS, PAGES, first_of, page_of
+from tui.form.keys import BINDINGS, last_line
+from tui.form.lookups import Looks
+from tui.form.purpose import Purpose
+from tui.form.search import fields_palette, templates_palette
+from tui.terminal import clipboard
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from textual.events import DescendantFocus
     from textual.timer import Timer
 
-    from jobs.store import Store
-    from jobs.templates import Template
-    from tui.app import FsdpTui
-    from tui.detect.words import Model
-    from tui.snapshot import Snapshot
+    from jobs.queue.store import Store
+    from jobs.spec.file.templates import Template
+    from tui.app.app import FsdpTui
+    from tui.look.snapshot import Snapshot
+    from tui.text.block_text import Model
 
 _CHECK_AFTER: Final = 0.25  # seconds of no typing after which the values are checked
 _WIDE: Final = 110  # columns from which the preview has room beside the first page
@@ -58,7 +59,7 @@ class NewJobScreen(Screen[int | None]):
         purpose: What it is for.
     """
 
-    CSS_PATH = "newjob.tcss"
+    CSS_PATH = "form.tcss"
     AUTO_FOCUS = ""
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE, "-wide"), (_WIDEST, "-widest")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
@@ -141,7 +142,7 @@ class NewJobScreen(Screen[int | None]):
             row.scroll_visible(animate=False)
             row.control.focus()
         if reason := self._reasons.get(name):
-            self._help(f"{texts.help_text(name)} Now: {reason}.")
+            self._help(f"{field_texts.help_text(name)} Now: {reason}.")
 
     async def _turn_to(self, number: int) -> None:
         await self.fields.turn_to(number, self._reasons)
@@ -177,7 +178,7 @@ class NewJobScreen(Screen[int | None]):
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         row = next((node for node in event.widget.ancestors if isinstance(node, FieldRow)), None)
-        text = texts.help_text(row.field) if row else ""
+        text = field_texts.help_text(row.field) if row else ""
         if row is not None and row.field == "strategy":
             text = f"{text} {draft.strategy_note(self.values)[1]}".rstrip()
         self._help(text)
@@ -378,7 +379,9 @@ class NewJobScreen(Screen[int | None]):
     def _show_carried(self, values: Mapping[str, Any]) -> None:
         """On the first page: what the others say."""
         carried = draft.carried(values) if self.fields.page == 0 else {}
-        told = ", ".join(f"{key}={texts.as_text(key, value)}" for key, value in carried.items())
+        told = ", ".join(
+            f"{key}={field_texts.as_text(key, value)}" for key, value in carried.items()
+        )
         line = self.query_one("#carried", Static)
         show(line, f"also set: {told}" if told else "")
         line.set_class(bool(told), "-shown")

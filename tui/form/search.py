@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 
 from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
 
-from jobs.spec import JobSpec
-from jobs.templates import list_templates
-from tui.newjob.pages import PAGES, label
+from jobs.spec.file.templates import list_templates
+from jobs.spec.job_spec import JobSpec
+from tui.form.fields.pages import PAGES, label
 from tui.widgets.path_input import in_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jobs.templates import Template
-    from tui.newjob.screen import NewJobScreen
+    from jobs.spec.file.templates import Template
+    from tui.form.screen import NewJobScreen
 
 _SAVE: Final = "Save these values as a template of yours …"
 
@@ -40,7 +40,7 @@ class _Named(Provider):
 
     @property
     def form(self) -> NewJobScreen:
-        from tui.newjob.screen import NewJobScreen
+        from tui.form.screen import NewJobScreen
 
         assert isinstance(self.screen, NewJobScreen)
         return self.screen

@@ -5,20 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jobs.look import NOT_NEEDED
-from jobs.spellings import as_list
-from tui.newjob import draft, texts
-from tui.newjob.pages import BLOCKS
+from jobs.spec.data_tool import NOT_NEEDED
+from jobs.spec.values.spellings import as_list
+from tui.form.fields import draft, field_texts
+from tui.form.fields.pages import BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tui.newjob.screen import NewJobScreen
+    from tui.form.screen import NewJobScreen
 
 
 def show_data(form: NewJobScreen, values: Mapping[str, Any]) -> None:
     """What a job of these values would train on."""
-    from tui.data.screen import DataScreen
+    from tui.form.data.screen import DataScreen
 
     heading = f"data of the new job “{values.get('name', '')}”"
     read = partial(draft.spec_of, values, ignoring=NOT_NEEDED)
@@ -27,7 +27,7 @@ def show_data(form: NewJobScreen, values: Mapping[str, Any]) -> None:
 
 def choose_blocks(form: NewJobScreen) -> None:
     """Choose which classes of the model become FSDP units."""
-    from tui.detect.screen import DetectScreen
+    from tui.form.blocks.screen import DetectScreen
 
     values = form.values
     row = form.fields.rows[BLOCKS]
@@ -51,11 +51,11 @@ def ask_to_leave(form: NewJobScreen, *, busy: bool) -> None:
         form: What would be lost is in it.
         busy: Whether it is queueing the job.
     """
-    from tui.modals.confirm import ConfirmScreen
+    from tui.widgets.modals.confirm import ConfirmScreen
 
     def answered(yes: bool | None) -> None:
         if yes:
             form.dismiss(None)
 
-    screen = ConfirmScreen("Leave the form?", texts.leaving(busy), "leave", refuse="stay")
+    screen = ConfirmScreen("Leave the form?", field_texts.leaving(busy), "leave", refuse="stay")
     form.app.push_screen(screen, answered)

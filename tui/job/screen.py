@@ -13,28 +13,28 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from jobs import service
-from jobs.resume_plan import plan_resume
-from tui.checkpoints.words import resumed
-from tui.dashboard.job_rows import GLYPHS
-from tui.job.keys import Key, bindings_of, line_of
-from tui.job.logs import LogsPane
-from tui.job.look import Look, Looker
-from tui.job.pane import Pane
-from tui.job.panes import build_pane
-from tui.job.ranks import RanksPane
+from jobs.service.plan import plan_resume
+from tui.job.panes.build import build_pane
+from tui.job.panes.logs import LogsPane
+from tui.job.panes.ranks import RanksPane
 from tui.job.tabs import NAMES, TABS, TabLine
-from tui.stopping import stop_job
+from tui.keys.key_table import Key, bindings_of, line_of
+from tui.look.job_look import Look, Looker
+from tui.terminal.sparse_compositor import SparseCompositor
+from tui.text.checkpoint_text import resumed
+from tui.widgets.job_rows import GLYPHS
+from tui.widgets.modals.stop_job import stop_job
+from tui.widgets.pane import Pane
 from tui.widgets.size_classes import set_size_classes
-from tui.widgets.sparse_compositor import SparseCompositor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from textual.app import ComposeResult
 
-    from jobs.resume_plan import Plan
-    from jobs.store import Job, Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Job, Store
+    from jobs.service.plan import Plan
+    from tui.app.app import FsdpTui
 
 _COLOURS = {
     "good": "$success", "warn": "$warning", "bad": "$error", "accent": "$accent",
@@ -45,7 +45,7 @@ _COLOURS = {
 class JobScreen(Screen[None]):
     """Looks at one job once a second, in a thread; the open tab shows what it found."""
 
-    CSS_PATH: ClassVar = ["job.tcss", "../checkpoints/checkpoints.tcss"]
+    CSS_PATH: ClassVar = ["job.tcss", "checkpoints/checkpoints.tcss"]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = ""
     KEYS: ClassVar = (
@@ -247,6 +247,6 @@ class JobScreen(Screen[None]):
         self.app.switch_theme()
 
     def action_show_help(self) -> None:
-        from tui.modals.help import HelpScreen
+        from tui.widgets.modals.help import HelpScreen
 
         self.app.push_screen(HelpScreen(self))

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final, Literal
 from textual.binding import Binding
 from textual.keys import format_key
 
-from jobs.states import State
+from jobs.queue.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from textual.binding import BindingType
 
-    from jobs.store import Job
+    from jobs.queue.store import Job
 
 FOOTER_GAP: Final = 2  # columns between two
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from textual.binding import Binding
 
-from tui.widgets.key_line import key_line
+from tui.keys.key_line import key_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

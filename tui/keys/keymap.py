@@ -11,14 +11,14 @@ from textual.binding import Binding, BindingsMap
 from textual.dom import DOMNode
 
 import tui
-from jobs.spellings import did_you_mean
+from jobs.spec.values.spellings import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tui.settings import Settings
+    from tui.settings.settings import Settings
 
-_APP: Final = "tui.app"  # beside it, screens and widgets lie in packages
+_COMMANDS: Final = ("tui.cli", "tui.__main__")  # all others may have keys
 # Keys of vim that move, and those that always do.
 _VIM: Final = frozenset("hjklgG") | {"shift+g", "upper_g", "ctrl+d", "ctrl+u"}
 _MOVING: Final = frozenset(
@@ -72,7 +72,7 @@ def known_bindings() -> dict[str, Known]:
 def places() -> Iterator[type[Any]]:
     """Screens, widgets and the application, as far as they have bindings of their own."""
     for module in pkgutil.walk_packages(tui.__path__, "tui."):
-        if module.name.count(".") < 2 and module.name != _APP:
+        if module.name.startswith(_COMMANDS):
             continue
         for one in vars(importlib.import_module(module.name)).values():
             if (

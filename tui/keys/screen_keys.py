@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from textual.binding import Binding
 
-from tui.actions import ACTIONS, GROUP_TITLES
+from tui.keys.actions import ACTIONS, GROUP_TITLES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

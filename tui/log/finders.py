@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tui.log.levels import NEEDLES, Level, begins_traceback, goes_on, level_of
-from tui.logmodel import LONGEST_LINE, clean, without_colours
+from tui.log.log_model import LONGEST_LINE, clean, without_colours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,9 +14,9 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from tui.log.log_model import Change, LogModel
 from tui.log.paint import paint
 from tui.log.watch import Found, Looked, Watch
-from tui.logmodel import Change, LogModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from rich.text import Text
 from textual.strip import Strip
 
 from tui.log.levels import level_of
-from tui.logmodel import without_colours
+from tui.log.log_model import without_colours
 
 if TYPE_CHECKING:
     import re

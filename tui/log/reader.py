@@ -12,11 +12,11 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
 
-from tui.dashboard.log_view import LogView
+from tui.log.log_model import without_colours
+from tui.log.log_view import LogView
 from tui.log.pages import last_page, last_top, page, top_for
 from tui.log.paint import GUTTER, folded, paint, pieces_of
 from tui.log.scan import Hits, nearest
-from tui.logmodel import without_colours
 
 if TYPE_CHECKING:
     import re

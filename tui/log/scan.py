@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tui.log.finders import Finder
-    from tui.logmodel import LogModel
+    from tui.log.log_model import LogModel
 
 # Small, so that a search that nothing interrupts in C keeps the screen waiting for a moment only.
 _PIECE: Final = 256 << 10

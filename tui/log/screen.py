@@ -12,19 +12,19 @@ from textual.screen import Screen
 from textual.widgets import Input, Static
 
 from jobs.errors import UserError
-from tui.clipboard import copy
-from tui.dashboard.logs import log_choices, log_sources
-from tui.log.finding import Finding
+from tui.keys.key_line import key_line
 from tui.log.places import Filter, place_of
 from tui.log.reader import LogReader
-from tui.widgets.key_line import key_line
+from tui.log.search import Finding
+from tui.log.sources import log_choices, log_sources
+from tui.terminal.clipboard import copy
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.events import Resize
 
-    from jobs.store import Job
-    from tui.app import FsdpTui
+    from jobs.queue.store import Job
+    from tui.app.app import FsdpTui
 
 _KEYS: Final = (  # action, keys as people read them, what it does; the first are kept the longest
     ("dismiss_or_undo", "esc", "close"),

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from jobs.store import Job
+    from jobs.queue.store import Job
 
 _MOST_RANKS = 4  # of the ranks beside the shown one that the title has room for
 

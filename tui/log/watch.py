@@ -7,15 +7,15 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING, Final
 
 from tui.log.guarded import TooSlowError
+from tui.log.log_model import Change
 from tui.log.scan import TAIL, Scan
-from tui.logmodel import Change
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tui.log.finders import Finder
+    from tui.log.log_model import LogModel
     from tui.log.scan import Hits
-    from tui.logmodel import LogModel
 
 _WORK: Final = 0.05  # seconds of looking through, after which the end is looked at again
 _TELL_EVERY: Final = 4  # of these

@@ -9,22 +9,23 @@ from collections import OrderedDict
 from threading import Event
 from typing import TYPE_CHECKING, Final
 
-from jobs import devices, service
+from jobs import service
 from jobs.errors import UserError
-from jobs.eventlog import EventLog
-from jobs.report import RunReport
-from jobs.schema import trouble
-from jobs.states import State
-from tui.format import ranges
-from tui.history import History
-from tui.snapshot import Curve, JobView, Snapshot, in_order
+from jobs.machine import devices
+from jobs.queue.states import State
+from jobs.queue.tables import trouble
+from jobs.run.eventlog import EventLog
+from jobs.run.run_report import RunReport
+from tui.look.gpu_history import History
+from tui.look.snapshot import Curve, JobView, Snapshot, in_order
+from tui.text.format import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.devices import Gpu
+    from jobs.machine.devices import Gpu
+    from jobs.queue.store import Job, Store
     from jobs.service import Progress
-    from jobs.store import Job, Store
 
 PERIOD: Final = 1.0  # seconds
 _POLL_BYTES: Final = 1 << 20  # of one event log at a time, so that the screen's thread gets a turn

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.devices import Gpu
+    from jobs.machine.devices import Gpu
 
 EVERY: Final = 2.0  # seconds of a column; a line is sent again whenever a column is added
 _COLUMNS: Final = 60

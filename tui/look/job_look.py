@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
 from jobs.errors import NotFoundError, UserError
-from jobs.memory import kept
-from jobs.report import RunReport
-from jobs.samples import Samples
-from jobs.timeline import Timeline
-from tui.snapshot import Curve, JobView
+from jobs.memory import kept_prediction
+from jobs.run.run_report import RunReport
+from jobs.run.samples import Samples
+from jobs.run.timeline import Timeline
+from tui.look.snapshot import Curve, JobView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.memory.predicted import Predicted
-    from jobs.samples import Sample
-    from jobs.store import Change, Job, Store
-    from jobs.timeline import Moment
+    from jobs.queue.store import Change, Job, Store
+    from jobs.run.samples import Sample
+    from jobs.run.timeline import Moment
 
 PERIOD: Final = 1.0  # seconds
 _POLL_BYTES: Final = 1 << 20  # of events at a time, so that the screen's thread gets a turn
@@ -135,9 +135,9 @@ class Looker:
     def _prediction(self) -> Predicted | None:
         """It may come while the job runs, and again for another attempt."""
         try:
-            changed = kept.path_of(self._job.run_dir).stat().st_mtime_ns
+            changed = kept_prediction.path_of(self._job.run_dir).stat().st_mtime_ns
         except OSError:
             changed = None
         if changed != self._predicted[0]:
-            self._predicted = changed, kept.read(self._job.run_dir)
+            self._predicted = changed, kept_prediction.read(self._job.run_dir)
         return self._predicted[1]

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from jobs.rundir import PHASES
+from jobs.queue.states import State
+from jobs.run.rundir import PHASES
 from jobs.service import Progress
-from jobs.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.devices import Gpu, Host
-    from jobs.eventlog import Phase, StepRecord
-    from jobs.rundir import RankStatus
-    from jobs.store import Job
+    from jobs.machine.devices import Gpu, Host
+    from jobs.queue.store import Job
+    from jobs.run.eventlog import Phase, StepRecord
+    from jobs.run.rundir import RankStatus
 
 LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called late
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tui.format import Row, Span
+from tui.text.format import Row, Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

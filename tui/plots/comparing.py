@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tui.plots.pick_runs import PickRunsScreen
 
 if TYPE_CHECKING:
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
     from tui.plots.panel import PlotsPanel
 
 

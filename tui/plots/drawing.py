@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from tui.format import Row, Span, cut, left, plain
-from tui.plot import Curve, View, ema, figure, smoothing_span
+from tui.plots.line_chart import Curve, View, ema, figure, smoothing_span
 from tui.plots.measures import LOSS, MEASURES, VALIDATION, place, series_of
+from tui.text.format import Row, Span, cut, left, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
-from jobs.rundir import write_atomic
+from jobs.run.rundir import write_atomic
 from tui.plots.drawing import SPANS, view_of
 from tui.plots.measures import place
 

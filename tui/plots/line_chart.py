@@ -7,9 +7,9 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from tui.braille import ACROSS, Canvas
-from tui.format import Row, Span
-from tui.scales import Scale, scale_of
+from tui.plots.braille import ACROSS, Canvas
+from tui.plots.scales import Scale, scale_of
+from tui.text.format import Row, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

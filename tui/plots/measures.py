@@ -7,13 +7,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tui.format import duration, number
+from tui.text.format import duration, number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from jobs.eventlog import StepRecord
+    from jobs.run.eventlog import StepRecord
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from textual.message import Message
 
-from tui.clipboard import copy
-from tui.job.keys import Key, bindings_of
-from tui.plot import plot_columns
+from tui.keys.key_table import Key, bindings_of
 from tui.plots.drawing import (
     MOST_RUNS,
     SPANS,
@@ -23,8 +21,10 @@ from tui.plots.drawing import (
     zoomed,
 )
 from tui.plots.files import as_text, write_csv
+from tui.plots.line_chart import plot_columns
 from tui.plots.measures import MEASURES, Run, nearest
 from tui.plots.reading import Reading
+from tui.terminal.clipboard import copy
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from textual.events import Click, Resize
     from textual.timer import Timer
 
-    from jobs.store import Job
-    from tui.app import FsdpTui
+    from jobs.queue.store import Job
+    from tui.app.app import FsdpTui
 
 _REDRAW_EVERY: Final = 2.0  # seconds, when only values were added
 _RUNS: Final = ("primary", "accent", "success", "error", "secondary", "foreground")

@@ -13,7 +13,7 @@ from textual.strip import Strip
 from textual.widgets import SelectionList, Static
 from textual.widgets.selection_list import Selection
 
-from tui.job.keys import Key, bindings_of
+from tui.keys.key_table import Key, bindings_of
 from tui.plots.drawing import MOST_RUNS
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from textual.app import ComposeResult
 
-    from jobs.store import Job
+    from jobs.queue.store import Job
 
 
 CHOSEN, FREE = "■", "□"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from threading import Event
 from typing import TYPE_CHECKING, Final
 
-from jobs.eventlog import EventLog
+from jobs.run.eventlog import EventLog
 from tui.plots.measures import Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.store import Job
+    from jobs.queue.store import Job
 
 _EVERY: Final = 2.0  # seconds; a plot is the most expensive thing on a screen
 _PIECE: Final = 1 << 20  # bytes, after which the screen's thread gets a turn

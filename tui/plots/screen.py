@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.screen import Screen
 from textual.widgets import Static
 
-from tui.job.keys import Key, bindings_of, line_of
+from tui.keys.key_table import Key, bindings_of, line_of
 from tui.plots.panel import PlotsPanel
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.events import Resize
 
-    from jobs.store import Job, Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Job, Store
+    from tui.app.app import FsdpTui
 
 
 class PlotsScreen(Screen[None]):

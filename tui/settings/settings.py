@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jobs.errors import SpecError
-from jobs.fields import SAID, choice, read_bool, refuse
 from jobs.paths import config_home
-from jobs.spellings import as_choice, did_you_mean, normal_key, unquoted
-from jobs.yamlfile import parse_mapping
+from jobs.spec.values.spellings import as_choice, did_you_mean, normal_key, unquoted
+from jobs.spec.values.value_types import SAID, choice, read_bool, refuse
+from jobs.spec.values.yaml_lines import parse_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

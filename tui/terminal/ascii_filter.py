@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.filter import LineFilter
 
-from jobs.foreign import harmless
+from jobs.untrusted.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

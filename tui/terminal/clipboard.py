@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.paths import ensure_state_home
-from jobs.rundir import write_atomic
+from jobs.run.rundir import write_atomic
 
 if TYPE_CHECKING:
     from textual.app import App

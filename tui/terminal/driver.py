@@ -18,8 +18,8 @@ from textual._ansi_sequences import SYNC_END, SYNC_START
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 
-from tui.byte_budget import ByteBudget
-from tui.terminal_cells import TerminalCells, is_picture
+from tui.terminal.byte_budget import ByteBudget
+from tui.terminal.terminal_cells import TerminalCells, is_picture
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, TimerHandle

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from jobs.spellings import nearest
-from tui.caches.rows import listed
-from tui.data.words import some
-from tui.format import size
+from jobs.spec.values.spellings import nearest
+from tui.text.cache_text import listed
+from tui.text.data_text import some
+from tui.text.format import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.blocks import BlockClass, Detection
+    from jobs.models.blocks.detection import BlockClass, Detection
 
 RECOMMENDED: Final = "★"
 NO_SPLIT: Final = "no-split"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tui.data.words import some
-from tui.format import Row, Span, bar, left, right, size
+from tui.text.data_text import some
+from tui.text.format import Row, Span, bar, left, right, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.caches import Cache, Cleared
+    from jobs.service.caches import Cache, Cleared
 
 _SIZE: Final = 9
 _FILES: Final = 9

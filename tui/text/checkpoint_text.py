@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from tui.format import MISSING, size
-from tui.tables import table
+from tui.text.format import MISSING, size
+from tui.text.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.checkpoint_list import Listed
-    from jobs.resume_plan import Plan
-    from jobs.store import Job
+    from jobs.queue.store import Job
+    from jobs.run.checkpoint_list import Listed
+    from jobs.service.plan import Plan
 
 NEXT: Final = "→"  # marks what a resume goes on after
 EMPTY: Final = (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
-from tui.data.words import bucket_name, facts, groups, left_out, plain_bar
-from tui.format import bar, percent
-from tui.tables import table
+from tui.text.data_text import bucket_name, facts, groups, left_out, plain_bar
+from tui.text.format import bar, percent
+from tui.text.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tui.data.words import Group
+    from tui.text.data_text import Group
 
 _BAR: Final = 16  # columns
 

@@ -1,4 +1,4 @@
-"""A report on a job's data (`jobs.tools.look_at_data`) in words. Pure."""
+"""A report on a job's data (`jobs.preflight.data_look.look_at_data`) in words. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tui.format import Row
+    from tui.text.format import Row
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.memory.fit import Fit, Verdict
 from jobs.memory.predicted import TITLES, Predicted
-from tui.format import gib, size
-from tui.tables import table
+from tui.text.format import gib, size
+from tui.text.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.memory.advice import Candidate
-    from jobs.memory.dry_run import Measured
+    from jobs.memory.candidates import Candidate
     from jobs.memory.estimate import Need
-    from jobs.memory.kept import Compared
+    from jobs.memory.kept_prediction import Compared
     from jobs.memory.ladder import Step
     from jobs.memory.question import Refused
+    from jobs.service.dry_run import Measured
 
 _SHORT = {Verdict.FITS: "fits", Verdict.TIGHT: "tight", Verdict.TOO_LARGE: "no"}
 _PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "workspace")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from jobs.devices import foreign_users
-from tui.format import MISSING, duration, number, pace, ranges, size
+from jobs.machine.devices import foreign_users
+from tui.text.format import MISSING, duration, number, pace, ranges, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.devices import Gpu
+    from jobs.machine.devices import Gpu
 
 _MOST_RANK_COLUMNS = 4  # what fits beside a phase's name in 60 columns
 

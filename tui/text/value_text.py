@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tui.format import MISSING
+from tui.text.format import MISSING
 
 
 def in_words(value: Any) -> str:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 from textual.widgets import Static
 
-from jobs.states import ACTIVE, State
-from tui.actions import FOOTER_GAP, footer_actions
+from jobs.queue.states import ACTIVE, State
+from tui.keys.actions import FOOTER_GAP, footer_actions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.store import Job
-    from tui.snapshot import Snapshot
+    from jobs.queue.store import Job
+    from tui.look.snapshot import Snapshot
 
 
 class _Line(Static):

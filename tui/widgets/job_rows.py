@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from jobs.states import State
-from tui.format import Row, Span, bar, cut, duration, left, number, pace, right
+from jobs.queue.states import State
+from tui.text.format import Row, Span, bar, cut, duration, left, number, pace, right
 
 if TYPE_CHECKING:
-    from tui.snapshot import JobView, Snapshot
+    from tui.look.snapshot import JobView, Snapshot
 
 GLYPHS: Final[dict[State, tuple[str, str]]] = {
     State.QUEUED: ("◌", "dim"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.style import Style
 
-    from tui.format import Row
+    from tui.text.format import Row
 
 ROLES = (
     "dim", "faint", "strong", "title", "good", "warn", "bad", "bar", "accent", "raw", "smooth",

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from textual.widget import Widget
 
-    from tui.app import FsdpTui
-    from tui.job.keys import Key
-    from tui.job.look import Look
+    from tui.app.app import FsdpTui
+    from tui.keys.key_table import Key
+    from tui.look.job_look import Look
 
 
 class Pane(Vertical):
@@ -42,6 +42,6 @@ class Pane(Vertical):
 
     def copy(self, text: str) -> None:
         """Copy a text, and tell where it is."""
-        from tui.clipboard import copy
+        from tui.terminal.clipboard import copy
 
         self.app.say(copy(self.app, text))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from textual.message import Message
 
-from tui.format import Span
+from tui.text.format import Span
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from textual.events import Click, Resize
 
-    from tui.format import Row
+    from tui.text.format import Row
 
 
 class PickList(Lines, can_focus=True):

@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from PIL import Image
 
-from engine.data.cache import TensorCache, fingerprint
-from engine.data.index import read_content
-from engine.data.pictures import DECODER, decode
-from engine.data.views import FITTING, View, fit, view_of
-from engine.data.work import find_missing, piece_size, pieces, together
-from engine.release import Watch, give_back
+from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
+from engine.data.encode.tensor_cache import TensorCache, fingerprint
+from engine.data.index.data_index import read_content
+from engine.data.index.views import FITTING, View, fit, view_of
+from engine.data.read.images import DECODER, decode
+from engine.model.release import Watch, give_back
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from engine.data.index import DataIndex, Sample
-    from engine.data.work import Team
+    from engine.data.encode.shared_work import Team
+    from engine.data.index.data_index import DataIndex, Sample
     from engine.families import Family
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _READ_AHEAD: Final = 3  # pictures decoded while one is encoded
 _READERS: Final = 2  # threads
@@ -118,7 +118,7 @@ def _content(sample: Sample, spec: JobSpec) -> bytes:
 
 
 def _frames(sample: Sample, spec: JobSpec) -> Any:
-    from engine.data.videos import read_frames
+    from engine.data.read.videos import read_frames
 
     with open(sample.path, "rb") as file:
         _check(sample, hashlib.file_digest(file, "sha256").hexdigest())

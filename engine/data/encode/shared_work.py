@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.control import StoppedError
+from engine.ranks.control import StoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine.data.cache import TensorCache
-    from engine.meeting import Meeting
-    from engine.progress import Progress
-    from engine.telemetry import Telemetry
-    from engine.world import World
+    from engine.data.encode.tensor_cache import TensorCache
+    from engine.ranks.file_barrier import FileBarrier
+    from engine.ranks.progress import Progress
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
 
 _CHECKED_TOGETHER: Final = 64  # files that a rank takes at once to check
 _READERS: Final = 4  # threads
@@ -29,19 +29,19 @@ class Team:
 
     Attributes:
         world: The ranks.
-        meeting: Where they meet.
+        barrier: Where they meet.
         telemetry: This rank's.
         wants_stop: Whether this rank has seen a wish to stop; once it has, it always says so.
     """
 
     world: World
-    meeting: Meeting
+    barrier: FileBarrier
     telemetry: Telemetry
     wants_stop: Callable[[], bool]
 
     def arrive(self, place: str, word: dict[str, Any]) -> None:
         """Go to a meeting point; the word also says whether this rank wants to stop."""
-        self.meeting.arrive(place, word | {"stop": self.wants_stop()})
+        self.barrier.arrive(place, word | {"stop": self.wants_stop()})
 
     def words(self, place: str) -> list[dict[str, Any]]:
         """What was said at a meeting point at which all are that are to speak there.
@@ -50,7 +50,7 @@ class Team:
             StoppedError: One of them wants to stop. All ranks read the same words, so all leave
                 here or none does, and nobody goes on into a collective alone.
         """
-        words: list[dict[str, Any]] = self.meeting.words(place)
+        words: list[dict[str, Any]] = self.barrier.words(place)
         if any(word["stop"] for word in words):
             raise StoppedError(place)
         return words
@@ -102,7 +102,7 @@ def pieces(items: Sequence[str], size: int, work: str, team: Team) -> Iterator[I
     for number, start in enumerate(range(0, len(items), size)):
         if team.wants_stop():
             return
-        if team.meeting.claim(work, number):
+        if team.barrier.claim(work, number):
             yield _until_stop(items[start : start + size], team)
 
 
@@ -148,7 +148,7 @@ def _meet(place: str, word: dict[str, Any], team: Team, progress: Progress) -> l
     """Wait for all ranks; what they said."""
     mine: int = word["done"]
     team.arrive(place, word)
-    team.meeting.wait(place, waiting=lambda: progress.say(mine))
+    team.barrier.wait(place, waiting=lambda: progress.say(mine))
     words = team.words(place)
     progress.ranks = [said["done"] for said in words]
     return words

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from engine.data.cache import TensorCache, fingerprint
-from engine.data.work import find_missing, piece_size, pieces, together
-from engine.precision import compute_dtype
-from engine.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
+from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
+from engine.data.encode.tensor_cache import TensorCache, fingerprint
+from engine.model.precision import compute_dtype
+from engine.model.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from engine.data.work import Team
+    from engine.data.encode.shared_work import Team
     from engine.families import Family
-    from engine.release import Released
-    from engine.telemetry import Telemetry
-    from engine.world import World
-    from jobs.spec import JobSpec
+    from engine.model.release import Released
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from jobs.spec.job_spec import JobSpec
 
 _REMEMBERED: Final = 256  # encoded texts, where there is no cache on disk
 
@@ -157,7 +157,7 @@ def prepare_texts(
     """Make the texts available as the job wants.
 
     Args:
-        spec: The job, settled (`jobs.cascade`).
+        spec: The job, settled (`jobs.spec.rules.cascade`).
         family: Its family.
         root: The model.
         directory: Of all caches.
@@ -205,7 +205,7 @@ def prepare_texts(
 def _agree(spec: JobSpec, root: Path, team: Team) -> bool:
     sharded, reason = agree_on_sharding(
         spec.shard_text_encoders, root, compute_dtype(spec), team.world, team.telemetry.run_dir,
-        team.meeting,
+        team.barrier,
     )  # fmt: skip
     team.telemetry.say(f"text encoders {'are sharded' if sharded else 'stay whole'}: {reason}")
     return sharded

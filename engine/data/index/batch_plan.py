@@ -19,7 +19,7 @@ from jobs.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from jobs.datasets import Dataset
+    from jobs.spec.values.datasets import Dataset
 
 _LONGEST_EPOCH: Final = 20_000_000  # draws; planning so many takes about a minute and 3 GB
 _KEPT_EPOCHS: Final = 2  # the one that ends and the one that begins

@@ -10,12 +10,12 @@ import random
 import re
 from typing import TYPE_CHECKING, Final
 
-from jobs.datasets import TRIGGER
+from jobs.spec.values.datasets import TRIGGER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _SEPARATOR: Final = ","
 

@@ -10,23 +10,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.data.buckets import bucket_sizes, divisible, nearest_bucket
-from engine.data.memo import Memo, stamp_of
-from engine.data.pictures import DECODER, PictureError, look
-from engine.data.sources import Entry, read_folder
-from engine.data.tables import RowError, read_table, table_of
-from engine.data.videos import VideoError, VideoLook, frames_at, look_at_video
-from engine.data.views import enlargement
-from jobs.datasets import datasets_of, find_layout
+from engine.data.index.buckets import bucket_sizes, divisible, nearest_bucket
+from engine.data.index.views import enlargement
+from engine.data.read.folders import Entry, read_folder
+from engine.data.read.images import DECODER, PictureError, look
+from engine.data.read.memo import Memo, stamp_of
+from engine.data.read.tables import RowError, read_table, table_of
+from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_video
 from jobs.errors import UserError
-from jobs.families import Family, get_family, latent_step_of
-from jobs.files import LARGEST_PICTURE, read_regular
 from jobs.paths import cache_home
-from jobs.rundir import read_json, write_atomic
+from jobs.run.rundir import read_json, write_atomic
+from jobs.spec.families import Family, get_family, latent_step_of
+from jobs.spec.values.datasets import datasets_of, find_layout
+from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
-    from jobs.datasets import Dataset
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.datasets import Dataset
 
 Progress = Callable[[int, int], None]  # looked at, of so many
 
@@ -51,7 +51,7 @@ class Sample:
         height: Pixels, as displayed.
         digest: sha256 of the file.
         bucket: `(width, height)` it is fitted to; for videos `(width, height, frames)`.
-        notes: What was done to read it; keys of `engine.data.pictures.NOTES`.
+        notes: What was done to read it; keys of `engine.data.read.images.NOTES`.
     """
 
     name: str

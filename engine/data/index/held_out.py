@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
-from jobs.prompts import validation_seed_of
+from jobs.spec.keys.prompts import validation_seed_of
 
 if TYPE_CHECKING:
-    from engine.data.index import DataIndex, Sample
-    from jobs.spec import JobSpec
+    from engine.data.index.data_index import DataIndex, Sample
+    from jobs.spec.job_spec import JobSpec
 
 
 def hold_out(index: DataIndex, spec: JobSpec) -> tuple[DataIndex, list[Sample]]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from PIL import Image, ImageOps
 
 if TYPE_CHECKING:
-    from engine.data.index import Sample
-    from jobs.spec import JobSpec
+    from engine.data.index.data_index import Sample
+    from jobs.spec.job_spec import JobSpec
 
 FITTING: Final = 1
 """Goes into cache keys: raise it when `fit` makes other pixels."""

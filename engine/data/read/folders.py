@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.files import read_regular
-from jobs.pictures import CAPTION_SUFFIXES, VIDEO_SUFFIXES, list_files
+from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, VIDEO_SUFFIXES, list_files
+from jobs.untrusted.files import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from jobs.datasets import Dataset
+    from jobs.spec.values.datasets import Dataset
 
 CAPTION_COLUMNS: Final = ("text", "caption", "captions", "prompt")
 _FILE_COLUMN: Final = "file_name"

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Final
 
 from PIL import Image, ImageFile, _imaging
 
-from engine.data.colours import RangeError, to_rgb
-from engine.data.unreadable import MOST_PIXELS, TOO_MANY_PIXELS, why_unreadable
+from engine.data.read.colors import RangeError, to_rgb
+from engine.data.read.unreadable import MOST_PIXELS, TOO_MANY_PIXELS, why_unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.data.memo import stamp_of
-from engine.data.sources import CAPTION_COLUMNS, Entry, Source, captions_in
-from jobs.datasets import Dataset, find_layout
+from engine.data.read.folders import CAPTION_COLUMNS, Entry, Source, captions_in
+from engine.data.read.memo import stamp_of
 from jobs.errors import UserError
 from jobs.paths import cache_home
+from jobs.spec.values.datasets import Dataset, find_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

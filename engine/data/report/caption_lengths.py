@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jobs.families import get_family
+from jobs.spec.families import get_family
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def count_tokens(texts: Sequence[str], spec: JobSpec, model_root: Path) -> list[int] | None:

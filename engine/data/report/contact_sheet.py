@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 
 from PIL import Image, ImageDraw
 
-from engine.data.index import read_content
-from engine.data.pictures import PictureError, decode
-from engine.data.views import count_views, fit, view_of
-from jobs.look import STRIP_GAP
+from engine.data.index.data_index import read_content
+from engine.data.index.views import count_views, fit, view_of
+from engine.data.read.images import PictureError, decode
+from jobs.spec.data_tool import STRIP_GAP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.data.index import DataIndex, Sample
-    from jobs.spec import JobSpec
+    from engine.data.index.data_index import DataIndex, Sample
+    from jobs.spec.job_spec import JobSpec
 
 PER_BUCKET: Final = 8
 _READERS: Final = 4  # threads
@@ -85,7 +85,7 @@ def _thumbnail(sample: Sample, number: int, spec: JobSpec) -> Image.Image:
     small = (max(1, round(view.size[0] * factor)), max(1, round(view.size[1] * factor)))
     try:
         if sample.is_video:
-            from engine.data.videos import VideoError, read_frames
+            from engine.data.read.videos import VideoError, read_frames
 
             try:
                 frames = read_frames(Path(sample.path), fps=spec.fps, frames=1)

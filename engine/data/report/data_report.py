@@ -7,19 +7,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.data.captions import texts_of
-from engine.data.held_out import hold_out
-from engine.data.pictures import NOTES
-from engine.data.plan import BatchPlan, shares_of
-from engine.data.tokens import count_tokens
-from engine.data.views import count_views, cut_share, enlargement
-from jobs.datasets import datasets_of, find_layout
+from engine.data.index.batch_plan import BatchPlan, shares_of
+from engine.data.index.captions import texts_of
+from engine.data.index.held_out import hold_out
+from engine.data.index.views import count_views, cut_share, enlargement
+from engine.data.read.images import NOTES
+from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
-from jobs.strategy import data_parallel_size
+from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.values.datasets import datasets_of, find_layout
 
 if TYPE_CHECKING:
-    from engine.data.index import DataIndex, Sample
-    from jobs.spec import JobSpec
+    from engine.data.index.data_index import DataIndex, Sample
+    from jobs.spec.job_spec import JobSpec
 
 _EXAMPLES: Final = 8
 

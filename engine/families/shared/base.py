@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import diffusers
 
-from engine.families.latent_statistics import denormalise, normalise
+from engine.families.shared.latent_statistics import denormalise, normalise
 from jobs.errors import UserError
-from jobs.families import get_family
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
+from jobs.spec.families import get_family
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 # The parts of a pipeline that encode prompts, by the beginnings of their names.
 _TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor")
@@ -57,7 +57,7 @@ class Family(ABC):
         fps: Frames per second of its videos; the family's usual ones when left out.
 
     Attributes:
-        facts: What is known without torch (`jobs.families`).
+        facts: What is known without torch (`jobs.spec.families`).
         component: The denoiser that is trained: its directory, and its name in the pipeline.
         fps: Frames per second, which some families tell the denoiser.
     """
@@ -152,7 +152,7 @@ class Family(ABC):
 
         They are called as the pipeline calls them when it is given them. Where their length
         depends on the prompt, one of them is a mask, whose name has `mask` in it: in a batch,
-        shorter ones are filled up with zeros at the end (`engine.data.collate`).
+        shorter ones are filled up with zeros at the end (`engine.families.shared.collate`).
 
         Args:
             pipeline: From `load_text_pipeline`, on the device.
@@ -242,7 +242,7 @@ class Family(ABC):
         return 0.0, 1.0
 
     @property
-    def companion(self) -> str | None:
+    def second_denoiser(self) -> str | None:
         """The component that denoises the other sigmas; None where there is none."""
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.data.collate import collate
+from engine.families.shared.collate import collate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

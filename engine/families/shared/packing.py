@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.families.base import Family
+from engine.families.shared.base import Family
 
 if TYPE_CHECKING:
     import torch
 
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 class PackedFamily(Family):

@@ -5,22 +5,22 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Final
 
-from engine.memory.optimizers import state_bytes
-from engine.memory.predict import trained_of
-from engine.memory.sharding import Layout, cost_of
-from jobs.host_room import host_bytes
+from engine.memory.predicting.optimizers import state_bytes
+from engine.memory.predicting.predict import trained_of
+from engine.memory.predicting.sharding import Layout, cost_of
+from jobs.memory.host_memory import host_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.memory.trace import Trace
-    from jobs.spec import JobSpec
+    from engine.memory.tracing.trace import Trace
+    from jobs.spec.job_spec import JobSpec
 
 # Of a rank on a GPU: Python, torch, diffusers, transformers and CUDA's own host side.
 PROCESS: Final = 2_500_000_000
 # The same on CPU ranks, without CUDA.
 PROCESS_ON_CPU: Final = 700_000_000
-_READERS: Final = 4 * 16 * 2**20  # buffers of `engine.weight_reader`
+_READERS: Final = 4 * 16 * 2**20  # buffers of `engine.model.weight_reader`
 _EXPORTED: Final = {"fp32": 4, "float32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -47,7 +47,7 @@ def host_of(
         shards = sum(cost_of(unit, layout).host for unit in trace.units)
         found["offloaded_weights"] = shards
         # FSDP copies them into memory that torch pins, in powers of two; the shards lie in our own
-        # (`engine.pinned`).
+        # (`engine.model.pinned_memory`).
         found["offloaded_gradients"] = sum(_power_of_two(4 * one.numel) for one in trained)
         found["offloaded_optimizer"] = state_bytes(spec, trained)
     if spec.use_ema and spec.ema_device == "cpu" and not on_cpu:

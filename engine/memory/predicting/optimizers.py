@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from engine.memory.live import BLOCK, rounded
+from engine.memory.tracing.live import BLOCK, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _QUANTISED_FROM: Final = 4096  # numbers; torchao keeps smaller tensors in fp32
 _QUANTISED_BLOCK: Final = 256  # numbers that share a scale

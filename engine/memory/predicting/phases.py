@@ -14,22 +14,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine import families
-from engine.memory import cuda
-from engine.memory.inputs import sampled, training_frames, training_size
-from engine.memory.live import Live, rounded
-from engine.memory.report import Parts, Phase
-from engine.precision import compute_dtype
-from engine.sharded_encoder import is_quantised
-from engine.text_encoders import encoder_bytes, encoder_names
-from engine.weights import parameters_on_meta, stored_tensors
+from engine.memory.predicting.prediction import Parts, Phase
+from engine.memory.tracing import cuda
+from engine.memory.tracing.inputs import sampled, training_frames, training_size
+from engine.memory.tracing.live import Live, rounded
+from engine.model.precision import compute_dtype
+from engine.model.sharded_encoder import is_quantised
+from engine.model.text_encoders import encoder_bytes, encoder_names
+from engine.model.weights import parameters_on_meta, stored_tensors
 from jobs.errors import UserError
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 _TEXT_NOTE: Final = "weights of the text encoders; their activations are small beside them"
 _CROWDED_NOTE: Final = "of text encoders in shards; where a GPU has room for them they stay whole"
@@ -48,8 +48,8 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
         held, gathered = _sharded_encoders(root, dtype, ranks)
     except UserError:
         return None
-    # What a job leaves open is decided by the GPUs' room (`engine.text_encoders`): this much it
-    # needs in any case.
+    # What a job leaves open is decided by the GPUs' room (`engine.model.text_encoders`): this much
+    # it needs in any case.
     note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
     return Phase("text_cache", Parts(parameters=held, gathered=gathered), note)
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.gradients import BUCKET, UNDER_WAY
-from engine.memory.live import rounded
-from engine.memory.optimizers import Trained, state_bytes, temporary_bytes
-from engine.memory.overheads import OVERHEADS, Overheads
-from engine.memory.report import Parts, Phase, Prediction
-from engine.memory.sharding import Layout, cost_of
-from engine.memory.walk import Walk
-from engine.precision import compute_dtype
-from jobs.conflicts import WHOLE_ONLY
+from engine.memory.predicting.optimizers import Trained, state_bytes, temporary_bytes
+from engine.memory.predicting.overheads import OVERHEADS, Overheads
+from engine.memory.predicting.prediction import Parts, Phase, Prediction
+from engine.memory.predicting.sharding import Layout, cost_of
+from engine.memory.predicting.walk import Walk
+from engine.memory.tracing.live import rounded
+from engine.model.precision import compute_dtype
+from engine.train.gradients import BUCKET, UNDER_WAY
 from jobs.errors import UserError
-from jobs.strategy import SHARDING, chosen_strategy, world_size
+from jobs.spec.rules.conflicts import WHOLE_ONLY
+from jobs.spec.rules.strategy import SHARDING, chosen_strategy, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from engine.memory.trace import Trace
-    from jobs.spec import JobSpec
+    from engine.memory.tracing.trace import Trace
+    from jobs.spec.job_spec import JobSpec
 
 _ADAPTER_B = ".lora_B."
 
@@ -101,8 +101,10 @@ def predict(
         walk = _walk(sample, layout, base, spec)
         walk.micro_batch()
         parts = walk.peaks["sample"]
-        if sample.companion:
-            parts = replace(parts, parameters=parts.parameters + _companion(spec, trace, layout))
+        if sample.second_denoiser:
+            parts = replace(
+                parts, parameters=parts.parameters + _second_denoiser(spec, trace, layout)
+            )
         phases["sample"] = Phase("sample", parts, "denoising")
     for phase in beside:
         if phase.name not in phases or phase.peak > phases[phase.name].peak:
@@ -152,7 +154,7 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
     """What a rank trains, parameter by parameter.
 
     What gets no gradient has no state either, but where gradients are averaged over replicas: there
-    it counts as zero (`engine.gradients`).
+    it counts as zero (`engine.train.gradients`).
     """
     return [
         Trained(layout.local(weight), weight.shape, _ADAPTER_B in weight.name)
@@ -172,7 +174,7 @@ def _walk(trace: Trace, layout: Layout, base: Parts, spec: JobSpec) -> Walk:
     )  # fmt: skip
 
 
-def _companion(spec: JobSpec, trace: Trace, layout: Layout) -> int:
+def _second_denoiser(spec: JobSpec, trace: Trace, layout: Layout) -> int:
     """The other denoiser, frozen, in the compute precision, sharded alike."""
     base = [w for unit in trace.units for w in unit.weights if not w.lora]
     width = compute_dtype(spec).itemsize
@@ -256,7 +258,7 @@ def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: in
 
 
 def _in_order(phases: Mapping[str, Phase]) -> tuple[Phase, ...]:
-    from engine.memory.report import PHASES
+    from engine.memory.predicting.prediction import PHASES
 
     return tuple(phases[name] for name in PHASES if name in phases)
 

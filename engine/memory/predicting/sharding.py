@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from engine.memory.live import rounded
+from engine.memory.tracing.live import rounded
 
 if TYPE_CHECKING:
-    from engine.memory.model import Unit, Weight
+    from engine.memory.tracing.model import Unit, Weight
 
 _REDUCED: Final = 4  # bytes: gradients are reduced in fp32
 

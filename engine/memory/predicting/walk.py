@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.memory.sharding import Cost, Layout, cost_of
-from engine.memory.timeline import Mark, Span
+from engine.memory.predicting.sharding import Cost, Layout, cost_of
+from engine.memory.tracing.timeline import Mark, Span
 
 if TYPE_CHECKING:
-    from engine.memory.report import Parts
-    from engine.memory.trace import Trace
+    from engine.memory.predicting.prediction import Parts
+    from engine.memory.tracing.trace import Trace
 
 _NOTHING = Span(0, 0, 0, 0)
 
@@ -44,7 +44,7 @@ class Walk:
     def __post_init__(self) -> None:
         self._costs = {unit.name: cost_of(unit, self.layout) for unit in self.trace.units}
         gathered = [name for name, cost in self._costs.items() if cost.whole and name]
-        # As `engine.parallel` has them: UNets register what is in the middle last.
+        # As `engine.parallel.sharding` has them: UNets register what is in the middle last.
         self._order = sorted(gathered, key=lambda name: name.startswith("up_blocks."))
         self._kept = sum(cost.kept_gradients for cost in self._costs.values())
         self._sums = any(cost.gradients for cost in self._costs.values())

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from engine.memory.record import Record, Slot, record_block, view
+from engine.memory.tracing.record import Record, Slot, record_block, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from engine.memory.record import Asked
-    from engine.memory.timeline import Recorder
+    from engine.memory.tracing.record import Asked
+    from engine.memory.tracing.timeline import Recorder
 
 
 class Echo:

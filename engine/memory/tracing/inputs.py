@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.data.index import sizes_of
+from engine.data.index.data_index import sizes_of
 from jobs.errors import UserError
-from jobs.families import get_family
-from jobs.prompts import requests_of
+from jobs.spec.families import get_family
+from jobs.spec.keys.prompts import requests_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
-_LONGEST_VIDEO: Final = 81  # frames; `engine.data.index` reads no more where a job does not say
+_LONGEST_VIDEO: Final = (
+    81  # frames; `engine.data.index.data_index` reads no more where a job does not say
+)
 _CLIP_TOKENS: Final = 77
 _LLAMA_LAYERS: Final = 32  # of the Llama 3.1 8B that HiDream is used with
 
@@ -71,7 +73,7 @@ def caption_shapes(
     spec: JobSpec, config: Mapping[str, Any]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name → shape and precision of what `Family.encode` gives at most, without a batch."""
-    from engine.precision import compute_dtype
+    from engine.model.precision import compute_dtype
 
     dtype, length = compute_dtype(spec), spec.max_sequence_length
     mask = {"prompt_attention_mask": ((length,), torch.int64)}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.memory.timeline import Kind, Recorder
+    from engine.memory.tracing.timeline import Kind, Recorder
 
 
 def watch(

@@ -1,7 +1,7 @@
 """The job's own model on fake tensors: config, adapters, units, checkpointing.
 
-Built as a rank builds it (`engine.run.build_model`), but for the weights: parameters are as they
-are when their unit is gathered.
+Built as a rank builds it (`engine.run_job.build_model`), but for the weights: parameters are as
+they are when their unit is gathered.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import adapters, families
-from engine.backends import choose_attention
-from engine.memory.live import rounded
-from engine.parallel import build_plugin, modules_to_wrap
-from engine.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
-from engine.run import kept_whole
-from engine.weights import parameters_on_meta, trained_in_fp32
+from engine import families
+from engine.memory.tracing.live import rounded
+from engine.model import adapters
+from engine.model.kernels import choose_attention
+from engine.model.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
+from engine.model.weights import parameters_on_meta, trained_in_fp32
+from engine.parallel.sharding import build_plugin, modules_to_wrap
+from engine.run_job import kept_whole
 from jobs.errors import UserError
-from jobs.models import find_model
-from jobs.strategy import POLICIES_VARIABLE, may_import, own_policy
+from jobs.models.find_model import find_model
+from jobs.spec.rules.strategy import POLICIES_VARIABLE, may_import, own_policy
 
 if TYPE_CHECKING:
     from engine.families import Family
-    from engine.memory.shape import Shape
+    from engine.memory.tracing.shape import Shape
 
 _IN_FILE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -158,7 +159,7 @@ def _root(shape: Shape) -> Any:
 
 
 def _set_precision(model: torch.nn.Module, shape: Shape, fp32: set[str]) -> None:
-    """As `engine.weights.build_on_meta` does by the files, which need not be here."""
+    """As `engine.model.weights.build_on_meta` does by the files, which need not be here."""
     spec, in_file = shape.spec, _IN_FILE[shape.file_bytes]
     made: dict[int, torch.nn.Parameter] = {}
     for name, parameter in dict(model.named_parameters(remove_duplicate=False)).items():
@@ -206,7 +207,7 @@ def _repeated(
     model: torch.nn.Module, units: set[str], names: dict[torch.nn.Module, str]
 ) -> tuple[str, ...]:
     """The outermost modules in lists that are units, or of a class that the family repeats."""
-    from jobs.families import FAMILIES
+    from jobs.spec.families import FAMILIES
 
     classes = {block for family in FAMILIES.values() for block in family.blocks}
     found: list[str] = []

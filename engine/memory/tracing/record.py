@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from engine.memory.live import rounded, storage_of
+from engine.memory.tracing.live import rounded, storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine.memory.timeline import Entry, Recorder
+    from engine.memory.tracing.timeline import Entry, Recorder
 
 
 Asked = tuple[bool, ...]

@@ -6,13 +6,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.memory.inputs import sampled, training_frames, training_size
-from jobs.block_target import find_target
-from jobs.prompts import requests_of
-from jobs.strategy import checkpoints_activations, own_policy
+from engine.memory.tracing.inputs import sampled, training_frames, training_size
+from jobs.models.blocks.model_config import find_target
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.strategy import checkpoints_activations, own_policy
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 # Keys whose values change what a forward or backward of a rank does; some of them only sometimes.
 _ALWAYS: Final = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from engine.memory.live import Live
+    from engine.memory.tracing.live import Live
 
 Kind = Literal["begin", "end", "enter", "leave", "backward", "done"]
 

@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.activation_checkpointing import Recompute, checkpoint_activations
 from engine.data.loader import MicroBatch
-from engine.memory import cuda
-from engine.memory.assume import Assume
-from engine.memory.echo import Echo
-from engine.memory.inputs import caption_shapes, latents_shape
-from engine.memory.live import Live
-from engine.memory.marks import watch
-from engine.memory.model import Built, Unit, build, on_fake
-from engine.memory.timeline import Entry, Recorder
-from engine.objective import Drawn
-from engine.precision import autocast
-from engine.step import Stepper
-from engine.training import Training
-from engine.world import World
-from jobs.prompts import requests_of
-from jobs.strategy import checkpoints_activations
+from engine.diffusion.objective import Drawn
+from engine.memory.tracing import cuda
+from engine.memory.tracing.assume import Assume
+from engine.memory.tracing.echo import Echo
+from engine.memory.tracing.inputs import caption_shapes, latents_shape
+from engine.memory.tracing.live import Live
+from engine.memory.tracing.marks import watch
+from engine.memory.tracing.model import Built, Unit, build, on_fake
+from engine.memory.tracing.timeline import Entry, Recorder
+from engine.model.activation_checkpointing import Recompute, checkpoint_activations
+from engine.model.precision import autocast
+from engine.ranks.world import World
+from engine.train.optimizer_step import Stepper
+from engine.train.train_state import TrainState
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from engine.memory.record import Asked
-    from engine.memory.shape import Shape
+    from engine.memory.tracing.record import Asked
+    from engine.memory.tracing.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Trace:
         units: What FSDP gathers together, the root last.
         buffers: Bytes of its buffers.
         timeline: Activations and whole gradients, with a mark wherever a unit begins or ends.
-        companion: Whether samples need another denoiser besides, as large as this one.
+        second_denoiser: Whether samples need another denoiser besides, as large as this one.
         compiles: Whether it names the blocks that `torch_compile` would compile.
     """
 
@@ -54,7 +54,7 @@ class Trace:
     units: tuple[Unit, ...]
     buffers: int
     timeline: tuple[Entry, ...]
-    companion: bool = False
+    second_denoiser: bool = False
     compiles: bool = False
 
     @property
@@ -76,7 +76,7 @@ def trace_model(
     Args:
         shape: Of what.
         echo: Trace one block of each kind, and repeat it; else all of them.
-        asked: As of `engine.memory.echo.Echo`; found out when left out.
+        asked: As of `engine.memory.tracing.echo.Echo`; found out when left out.
 
     Raises:
         UserError: The model cannot be built, or the job's settings do not fit it.
@@ -106,7 +106,7 @@ def trace_model(
     units = tuple(_marked(unit, unused) for unit in built.units)
     return Trace(
         shape, type(built.model).__name__, units, built.buffers, tuple(recorder.entries),
-        companion=built.family.companion is not None,
+        second_denoiser=built.family.second_denoiser is not None,
         compiles=bool(getattr(built.model, "_repeated_blocks", None)),
     )  # fmt: skip
 
@@ -174,13 +174,13 @@ def _play(
 
 
 def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
-    """What `engine.step` does with a micro-batch."""
+    """What `engine.train.optimizer_step` does with a micro-batch."""
     spec = shape.spec.model_copy(update={"gradient_accumulation_steps": 1})
     device = torch.device("cpu")
     strategy = "fsdp2" if shape.sharded else "single"
     world = World(rank=0, size=1, device=device, strategy=strategy, token="")
     optimizer: Any = None
-    training = Training(built.model, optimizer, optimizer)
+    training = TrainState(built.model, optimizer, optimizer)
     loader: Any = _Loader(built, shape)
     phases: Any = _Phases(recorder)
     objective: Any = _objective(built, shape)
@@ -206,7 +206,7 @@ def _sample(built: Built, shape: Shape, recorder: Recorder) -> None:
 
 
 class _Phases:
-    """`engine.peaks.Peaks`, but for bytes on fake tensors."""
+    """`engine.ranks.peaks.Peaks`, but for bytes on fake tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -243,12 +243,12 @@ def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
 def _objective(built: Built, shape: Shape) -> Any:
     spec, family = shape.spec, built.family
     if family.facts.objective == "flow":
-        from engine.flow import Flow
+        from engine.diffusion.rectified_flow import Flow
 
         # No shift is looked up: it changes numbers, and what there is of a model may not say it.
         return Flow(spec, lambda height, width, frames: 1.0)
     from diffusers import DDPMScheduler
 
-    from engine.denoising import Denoising
+    from engine.diffusion.denoising import Denoising
 
     return Denoising(DDPMScheduler(), spec.snr_gamma)

@@ -17,7 +17,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from engine.toy.weights import fill_random
+from engine.toy.components.weights import fill_random
 
 if TYPE_CHECKING:
     from collections.abc import Callable

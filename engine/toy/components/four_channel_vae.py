@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from diffusers import AutoencoderKL
 
-from engine.toy import parts
-from engine.toy.weights import one_thread
+from engine.toy.components import parts
+from engine.toy.components.weights import one_thread
 
 CHANNELS = 4
 WIDTHS = (8, 16, 16, 16)

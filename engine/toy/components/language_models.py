@@ -24,7 +24,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from engine.toy.weights import fill_random
+from engine.toy.components.weights import fill_random
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
-from engine.toy.pictures import toy_captions, toy_pictures
-from engine.toy.vae import as_tensor, build_vae
-from engine.toy.weights import fill_random
+from engine.toy.components.vae import as_tensor, build_vae
+from engine.toy.components.weights import fill_random
+from engine.toy.images import toy_captions, toy_pictures
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from engine.toy.language_models import PATCH
+from engine.toy.components.language_models import PATCH
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,12 +22,12 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from engine.toy.vocabulary import WORD_START, build_clip_tokenizer
+from engine.toy.components.vocabulary import WORD_START, build_clip_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from engine.toy.vocabulary import Pair
+    from engine.toy.components.vocabulary import Pair
 
 # What `QwenImagePipeline` and `Lumina2Pipeline` put before a prompt; each sets it when it is made.
 QWEN_IMAGE_TEMPLATE = (

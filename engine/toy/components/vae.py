@@ -23,7 +23,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch.nn import functional
 
-from engine.toy.weights import fill_random, one_thread
+from engine.toy.components.weights import fill_random, one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

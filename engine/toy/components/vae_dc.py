@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from diffusers import AutoencoderDC
 
-from engine.toy.weights import fill_random, one_thread
+from engine.toy.components.weights import fill_random, one_thread
 
 CHANNELS: Final = (8, 8, 8, 8, 8, 32)
 BLOCKS: Final = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3

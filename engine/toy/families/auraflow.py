@@ -11,10 +11,10 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
 )
 
-from engine.toy import parts
-from engine.toy.encoders import build_umt5
-from engine.toy.four_channel_vae import CHANNELS, build_four_channel_vae
-from engine.toy.tokenizers import build_llama_tokenizer
+from engine.toy.components import parts
+from engine.toy.components.clip_and_t5 import build_umt5
+from engine.toy.components.four_channel_vae import CHANNELS, build_four_channel_vae
+from engine.toy.components.tokenizers import build_llama_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

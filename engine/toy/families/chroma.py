@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 
-from engine.toy import parts
-from engine.toy.encoders import build_t5
-from engine.toy.streams import quieten
-from engine.toy.vae import LATENT_CHANNELS
-from engine.toy.vocabulary import build_t5_tokenizer
-from engine.toy.weights import one_thread
+from engine.toy.components import parts
+from engine.toy.components.clip_and_t5 import build_t5
+from engine.toy.components.streams import quieten
+from engine.toy.components.vae import LATENT_CHANNELS
+from engine.toy.components.vocabulary import build_t5_tokenizer
+from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,16 +13,16 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 
-from engine.toy import parts
-from engine.toy.encoders import build_clip, build_t5
-from engine.toy.streams import open_gates, quieten
-from engine.toy.vae import LATENT_CHANNELS
-from engine.toy.vocabulary import (
+from engine.toy.components import parts
+from engine.toy.components.clip_and_t5 import build_clip, build_t5
+from engine.toy.components.streams import open_gates, quieten
+from engine.toy.components.vae import LATENT_CHANNELS
+from engine.toy.components.vocabulary import (
     build_clip_tokenizer,
     build_t5_tokenizer,
     save_clip_vocabulary,
 )
-from engine.toy.weights import fill_random, one_thread
+from engine.toy.components.weights import fill_random, one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path

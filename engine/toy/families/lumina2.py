@@ -11,11 +11,11 @@ from diffusers import (
     Lumina2Transformer2DModel,
 )
 
-from engine.toy.language_models import build_gemma2
-from engine.toy.parts import captions, picture_vae, random_model, save
-from engine.toy.streams import open_gates
-from engine.toy.tokenizers import build_gemma_tokenizer
-from engine.toy.vae import LATENT_CHANNELS
+from engine.toy.components.language_models import build_gemma2
+from engine.toy.components.parts import captions, picture_vae, random_model, save
+from engine.toy.components.streams import open_gates
+from engine.toy.components.tokenizers import build_gemma_tokenizer
+from engine.toy.components.vae import LATENT_CHANNELS
 
 if TYPE_CHECKING:
     from pathlib import Path

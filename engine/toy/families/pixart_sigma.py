@@ -11,11 +11,11 @@ from diffusers import (
     PixArtTransformer2DModel,
 )
 
-from engine.toy import parts
-from engine.toy.encoders import build_t5
-from engine.toy.four_channel_vae import CHANNELS, build_four_channel_vae
-from engine.toy.streams import open_gates
-from engine.toy.vocabulary import build_t5_tokenizer
+from engine.toy.components import parts
+from engine.toy.components.clip_and_t5 import build_t5
+from engine.toy.components.four_channel_vae import CHANNELS, build_four_channel_vae
+from engine.toy.components.streams import open_gates
+from engine.toy.components.vocabulary import build_t5_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,11 +12,11 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 
-from engine.toy import parts
-from engine.toy.language_models import build_qwen2_5_vl
-from engine.toy.streams import open_gates, quieten
-from engine.toy.tokenizers import build_qwen_tokenizer
-from engine.toy.weights import one_thread
+from engine.toy.components import parts
+from engine.toy.components.language_models import build_qwen2_5_vl
+from engine.toy.components.streams import open_gates, quieten
+from engine.toy.components.tokenizers import build_qwen_tokenizer
+from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path

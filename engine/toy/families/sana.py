@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from diffusers import DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 
-from engine.toy.language_models import build_gemma2
-from engine.toy.parts import captions, random_model, sample_pixels, save
-from engine.toy.streams import open_gates
-from engine.toy.tokenizers import build_gemma_tokenizer
-from engine.toy.vae_dc import CHANNELS, build_vae_dc
+from engine.toy.components.language_models import build_gemma2
+from engine.toy.components.parts import captions, random_model, sample_pixels, save
+from engine.toy.components.streams import open_gates
+from engine.toy.components.tokenizers import build_gemma_tokenizer
+from engine.toy.components.vae_dc import CHANNELS, build_vae_dc
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 
-from engine.toy import parts
-from engine.toy.encoders import build_clip, build_clip_with_projection
-from engine.toy.four_channel_vae import CHANNELS, build_four_channel_vae
-from engine.toy.tokenizers import build_other_clip_tokenizer
-from engine.toy.vocabulary import build_clip_tokenizer, save_clip_vocabulary
+from engine.toy.components import parts
+from engine.toy.components.clip_and_t5 import build_clip, build_clip_with_projection
+from engine.toy.components.four_channel_vae import CHANNELS, build_four_channel_vae
+from engine.toy.components.tokenizers import build_other_clip_tokenizer
+from engine.toy.components.vocabulary import build_clip_tokenizer, save_clip_vocabulary
 
 if TYPE_CHECKING:
     from pathlib import Path

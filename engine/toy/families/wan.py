@@ -12,11 +12,11 @@ from diffusers import (
     WanTransformer3DModel,
 )
 
-from engine.toy import parts
-from engine.toy.encoders import build_umt5
-from engine.toy.streams import mislead, open_gates, quieten
-from engine.toy.vocabulary import build_t5_tokenizer
-from engine.toy.weights import one_thread
+from engine.toy.components import parts
+from engine.toy.components.clip_and_t5 import build_umt5
+from engine.toy.components.streams import mislead, open_gates, quieten
+from engine.toy.components.vocabulary import build_t5_tokenizer
+from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path

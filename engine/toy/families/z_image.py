@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 
-from engine.toy import parts
-from engine.toy.language_models import build_qwen3
-from engine.toy.streams import open_gates, quieten
-from engine.toy.tokenizers import build_qwen_tokenizer
-from engine.toy.vae import LATENT_CHANNELS
-from engine.toy.weights import one_thread
+from engine.toy.components import parts
+from engine.toy.components.language_models import build_qwen3
+from engine.toy.components.streams import open_gates, quieten
+from engine.toy.components.tokenizers import build_qwen_tokenizer
+from engine.toy.components.vae import LATENT_CHANNELS
+from engine.toy.components.weights import one_thread
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from jobs.doctor.checks.gpus import chosen
+from jobs.doctor.checks.keeper import claimed
+from jobs.doctor.checks.topology import connected_by_nvlink
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.gpus import chosen
-from jobs.doctor.keeper import claimed
+from jobs.doctor.numbers import size
 from jobs.doctor.ranks import Outcome, all_reduce
-from jobs.doctor.topology import connected_by_nvlink
-from jobs.doctor.words import size
-from jobs.gpu import foreign_users
-from jobs.strategy import world_size
+from jobs.machine.gpu import foreign_users
+from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from jobs.doctor.patient import Patient
-    from jobs.gpu import Gpu
+    from jobs.machine.gpu import Gpu
 
 MEASURE: Final = 10.0  # seconds
 LIMIT: Final = 150.0  # seconds, imports and the driver's start included

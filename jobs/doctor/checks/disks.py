@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from jobs.doctor.disk_needs import checkpoint_bytes, checkpoints_kept
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.needs import checkpoint_bytes, checkpoints_kept
-from jobs.doctor.words import size
+from jobs.doctor.numbers import size
 from jobs.paths import cache_home, expand, state_home
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from jobs.doctor.patient import Patient
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 # File systems that several machines may share, or that only look like one.
 _DISTANT: Final = frozenset(

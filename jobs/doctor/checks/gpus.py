@@ -6,17 +6,17 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
+from jobs.doctor.checks.keeper import claimed
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.keeper import claimed
-from jobs.doctor.words import size
-from jobs.gpu import find, foreign_users
+from jobs.doctor.numbers import size
+from jobs.machine.gpu import find, foreign_users
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from jobs.doctor.nvml import Board, Nvml
     from jobs.doctor.patient import Patient
-    from jobs.gpu import Gpu
+    from jobs.machine.gpu import Gpu
 
 _LOWERED: Final = 0.95  # of the usual power limit; below it someone has lowered it
 _NO_DRIVER: Final = (  # part of NVML's words, in lower case → what to do

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.doctor.disks import nearest
+from jobs.doctor.checks.disks import nearest
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.words import size
+from jobs.doctor.numbers import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

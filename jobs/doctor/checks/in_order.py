@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.doctor.disks import check_cache_disk, check_room, check_state_disk
-from jobs.doctor.examine import Check
-from jobs.doctor.exchange import LIMIT, check_all_reduce
-from jobs.doctor.gpus import check_gpus, check_names
-from jobs.doctor.hub import check_hub
-from jobs.doctor.job import check_job, read_job
-from jobs.doctor.keeper import check_database, check_keeper
-from jobs.doctor.limits import (
+from jobs.doctor.checks.all_reduce import LIMIT, check_all_reduce
+from jobs.doctor.checks.disks import check_cache_disk, check_room, check_state_disk
+from jobs.doctor.checks.gpus import check_gpus, check_names
+from jobs.doctor.checks.hub import check_hub
+from jobs.doctor.checks.job import check_job, read_job
+from jobs.doctor.checks.keeper import check_database, check_keeper
+from jobs.doctor.checks.limits import (
     check_locked_memory,
     check_memory,
     check_open_files,
     check_shared_memory,
 )
+from jobs.doctor.checks.packages import check_compilers, check_extras, check_packages, check_python
+from jobs.doctor.checks.topology import check_topology
+from jobs.doctor.checks.torch_build import SECONDS, ask_torch, check_backends, check_torch
+from jobs.doctor.checks.variables import check_variables
+from jobs.doctor.examine import Check
 from jobs.doctor.nvml import ask_driver
-from jobs.doctor.packages import check_compilers, check_extras, check_packages, check_python
-from jobs.doctor.topology import check_topology
-from jobs.doctor.torch_build import SECONDS, ask_torch, check_backends, check_torch
-from jobs.doctor.variables import check_variables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,27 +5,27 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from jobs.block_names import check_block_names
-from jobs.cascade import settle
-from jobs.compiler import check_compiler
-from jobs.conflicts import find_warnings
+from jobs.doctor.checks.keeper import claimed
 from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
-from jobs.doctor.keeper import claimed
-from jobs.doctor.words import gpus
+from jobs.doctor.numbers import gpus
 from jobs.errors import UserError
-from jobs.gpu import foreign_users
-from jobs.host_room import check_host_memory
-from jobs.preflight import check_dataset, check_devices, check_model
-from jobs.specfile import load_spec
-from jobs.strategy import world_size
-from jobs.wrap_policy import check_wrap_policy
+from jobs.machine.gpu import foreign_users
+from jobs.memory.host_memory import check_host_memory
+from jobs.preflight.check_job import check_dataset, check_devices, check_model
+from jobs.preflight.compiler import check_compiler
+from jobs.preflight.wrap_policy import check_wrap_policy
+from jobs.preflight.wrapped_classes import check_block_names
+from jobs.spec.file.load import load_spec
+from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from jobs.doctor.patient import Patient
-    from jobs.gpu import Gpu
-    from jobs.spec import JobSpec
+    from jobs.machine.gpu import Gpu
+    from jobs.spec.job_spec import JobSpec
 
 _OTHERWISE: Final = "change it in the job file"
 
@@ -53,7 +53,7 @@ def read_job(patient: Patient) -> Iterator[Finding]:
 
 
 def check_job(patient: Patient) -> Iterator[Finding]:
-    """What is checked before a job is queued (`jobs.preflight.check`), but all of it."""
+    """What is checked before a job is queued (`jobs.preflight.check_job.check`), but all of it."""
     spec = patient.spec
     if spec is None:
         return

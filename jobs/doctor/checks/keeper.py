@@ -14,8 +14,8 @@ import psutil
 import jobs
 from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.paths import state_home
-from jobs.states import ACTIVE, State
-from jobs.store import Store
+from jobs.queue.states import ACTIVE, State
+from jobs.queue.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +106,9 @@ def keeper_of(lock: Path, locks: Path = LOCKS) -> int | None:
             continue
         with suppress(psutil.Error, ValueError):
             process = psutil.Process(int(words[4]))
-            if "jobs.runner" in process.cmdline():  # inodes of other file systems may be the same
+            if (
+                "jobs.queue.keeper" in process.cmdline()
+            ):  # inodes of other file systems may be the same
                 return process.pid
     return None
 

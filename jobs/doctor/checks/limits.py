@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from jobs.cgroups import memory_rooms
+from jobs.doctor.checks.gpus import chosen
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.gpus import chosen
-from jobs.doctor.words import size
+from jobs.doctor.numbers import size
+from jobs.machine.cgroups import memory_rooms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

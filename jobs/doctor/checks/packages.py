@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import jobs
-from jobs.compiler import hint, what_lacks
 from jobs.doctor.finding import Finding, fail, ok, warn
 from jobs.errors import UserError
+from jobs.preflight.compiler import hint, what_lacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from jobs.doctor.checks.gpus import chosen
 from jobs.doctor.finding import Finding, ok, warn
-from jobs.doctor.gpus import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from jobs.doctor.checks.torch_build import TorchFacts
     from jobs.doctor.patient import Patient
-    from jobs.doctor.torch_build import TorchFacts
-    from jobs.gpu import Gpu
+    from jobs.machine.gpu import Gpu
 
 _WORDS: Final = {
     "PIX": "one PCIe switch",

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.doctor.child_processes import run_helper
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.started import run_helper
-from jobs.doctor.words import gpus
+from jobs.doctor.numbers import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import psutil
 
 import jobs
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.launchers.local import ALLOCATOR_VARIABLES
+from jobs.launch.local import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""ai-toolkit's `CONFIG.yaml`, a rule for each key; the longer rules are `ai_toolkit_rules`."""
+"""ai-toolkit's `CONFIG.yaml`, a rule for each key; the longer rules are in `rules`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports import ai_toolkit_data, launch, models, words
-from jobs.imports import ai_toolkit_rules as rules
-from jobs.imports.draft import Draft, all_of, flatten, named, needless, same, without
-from jobs.imports.places import parse
+from jobs.imports.ai_toolkit import data as ai_toolkit_data
+from jobs.imports.ai_toolkit import rules
+from jobs.imports.common import launch, models, training_keys
+from jobs.imports.common.draft import Draft, all_of, flatten, named, needless, same, without
+from jobs.imports.common.places import parse
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.imports.draft import Rule
+    from jobs.imports.common.draft import Rule
 
 TITLE: Final = "ai-toolkit"
 
@@ -105,14 +106,14 @@ _MODEL: Final[dict[str, Rule]] = {
     "num_processes": launch.processes,
     "trigger_word": same,
     "datasets": ai_toolkit_data.read_datasets,
-    "config.name": words.job_name,
+    "config.name": training_keys.job_name,
     **all_of("job meta config", needless("a training, as here")),
     "model.name_or_path": models.set_model,
     "model.arch": rules.architecture,
     **all_of(rules.SWITCHES, rules.switch),
     "model.is_v_pred": needless("the model's own scheduler_config.json says it"),
-    "model.quantize": without(words.QUANTISED),
-    "model.quantize_te": needless(words.TEXT_ENCODERS_FREED),
+    "model.quantize": without(training_keys.QUANTISED),
+    "model.quantize_te": needless(training_keys.TEXT_ENCODERS_FREED),
     **all_of(
         "model.qtype model.qtype_te model.accuracy_recovery_adapter model.text_encoder_bits "
         "model.quantize_kwargs",
@@ -129,7 +130,7 @@ _MODEL: Final[dict[str, Rule]] = {
     **all_of(
         "model.vae_path model.unet_path model.te_name_or_path model.extras_name_or_path "
         "model.refiner_name_or_path",
-        without(words.ONE_DIRECTORY),
+        without(training_keys.ONE_DIRECTORY),
     ),
     "model.model_kwargs.train_high_noise": needless("model_flavour says which expert is trained"),
     "model.model_kwargs.train_low_noise": rules.low_noise,
@@ -160,7 +161,7 @@ _MODEL: Final[dict[str, Rule]] = {
     ),
     "network.transformer_only": needless("the denoiser alone is trained"),
     "network.split_multistage_loras": needless("a job trains one expert"),
-    "network.pretrained_lora_path": without(words.NO_BEGINNING),
+    "network.pretrained_lora_path": without(training_keys.NO_BEGINNING),
 }
 
 _TRAINING: Final[dict[str, Rule]] = {
@@ -168,11 +169,11 @@ _TRAINING: Final[dict[str, Rule]] = {
     "train.steps": named("max_train_steps"),
     **all_of("train.gradient_accumulation train.gradient_accumulation_steps", rules.accumulation),
     **all_of("train.lr train.unet_lr", named("learning_rate")),
-    "train.optimizer": words.optimizer,
+    "train.optimizer": training_keys.optimizer,
     "train.optimizer_params.weight_decay": named("weight_decay"),
     "train.optimizer_params.eps": named("adam_epsilon"),
     "train.optimizer_params.betas": rules.betas,
-    "train.lr_scheduler": words.schedule,
+    "train.lr_scheduler": training_keys.schedule,
     **all_of(
         "train.lr_scheduler_params.num_warmup_steps train.lr_scheduler_params.warmup_steps",
         rules.warm_up,
@@ -181,26 +182,26 @@ _TRAINING: Final[dict[str, Rule]] = {
         "train.lr_scheduler_params.total_iters train.lr_scheduler_params.T_max",
         needless("schedules end with max_train_steps"),
     ),
-    "train.dtype": words.precision,
+    "train.dtype": training_keys.precision,
     **all_of("train.gradient_checkpointing train.max_grad_norm", same),
     "train.train_unet": rules.denoiser,
-    "train.train_text_encoder": without(words.NO_TEXT_ENCODERS),
+    "train.train_text_encoder": without(training_keys.NO_TEXT_ENCODERS),
     "train.ema_config": needless("off"),
     **all_of("train.ema_config.use_ema train.ema_config.ema_decay", same),
-    "train.ema_config.use_feedback": without(words.NO_METHOD),
+    "train.ema_config.use_feedback": without(training_keys.NO_METHOD),
     "train.noise_scheduler": needless("the family's own objective"),
     "train.timestep_type": rules.timesteps,
     **all_of(
         "train.linear_timesteps train.linear_timesteps2 train.content_or_style",
         without("set timestep_sampling, logit_mean and logit_std", "balanced"),
     ),
-    **all_of("train.min_snr_gamma train.snr_gamma", words.snr),
+    **all_of("train.min_snr_gamma train.snr_gamma", training_keys.snr),
     "train.loss_type": rules.loss,
     "train.loss_target": without("the loss is on what the model predicts", "noise"),
     **all_of(
         "train.noise_offset train.dynamic_noise_offset train.random_noise_shift "
         "train.noise_multiplier",
-        without(words.NOISE, "1"),
+        without(training_keys.NOISE, "1"),
     ),
     "train.cache_text_embeddings": same,
     "train.unload_text_encoder": without(
@@ -218,7 +219,7 @@ _TRAINING: Final[dict[str, Rule]] = {
         "train.do_differential_guidance train.single_item_batching train.standardize_latents "
         "train.standardize_images train.reg_weight train.img_multiplier train.latent_multiplier "
         "train.optimal_noise_pairing_samples",
-        without(words.NO_METHOD, "1"),
+        without(training_keys.NO_METHOD, "1"),
     ),
     **all_of(
         "train.prompt_dropout_prob train.prompt_saturation_chance",
@@ -235,7 +236,7 @@ _TRAINING: Final[dict[str, Rule]] = {
         "train.diff_output_preservation_class train.diff_output_preservation_multiplier "
         "train.paramiter_swapping_factor train.num_train_timesteps train.train_refiner "
         "train.merge_network_on_save train.weight_jitter",
-        needless(words.NO_EFFECT),
+        needless(training_keys.NO_EFFECT),
     ),
     "train.dist_mode": rules.parallel,
     **all_of(
@@ -249,9 +250,12 @@ _OUTPUT: Final[dict[str, Rule]] = {
     "save.save_every": named("checkpointing_steps"),
     "save.max_step_saves_to_keep": named("checkpoints_total_limit"),
     "save.save_format": needless("exports are of the layout that stock tools load"),
-    **all_of("save.push_to_hub save.hf_repo_id save.hf_private", needless(words.NO_UPLOADS)),
     **all_of(
-        "training_folder performance_log_every sqlite_db_path", needless(words.OWN_DIRECTORIES)
+        "save.push_to_hub save.hf_repo_id save.hf_private", needless(training_keys.NO_UPLOADS)
+    ),
+    **all_of(
+        "training_folder performance_log_every sqlite_db_path",
+        needless(training_keys.OWN_DIRECTORIES),
     ),
 }
 
@@ -259,7 +263,7 @@ _RULES: Final[dict[str, Rule]] = {**_MODEL, **_TRAINING, **_OUTPUT, **ai_toolkit
 
 _PREFIXES: Final[dict[str, Rule]] = {
     **all_of("train.fsdp_ fsdp_", rules.fsdp),
-    "logging.": needless(words.NO_TRACKERS),
+    "logging.": needless(training_keys.NO_TRACKERS),
     **all_of("meta. config.", needless("only for the files there")),
     "slider": without("sliders are not trained"),
     "adapter.": without("other adapters than LoRA are not trained"),

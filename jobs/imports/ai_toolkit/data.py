@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.datasets import TRIGGER
-from jobs.imports import data, models, words
-from jobs.imports.draft import (
+from jobs.imports.common import data, models, training_keys
+from jobs.imports.common.draft import (
     all_of,
     as_number,
     flatten,
@@ -20,12 +19,13 @@ from jobs.imports.draft import (
     unless_off,
     without,
 )
-from jobs.imports.report import Kind
-from jobs.pictures import CAPTION_SUFFIXES
-from jobs.prompts import ValidationPrompt
+from jobs.imports.common.import_report import Kind
+from jobs.spec.keys.prompts import ValidationPrompt
+from jobs.spec.values.dataset_files import CAPTION_SUFFIXES
+from jobs.spec.values.datasets import TRIGGER
 
 if TYPE_CHECKING:
-    from jobs.imports.draft import Draft, Rule
+    from jobs.imports.common.draft import Draft, Rule
 
 # Flags in the text of a prompt, as sd-scripts have them, and the settings that they are here.
 _FLAGS: Final = {
@@ -124,18 +124,18 @@ _DATASET: Final[dict[str, Rule]] = {
         "unconditional_path alpha_mask invert_mask controls",
         without(_NO_CONTROLS),
     ),
-    "buckets": needless(words.BUCKETS),
+    "buckets": needless(training_keys.BUCKETS),
     "is_reg": needless("off"),
     "prior_reg": without("regularisation pictures are not told apart"),
     **all_of(
         "cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk",
-        needless(words.OWN_CACHES),
+        needless(training_keys.OWN_CACHES),
     ),
     **all_of(
         "bucket_tolerance num_workers prefetch_factor fast_image_size debug guidance_type "
         "full_size_control_images replay_transforms extra_values shuffle_augmentations "
         "mask_min_value random_triggers_max control_transparent_color auto_frame_count",
-        needless(words.NO_EFFECT),
+        needless(training_keys.NO_EFFECT),
     ),
 }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports import launch, models
-from jobs.imports.draft import as_number, is_off
-from jobs.imports.report import Kind
-from jobs.spellings import as_bool
+from jobs.imports.common import launch, models
+from jobs.imports.common.draft import as_number, is_off
+from jobs.imports.common.import_report import Kind
+from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
-    from jobs.imports.draft import Draft
+    from jobs.imports.common.draft import Draft
 
 _TRAINERS: Final = ("sd_trainer", "ui_trainer", "diffusion_trainer")
 

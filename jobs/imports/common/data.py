@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.datasets import Dataset, find_layout
-from jobs.imports.draft import Draft, as_number, in_words, plain, read
-from jobs.imports.models import family_of
-from jobs.imports.places import find_beside
-from jobs.imports.report import Kind
-from jobs.pictures import list_files
-from jobs.prompts import frames_of
+from jobs.imports.common.draft import Draft, as_number, in_words, plain, read
+from jobs.imports.common.import_report import Kind
+from jobs.imports.common.models import family_of
+from jobs.imports.common.places import find_beside
+from jobs.spec.keys.prompts import frames_of
+from jobs.spec.values.dataset_files import list_files
+from jobs.spec.values.datasets import Dataset, find_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

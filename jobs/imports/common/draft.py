@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from jobs.errors import UserError
-from jobs.imports.report import Entry, Kind, Report, is_secret, shown
-from jobs.spec import JobSpec
-from jobs.spellings import as_bool, did_you_mean
+from jobs.imports.common.import_report import Entry, Kind, Report, is_secret, shown
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.values.spellings import as_bool, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

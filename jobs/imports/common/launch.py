@@ -5,16 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports import words
-from jobs.imports.draft import Draft, as_number, flatten, is_off, named, needless, same, without
-from jobs.imports.places import find_beside, parse
-from jobs.imports.report import Kind
-from jobs.spellings import as_list, normal_key
+from jobs.imports.common import training_keys
+from jobs.imports.common.draft import (
+    Draft,
+    as_number,
+    flatten,
+    is_off,
+    named,
+    needless,
+    same,
+    without,
+)
+from jobs.imports.common.import_report import Kind
+from jobs.imports.common.places import find_beside, parse
+from jobs.spec.values.spellings import as_list, normal_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from jobs.imports.draft import Rule
+    from jobs.imports.common.draft import Rule
 
 _ONE_MACHINE: Final = "jobs run on one machine"
 _NO_DEEPSPEED: Final = "DeepSpeed is not run here; strategy: fsdp2 shards all that ZeRO 3 does"
@@ -131,7 +140,7 @@ RULES: Final[dict[str, Rule]] = {
 
 _LAUNCH: Final[dict[str, Rule]] = {
     **RULES,
-    "mixed_precision": words.precision,
+    "mixed_precision": training_keys.precision,
     "distributed_type": _distributed_type,
     "use_cpu": _use_cpu,
     "cpu": _use_cpu,

@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.families import FAMILIES
-from jobs.imports.places import find_beside
-from jobs.rundir import read_json
+from jobs.imports.common.places import find_beside
+from jobs.run.rundir import read_json
+from jobs.spec.families import FAMILIES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.families import Family
-    from jobs.imports.draft import Draft
+    from jobs.imports.common.draft import Draft
+    from jobs.spec.families import Family
 
 _ADDRESS: Final = re.compile(r"^https?://(www\.)?huggingface\.co/(?P<id>[\w.-]+/[\w.-]+)/?$")
 _SINGLE_FILES: Final = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from jobs.errors import UserError
-from jobs.files import read_regular
 from jobs.paths import exists, expand
-from jobs.yamlfile import parse_yaml
+from jobs.spec.values.yaml_lines import parse_yaml
+from jobs.untrusted.files import read_regular
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,12 +6,12 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports.draft import as_number, chosen, is_off
-from jobs.imports.models import family_of
-from jobs.spellings import as_bool
+from jobs.imports.common.draft import as_number, chosen, is_off
+from jobs.imports.common.models import family_of
+from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
-    from jobs.imports.draft import Draft, Rule
+    from jobs.imports.common.draft import Draft, Rule
 
 Words = dict[str, tuple[Any, str]]
 

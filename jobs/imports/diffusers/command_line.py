@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports.places import read_text
+from jobs.imports.common.places import read_text
 from jobs.paths import exists
-from jobs.spellings import normal_key
+from jobs.spec.values.spellings import normal_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports import data, launch, models, words
-from jobs.imports.command_line import Command, is_open, read_command
-from jobs.imports.draft import (
+from jobs.imports.common import data, launch, models, training_keys
+from jobs.imports.common.draft import (
     Draft,
     all_of,
     as_number,
@@ -18,11 +17,12 @@ from jobs.imports.draft import (
     same,
     without,
 )
+from jobs.imports.diffusers.command_line import Command, is_open, read_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.imports.draft import Rule
+    from jobs.imports.common.draft import Rule
 
 TITLE: Final = "a diffusers script"
 
@@ -145,14 +145,14 @@ def _epochs(draft: Draft, key: str, value: Any) -> None:
     if draft.get("max_train_steps"):
         draft.unneeded(key, "max_train_steps counts")
     else:
-        words.epochs(draft, key, value, data.count_samples(draft))
+        training_keys.epochs(draft, key, value, data.count_samples(draft))
 
 
 def _optimizer(draft: Draft, key: str, value: Any) -> None:
     if str(value).lower() == "adamw" and draft.on("use_8bit_adam"):
         draft.take(key, "optimizer", "adamw_8bit", "use_8bit_adam is on")
     else:
-        words.optimizer(draft, key, value)
+        training_keys.optimizer(draft, key, value)
 
 
 def _eight_bit(draft: Draft, key: str, value: Any) -> None:
@@ -163,7 +163,7 @@ def _eight_bit(draft: Draft, key: str, value: Any) -> None:
 
 
 def _rate(draft: Draft, key: str, value: Any) -> None:
-    words.rate(draft, key, value, scaled=draft.on("scale_lr"))
+    training_keys.rate(draft, key, value, scaled=draft.on("scale_lr"))
 
 
 def _crop(draft: Draft, key: str, value: Any) -> None:
@@ -271,7 +271,7 @@ _RULES: Final[dict[str, Rule]] = {
     "resolution": same,
     "center_crop": _crop,
     "random_flip": same,
-    "aspect_ratio_buckets": needless(words.BUCKETS),
+    "aspect_ratio_buckets": needless(training_keys.BUCKETS),
     "max_sequence_length": same,
     # -- training
     **all_of("train_batch_size max_train_steps gradient_accumulation_steps gradient_checkpointing "
@@ -283,39 +283,40 @@ _RULES: Final[dict[str, Rule]] = {
     "adam_weight_decay": named("weight_decay"),
     "optimizer": _optimizer,
     "use_8bit_adam": _eight_bit,
-    "lr_scheduler": words.schedule,
-    "lr_warmup_steps": words.warm_up,
-    **words.curves(),
-    "mixed_precision": words.precision,
+    "lr_scheduler": training_keys.schedule,
+    "lr_warmup_steps": training_keys.warm_up,
+    **training_keys.curves(),
+    "mixed_precision": training_keys.precision,
     "guidance_scale": _guidance,
     "weighting_scheme": _weighting,
     "logit_mean": _mean,
     "mode_scale": needless("only of weighting_scheme: mode"),
-    "snr_gamma": words.snr,
+    "snr_gamma": training_keys.snr,
     "precondition_outputs": without("the loss is on the velocity that the model predicts"),
     "prediction_type": needless("the model's own scheduler_config.json says it"),
-    "noise_offset": without(words.NOISE),
+    "noise_offset": without(training_keys.NOISE),
     "timestep_bias_strategy": without("noise levels are drawn alike", "none"),
-    **all_of("train_text_encoder train_text_encoder_ti", without(words.NO_TEXT_ENCODERS)),
-    **all_of("do_fp8_training bnb_quantization_config_path", without(words.QUANTISED)),
+    **all_of("train_text_encoder train_text_encoder_ti", without(training_keys.NO_TEXT_ENCODERS)),
+    **all_of("do_fp8_training bnb_quantization_config_path", without(training_keys.QUANTISED)),
     **all_of("use_dora do_edm_style_training lora_bias complex_human_instruction system_prompt",
-             without(words.NO_METHOD)),
-    **all_of("revision variant pretrained_vae_model_name_or_path", without(words.ONE_DIRECTORY)),
+             without(training_keys.NO_METHOD)),
+    **all_of("revision variant pretrained_vae_model_name_or_path",
+             without(training_keys.ONE_DIRECTORY)),
     # -- output
-    "output_dir": words.job_name,
-    "resume_from_checkpoint": without(words.OTHER_CHECKPOINTS, "latest"),
+    "output_dir": training_keys.job_name,
+    "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS, "latest"),
     **all_of("validation_prompt validation_prompts final_validation_prompt", _prompt),
     "validation_epochs": without("set validation_steps; at the end samples are made in any case"),
     "num_validation_images": without("give a prompt several times, with another seed each", "1"),
-    **all_of("push_to_hub hub_model_id hub_private_repo", needless(words.NO_UPLOADS)),
-    "report_to": needless(words.NO_TRACKERS),
-    "logging_dir": needless(words.OWN_DIRECTORIES),
+    **all_of("push_to_hub hub_model_id hub_private_repo", needless(training_keys.NO_UPLOADS)),
+    "report_to": needless(training_keys.NO_TRACKERS),
+    "logging_dir": needless(training_keys.OWN_DIRECTORIES),
     **all_of("cache_latents offload cache_dir remote_text_encoder skip_final_inference "
              "text_encoder_lr adam_weight_decay_text_encoder dataloader_num_workers local_rank "
              "upcast_before_saving enable_xformers_memory_efficient_attention set_grads_to_none "
              "image_interpolation_mode enable_npu_flash_attention debug_loss log_validation "
              "vae_encode_mode save_model_card foreach_ema",
-             needless(words.NO_EFFECT)),
+             needless(training_keys.NO_EFFECT)),
 }  # fmt: skip
 
 _PREFIXES: Final[dict[str, Rule]] = {

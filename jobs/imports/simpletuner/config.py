@@ -1,13 +1,12 @@
-"""SimpleTuner's `config.json`, a rule for each key; the longer rules are `simpletuner_rules`."""
+"""SimpleTuner's `config.json`, a rule for each key; the longer rules are in `rules`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports import launch, models, simpletuner_data, words
-from jobs.imports import simpletuner_rules as rules
-from jobs.imports.draft import (
+from jobs.imports.common import launch, models, training_keys
+from jobs.imports.common.draft import (
     Draft,
     all_of,
     chosen,
@@ -17,13 +16,15 @@ from jobs.imports.draft import (
     unless_off,
     without,
 )
-from jobs.imports.places import parse
-from jobs.spellings import normal_key
+from jobs.imports.common.places import parse
+from jobs.imports.simpletuner import data as simpletuner_data
+from jobs.imports.simpletuner import rules
+from jobs.spec.values.spellings import normal_key
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.imports.draft import Rule
+    from jobs.imports.common.draft import Rule
 
 TITLE: Final = "SimpleTuner"
 
@@ -93,21 +94,21 @@ _MODEL: Final[dict[str, Rule]] = {
     "flux_lora_target": rules.target,
     "lora_format": rules.lora_format,
     "lora_init_type": without("adapters begin as peft's do", "default", "true"),
-    "peft_lora_mode": without(words.NO_METHOD, "standard"),
-    "init_lora": without(words.NO_BEGINNING),
+    "peft_lora_mode": without(training_keys.NO_METHOD, "standard"),
+    "init_lora": without(training_keys.NO_BEGINNING),
     "controlnet": without("ControlNets are not trained"),
     "control": without("models with control pictures are not trained"),
     "prediction_type": needless("the model's own scheduler_config.json says it"),
-    "base_model_precision": without(words.QUANTISED, "no_change", "bf16", "fp32"),
-    "quantize_activations": without(words.QUANTISED),
-    "mixed_precision": words.precision,
+    "base_model_precision": without(training_keys.QUANTISED, "no_change", "bf16", "fp32"),
+    "quantize_activations": without(training_keys.QUANTISED),
+    "mixed_precision": training_keys.precision,
     "attention_mechanism": chosen(
         "attention_backend", rules.KERNELS, "torch's own kernels are used; others: flash, cudnn"
     ),
     **all_of(
         "revision variant pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path "
         "pretrained_transformer_model_name_or_path pretrained_unet_model_name_or_path",
-        without(words.ONE_DIRECTORY),
+        without(training_keys.ONE_DIRECTORY),
     ),
     **all_of(
         "pretrained_transformer_subfolder pretrained_unet_subfolder",
@@ -128,14 +129,14 @@ _TRAINING: Final[dict[str, Rule]] = {
     "max_grad_norm": rules.clip,
     "num_train_epochs": rules.epochs,
     "learning_rate": rules.rate,
-    "optimizer": words.optimizer,
+    "optimizer": training_keys.optimizer,
     "optimizer_config": without("set adam_beta1, adam_beta2, adam_epsilon and weight_decay"),
     **all_of("adam_beta1 optimizer_beta1", named("adam_beta1")),
     **all_of("adam_beta2 optimizer_beta2", named("adam_beta2")),
     "adam_weight_decay": named("weight_decay"),
-    "lr_scheduler": words.schedule,
-    "lr_warmup_steps": words.warm_up,
-    **words.curves(),
+    "lr_scheduler": training_keys.schedule,
+    "lr_warmup_steps": training_keys.warm_up,
+    **training_keys.curves(),
     **all_of("lr_scale lr_scale_sqrt", needless("learning_rate is what it makes of it")),
     "grad_clip_method": rules.clip_method,
     "gradient_checkpointing_backend": without("activations are recomputed", "torch"),
@@ -143,7 +144,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     "ema_update_interval": without("the average is updated in every step", "1"),
     "ema_validation": without("samples are of the average", "ema_only"),
     "huber_schedule": without("huber_c is the same at all noise levels", "constant"),
-    "snr_gamma": words.snr,
+    "snr_gamma": training_keys.snr,
     "flow_schedule_shift": rules.shift,
     "flow_schedule_auto_shift": unless_off("timestep_sampling", "shift", "by resolution"),
     "flow_use_uniform_schedule": unless_off("timestep_sampling", "uniform"),
@@ -152,10 +153,10 @@ _TRAINING: Final[dict[str, Rule]] = {
     "flux_guidance_value": rules.trained_guidance,
     "tokenizer_max_length": named("max_sequence_length"),
     "framerate": named("fps"),
-    "disable_tf32": words.inverted("allow_tf32"),
+    "disable_tf32": training_keys.inverted("allow_tf32"),
     "fully_unload_text_encoder": named("unload_text_encoder"),
-    "train_text_encoder": without(words.NO_TEXT_ENCODERS),
-    **all_of("noise_offset offset_noise input_perturbation", without(words.NOISE)),
+    "train_text_encoder": without(training_keys.NO_TEXT_ENCODERS),
+    **all_of("noise_offset offset_noise input_perturbation", without(training_keys.NOISE)),
     "rescale_betas_zero_snr": without("change the model's scheduler_config.json"),
     **all_of(
         "timestep_bias_strategy flow_use_beta_schedule flux_fast_schedule",
@@ -170,7 +171,7 @@ _TRAINING: Final[dict[str, Rule]] = {
         "hidream_use_load_balancing_loss scheduled_sampling_max_step_offset flow_matching_loss "
         "singlora_ramp_up_steps sdxl_refiner_uses_full_range sana_complex_human_instruction "
         "masked_loss_probability",
-        without(words.NO_METHOD, "1", "t2v", "compatible"),
+        without(training_keys.NO_METHOD, "1", "t2v", "compatible"),
     ),
     **all_of(
         "enable_group_offload ramtorch musubi_blocks_to_swap offload_param_path "
@@ -184,22 +185,22 @@ _TRAINING: Final[dict[str, Rule]] = {
 
 _OUTPUT: Final[dict[str, Rule]] = {
     **all_of("checkpointing_steps checkpoint_step_interval", named("checkpointing_steps")),
-    "checkpoints_total_limit": words.limit("checkpoints_total_limit"),
+    "checkpoints_total_limit": training_keys.limit("checkpoints_total_limit"),
     "checkpoint_epoch_interval": without("set checkpointing_steps"),
     "checkpointing_rolling_steps": without("set checkpointing_steps and checkpoints_total_limit"),
-    "resume_from_checkpoint": without(words.OTHER_CHECKPOINTS, "latest"),
-    "output_dir": words.job_name,
-    "logging_dir": needless(words.OWN_DIRECTORIES),
+    "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS, "latest"),
+    "output_dir": training_keys.job_name,
+    "logging_dir": needless(training_keys.OWN_DIRECTORIES),
     **all_of(
         "push_to_hub push_checkpoints_to_hub hub_model_id push_to_hub_background "
         "model_card_private model_card_safe_for_work model_card_note publishing_config "
         "post_upload_script post_checkpoint_script",
-        needless(words.NO_UPLOADS),
+        needless(training_keys.NO_UPLOADS),
     ),
     **all_of(
         "report_to tracker_project_name tracker_run_name tracker_image_layout webhook_config "
         "webhook_reporting_interval",
-        needless(words.NO_TRACKERS),
+        needless(training_keys.NO_TRACKERS),
     ),
 }
 
@@ -215,7 +216,7 @@ _SAMPLES: Final[dict[str, Rule]] = {
         same,
     ),
     "validation_guidance_real": named("validation_true_cfg_scale"),
-    "validation_resolution": words.size,
+    "validation_resolution": training_keys.size,
     "validation_negative_prompt": rules.negative,
     "validation_num_video_frames": named("validation_num_frames"),
     "num_validation_images": without("give a prompt twice, with another seed", "1"),
@@ -240,7 +241,7 @@ _NEEDLESS: Final[dict[str, Rule]] = {
         "text_encoder_1_precision text_encoder_2_precision text_encoder_3_precision "
         "text_encoder_4_precision text_encoder_lr text_encoder_limit save_text_encoder "
         "offload_during_startup text_encoder_batch_size",
-        needless(words.TEXT_ENCODERS_FREED),
+        needless(training_keys.TEXT_ENCODERS_FREED),
     ),
     **all_of(
         "vae_batch_size vae_enable_tiling vae_enable_slicing vae_enable_patch_conv vae_dtype "
@@ -254,7 +255,7 @@ _NEEDLESS: Final[dict[str, Rule]] = {
         "noise_offset_probability input_perturbation_steps data_aesthetic_score "
         "training_scheduler_timestep_spacing inference_scheduler_timestep_spacing "
         "sageattention_usage sla_config attention_implementation",
-        needless(words.NO_EFFECT),
+        needless(training_keys.NO_EFFECT),
     ),
 }
 
@@ -269,7 +270,7 @@ _RULES: Final[dict[str, Rule]] = {
 
 # Groups of keys that belong to one thing.
 _PREFIXES: Final[dict[str, Rule]] = {
-    "crepa_": without(words.NO_METHOD),
+    "crepa_": without(training_keys.NO_METHOD),
     "nsfw_": without("data is not checked for what it shows"),
     "enable_nsfw": without("data is not checked for what it shows"),
     "sd3_": without("captions are dropped to an encoded empty text", "empty_string"),
@@ -290,7 +291,7 @@ _PREFIXES: Final[dict[str, Rule]] = {
     "timestep_bias_": needless("only of timestep_bias_strategy"),
     "flow_beta_schedule_": needless("only of flow_use_beta_schedule"),
     "flux_guidance_m": needless("only of flux_guidance_mode: random-range"),
-    "freeze_encoder_": needless(words.NO_TEXT_ENCODERS),
+    "freeze_encoder_": needless(training_keys.NO_TEXT_ENCODERS),
 }
 
 _FIRST: Final = (

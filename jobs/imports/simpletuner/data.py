@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports import data, words
-from jobs.imports.draft import (
+from jobs.imports.common import data, training_keys
+from jobs.imports.common.draft import (
     all_of,
     as_number,
     flatten,
@@ -16,13 +16,13 @@ from jobs.imports.draft import (
     unless_off,
     without,
 )
-from jobs.imports.places import find_beside, parse
-from jobs.imports.report import Kind
-from jobs.pictures import METADATA
-from jobs.spellings import normal_key
+from jobs.imports.common.import_report import Kind
+from jobs.imports.common.places import find_beside, parse
+from jobs.spec.values.dataset_files import METADATA
+from jobs.spec.values.spellings import normal_key
 
 if TYPE_CHECKING:
-    from jobs.imports.draft import Draft, Rule
+    from jobs.imports.common.draft import Draft, Rule
 
 _CACHES: Final = ("text_embeds", "image_embeds", "conditioning_image_embeds")
 _STORES: Final = "only folders are read: copy it here (`hf download`, `aws s3 sync`) and name it"
@@ -75,7 +75,7 @@ def _left_out(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
     if not is_off(theirs.get("disabled", theirs.get("disable"))):
         return Kind.UNNEEDED, "it is disabled"
     if kind in _CACHES:
-        return Kind.UNNEEDED, words.OWN_CACHES
+        return Kind.UNNEEDED, training_keys.OWN_CACHES
     if kind == "eval":
         return Kind.UNSUPPORTED, "set validation_fraction, a share of the samples that is held out"
     if kind not in ("image", "video"):
@@ -97,7 +97,9 @@ def _resolution(part: Draft, key: str, value: Any) -> None:
     if number is None or number <= 0:
         part.unreadable(key, "not a number of pixels")
     elif kind == "area" or number < 16:
-        part.take(key, "resolution", words.side_of(number), "megapixels → the side in pixels")
+        part.take(
+            key, "resolution", training_keys.side_of(number), "megapixels → the side in pixels"
+        )
     elif kind == "pixel":
         part.take(
             key, "resolution", value, "the shorter side there; here about so many pixels squared"
@@ -170,9 +172,9 @@ def _crop_style(part: Draft, key: str, value: Any) -> None:
 
 def _crop_aspect(part: Draft, key: str, value: Any) -> None:
     if is_off(part.get("crop")) or str(value).strip().lower() in ("preserve", "closest"):
-        part.unneeded(key, words.BUCKETS)
+        part.unneeded(key, training_keys.BUCKETS)
     else:
-        part.unsupported(key, words.BUCKETS)
+        part.unsupported(key, training_keys.BUCKETS)
 
 
 def _smallest(part: Draft, key: str, value: Any) -> None:
@@ -233,7 +235,7 @@ _DATASET: Final[dict[str, Rule]] = {
     "minimum_image_size": _smallest,
     **all_of(
         "crop maximum_image_size target_downsample_size crop_aspect_buckets max_upscale_threshold",
-        needless(words.BUCKETS),
+        needless(training_keys.BUCKETS),
     ),
     **all_of(
         "minimum_aspect_ratio maximum_aspect_ratio",
@@ -272,7 +274,7 @@ _DATASET_PREFIXES: Final[dict[str, Rule]] = {
     **all_of(
         "cache_ text_embeds image_embeds conditioning_image_embed vae_cache text_cache "
         "write_batch_size read_batch_size",
-        needless(words.OWN_CACHES),
+        needless(training_keys.OWN_CACHES),
     ),
     **all_of(
         "skip_file_discovery preserve_data_backend_cache metadata_ hash_filenames ignore_epochs "
@@ -292,7 +294,7 @@ RULES: Final[dict[str, Rule]] = {
         "maximum_image_size target_downsample_size max_upscale_threshold aspect_bucket_rounding "
         "aspect_bucket_alignment aspect_bucket_worker_count aspect_bucket_disable_rebuild "
         "disable_bucket_pruning allow_dataset_oversubscription data_backend_sampling",
-        needless(words.BUCKETS),
+        needless(training_keys.BUCKETS),
     ),
     **all_of(
         "cache_dir cache_dir_vae cache_dir_text compress_disk_cache vae_cache_scan_behaviour "
@@ -301,7 +303,7 @@ RULES: Final[dict[str, Rule]] = {
         "override_dataset_config image_processing_batch_size metadata_update_interval "
         "enable_multiprocessing max_workers aws_max_pool_connections dataloader_prefetch "
         "dataloader_prefetch_qlen",
-        needless(words.OWN_CACHES),
+        needless(training_keys.OWN_CACHES),
     ),
     **all_of(
         "debug_aspect_buckets debug_dataset_loader print_filenames print_sampler_statistics "

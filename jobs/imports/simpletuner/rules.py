@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.families import FAMILIES
-from jobs.imports import data, models, words
-from jobs.imports.draft import as_number, is_off, plain
-from jobs.imports.places import find_beside, parse
-from jobs.imports.report import Kind
-from jobs.spellings import as_bool, normal_key
+from jobs.imports.common import data, models, training_keys
+from jobs.imports.common.draft import as_number, is_off, plain
+from jobs.imports.common.import_report import Kind
+from jobs.imports.common.places import find_beside, parse
+from jobs.spec.families import FAMILIES
+from jobs.spec.values.spellings import as_bool, normal_key
 
 if TYPE_CHECKING:
-    from jobs.imports.draft import Draft
+    from jobs.imports.common.draft import Draft
 
 # Names of published models there and here.
 _FLAVOURS: Final = {
@@ -49,7 +49,7 @@ _FLUX_TARGETS: Final[dict[str, list[str] | None]] = {
     "all+ffs": None,  # as the family's own here
 }
 
-KERNELS: Final[words.Words] = {
+KERNELS: Final[training_keys.Words] = {
     "diffusers": ("auto", ""),
     "xformers": ("efficient", "torch's own kernel of the same method"),
     "cudnn": ("cudnn", ""),
@@ -133,11 +133,11 @@ def epochs(draft: Draft, key: str, value: Any) -> None:
     if is_off(value) or not is_off(draft.get("max_train_steps")):
         draft.unneeded(key, "max_train_steps counts")
     else:
-        words.epochs(draft, key, value, data.count_samples(draft))
+        training_keys.epochs(draft, key, value, data.count_samples(draft))
 
 
 def rate(draft: Draft, key: str, value: Any) -> None:
-    words.rate(
+    training_keys.rate(
         draft, key, value, scaled=draft.on("lr_scale") or draft.on("lr_scale_sqrt"),
         root=draft.on("lr_scale_sqrt"),
     )  # fmt: skip

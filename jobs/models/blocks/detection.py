@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.block_cache import SCHEMA, recall, remember
-from jobs.block_parts import BlockClass, Coverage, Parts
-from jobs.block_target import find_target
 from jobs.errors import SpecError, UserError
-from jobs.tools import ToolError, ask
+from jobs.machine.engine_tools import ToolError, ask
+from jobs.models.blocks.detection_cache import SCHEMA, recall, remember
+from jobs.models.blocks.model_config import find_target
+from jobs.models.blocks.parts import BlockClass, Coverage, Parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.block_target import Target
-    from jobs.tools import Progress
+    from jobs.machine.engine_tools import Progress
+    from jobs.models.blocks.model_config import Target
 
 __all__ = ["BlockClass", "Coverage", "Detection", "cached_detection", "detect_blocks"]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.paths import cache_home
-from jobs.rundir import read_json, write_atomic
+from jobs.run.rundir import read_json, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

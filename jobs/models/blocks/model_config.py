@@ -13,16 +13,16 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
-from jobs.families import FAMILIES, get_family
-from jobs.fields import read_family
-from jobs.models import find_model
+from jobs.models.find_model import find_model
 from jobs.paths import exists, expand
-from jobs.rundir import read_json
+from jobs.run.rundir import read_json
+from jobs.spec.families import FAMILIES, get_family
+from jobs.spec.values.value_types import read_family
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.families import Family
+    from jobs.spec.families import Family
 
 # What of a pipeline is trained, in the order in which it is looked for.
 _DENOISERS: Final = ("transformer", "unet", "prior")
@@ -151,7 +151,7 @@ def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any]
 
 def _of_hub_id(hub_id: str) -> dict[str, Any] | None:
     """A published config that comes with us, so that nothing need be downloaded to look at it."""
-    file = files("jobs") / "published" / f"{hub_id.replace('/', '--')}.json"
+    file = files("jobs") / "models" / "published" / f"{hub_id.replace('/', '--')}.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -92,7 +92,7 @@ class Parts:
     containers: tuple[str, ...] = ()
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
-        """What `engine.parallel.shard` would make of these classes."""
+        """What `engine.parallel.sharding.shard` would make of these classes."""
         present = {part.class_name for part in self.parts}
         wrapped = {
             name: {c for c in (name, *self.ancestors.get(name, ())) if c in chosen}

@@ -2,7 +2,7 @@
 
 Torch keeps the newest collectives of each process group in memory. Its watchdog writes them to a
 file, by `pickle`, when one of NCCL's times out; a rank of ours writes them as JSON when it is asked
-to (`engine.flight`), which works while it waits.
+to (`engine.ranks.flight_dump`), which works while it waits.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.nccl import plain_name
+from jobs.run.diagnosis.nccl import plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
     Entries = dict[int, dict[str, Any]]  # sequence number → what was recorded
 

@@ -11,12 +11,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from jobs.rundir import PHASES
+from jobs.run.rundir import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.rundir import RankStatus
+    from jobs.run.rundir import RankStatus
 
 # A heartbeat comes about once a second from a thread of its own, whatever the rank computes.
 _SILENT: Final = 15.0

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.rundir import read_tail
+from jobs.run.rundir import read_tail
 
 if TYPE_CHECKING:
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 _TYPES: Final = frozenset(
     {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}

@@ -11,10 +11,10 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from jobs.rundir import read_tail
+from jobs.run.rundir import read_tail
 
 if TYPE_CHECKING:
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 _EXIT: Final = re.compile(
     r"rank\s*:\s*(\d+) \(local_rank[^\n]*\n\s*exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)"

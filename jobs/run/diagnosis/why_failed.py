@@ -6,16 +6,16 @@ import re
 import signal
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.elastic import launcher_signal, rank_exits, signal_name
-from jobs.flight import find_wait
-from jobs.nccl import essence, find_timeout, is_aftermath
-from jobs.processes import kernel_oom_kills
-from jobs.rundir import PHASES, read_tail
+from jobs.machine.processes import kernel_oom_kills
+from jobs.run.diagnosis.flight_records import find_wait
+from jobs.run.diagnosis.nccl import essence, find_timeout, is_aftermath
+from jobs.run.diagnosis.rank_exits import launcher_signal, rank_exits, signal_name
+from jobs.run.rundir import PHASES, read_tail
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 _LONGEST: Final = 300
 _PARTS: Final = {

@@ -10,12 +10,12 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from jobs.errors import SpecError
-from jobs.families.base import Family, Flavour, Guidance, Objective
-from jobs.fields import read_family
-from jobs.spellings import did_you_mean
+from jobs.spec.families.base import Family, Flavour, Guidance, Objective
+from jobs.spec.values.spellings import did_you_mean
+from jobs.spec.values.value_types import read_family
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 __all__ = [
     "FAMILIES",
@@ -50,7 +50,7 @@ _NAMES = (
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
-    name: import_module(f"jobs.families.{name}").FAMILY for name in _NAMES
+    name: import_module(f"jobs.spec.families.{name}").FAMILY for name in _NAMES
 }
 
 

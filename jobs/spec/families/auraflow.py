@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Chroma of Lodestone Rock."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="chroma",

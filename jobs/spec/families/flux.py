@@ -1,6 +1,6 @@
 """FLUX.1 of Black Forest Labs."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="flux",

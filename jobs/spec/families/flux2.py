@@ -1,6 +1,6 @@
 """FLUX.2 of Black Forest Labs."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 _DISTILLED = {"validation_num_inference_steps": 4, "validation_guidance": 1.0}
 _BASE = {"validation_num_inference_steps": 50}

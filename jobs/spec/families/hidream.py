@@ -1,6 +1,6 @@
 """HiDream-I1 of HiDream.ai."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 _DISTILLED = {"validation_guidance": 0.0}
 

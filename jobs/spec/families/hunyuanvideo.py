@@ -1,6 +1,6 @@
 """HunyuanVideo of Tencent."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="hunyuanvideo",

@@ -1,6 +1,6 @@
 """LTX-Video of Lightricks."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 _DISTILLED = {
     "max_sequence_length": 256,

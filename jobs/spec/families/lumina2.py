@@ -1,6 +1,6 @@
 """Lumina-Image 2.0 of Alpha-VLLM."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="lumina2",

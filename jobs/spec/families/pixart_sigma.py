@@ -1,6 +1,6 @@
 """PixArt-Sigma of Huawei Noah's Ark Lab."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="pixart_sigma",

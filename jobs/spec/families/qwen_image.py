@@ -1,6 +1,6 @@
 """Qwen-Image of Alibaba."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="qwen_image",

@@ -1,6 +1,6 @@
 """Sana of NVIDIA."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="sana",

@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5 of Stability AI."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="sd3",

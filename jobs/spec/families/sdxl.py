@@ -1,6 +1,6 @@
 """Stable Diffusion XL of Stability AI, and what was trained from it."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="sdxl",

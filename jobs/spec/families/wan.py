@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2 of Alibaba, text to video."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 _EXPERTS = {"validation_guidance": 4.0}  # of Wan 2.2's experts, as published
 

@@ -1,6 +1,6 @@
 """Z-Image of Alibaba's Tongyi."""
 
-from jobs.families.base import Family, Flavour
+from jobs.spec.families.base import Family, Flavour
 
 FAMILY = Family(
     name="z_image",

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from jobs.errors import SpecError
-from jobs.old_keys import RENAMED, agree, read_value, translate
-from jobs.spec import JobSpec
-from jobs.spec_errors import in_words
-from jobs.spellings import as_bool, as_none, did_you_mean, nearest, normal_key
-from jobs.strategy import SHARDING, world_size
+from jobs.spec.file.old_keys import RENAMED, agree, read_value, translate
+from jobs.spec.file.value_errors import in_words
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.strategy import SHARDING, world_size
+from jobs.spec.values.spellings import as_bool, as_none, did_you_mean, nearest, normal_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

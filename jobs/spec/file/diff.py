@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from jobs.spec import field_group, field_names
+from jobs.spec.job_spec import field_group, field_names
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 Kind = Literal["added", "removed", "changed"]
 

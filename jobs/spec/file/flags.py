@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
-from jobs.fields import read_words
 from jobs.paths import exists
-from jobs.spec import JobSpec, is_switch, takes_many, takes_none, takes_number
-from jobs.spellings import as_bool, as_list, as_none, normal_key, unquoted
+from jobs.spec.job_spec import JobSpec, is_switch, takes_many, takes_none, takes_number
+from jobs.spec.values.spellings import as_bool, as_list, as_none, normal_key, unquoted
+from jobs.spec.values.value_types import read_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.accelerate_file import KEY as ACCELERATE
-from jobs.accelerate_file import lay_over
-from jobs.cascade import clean
-from jobs.conflicts import find_conflicts
 from jobs.errors import SpecError
-from jobs.families import get_family
-from jobs.fields import read_settings
-from jobs.old_keys import translate
 from jobs.paths import exists, expand
-from jobs.spec import JobSpec, field_names
-from jobs.spec_errors import in_words, key_of
-from jobs.spellings import did_you_mean, normal_key
-from jobs.yamlfile import dump_mapping, read_mapping
+from jobs.spec.families import get_family
+from jobs.spec.file.accelerate_file import KEY as ACCELERATE
+from jobs.spec.file.accelerate_file import lay_over
+from jobs.spec.file.old_keys import translate
+from jobs.spec.file.value_errors import in_words, key_of
+from jobs.spec.job_spec import JobSpec, field_names
+from jobs.spec.rules.cascade import clean
+from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.values.spellings import did_you_mean, normal_key
+from jobs.spec.values.value_types import read_settings
+from jobs.spec.values.yaml_lines import dump_mapping, read_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

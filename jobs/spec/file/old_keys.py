@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.spec import JobSpec
-from jobs.spellings import as_bool, as_choice, as_none, did_you_mean
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.values.spellings import as_bool, as_choice, as_none, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import NotFoundError, UserError
-from jobs.families import FAMILIES
-from jobs.old_keys import translate
 from jobs.paths import config_home, ensure_private_dir
-from jobs.rundir import write_atomic
-from jobs.spec import field_names
-from jobs.spellings import did_you_mean
-from jobs.yamlfile import dump_mapping, read_mapping
+from jobs.run.rundir import write_atomic
+from jobs.spec.families import FAMILIES
+from jobs.spec.file.old_keys import translate
+from jobs.spec.job_spec import field_names
+from jobs.spec.values.spellings import did_you_mean
+from jobs.spec.values.yaml_lines import dump_mapping, read_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.datasets import Dataset
-from jobs.fields import SAID
-from jobs.prompts import ValidationPrompt
-from jobs.spec import JobSpec, field_choices
-from jobs.spellings import did_you_mean, unquoted
+from jobs.spec.job_spec import JobSpec, field_choices
+from jobs.spec.keys.prompts import ValidationPrompt
+from jobs.spec.values.datasets import Dataset
+from jobs.spec.values.spellings import did_you_mean, unquoted
+from jobs.spec.values.value_types import SAID
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

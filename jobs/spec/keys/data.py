@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.datasets import Dataset, read_datasets
-from jobs.fields import (
+from jobs.spec.values.datasets import Dataset, read_datasets
+from jobs.spec.values.spellings import as_none
+from jobs.spec.values.value_types import (
     Bool,
     CaptionLines,
     Crop,
@@ -17,11 +18,10 @@ from jobs.fields import (
     choice,
     field,
 )
-from jobs.spellings import as_none
 
 
 class DataKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     # -- pictures and videos ---------------------------------------------------------------
     datasets: Annotated[list[Dataset] | None, BeforeValidator(read_datasets)] = field(

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import (
+from jobs.spec.values.spellings import as_none
+from jobs.spec.values.value_types import (
     Bool,
     ContextParallelStrategy,
     Device,
@@ -18,11 +19,10 @@ from jobs.fields import (
     field,
     read_gpus,
 )
-from jobs.spellings import as_none
 
 
 class DeviceKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     device: Annotated[Device, choice(Device)] = field(
         "auto", "devices", "auto takes GPUs where there are any, else CPU ranks over gloo."

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import field
-from jobs.spellings import as_choice, as_list, as_none
+from jobs.spec.values.spellings import as_choice, as_list, as_none
+from jobs.spec.values.value_types import field
 
 ExportFormat = Literal["diffusers", "kohya"]
 ExportDtype = Literal["auto", "fp32", "bf16", "fp16"]
@@ -32,7 +32,7 @@ def read_dtype(value: Any) -> Any:
 
 
 class ExportKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     export_formats: Annotated[list[ExportFormat] | None, BeforeValidator(read_formats)] = field(
         None, "export",

@@ -6,7 +6,7 @@ from typing import Annotated, get_args
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import (
+from jobs.spec.values.value_types import (
     Bool,
     OptionalBool,
     OptionalTextList,
@@ -22,7 +22,7 @@ from jobs.fields import (
 
 
 class FsdpKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     fsdp_enable: OptionalBool = field(
         None, "fsdp", "Shard the model over the ranks (the same as strategy: fsdp2)."

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import ModelType, OptionalText, choice, field, read_family
+from jobs.spec.values.value_types import ModelType, OptionalText, choice, field, read_family
 
 
 class JobKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     name: str = field(
         "job", "job", "Short name of the job; part of its run directory.",

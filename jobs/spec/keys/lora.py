@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import OptionalTextList, Placement, choice, field
-from jobs.spellings import as_none
+from jobs.spec.values.spellings import as_none
+from jobs.spec.values.value_types import OptionalTextList, Placement, choice, field
 
 
 class LoraKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     lora_rank: int = field(16, "lora", "Rank of the adapter.", ge=1, le=4096)
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(

@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import OptionalBool, OptionalText, SaveFailure, choice, field
-from jobs.spellings import as_none
+from jobs.spec.values.spellings import as_none
+from jobs.spec.values.value_types import OptionalBool, OptionalText, SaveFailure, choice, field
 
 
 class OutputKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     checkpointing_steps: int = field(
         500, "output", "Save every so many steps; the end and a stop always save. 0: only then.",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
 from pydantic_core import PydanticCustomError
 
-from jobs.families import FAMILIES, latent_step_of
-from jobs.spellings import as_list, as_mapping, as_none, normal_key
+from jobs.spec.families import FAMILIES, latent_step_of
+from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 LARGEST_SEED: Final = 2**63 - 1
 _LEAST_SIDE, _LARGEST_SIDE = 16, 8192

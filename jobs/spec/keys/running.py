@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from jobs.fields import Bool, field
+from jobs.spec.values.value_types import Bool, field
 
 
 class RunningKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     stop_grace_seconds: float = field(
         600.0, "running",

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import (
+from jobs.spec.values.spellings import as_none
+from jobs.spec.values.value_types import (
     AttentionBackend,
     Bool,
     CheckpointPolicy,
@@ -22,11 +23,10 @@ from jobs.fields import (
     read_attention,
     read_loss,
 )
-from jobs.spellings import as_none
 
 
 class TrainingKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     resolution: int = field(
         1024, "training", "Pictures are resized to about this many pixels squared, in buckets "

@@ -6,13 +6,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.fields import Bool, field
-from jobs.prompts import LARGEST_SEED, Size, ValidationPrompt, read_prompts
-from jobs.spellings import as_none
+from jobs.spec.keys.prompts import LARGEST_SEED, Size, ValidationPrompt, read_prompts
+from jobs.spec.values.spellings import as_none
+from jobs.spec.values.value_types import Bool, field
 
 
 class ValidationKeys(BaseModel):
-    """A part of `jobs.spec.JobSpec`."""
+    """A part of `jobs.spec.job_spec.JobSpec`."""
 
     # -- pictures --------------------------------------------------------------------------
     validation_prompts: Annotated[list[ValidationPrompt], BeforeValidator(read_prompts)] = field(

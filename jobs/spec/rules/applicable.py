@@ -1,20 +1,21 @@
 """Which keys of a job mean nothing beside the rest of it, and why, in a few words.
 
-`jobs.conflicts` refuses what cannot run; this says beforehand which keys need not be filled in.
+`jobs.spec.rules.conflicts` refuses what cannot run; this says beforehand which keys need not be
+filled in.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.families import FAMILIES
-from jobs.strategy import checkpoints_activations, shards, world_size
+from jobs.spec.families import FAMILIES
+from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.families import Family
-    from jobs.spec import JobSpec
+    from jobs.spec.families import Family
+    from jobs.spec.job_spec import JobSpec
 
 _SHARDED: Final = "needs strategy: fsdp2 or hsdp"
 _ONE_RANK: Final = "no effect on one rank"
@@ -208,7 +209,7 @@ def _nothing_held_out(spec: JobSpec) -> str:
 
 
 def _sharding_keys() -> tuple[str, ...]:
-    from jobs.keys.fsdp import FsdpKeys
+    from jobs.spec.keys.fsdp import FsdpKeys
 
     return tuple(key for key in FsdpKeys.model_fields if key not in _OF_ANY_STRATEGY)
 

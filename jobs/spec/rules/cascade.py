@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.strategy import SHARDING, world_size
+from jobs.spec.rules.strategy import SHARDING, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 # What one rank and several have otherwise, unless the person says it.
 FOLLOWING: Final = ("strategy", "fsdp_enable", "unload_text_encoder", "cache_text_embeddings")

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.cascade import find_overruled
-from jobs.data_conflicts import DATA_RULES, Conflict
-from jobs.families import FAMILIES
-from jobs.launch_conflicts import LAUNCH_RULES
-from jobs.strategy import (
+from jobs.spec.families import FAMILIES
+from jobs.spec.rules.cascade import find_overruled
+from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
+from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
+from jobs.spec.rules.strategy import (
     SHARDING,
     checkpoints_activations,
     chosen_strategy,
     shards,
     world_size,
 )
-from jobs.validation_conflicts import VALIDATION_RULES, validation_warnings
+from jobs.spec.rules.validation_conflicts import VALIDATION_RULES, validation_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 __all__ = ["Conflict", "find_conflicts", "find_warnings"]
 

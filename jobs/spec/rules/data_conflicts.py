@@ -1,15 +1,15 @@
-"""Combinations of the data's settings that cannot run; a part of `jobs.conflicts`."""
+"""Combinations of the data's settings that cannot run; a part of `jobs.spec.rules.conflicts`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jobs.families import FAMILIES
-from jobs.strategy import world_size
+from jobs.spec.families import FAMILIES
+from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.data_conflicts import Conflict
-from jobs.spellings import as_bool, did_you_mean, normal_key
+from jobs.spec.rules.data_conflicts import Conflict
+from jobs.spec.values.spellings import as_bool, did_you_mean, normal_key
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 KEY: Final = "accelerate_extra_args"
 SWITCHES: Final = ("debug", "enable_cpu_affinity", "quiet", "same_network")

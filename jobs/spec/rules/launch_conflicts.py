@@ -1,15 +1,15 @@
-"""Settings of devices and of the launch that cannot run; a part of `jobs.conflicts`."""
+"""Settings of devices and of the launch that cannot run; a part of `jobs.spec.rules.conflicts`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jobs.data_conflicts import Conflict
-from jobs.extra_args import extra_args
-from jobs.strategy import shards
+from jobs.spec.rules.data_conflicts import Conflict
+from jobs.spec.rules.extra_args import extra_args
+from jobs.spec.rules.strategy import shards
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def gpu_count(spec: JobSpec) -> Conflict | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 SHARDING: Final = ("fsdp2", "hsdp")
 

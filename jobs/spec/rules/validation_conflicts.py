@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jobs.data_conflicts import Conflict
-from jobs.datasets import TRIGGER
-from jobs.families import FAMILIES, latent_step_of
-from jobs.prompts import frames_of, requests_of, size_of
+from jobs.spec.families import FAMILIES, latent_step_of
+from jobs.spec.keys.prompts import frames_of, requests_of, size_of
+from jobs.spec.rules.data_conflicts import Conflict
+from jobs.spec.values.datasets import TRIGGER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.families import Family, Guidance
-    from jobs.prompts import SampleRequest
-    from jobs.spec import JobSpec
+    from jobs.spec.families import Family, Guidance
+    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 def shared_tokens(spec: JobSpec) -> Conflict | None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jobs.paths import exists, expand
-from jobs.pictures import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
-from jobs.spellings import as_list, as_mapping, as_none, normal_key
+from jobs.spec.values.dataset_files import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
+from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 Layout = Literal["folder", "arrow", "parquet"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jobs.spellings import (
+from jobs.spec.values.spellings import (
     as_bool,
     as_choice,
     as_list,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from jobs.errors import SpecError
-from jobs.files import LARGEST_TEXT, read_regular
-from jobs.foreign import harmless
-from jobs.spellings import normal_key
+from jobs.spec.values.spellings import normal_key
+from jobs.untrusted.files import LARGEST_TEXT, read_regular
+from jobs.untrusted.text import harmless
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,12 +16,12 @@ import transformers
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
-from engine import parallel
 from engine.blocks.build import CannotBuildError, build
-from engine.blocks.report import report
-from jobs.block_parts import Parts
-from tests.support.block_table import BLOCKS, NOT_BUILT, PUBLISHED
-from tests.support.engine import toy_spec
+from engine.blocks.detection import report
+from engine.parallel import sharding
+from jobs.models.blocks.parts import Parts
+from tests.support.engine.block_table import BLOCKS, NOT_BUILT, PUBLISHED
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,10 +161,10 @@ def wrapped_by_the_engine(
     spec = toy_spec(
         toy, num_processes=2, strategy="fsdp2", fsdp_transformer_layer_cls_to_wrap=names
     )
-    plugin = parallel.build_plugin(spec, torch.device("cpu"))
+    plugin = sharding.build_plugin(spec, torch.device("cpu"))
     taken: set[nn.Parameter] = set()
     sizes = []
-    units = parallel.modules_to_wrap(model, spec, plugin)
+    units = sharding.modules_to_wrap(model, spec, plugin)
     for module in units:
         own = set(module.parameters()) - taken
         sizes.append(sum(parameter.numel() for parameter in own))

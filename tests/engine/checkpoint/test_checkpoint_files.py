@@ -16,19 +16,19 @@ from engine.checkpoint import sharded
 from engine.checkpoint.resume import resume
 from engine.checkpoint.together import OutOfStepError, SaveError, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest
-from engine.run import start_training
-from engine.telemetry import Telemetry
-from jobs.checkpoints import find_damage, read_checkpoint
+from engine.ranks.telemetry import Telemetry
+from engine.run_job import start_training
 from jobs.errors import UserError
-from jobs.rundir import MANIFEST, RunDir
-from tests.support.engine import ALONE, Line, toy_spec
+from jobs.run.checkpoint_files import find_damage, read_checkpoint
+from jobs.run.rundir import MANIFEST, RunDir
+from tests.support.engine.toy_jobs import ALONE, Line, toy_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from engine.training import Training
-    from jobs.spec import JobSpec
+    from engine.train.train_state import TrainState
+    from jobs.spec.job_spec import JobSpec
 
 DATA = {"samples": 4, "steps_per_epoch": 2, "digest": "a"}
 
@@ -47,7 +47,7 @@ def telemetry(run_dir: RunDir) -> Iterator[Telemetry]:
     one.close()
 
 
-def trained(spec: JobSpec, steps: int = 2) -> Training:
+def trained(spec: JobSpec, steps: int = 2) -> TrainState:
     training = start_training(spec, Line(), ALONE)
     for _ in range(steps):
         training.model(torch.ones(1)).square().sum().backward()
@@ -60,7 +60,7 @@ def trained(spec: JobSpec, steps: int = 2) -> Training:
     return training
 
 
-def save(training: Training, spec: JobSpec, run_dir: RunDir, **data: Any) -> Path:
+def save(training: TrainState, spec: JobSpec, run_dir: RunDir, **data: Any) -> Path:
     path = run_dir.checkpoint(training.step)
     checkpoint.write(checkpoint.collect(training, spec, 1, data or None), path, ALONE)
     return path
@@ -177,7 +177,7 @@ def test_a_rank_that_is_out_of_step_does_not_wait_for_the_others() -> None:
 # -- how a run begins ----------------------------------------------------------------------------
 
 
-def begin(spec: JobSpec, run_dir: RunDir, telemetry: Telemetry, **data: Any) -> Training:
+def begin(spec: JobSpec, run_dir: RunDir, telemetry: Telemetry, **data: Any) -> TrainState:
     training = start_training(spec, Line(), ALONE)
     resume(training, spec, run_dir, ALONE, telemetry, DATA | data)
     return training

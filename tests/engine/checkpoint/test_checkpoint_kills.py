@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from engine import checkpoint
-from jobs.checkpoints import find_damage, list_checkpoints
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
-from tests.support.engine import ALONE, start_ranks, toy_values
-from tests.support.ranks.checkpoint import check, numbered, save_for_ever, save_with_trouble
+from jobs.run.checkpoint_files import find_damage, list_checkpoints
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
+from tests.support.engine.ranks.checkpoint import check, numbered, save_for_ever, save_with_trouble
+from tests.support.engine.toy_jobs import ALONE, start_ranks, toy_values
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:

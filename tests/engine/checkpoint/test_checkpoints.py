@@ -19,27 +19,28 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from engine import adapters, checkpoint
+from engine import checkpoint
 from engine.checkpoint import full, sharded
 from engine.checkpoint import saver as saver_module
 from engine.checkpoint.contents import collect, expected_bytes
 from engine.checkpoint.together import OutOfStepError, SaveError, together
-from engine.ema import Ema
 from engine.families import load
-from engine.optim import build_optimizer, build_scheduler
-from engine.telemetry import Telemetry
-from engine.training import Training
-from jobs.checkpoints import STATE_FILE, find_damage, list_checkpoints, read_checkpoint
+from engine.model import adapters
+from engine.ranks.telemetry import Telemetry
+from engine.train.ema import Ema
+from engine.train.optimizer import build_optimizer, build_scheduler
+from engine.train.train_state import TrainState
 from jobs.errors import UserError
-from jobs.rundir import RunDir
-from tests.support.engine import ALONE, build, inputs, toy_spec, trained_digest
-from tests.support.engine import save_checkpoint as save
+from jobs.run.checkpoint_files import STATE_FILE, find_damage, list_checkpoints, read_checkpoint
+from jobs.run.rundir import RunDir
+from tests.support.engine.toy_jobs import ALONE, build, inputs, toy_spec, trained_digest
+from tests.support.engine.toy_jobs import save_checkpoint as save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 flux = load("flux")
 
@@ -47,15 +48,15 @@ FULL = "FULL_STATE_DICT"
 Usage = namedtuple("Usage", "total used free")
 
 
-def training_of(toy: Path, spec: JobSpec) -> Training:
+def training_of(toy: Path, spec: JobSpec) -> TrainState:
     model = build(toy, spec)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(spec, list(trained.values()), ALONE.device)
     ema = Ema(trained, spec.ema_decay) if spec.use_ema else None
-    return Training(model, optimizer, build_scheduler(spec, optimizer), ema)
+    return TrainState(model, optimizer, build_scheduler(spec, optimizer), ema)
 
 
-def advance(training: Training, toy: Path, steps: int = 1) -> None:
+def advance(training: TrainState, toy: Path, steps: int = 1) -> None:
     for _ in range(steps):
         flux.predict(training.model, **inputs(toy)).square().mean().backward()
         training.optimizer.step()
@@ -66,7 +67,7 @@ def advance(training: Training, toy: Path, steps: int = 1) -> None:
             training.ema.update(training.step)
 
 
-def digest_of(training: Training) -> str:
+def digest_of(training: TrainState) -> str:
     """Of what is trained, its average, and the optimizer's state."""
     state = training.optimizer.state_dict()
     moments = [v for s in state["state"].values() for v in s.values()]
@@ -275,7 +276,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(
 
     spec = toy_spec(toy)
     save(training_of(toy, spec), spec, run_dir)
-    monkeypatch.setattr("jobs.checkpoints.sha256", fail)
+    monkeypatch.setattr("jobs.run.checkpoint_files.sha256", fail)
     with pytest.raises(UserError, match=r"cannot read .*step-0.* \(Input/output error\)"):
         checkpoint.choose_start(run_dir, None, ALONE, lambda line: None)
     assert run_dir.latest_checkpoint() == (0, run_dir.checkpoint(0))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from engine.checkpoint.data_facts import data_facts, tell_difference
-from engine.data.index import DataIndex, Sample
-from engine.data.plan import BatchPlan
+from engine.data.index.batch_plan import BatchPlan
+from engine.data.index.data_index import DataIndex, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,10 +12,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
 from engine.checkpoint import sharded
-from engine.dcp_reader import INDEX, read_index
+from engine.checkpoint.dcp_reader import INDEX, read_index
 from engine.exports.source import ShardedCheckpoint
-from jobs.checkpoints import Checkpoint
 from jobs.errors import UserError
+from jobs.run.checkpoint_files import Checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from jobs.checkpoints import list_checkpoints, read_state
-from jobs.eventlog import EventLog
-from jobs.rundir import RunDir
-from tests.support.engine import start_ranks, toy_values
-from tests.support.ranks.checkpoint import train
+from jobs.run.checkpoint_files import list_checkpoints, read_state
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import RunDir
+from tests.support.engine.ranks.checkpoint import train
+from tests.support.engine.toy_jobs import start_ranks, toy_values
 
 if TYPE_CHECKING:
     from pathlib import Path

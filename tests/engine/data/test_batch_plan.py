@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.captions import prompt_text, texts_of, with_trigger
-from engine.data.plan import BatchPlan, Draw, Share, nth_variant, positions_of_rank, shares_of
-from jobs.datasets import Dataset
+from engine.data.index.batch_plan import (
+    BatchPlan,
+    Draw,
+    Share,
+    nth_variant,
+    positions_of_rank,
+    shares_of,
+)
+from engine.data.index.captions import prompt_text, texts_of, with_trigger
 from jobs.errors import UserError
-from jobs.spec import JobSpec
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.values.datasets import Dataset
 
 # Datasets, each a list of how many samples it has in each bucket.
 _DATASETS = st.lists(

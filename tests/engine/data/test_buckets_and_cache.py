@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.buckets import bucket_sizes, nearest_bucket
-from engine.data.cache import CacheError, TensorCache, fingerprint
+from engine.data.encode.tensor_cache import CacheError, TensorCache, fingerprint
+from engine.data.index.buckets import bucket_sizes, nearest_bucket
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from engine.data.cache import TensorCache
-from engine.data.latents import _READ_AHEAD
-from jobs.rundir import RunDir
-from jobs.specfile import dump_spec, load_spec
-from tests.support.engine import start_ranks, toy_values
+from engine.data.encode.latents import _READ_AHEAD
+from engine.data.encode.tensor_cache import TensorCache
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import dump_spec, load_spec
+from tests.support.engine.ranks import data as data_ranks
+from tests.support.engine.toy_jobs import start_ranks, toy_values
 from tests.support.forks.client import RanksFailedError
-from tests.support.ranks import data as data_ranks
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from engine.data.index import build_index
-from engine.data.report import make_report
-from engine.data.sources import read_folder
-from engine.data.tokens import count_tokens
-from jobs.datasets import Dataset
+from engine.data.index.data_index import build_index
+from engine.data.read.folders import read_folder
+from engine.data.report.caption_lengths import count_tokens
+from engine.data.report.data_report import make_report
 from jobs.errors import UserError
-from jobs.specfile import load_spec
+from jobs.spec.file.load import load_spec
+from jobs.spec.values.datasets import Dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 @pytest.fixture
@@ -169,21 +169,21 @@ def test_a_full_cache_disk_costs_a_look_nothing(
     def full(*words: object, **names: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.data.memo.write_atomic", full)
+    monkeypatch.setattr("engine.data.read.memo.write_atomic", full)
     assert len(build_index(job(folder)).samples) == 1
 
 
 def test_a_refusal_is_not_remembered(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from engine.data import index as module
-    from engine.data.pictures import PictureError
+    from engine.data.index import data_index as module
+    from engine.data.read.images import PictureError
 
     (folder / "1.txt").write_text("x")
     (folder / "2.txt").write_text("x")
     for path in folder.iterdir():
         os.utime(path, (0, 0))
-    monkeypatch.setattr("engine.data.memo._SETTLED", -1.0)
+    monkeypatch.setattr("engine.data.read.memo._SETTLED", -1.0)
     stock: Callable[[bytes], Any] = module.look
 
     def out_of_memory(content: bytes) -> Any:

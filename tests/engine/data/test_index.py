@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from engine.data import index as index_module
-from engine.data.index import DataIndex, Sample, build_index, read_content
-from engine.data.memo import Memo, stamp_of
-from engine.data.report import changed_since, make_report, sample_texts, summary
-from engine.data.sheet import save_strips, sheet
-from engine.data.views import View, count_views, cut_share, enlargement, fit, view_of
+from engine.data.index import data_index as index_module
+from engine.data.index.data_index import DataIndex, Sample, build_index, read_content
+from engine.data.index.views import View, count_views, cut_share, enlargement, fit, view_of
+from engine.data.read.memo import Memo, stamp_of
+from engine.data.report.contact_sheet import save_strips, sheet
+from engine.data.report.data_report import changed_since, make_report, sample_texts, summary
 from jobs.errors import UserError
-from jobs.specfile import load_spec
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 @pytest.fixture

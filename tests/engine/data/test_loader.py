@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from engine import families
+from engine.data.index.batch_plan import Draw
 from engine.data.loader import Loader
-from engine.data.plan import Draw
-from engine.draws import sample_generators
-from engine.objective import Drawn
-from engine.world import World
-from jobs.spec import JobSpec
+from engine.diffusion.objective import Drawn
+from engine.diffusion.random_numbers import sample_generators
+from engine.ranks.world import World
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from engine.data import tables
-from engine.data.index import build_index, read_content
-from engine.data.report import make_report
-from engine.data.tables import RowError, Table, open_table, read_table, split_files
-from jobs.datasets import Dataset
+from engine.data.index.data_index import build_index, read_content
+from engine.data.read import tables
+from engine.data.read.tables import RowError, Table, open_table, read_table, split_files
+from engine.data.report.data_report import make_report
 from jobs.errors import UserError
-from jobs.specfile import load_spec
+from jobs.spec.file.load import load_spec
+from jobs.spec.values.datasets import Dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine.data.cache import TensorCache
-from engine.run import run_job
-from engine.telemetry import Telemetry
-from engine.world import World
-from jobs.rundir import RunDir
-from tests.support.engine import toy_spec
+from engine.data.encode.tensor_cache import TensorCache
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World
+from engine.run_job import run_job
+from jobs.run.rundir import RunDir
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from pathlib import Path

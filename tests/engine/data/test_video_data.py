@@ -10,22 +10,22 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.data.cache import TensorCache
-from engine.data.index import build_index
-from engine.data.latents import LatentKeys, to_pixels
-from engine.data.report import make_plan, make_report
-from engine.data.sheet import sheet
-from engine.data.views import View, view_of
+from engine.data.encode.latents import LatentKeys, to_pixels
+from engine.data.encode.tensor_cache import TensorCache
+from engine.data.index.data_index import build_index
+from engine.data.index.views import View, view_of
+from engine.data.report.contact_sheet import sheet
+from engine.data.report.data_report import make_plan, make_report
 from jobs.errors import SpecError, UserError
-from jobs.families import FAMILIES
-from jobs.preflight import check_dataset
-from jobs.specfile import load_spec
+from jobs.preflight.check_job import check_dataset
+from jobs.spec.families import FAMILIES
+from jobs.spec.file.load import load_spec
 from tests.support.images.videos import level, record
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.data.videos import VideoError, frames_at, look_at_video, read_frames
+from engine.data.read.videos import VideoError, frames_at, look_at_video, read_frames
 from jobs.errors import UserError
 from tests.support.images.videos import level, record
 

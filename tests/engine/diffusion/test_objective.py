@@ -11,12 +11,12 @@ import torch
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
-from engine.denoising import Denoising
-from engine.draws import drops_caption, sample_generators
-from engine.flow import Flow
-from engine.objective import Problem, build_objective, loss_of
+from engine.diffusion.denoising import Denoising
+from engine.diffusion.objective import Problem, build_objective, loss_of
+from engine.diffusion.random_numbers import drops_caption, sample_generators
+from engine.diffusion.rectified_flow import Flow
 from jobs.errors import UserError
-from jobs.spec import JobSpec
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

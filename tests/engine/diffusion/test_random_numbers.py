@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.draws import drops_caption, keyed_generator, sample_generators
+from engine.diffusion.random_numbers import drops_caption, keyed_generator, sample_generators
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,19 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from engine import adapters
-from engine.draws import keyed_generator
+from engine.diffusion.random_numbers import keyed_generator
 from engine.exports import model as whole_model
 from engine.exports import place, writing
 from engine.exports.components import files_of, take_over
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe
 from engine.families import load
+from engine.model import adapters
 from jobs.errors import UserError
-from jobs.export_places import export_facts
-from jobs.rundir import read_json
-from tests.support.engine import toy_spec
-from tests.support.exports import bytes_of, export_alone, recipe_of, trained_model
+from jobs.run.export_places import export_facts
+from jobs.run.rundir import read_json
+from tests.support.engine.exports import bytes_of, export_alone, recipe_of, trained_model
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,7 +144,7 @@ def test_a_module_without_a_name_in_kohyas_style_costs_only_that_file(
 ) -> None:
     spec = toy_spec(toy, lora_target_modules=["transformer_blocks.0.attn.to_out.0"])
     model = trained_model(spec, toy / "model")
-    monkeypatch.setattr("engine.families.flux_kohya._SAME", {})
+    monkeypatch.setattr("engine.families.shared.flux_kohya._SAME", {})
     made = export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "a")
     assert [path.name for path in made.path.glob("*.safetensors")] == [
         "pytorch_lora_weights.safetensors"

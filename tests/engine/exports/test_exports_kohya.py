@@ -11,8 +11,9 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from peft import LoraConfig
 from safetensors.torch import save_file
 
-from engine.draws import keyed_generator
-from engine.families import flux_kohya, load
+from engine.diffusion.random_numbers import keyed_generator
+from engine.families import load
+from engine.families.shared import flux_kohya
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from jobs.checkpoints import read_checkpoint
+from jobs.run.checkpoint_files import read_checkpoint
 from tests.bench.export import make, measure
 from tests.support.forks.client import start
 

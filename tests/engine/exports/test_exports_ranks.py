@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine.exports.__main__ import main
-from jobs.export_places import export_facts
-from tests.support.engine import start_ranks, toy_values
-from tests.support.exports import bytes_of
-from tests.support.ranks.export import STEP, on_rank
+from jobs.run.export_places import export_facts
+from tests.support.engine.exports import bytes_of
+from tests.support.engine.ranks.export import STEP, on_rank
+from tests.support.engine.toy_jobs import start_ranks, toy_values
 
 if TYPE_CHECKING:
     from pathlib import Path

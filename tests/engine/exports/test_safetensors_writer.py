@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from engine.safetensors_file import DTYPE_NAMES, SafetensorsWriter
-from engine.weight_files import stored_tensors
+from engine.model.safetensors_writer import DTYPE_NAMES, SafetensorsWriter
+from engine.model.weight_files import stored_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from engine.activation_checkpointing import checkpoint_activations
-from engine.adapters import add_lora
-from tests.support.families import PROMPT, Case, batch_of, quiet
+from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.adapters import add_lora
+from tests.support.engine.families import PROMPT, Case, batch_of, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

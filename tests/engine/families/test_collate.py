@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.data.collate import collate
+from engine.families.shared.collate import collate
 
 
 def text(length: int, *, width: int = 3, value: float = 1.0) -> dict[str, torch.Tensor]:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine import adapters, weights
-from engine.activation_checkpointing import checkpoint_activations
-from engine.data.pictures import decode
-from engine.lockstep import Forwards
-from engine.precision import narrow_inputs
-from engine.toy.weights import one_thread
-from tests.support.families import (
+from engine.data.read.images import decode
+from engine.model import adapters, weights
+from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.precision import narrow_inputs
+from engine.sample.lockstep import Forwards
+from engine.toy.components.weights import one_thread
+from tests.support.engine.families import (
     DEVICE,
     NEGATIVE,
     PROMPT,
@@ -197,7 +197,7 @@ def test_encoded_prompts_make_the_same_latents_as_texts(case: Case, guided: bool
         case.paths.model, getattr(pipeline, case.family.component), pipeline.vae
     )
     bare.set_progress_bar_config(disable=True)
-    names = (case.family.component, case.family.companion)
+    names = (case.family.component, case.family.second_denoiser)
     denoisers = [getattr(bare, name) for name in names if name]
     with torch.no_grad(), Forwards(denoisers, lambda: None) as forwards:
         found = bare(

@@ -10,14 +10,14 @@ import torch
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
 from engine import families
-from jobs.families import get_family
-from jobs.prompts import requests_of
-from jobs.spec import JobSpec
-from jobs.validation_conflicts import validation_warnings
-from tests.support.families import NEGATIVE, PROMPT, Case, quiet
+from jobs.spec.families import get_family
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.validation_conflicts import validation_warnings
+from tests.support.engine.families import NEGATIVE, PROMPT, Case, quiet
 
 if TYPE_CHECKING:
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 @pytest.fixture(scope="module")

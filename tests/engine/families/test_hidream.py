@@ -12,10 +12,10 @@ from diffusers import HiDreamImagePipeline, HiDreamImageTransformer2DModel
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 
 from engine import families
-from engine.toy.weights import one_thread
+from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError, UserError
-from jobs.preflight import check_model
-from tests.support.families import PROMPT, Case, batch_of, quiet
+from jobs.preflight.check_job import check_model
+from tests.support.engine.families import PROMPT, Case, batch_of, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

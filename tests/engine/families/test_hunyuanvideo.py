@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from engine.toy.weights import one_thread
-from tests.support.families import PROMPT, Case, batch_of
+from engine.toy.components.weights import one_thread
+from tests.support.engine.families import PROMPT, Case, batch_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine import families
-from engine.data.cache import TensorCache
-from engine.data.texts import Text, TextKeys
-from engine.toy.weights import one_thread
-from tests.support.families import PROMPT, Case, batch_of
+from engine.data.encode.tensor_cache import TensorCache
+from engine.data.encode.texts import Text, TextKeys
+from engine.toy.components.weights import one_thread
+from tests.support.engine.families import PROMPT, Case, batch_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jobs.errors import UserError
-from tests.support.families import PROMPT, Case
+from tests.support.engine.families import PROMPT, Case
 
 if TYPE_CHECKING:
     from pathlib import Path

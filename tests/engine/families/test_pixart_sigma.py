@@ -10,21 +10,21 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from engine import weights
 from engine.exports.readback import DamagedError
 from engine.exports.stock import PEFT_PREFIX, check_lora
-from engine.toy.weights import one_thread
-from jobs.block_target import find_target
+from engine.model import weights
+from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError
-from jobs.preflight import check_model
-from tests.support.exports import export_alone, recipe_of, trained_model
-from tests.support.families import PROMPT, Case, quiet
+from jobs.models.blocks.model_config import find_target
+from jobs.preflight.check_job import check_model
+from tests.support.engine.exports import export_alone, recipe_of, trained_model
+from tests.support.engine.families import PROMPT, Case, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 LORA = {"model_type": "lora", "lora_rank": 4, "lora_alpha": 6}
 

@@ -14,12 +14,12 @@ import diffusers
 import pytest
 
 from engine.blocks.build import build
-from engine.blocks.report import report
-from jobs.block_target import find_target
-from jobs.families import FAMILIES
-from jobs.published_sizes import PARAMETERS
+from engine.blocks.detection import report
+from jobs.models.blocks.model_config import find_target
+from jobs.models.published_sizes import PARAMETERS
+from jobs.spec.families import FAMILIES
 
-FOLDER: Final = files("jobs") / "published"
+FOLDER: Final = files("jobs") / "models" / "published"
 
 # Class → its repeated blocks.
 BLOCKS: Final[dict[str, str]] = {

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.data.collate import collate
 from engine.families import qwen_image
-from jobs.conflicts import find_conflicts
-from jobs.spec import JobSpec
-from tests.support.families import NEGATIVE, PROMPT, Case, quiet
+from engine.families.shared.collate import collate
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.conflicts import find_conflicts
+from tests.support.engine.families import NEGATIVE, PROMPT, Case, quiet
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.toy.weights import one_thread
-from jobs.prompts import requests_of
-from jobs.rundir import RunDir
-from tests.support.engine import start_ranks
-from tests.support.families import NEGATIVE, PROMPT, Case, cases, toys_root
+from engine.toy.components.weights import one_thread
+from jobs.run.rundir import RunDir
+from jobs.spec.keys.prompts import requests_of
+from tests.support.engine.families import NEGATIVE, PROMPT, Case, cases, toys_root
+from tests.support.engine.ranks import family as family_ranks
+from tests.support.engine.toy_jobs import start_ranks
 from tests.support.forks.client import RanksFailedError
-from tests.support.ranks import family as family_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.support.families import PROMPT, Case
+from tests.support.engine.families import PROMPT, Case
 
 if TYPE_CHECKING:
     from pathlib import Path

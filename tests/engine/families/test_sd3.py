@@ -13,8 +13,8 @@ from diffusers import SD3Transformer2DModel
 
 from engine.families import load
 from engine.toy import write_toy
-from jobs.block_target import find_target
 from jobs.errors import UserError
+from jobs.models.blocks.model_config import find_target
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,12 +11,12 @@ import torch
 from diffusers import DDPMScheduler, EulerDiscreteScheduler
 
 from engine import families
-from engine.data.cache import TensorCache
-from engine.data.texts import NO_TEXT, TextKeys
-from engine.draws import keyed_generator
-from engine.objective import build_objective
-from engine.toy.weights import one_thread
-from tests.support.families import PROMPT, Case
+from engine.data.encode.tensor_cache import TensorCache
+from engine.data.encode.texts import NO_TEXT, TextKeys
+from engine.diffusion.objective import build_objective
+from engine.diffusion.random_numbers import keyed_generator
+from engine.toy.components.weights import one_thread
+from tests.support.engine.families import PROMPT, Case
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,12 @@ import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import save_file
 
-from engine.draws import keyed_generator
-from engine.families import load, sdxl_kohya
+from engine.diffusion.random_numbers import keyed_generator
+from engine.families import load
+from engine.families.shared import sdxl_kohya
 from engine.toy import write_toy
-from jobs.block_target import find_target
 from jobs.errors import UserError
+from jobs.models.blocks.model_config import find_target
 
 if TYPE_CHECKING:
     from pathlib import Path

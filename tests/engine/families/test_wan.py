@@ -9,8 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 
-from engine.toy.weights import one_thread
-from tests.support.families import PROMPT, Case, Spied, batch_of
+from engine.toy.components.weights import one_thread
+from tests.support.engine.families import PROMPT, Case, Spied, batch_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def test_each_expert_says_what_the_pipeline_samples_with_at_its_levels(root: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "sigmas", "companion"),
+    ("name", "sigmas", "second_denoiser"),
     [
         (HIGH, (BOUNDARY, 1.0), "transformer_2"),
         (LOW, (0.0, BOUNDARY), "transformer"),
@@ -57,11 +57,11 @@ def test_each_expert_says_what_the_pipeline_samples_with_at_its_levels(root: Pat
     ],
 )
 def test_levels_and_the_other_expert_are_as_the_model_says(
-    name: str, sigmas: tuple[float, float], companion: str | None, root: Path
+    name: str, sigmas: tuple[float, float], second_denoiser: str | None, root: Path
 ) -> None:
     family = Case(name, root).family
     assert family.sigma_range() == sigmas
-    assert family.companion == companion
+    assert family.second_denoiser == second_denoiser
 
 
 def test_the_boundary_is_read_from_the_model(root: Path) -> None:

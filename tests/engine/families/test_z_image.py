@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jobs.prompts import requests_of
-from jobs.spec import JobSpec
-from jobs.validation_conflicts import validation_warnings
-from tests.support.families import NEGATIVE, PROMPT, Case, batch_of
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.validation_conflicts import validation_warnings
+from tests.support.engine.families import NEGATIVE, PROMPT, Case, batch_of
 
 
 @pytest.fixture(scope="module")

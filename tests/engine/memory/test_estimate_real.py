@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.families import FAMILIES
 from jobs.memory.calibration import Calibration
 from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, read_smallest
 from jobs.memory.client import Server
@@ -15,8 +14,9 @@ from jobs.memory.estimate import Estimate, Place
 from jobs.memory.ladder import LADDER, climb
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import predict
-from jobs.rundir import read_json
-from jobs.spec import JobSpec
+from jobs.run.rundir import read_json
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,25 +13,25 @@ import torch
 from engine.memory import estimator as estimator_module
 from engine.memory.__main__ import serve
 from engine.memory.estimator import Estimator
-from engine.memory.live import Live, rounded
-from engine.memory.optimizers import Trained, state_bytes, temporary_bytes
-from engine.memory.overheads import Overheads
-from engine.memory.predict import predict
-from engine.memory.report import PHASES, Parts, Phase, Prediction
-from engine.memory.shape import Shape, shape_of
-from engine.memory.timeline import Mark, Recorder
-from engine.memory.trace import Trace, trace_model
-from engine.optim import build_optimizer
+from engine.memory.predicting.optimizers import Trained, state_bytes, temporary_bytes
+from engine.memory.predicting.overheads import Overheads
+from engine.memory.predicting.predict import predict
+from engine.memory.predicting.prediction import PHASES, Parts, Phase, Prediction
+from engine.memory.tracing.live import Live, rounded
+from engine.memory.tracing.shape import Shape, shape_of
+from engine.memory.tracing.timeline import Mark, Recorder
+from engine.memory.tracing.trace import Trace, trace_model
+from engine.train.optimizer import build_optimizer
 from jobs.errors import UserError
 from jobs.memory.predicted import Predicted
-from jobs.specfile import load_spec
-from tests.support.engine import toy_values
-from tests.support.memory import peaks_of, reference, small_toy
+from jobs.spec.file.load import load_spec
+from tests.support.engine.memory import peaks_of, reference, small_toy
+from tests.support.engine.toy_jobs import toy_values
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 FULL: Final = {"model_type": "full"}
 BF16: Final = {"mixed_precision": "bf16"}

@@ -9,10 +9,10 @@ import pytest
 
 from engine.memory.estimator import Estimator
 from jobs.memory.predicted import MEASURED_AS
-from jobs.specfile import load_spec
-from tests.support.engine import start_ranks, toy_values
-from tests.support.memory import small_toy
-from tests.support.ranks import memory as memory_ranks
+from jobs.spec.file.load import load_spec
+from tests.support.engine.memory import small_toy
+from tests.support.engine.ranks import memory as memory_ranks
+from tests.support.engine.toy_jobs import start_ranks, toy_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -11,11 +11,11 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from engine.activation_checkpointing import _KEPT
-from engine.adapters import add_lora, lora_parameters
-from engine.lora_layer import LoraConv2d, LoraLinear
-from engine.precision import narrow_inputs
-from jobs.spec import JobSpec
+from engine.model.activation_checkpointing import _KEPT
+from engine.model.adapters import add_lora, lora_parameters
+from engine.model.lora_layer import LoraConv2d, LoraLinear
+from engine.model.precision import narrow_inputs
+from jobs.spec.job_spec import JobSpec
 
 
 class Block(torch.nn.Module):

@@ -10,16 +10,16 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-from engine import adapters, weights
-from engine.data.index import build_index
-from engine.data.latents import to_pixels
-from engine.data.views import View
-from engine.draws import keyed_generator
+from engine.data.encode.latents import to_pixels
+from engine.data.index.data_index import build_index
+from engine.data.index.views import View
+from engine.diffusion.random_numbers import keyed_generator
 from engine.families import load
-from engine.precision import storage_dtype
+from engine.model import adapters, weights
+from engine.model.precision import storage_dtype
 from jobs.errors import UserError
-from jobs.prompts import requests_of
-from tests.support.engine import build, inputs, toy_spec
+from jobs.spec.keys.prompts import requests_of
+from tests.support.engine.toy_jobs import build, inputs, toy_spec
 
 if TYPE_CHECKING:
     from pathlib import Path

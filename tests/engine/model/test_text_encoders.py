@@ -13,23 +13,23 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine import text_encoders
 from engine.families import load
-from engine.imports import uncollected
-from engine.meeting import Meeting
-from engine.release import Watch
-from engine.text_encoders import (
+from engine.model import text_encoders
+from engine.model.release import Watch
+from engine.model.text_encoders import (
     agree_on_sharding,
     encoder_bytes,
     encoder_names,
     load_whole,
     shards_encoders,
 )
-from engine.world import World
+from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.world import World
+from engine.start.lean_imports import uncollected
 from jobs.errors import UserError
-from jobs.rundir import RunDir
-from tests.support.engine import start_ranks
-from tests.support.ranks.text_encoder import SLEEP, WIDE, on_rank
+from jobs.run.rundir import RunDir
+from tests.support.engine.ranks.text_encoder import SLEEP, WIDE, on_rank
+from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -255,7 +255,7 @@ def test_sharding_is_chosen_where_encoders_would_crowd_a_gpu(
     assert not chosen(size / 0.59)
     assert not chosen(size, wish=False)
     assert chosen(2**40, wish=True)
-    monkeypatch.setattr("engine.text_encoders.available_memory", lambda: int(2 * size / 0.59))
+    monkeypatch.setattr("engine.model.text_encoders.available_memory", lambda: int(2 * size / 0.59))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert not chosen(size, World(0, 2, CPU, "ddp", "t"))
     assert chosen(size, World(0, 3, CPU, "ddp", "t")), "they share the host's memory"
@@ -283,7 +283,7 @@ def test_every_rank_does_what_rank_0_decided(toy: Path, tmp_path: Path) -> None:
         world = World(number, 2, CPU, "ddp", "t")
         wish = number == 0  # as if rank 1 saw something else
         decided[number] = agree_on_sharding(
-            wish, toy / "model", torch.float32, world, run_dir, Meeting(run_dir, "t", number, 2)
+            wish, toy / "model", torch.float32, world, run_dir, FileBarrier(run_dir, "t", number, 2)
         )
 
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]

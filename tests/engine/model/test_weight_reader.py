@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import weight_reader
-from engine.weight_files import stored_tensors
-from engine.weight_reader import Reading, read_all
+from engine.model import weight_reader
+from engine.model.weight_files import stored_tensors
+from engine.model.weight_reader import Reading, read_all
 from jobs.errors import UserError
 
 if TYPE_CHECKING:

@@ -12,15 +12,24 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import nn
 
-from engine import weights
-from engine.precision import compute_dtype, storage_dtype
+from engine.model import weights
+from engine.model.precision import compute_dtype, storage_dtype
 from jobs.errors import UserError
-from tests.support.weights import CPU, FILE, Tiny, full, lora, several_files, tiny_tensors, write
+from tests.support.engine.weights import (
+    CPU,
+    FILE,
+    Tiny,
+    full,
+    lora,
+    several_files,
+    tiny_tensors,
+    write,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def load(

@@ -10,10 +10,19 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 
-from engine import weights
 from engine.families import load
-from tests.support.engine import start_ranks
-from tests.support.weights import CPU, FILE, Tiny, full, lora, several_files, tiny_tensors, write
+from engine.model import weights
+from tests.support.engine.toy_jobs import start_ranks
+from tests.support.engine.weights import (
+    CPU,
+    FILE,
+    Tiny,
+    full,
+    lora,
+    several_files,
+    tiny_tensors,
+    write,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ import diffusers
 import pytest
 import torch
 
-from engine.context_parallel import (
+from engine.parallel.context_parallel import (
     MODELS,
     check_model,
     check_tokens,
@@ -17,8 +17,8 @@ from engine.context_parallel import (
     splits_text,
 )
 from jobs.errors import UserError
-from tests.support.engine import start_ranks
-from tests.support.ranks.context_parallel import CASES, Case, work
+from tests.support.engine.ranks.context_parallel import CASES, Case, work
+from tests.support.engine.toy_jobs import start_ranks
 
 EXACT = 1e-5  # relative; fp32 rounding
 

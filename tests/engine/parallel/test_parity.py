@@ -2,9 +2,9 @@
 
 Six steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
 of four, of eight where four ranks accumulate, through the same code as a real job
-(`engine.run.run_job`). With SGD every loss and every trained tensor must agree; with AdamW, which
-turns the rounding of a gradient near zero into a whole step, every loss. SGD trains in every layout
-here, AdamW in some; `tests/bench/parity.py` has all, with both kinds of training.
+(`engine.run_job.run_job`). With SGD every loss and every trained tensor must agree; with AdamW,
+which turns the rounding of a gradient near zero into a whole step, every loss. SGD trains in every
+layout here, AdamW in some; `tests/bench/parity.py` has all, with both kinds of training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from tests.support.parity import (
+from tests.support.engine.parity import (
     CASES,
     HALF,
     ROUNDING,

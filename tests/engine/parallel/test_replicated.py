@@ -9,16 +9,16 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from engine import gradients
-from engine.gradients import average_gradients, clip
-from engine.mesh import build_mesh, sharding_mesh
-from engine.replicas import check_replicas
-from engine.weights import build_on_meta, local_part, materialise, reading_of, stream
-from engine.world import World
-from jobs.spec import JobSpec
-from tests.support.engine import ALONE
-from tests.support.forked import on_ranks
-from tests.support.weights import Tiny, full, tiny_tensors, write
+from engine.model.weights import build_on_meta, local_part, materialise, reading_of, stream
+from engine.parallel.replica_check import check_replicas
+from engine.ranks.mesh import build_mesh, sharding_mesh
+from engine.ranks.world import World
+from engine.train import gradients
+from engine.train.gradients import average_gradients, clip
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine.forked import on_ranks
+from tests.support.engine.toy_jobs import ALONE
+from tests.support.engine.weights import Tiny, full, tiny_tensors, write
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from torch.distributed.fsdp.wrap import _recursive_wrap
 
-from engine.wrap_policy import choose_modules, load_policy
-from jobs import preflight
+from engine.parallel.wrap_policy import choose_modules, load_policy
 from jobs.errors import UserError
-from jobs.spec import JobSpec
-from jobs.specfile import load_spec
-from jobs.wrap_policy import check_wrap_policy
-from tests.support import wrap_policies
-from tests.support.engine import start_ranks
-from tests.support.ranks import wrap_policy as wrap_policy_ranks
+from jobs.preflight import check_job
+from jobs.preflight.wrap_policy import check_wrap_policy
+from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine import wrap_policies
+from tests.support.engine.ranks import wrap_policy as wrap_policy_ranks
+from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-MINE: Final = "tests.support.wrap_policies"
+MINE: Final = "tests.support.engine.wrap_policies"
 
 
 def names(model: torch.nn.Module, chosen: list[torch.nn.Module]) -> list[str]:
@@ -193,7 +193,7 @@ def test_nothing_is_imported_where_nothing_is_wrapped_by_it(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setenv("FSDP_TUI_WRAP_POLICIES", "no")
-    monkeypatch.setattr("jobs.wrap_policy.ask", lambda *words: asked.append(words[1]))
+    monkeypatch.setattr("jobs.preflight.wrap_policy.ask", lambda *words: asked.append(words[1]))
     check_wrap_policy(spec)
     assert asked == []
     check_wrap_policy(spec_of("no.such"))
@@ -206,7 +206,7 @@ def test_it_is_looked_at_with_the_rest_of_a_job(
     monkeypatch.setenv("FSDP_TUI_WRAP_POLICIES", "no_such_module")
     spec = load_spec(None, job_values | {"fsdp_auto_wrap_policy": "no_such_module.policy"})
     with pytest.raises(UserError, match="cannot import no_such_module"):
-        preflight.check(spec)
+        check_job.check(spec)
 
 
 # -- on ranks ------------------------------------------------------------------------------

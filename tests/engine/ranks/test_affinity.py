@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from engine.affinity import stay_near_gpu
+from engine.ranks.affinity import stay_near_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from engine.flight import write_flight
-from engine.telemetry import Telemetry
-from jobs import flight
-from jobs.rundir import FLIGHT, RunDir
-from tests.support.engine import start_ranks
+from engine.ranks.flight_dump import write_flight
+from engine.ranks.telemetry import Telemetry
+from jobs.run.diagnosis import flight_records
+from jobs.run.rundir import FLIGHT, RunDir
+from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
     import pytest
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def wait_in_vain(rank: int, ranks: int, root: str) -> None:
     """Three collectives of rank 0 and the first of rank 1; then each writes what it remembers."""
-    os.environ |= flight.environment(RunDir(Path(root)))
+    os.environ |= flight_records.environment(RunDir(Path(root)))
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     if rank == 0:
@@ -36,7 +36,7 @@ def test_a_rank_that_is_late_is_found_in_what_torch_remembers(tmp_path: Path) ->
     run_dir = RunDir(tmp_path)
     run_dir.create()
     start_ranks(wait_in_vain, 2, str(tmp_path)).join()
-    wait = flight.find_wait(run_dir)
+    wait = flight_records.find_wait(run_dir)
     assert wait is not None
     assert (wait.late, wait.waiting) == ((1,), (0,))
     assert wait.collective == "all_gather"
@@ -45,7 +45,7 @@ def test_a_rank_that_is_late_is_found_in_what_torch_remembers(tmp_path: Path) ->
 def test_a_rank_answers_a_request_while_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.telemetry._STATUS_EVERY", 0.01)
+    monkeypatch.setattr("engine.ranks.telemetry._STATUS_EVERY", 0.01)
     run_dir = RunDir(tmp_path)
     run_dir.create()
     answered: list[None] = []

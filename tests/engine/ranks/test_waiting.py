@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from engine import families
-from engine.control import Control, StoppedError
-from engine.data import index
+from engine.data.encode.shared_work import Team, pieces, together
+from engine.data.index import data_index
 from engine.data.prepare import prepare
-from engine.data.work import Team, pieces, together
-from engine.meeting import Meeting
-from engine.telemetry import Telemetry
-from engine.world import World
-from jobs.hang import Watch, find_hang
-from jobs.rundir import RunDir
-from tests.support.engine import toy_spec
+from engine.ranks.control import Control, StoppedError
+from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World
+from jobs.run.diagnosis.hang import Watch, find_hang
+from jobs.run.rundir import RunDir
+from tests.support.engine.toy_jobs import toy_spec
 from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def never() -> bool:
     return False
 
 
-class Meetings(Meeting):
+class CountingBarrier(FileBarrier):
     """Counts how often it is asked who has arrived, which who waits does again and again."""
 
     asked = 0
@@ -56,8 +56,8 @@ class Pair:
 
     def team(self, rank: int) -> Team:
         world = World(rank, 2, torch.device("cpu"), "ddp", "t")
-        meeting = Meetings(self.files, "t", rank, 2)
-        return Team(world, meeting, Telemetry(self.files, rank), never)
+        barrier = CountingBarrier(self.files, "t", rank, 2)
+        return Team(world, barrier, Telemetry(self.files, rank), never)
 
     @contextmanager
     def waiting(self, phase: str, total: int) -> Iterator[None]:
@@ -69,7 +69,7 @@ class Pair:
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
-        eventually(lambda: self.teams[0].meeting.arrived(phase) == 1)
+        eventually(lambda: self.teams[0].barrier.arrived(phase) == 1)
         yield
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -80,10 +80,10 @@ class Pair:
 
     def waits_on(self) -> None:
         """Until rank 0, which waits, has looked a few more times whether it still has to."""
-        meeting = self.teams[0].meeting
-        assert isinstance(meeting, Meetings)
-        before = meeting.asked
-        eventually(lambda: meeting.asked > before + 3)
+        barrier = self.teams[0].barrier
+        assert isinstance(barrier, CountingBarrier)
+        before = barrier.asked
+        eventually(lambda: barrier.asked > before + 3)
 
     def hang(self) -> str | None:
         """What the supervisor finds when it looks half a timeout later."""
@@ -165,7 +165,7 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
 ) -> None:
     """What readers are at is finished; of the other pictures none is begun."""
     looked, leaving = [], threading.Event()
-    stock = index._look
+    stock = data_index._look
 
     def look(*words: Any) -> Any:
         looked.append(words)
@@ -178,8 +178,8 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
             leaving.set()
             super().shutdown(*words, **names)
 
-    monkeypatch.setattr(index, "_look", look)
-    monkeypatch.setattr(index, "ThreadPoolExecutor", Readers)
+    monkeypatch.setattr(data_index, "_look", look)
+    monkeypatch.setattr(data_index, "ThreadPoolExecutor", Readers)
     files = RunDir(tmp_path / "run")
     files.create()
     spec = toy_spec(toy, cache_dir=str(tmp_path / "cache"))
@@ -188,7 +188,7 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
     with pytest.raises(StoppedError, match="index"):
         prepare(
             spec, families.load("flux"), toy / "model", files, world,
-            Meeting(files, "t", 0, 1), telemetry, lambda: True,
+            FileBarrier(files, "t", 0, 1), telemetry, lambda: True,
         )  # fmt: skip
     telemetry.close()
-    assert len(looked) <= 1 + index._READERS < 24
+    assert len(looked) <= 1 + data_index._READERS < 24

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine.mesh import collective_timeout
-from engine.world import start_world
+from engine.ranks.mesh import collective_timeout
+from engine.ranks.world import start_world
 from jobs.errors import UserError
-from tests.support.engine import toy_spec
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         # Without LOCAL_RANK accelerate (1.15) says `cuda`, and no number.
         return SimpleNamespace(device=torch.device("cuda"), num_processes=1, process_index=0)
 
-    monkeypatch.setattr("engine.world.PartialState", state)
+    monkeypatch.setattr("engine.ranks.world.PartialState", state)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

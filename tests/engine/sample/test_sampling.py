@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine import families
-from engine.lockstep import Forwards, rounds_of
-from engine.run import build_model, run_job
-from engine.sample_files import write_sample
-from engine.sampling import Sampler
-from engine.telemetry import Telemetry
-from engine.toy.weights import one_thread
-from engine.world import World
-from jobs.rundir import RunDir
-from tests.support.engine import toy_spec
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World
+from engine.run_job import build_model, run_job
+from engine.sample.lockstep import Forwards, rounds_of
+from engine.sample.sample_files import write_sample
+from engine.sample.sampler import Sampler
+from engine.toy.components.weights import one_thread
+from jobs.run.rundir import RunDir
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.engine import start_ranks, toy_values
-from tests.support.ranks import sampling as sampling_ranks
+from tests.support.engine.ranks import sampling as sampling_ranks
+from tests.support.engine.toy_jobs import start_ranks, toy_values
 
 if TYPE_CHECKING:
     from pathlib import Path

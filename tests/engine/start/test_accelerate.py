@@ -1,4 +1,4 @@
-"""What `jobs.launchers.local` hands to accelerate, read by accelerate itself, which needs torch."""
+"""What `jobs.launch.local` hands to accelerate, read by accelerate itself, which needs torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 
-from jobs import accelerate_file, extra_args
-from jobs.launchers import local
-from jobs.rundir import RunDir
-from jobs.spec import JobSpec
+from jobs.launch import local
+from jobs.run.rundir import RunDir
+from jobs.spec.file import accelerate_file
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules import extra_args
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.imports import QUANTISERS, uncollected, unneeded
+from engine.start.lean_imports import QUANTISERS, uncollected, unneeded
 from jobs.errors import UserError
-from tests.support.engine import toy_spec
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ def test_a_hidden_package_looks_as_if_it_were_not_installed(
     monkeypatch.syspath_prepend(tmp_path)
     script = (
         "import made_up_imported; from importlib.util import find_spec\n"
-        "from engine.imports import hide; hide('made_up_hidden', 'made_up_imported')\n"
+        "from engine.start.lean_imports import hide; hide('made_up_hidden', 'made_up_imported')\n"
         "print(find_spec('made_up_hidden'), find_spec('made_up_imported') is not None)\n"
         "import made_up_hidden"
     )
@@ -96,7 +96,7 @@ def loaded(before: str, module: str, *names: str) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "package"),
     [
-        ("engine.run", "torchao"),
+        ("engine.run_job", "torchao"),
         ("accelerate.commands.accelerate_cli", "transformers"),
     ],
 )
@@ -104,5 +104,5 @@ def test_what_is_hidden_would_be_imported_and_is_not(module: str, package: str) 
     """Once a library no longer imports it by itself, it need not be hidden."""
     pytest.importorskip(package)
     assert loaded("", module, package) == {package}
-    hidden = f"from engine.imports import hide; hide({package!r})"
+    hidden = f"from engine.start.lean_imports import hide; hide({package!r})"
     assert loaded(hidden, module, package) == set()

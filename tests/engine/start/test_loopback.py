@@ -11,8 +11,8 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from engine.loopback import Loopback
-from jobs.launchers.local import loopback_variables
+from engine.start.loopback import Loopback
+from jobs.launch.local import loopback_variables
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def test_torchs_own_backends_listen_everywhere_still_and_ours_does_not(tmp_path:
     script.write_text(RANK)
     said = {}
     for name, more in {"ours": [], "theirs": ["--rdzv_backend=static"]}.items():
-        words = [sys.executable, "-m", "engine.accelerate", "launch", "--num_processes=2",
+        words = [sys.executable, "-m", "engine.start.accelerate", "launch", "--num_processes=2",
                  "--num_machines=1", "--main_process_port=0", "--multi_gpu", "--mixed_precision=no",
                  "--dynamo_backend=no", *more, str(script)]  # fmt: skip
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
@@ -73,4 +73,4 @@ def test_torchs_own_backends_listen_everywhere_still_and_ours_does_not(tmp_path:
         assert done.returncode == 0, done.stderr
         said[name] = {tuple(line.split()) for line in done.stdout.splitlines()}
     assert said["ours"] == {("LISTENS", "127.0.0.1"), ("ADDRESS", "127.0.0.1")}
-    assert said["theirs"] - said["ours"], "torch has mended it: engine.loopback can go"
+    assert said["theirs"] - said["ours"], "torch has mended it: engine.start.loopback can go"

@@ -16,9 +16,13 @@ from peft import LoraConfig
 from PIL import Image
 
 import engine.toy
-from engine.toy import ToyPaths, is_complete, parts, write_toy
-from engine.toy.flux import FluxSizes, build_transformer, shape_transformer, write_flux
-from engine.toy.pictures import (
+from engine.toy import ToyPaths, is_complete, write_toy
+from engine.toy.components import parts
+from engine.toy.components.vae import as_tensor
+from engine.toy.components.vocabulary import byte_signs
+from engine.toy.components.weights import one_thread
+from engine.toy.families.flux import FluxSizes, build_transformer, shape_transformer, write_flux
+from engine.toy.images import (
     BACKGROUNDS,
     COLOURS,
     SHAPES,
@@ -28,9 +32,6 @@ from engine.toy.pictures import (
     toy_pictures,
     write_pictures,
 )
-from engine.toy.vae import as_tensor
-from engine.toy.vocabulary import byte_signs
-from engine.toy.weights import one_thread
 from jobs.errors import UserError
 from tests.support.paths import ROOT as REPOSITORY
 
@@ -142,7 +143,7 @@ def test_pictures_depend_on_the_seed_and_not_on_how_many(tmp_path: Path) -> None
 
 
 def test_pictures_and_the_check_of_arguments_do_without_torch() -> None:
-    code = "import sys, engine.toy.pictures; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.toy.images; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
     assert done.returncode == 0
 
@@ -445,7 +446,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seeds.append(seed)
         (model_dir / "model_index.json").write_text(f"{seed}")
 
-    monkeypatch.setattr("engine.toy.flux.write_flux", write)
+    monkeypatch.setattr("engine.toy.families.flux.write_flux", write)
     return seeds
 
 
@@ -470,7 +471,7 @@ def test_an_interrupted_write_leaves_nothing_that_looks_complete(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine.toy.flux.write_flux", stop)
+        patch.setattr("engine.toy.families.flux.write_flux", stop)
         with pytest.raises(KeyboardInterrupt):
             write_toy(tmp_path, pictures=2, size=16)
     assert names(tmp_path) == {"data"}

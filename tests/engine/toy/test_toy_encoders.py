@@ -20,8 +20,13 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from engine.toy.encoders import build_clip, build_clip_with_projection, build_t5, build_umt5
-from engine.toy.language_models import (
+from engine.toy.components.clip_and_t5 import (
+    build_clip,
+    build_clip_with_projection,
+    build_t5,
+    build_umt5,
+)
+from engine.toy.components.language_models import (
     build_gemma2,
     build_llama,
     build_llama_lm,
@@ -30,9 +35,8 @@ from engine.toy.language_models import (
     build_qwen3,
     build_qwen3_lm,
 )
-from engine.toy.pictures import toy_captions
-from engine.toy.pixtral import save_pixtral_processor
-from engine.toy.tokenizers import (
+from engine.toy.components.pixtral import save_pixtral_processor
+from engine.toy.components.tokenizers import (
     LUMINA_TEMPLATE,
     QWEN_IMAGE_TEMPLATE,
     build_gemma_tokenizer,
@@ -42,8 +46,9 @@ from engine.toy.tokenizers import (
     build_other_clip_tokenizer,
     build_qwen_tokenizer,
 )
-from engine.toy.vocabulary import build_clip_tokenizer, build_t5_tokenizer
-from engine.toy.weights import one_thread
+from engine.toy.components.vocabulary import build_clip_tokenizer, build_t5_tokenizer
+from engine.toy.components.weights import one_thread
+from engine.toy.images import toy_captions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

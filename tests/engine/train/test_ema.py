@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import ema as ema_module
-from engine.ema import Ema, Follower, follow
-from tests.support.engine import parameter
+from engine.train import ema as ema_module
+from engine.train.ema import Ema, Follower, follow
+from tests.support.engine.toy_jobs import parameter
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 

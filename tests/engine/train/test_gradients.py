@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import gradients
-from engine.gradients import Averager, average_gradients
-from engine.world import World
+from engine.ranks.world import World
+from engine.train import gradients
+from engine.train.gradients import Averager, average_gradients
 
 CPU = torch.device("cpu")
 OTHERS = 10.0  # what the other rank has in every gradient

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine import control, run, trainer
-from engine.control import Control
+from engine import run_job as run
 from engine.families.flux import Flux
-from engine.run import run_job
-from engine.step import Stepper
-from engine.telemetry import Telemetry
-from engine.world import World
+from engine.ranks import control
+from engine.ranks.control import Control
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World
+from engine.run_job import run_job
+from engine.train import training_loop
+from engine.train.optimizer_step import Stepper
 from jobs.errors import UserError
-from jobs.rundir import RunDir
-from tests.support.engine import toy_spec
+from jobs.run.rundir import RunDir
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,11 +116,11 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(
         by_itself.add(gc.isenabled())
         return predict(*words)
 
-    monkeypatch.setattr(trainer, "_COLLECT_EVERY", 2)
+    monkeypatch.setattr(training_loop, "_COLLECT_EVERY", 2)
     monkeypatch.setattr(run, "export_trained", lambda *words: None)
     monkeypatch.setattr(Stepper, "run", run_step)
     monkeypatch.setattr(Flux, "predict", look)
-    monkeypatch.setattr(trainer.gc, "collect", note)
+    monkeypatch.setattr(training_loop.gc, "collect", note)
     train(tmp_path / "collected", toy)
     assert by_itself == {False}
     assert [n for n in collected if n] == [2, 4]

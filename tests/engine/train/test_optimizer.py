@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from engine.optim import WHOLE_ONLY, build_optimizer, explain_load_failure
+from engine.train.optimizer import WHOLE_ONLY, build_optimizer, explain_load_failure
 from jobs.errors import UserError
-from jobs.spec import JobSpec
-from tests.support.engine import start_ranks
-from tests.support.ranks.optim import CPU, RATES, Run, round_trip, work
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine.ranks.optim import CPU, RATES, Run, round_trip, work
+from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,16 +12,16 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from engine.data.loader import MicroBatch
-from engine.ema import Ema
-from engine.objective import Drawn, Problem
-from engine.optim import build_optimizer, build_scheduler
-from engine.peaks import Peaks
-from engine.step import Stepper, StepResult
-from engine.training import Training
-from engine.world import World
+from engine.diffusion.objective import Drawn, Problem
+from engine.ranks.peaks import Peaks
+from engine.ranks.world import World
+from engine.train.ema import Ema
+from engine.train.optimizer import build_optimizer, build_scheduler
+from engine.train.optimizer_step import Stepper, StepResult
+from engine.train.train_state import TrainState
 from jobs.errors import UserError
-from jobs.spec import JobSpec
-from tests.support.engine import Line
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine.toy_jobs import Line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Rig:
         ema = Ema(dict(self.model.named_parameters()), 0.9) if self.spec.use_ema else None
         scaler = torch.amp.GradScaler("cpu") if self.spec.mixed_precision == "fp16" else None
         scheduler = build_scheduler(self.spec, optimizer)
-        self.training = Training(self.model, optimizer, scheduler, ema, scaler)
+        self.training = TrainState(self.model, optimizer, scheduler, ema, scaler)
         family: Any = self
         loader: Any = self
         self.stepper = Stepper(

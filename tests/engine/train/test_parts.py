@@ -13,23 +13,23 @@ from diffusers import FluxTransformer2DModel
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from engine import checkpoint
-from engine.activation_checkpointing import checkpoint_activations
-from engine.backends import activate_flash3, choose_attention, choose_backends, compile_blocks
-from engine.mesh import build_mesh
-from engine.peaks import Peaks
-from engine.run import start_training
-from engine.world import World
+from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
+from engine.ranks.mesh import build_mesh
+from engine.ranks.peaks import Peaks
+from engine.ranks.world import World
+from engine.run_job import start_training
 from jobs.errors import UserError
-from jobs.rundir import RunDir
-from jobs.spec import JobSpec
-from tests.support.engine import Line, parameter, toy_spec
-from tests.support.engine import save_checkpoint as save
+from jobs.run.rundir import RunDir
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine.toy_jobs import Line, parameter, toy_spec
+from tests.support.engine.toy_jobs import save_checkpoint as save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from engine.training import Training
+    from engine.train.train_state import TrainState
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
 
@@ -54,7 +54,7 @@ def test_each_phase_has_a_peak_of_its_own() -> None:
 # -- what a checkpoint holds beside weights ----------------------------------------------------
 
 
-def trained(toy: Path, **changes: Any) -> tuple[Training, JobSpec]:
+def trained(toy: Path, **changes: Any) -> tuple[TrainState, JobSpec]:
     spec = toy_spec(toy, use_ema=True, mixed_precision="fp16", **changes)
     model = Line()
     training = start_training(spec, model, ALONE)
@@ -91,7 +91,7 @@ def test_a_layer_that_the_model_never_uses_keeps_no_checkpoint_from_loading(
     spec = toy_spec(toy)
     straight = start_training(spec, with_idle(), ALONE)
 
-    def step(training: Training) -> None:
+    def step(training: TrainState) -> None:
         training.model(torch.ones(1)).square().sum().backward()
         training.optimizer.step()
         training.optimizer.zero_grad()

@@ -17,20 +17,20 @@ from diffusers import DDPMScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.held_out import hold_out
-from engine.data.index import DataIndex, Sample, build_index
-from engine.data.report import make_plan, make_report, summary
-from engine.denoising import Denoising
-from engine.flow import Flow
-from engine.run import run_job
-from engine.telemetry import Telemetry
-from engine.toy.weights import one_thread
-from engine.validation_loss import batches_of, forwards_each, problem_at, quantile_of
-from engine.world import World
+from engine.data.index.data_index import DataIndex, Sample, build_index
+from engine.data.index.held_out import hold_out
+from engine.data.report.data_report import make_plan, make_report, summary
+from engine.diffusion.denoising import Denoising
+from engine.diffusion.rectified_flow import Flow
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World
+from engine.run_job import run_job
+from engine.toy.components.weights import one_thread
+from engine.train.validation_loss import batches_of, forwards_each, problem_at, quantile_of
 from jobs.errors import UserError
-from jobs.rundir import RunDir
-from jobs.spec import JobSpec
-from tests.support.engine import toy_spec
+from jobs.run.rundir import RunDir
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

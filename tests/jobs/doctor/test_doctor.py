@@ -22,8 +22,9 @@ from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
 from jobs.doctor.patient import Patient
 from jobs.errors import UserError
 from tests.support.waiting import eventually
-from tui import cli, cli_doctor
-from tui.cli_doctor import Style, lines, style
+from tui.cli import commands
+from tui.cli.machine import doctor
+from tui.cli.machine.doctor import Style, lines, style
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -233,7 +234,7 @@ def run(
 ) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["fsdp-tui", "doctor", *words])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        commands.main()
     out, err = capsys.readouterr()
     return int(caught.value.code or 0), out, err
 
@@ -253,7 +254,7 @@ def test_only_failures_make_the_exit_status_1(
     def play_findings(*_: Any, **__: Any) -> Iterator[Finding]:
         yield from (finding.plain("group") for finding in found)
 
-    monkeypatch.setattr(cli_doctor.ask, "find", play_findings)
+    monkeypatch.setattr(doctor.ask, "find", play_findings)
     code, out, err = run([], monkeypatch, capsys)
     assert (code, err) == (status, "")
     assert "\ngroup\n" in out

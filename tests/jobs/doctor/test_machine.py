@@ -16,32 +16,41 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from jobs import preflight, service
-from jobs.cgroups import memory_rooms
-from jobs.devices import Gpu
-from jobs.doctor import disks, hub, job, keeper, packages
-from jobs.doctor.disks import Disk, judge_clock, judge_disk, judge_room, kind_among, look, nearest
-from jobs.doctor.finding import Finding, Verdict
-from jobs.doctor.limits import (
+from jobs import service
+from jobs.doctor.checks import disks, hub, job, keeper, packages
+from jobs.doctor.checks.disks import (
+    Disk,
+    judge_clock,
+    judge_disk,
+    judge_room,
+    kind_among,
+    look,
+    nearest,
+)
+from jobs.doctor.checks.limits import (
     judge_locked_memory,
     judge_memory,
     judge_open_files,
     judge_shared_memory,
 )
-from jobs.doctor.needs import checkpoints_kept
+from jobs.doctor.checks.terminal import Tmux, ask_tmux, is_utf8, judge_terminal
+from jobs.doctor.checks.variables import judge_variables
+from jobs.doctor.disk_needs import checkpoints_kept
+from jobs.doctor.finding import Finding, Verdict
+from jobs.doctor.numbers import size
 from jobs.doctor.nvml import Nvml
 from jobs.doctor.patient import Patient
-from jobs.doctor.terminal import Tmux, ask_tmux, is_utf8, judge_terminal
-from jobs.doctor.variables import judge_variables
-from jobs.doctor.words import size
 from jobs.errors import UserError
-from jobs.spec import JobSpec
-from jobs.specfile import load_spec
+from jobs.machine.cgroups import memory_rooms
+from jobs.machine.devices import Gpu
+from jobs.preflight import check_job
+from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 MIB = 2**20
 GIB = 2**30
@@ -266,7 +275,7 @@ def test_where_the_database_may_be(
 def test_checkpoints_must_fit(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.doctor.needs.count_parameters", lambda path: 12 * 10**9)
+    monkeypatch.setattr("jobs.doctor.disk_needs.count_parameters", lambda path: 12 * 10**9)
     spec = JobSpec(
         pretrained_model_name_or_path=str(make_model()), model_type="full", max_train_steps=2000,
         checkpointing_steps=500,
@@ -277,7 +286,7 @@ def test_checkpoints_must_fit(
     assert one(judge_room(spec, 4 * each)).verdict is Verdict.OK
     lora = spec.model_copy(update={"model_type": "lora"})
     assert one(judge_room(lora, each // 4)).verdict is Verdict.OK
-    monkeypatch.setattr("jobs.doctor.needs.count_parameters", lambda path: None)
+    monkeypatch.setattr("jobs.doctor.disk_needs.count_parameters", lambda path: None)
     assert list(judge_room(spec, 1)) == []
     assert list(judge_room(JobSpec(pretrained_model_name_or_path="/no"), 1)) == []
 
@@ -360,7 +369,7 @@ def test_a_folder_that_hides_our_packages(tmp_path: Path) -> None:
     for name in ("ours/engine", "theirs/torch", "harmless/stuff"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "__init__.py").touch()
-    checkout = Path(disks.__file__).resolve().parents[2]
+    checkout = Path(disks.__file__).resolve().parents[3]
 
     def found(*entries: Path) -> list[tuple[str, str]]:
         path = os.pathsep.join(map(str, entries))
@@ -494,7 +503,7 @@ def test_the_keeper_is_found_by_its_lock_which_is_not_touched(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = home / "runner.lock"
-    words = [sys.executable, "-c", HOLD, str(lock), "jobs.runner"]
+    words = [sys.executable, "-c", HOLD, str(lock), "jobs.queue.keeper"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
@@ -550,8 +559,8 @@ def test_all_that_is_wrong_with_a_job_is_told_at_once(
 
 
 def test_nothing_that_a_job_is_refused_for_is_forgotten() -> None:
-    """A check that is added to preflight belongs into `jobs.doctor.job` too."""
-    names = set(re.findall(r"\bcheck_\w+", inspect.getsource(preflight.check)))
+    """A check that is added to preflight belongs into `jobs.doctor.checks.job` too."""
+    names = set(re.findall(r"\bcheck_\w+", inspect.getsource(check_job.check)))
     assert names >= {"check_model", "check_devices"}
     assert names <= vars(job).keys()
 
@@ -560,7 +569,7 @@ def test_what_a_job_would_wait_for(
     job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
     gpus = [Gpu(0, "a", "H", 1), Gpu(1, "b", "H", 1, memory_used=40 * GIB), Gpu(2, "c", "H", 1)]
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
     monkeypatch.setattr(job, "claimed", lambda: {"a": 3})
     del job_values["device"], job_values["num_processes"]
 

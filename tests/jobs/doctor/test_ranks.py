@@ -12,20 +12,20 @@ from typing import Any
 import psutil
 import pytest
 
-from jobs.devices import Gpu
-from jobs.doctor import exchange
 from jobs.doctor.agreed import RESULT
-from jobs.doctor.exchange import check_all_reduce, judge
+from jobs.doctor.checks import all_reduce as exchange
+from jobs.doctor.checks.all_reduce import check_all_reduce, judge
+from jobs.doctor.checks.torch_build import TorchFacts
+from jobs.doctor.child_processes import run_helper
 from jobs.doctor.finding import Finding, Verdict
 from jobs.doctor.nvml import Nvml
 from jobs.doctor.patient import Patient
 from jobs.doctor.ranks import Outcome, Size, all_reduce, find_silent
-from jobs.doctor.started import run_helper
-from jobs.doctor.torch_build import TorchFacts
-from jobs.launchers import local
-from jobs.processes import with_run_id
-from jobs.rundir import RankStatus, RunDir
-from jobs.spec import JobSpec
+from jobs.launch import local
+from jobs.machine.devices import Gpu
+from jobs.machine.processes import with_run_id
+from jobs.run.rundir import RankStatus, RunDir
+from jobs.spec.job_spec import JobSpec
 from tests.support.waiting import eventually
 
 PATIENCE = 300.0  # seconds; a slow machine under load, not an expectation
@@ -100,7 +100,7 @@ def test_a_rank_that_stops_answering_is_named_and_all_are_killed() -> None:
 
 
 def launch_of(script: str) -> Any:
-    """Stands in for `jobs.launchers.local.build`: a launcher that is a line of shell."""
+    """Stands in for `jobs.launch.local.build`: a launcher that is a line of shell."""
 
     def build(spec: JobSpec, run_dir: RunDir, **names: Any) -> local.Launch:
         environment = {"FSDP_TUI_RUN_ID": names["run_id"]}

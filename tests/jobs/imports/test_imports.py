@@ -10,25 +10,28 @@ import pytest
 import yaml
 
 from jobs.errors import UserError
-from jobs.families import FAMILIES
-from jobs.imports import ai_toolkit, ai_toolkit_data, diffusers_script, simpletuner
-from jobs.imports import simpletuner_data as data_rules
-from jobs.imports.command_line import read_command
+from jobs.imports.ai_toolkit import config as ai_toolkit
+from jobs.imports.ai_toolkit import data as ai_toolkit_data
+from jobs.imports.common.import_report import Kind, shown
+from jobs.imports.diffusers import script as diffusers_script
+from jobs.imports.diffusers.command_line import read_command
 from jobs.imports.imported import (
     Imported,
     import_ai_toolkit,
     import_script,
     import_simpletuner,
 )
-from jobs.imports.report import Kind, shown
-from jobs.specfile import load_spec
+from jobs.imports.simpletuner import config as simpletuner
+from jobs.imports.simpletuner import data as data_rules
+from jobs.spec.families import FAMILIES
+from jobs.spec.file.load import load_spec
 from tests.support.paths import IMPORT_EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from jobs.imports.report import Entry
+    from jobs.imports.common.import_report import Entry
 
 EXAMPLES: Final = IMPORT_EXAMPLES
 SECRETS: Final = (
@@ -845,7 +848,8 @@ def test_what_is_no_command_is_one_sentence(text: str, said: str) -> None:
 
 def test_every_family_of_the_tables_is_spelled_as_here() -> None:
     """Tables name families and flavours by hand; those that are not here (yet) are few."""
-    from jobs.imports import ai_toolkit_rules, simpletuner_rules
+    from jobs.imports.ai_toolkit import rules as ai_toolkit_rules
+    from jobs.imports.simpletuner import rules as simpletuner_rules
 
     for family, names in simpletuner_rules._FLAVOURS.items():
         if family in FAMILIES:

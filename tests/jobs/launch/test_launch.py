@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs import bytecode
-from jobs.launchers import local
-from jobs.processes import RUN_ID_VARIABLE
-from jobs.rundir import RunDir
-from jobs.spec import JobSpec
+from jobs.launch import local
+from jobs.machine import bytecode
+from jobs.machine.processes import RUN_ID_VARIABLE
+from jobs.run.rundir import RunDir
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from jobs import bytecode, service
-from jobs.flags import parse_flags
-from jobs.launchers import local
-from jobs.processes import RUN_ID_VARIABLE
-from jobs.replay import replay, replay_facts
-from jobs.specfile import load_spec
-from jobs.strategy import STRATEGY_VARIABLE
+from jobs import service
+from jobs.launch import local
+from jobs.launch.replay import replay, replay_facts
+from jobs.machine import bytecode
+from jobs.machine.processes import RUN_ID_VARIABLE
+from jobs.spec.file.flags import parse_flags
+from jobs.spec.file.load import load_spec
+from jobs.spec.rules.strategy import STRATEGY_VARIABLE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "started")
 

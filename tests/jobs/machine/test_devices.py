@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from jobs import devices
-from jobs.devices import Gpu
+from jobs.machine import devices
+from jobs.machine.devices import Gpu
 
 
 def machine(count: int) -> list[Gpu]:

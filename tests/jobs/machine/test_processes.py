@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from jobs import processes
-from jobs.processes import ProcessId
+from jobs.machine import processes
+from jobs.machine.processes import ProcessId
 from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def test_a_grandchild_carries_the_mark_and_an_ended_one_does_not_count(children:
 def test_orphans_of_a_subreaper_become_its_children() -> None:
     script = """
 import os, sys, time, psutil
-from jobs import processes
+from jobs.machine import processes
 assert processes.become_subreaper()
 if os.fork() == 0:
     if os.fork() == 0:

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import SpecError
-from jobs.families import FAMILIES
-from jobs.gpu import Gpu, GpuProcess
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.machine.gpu import Gpu, GpuProcess
+from jobs.machine.procfs import started_at
 from jobs.memory import cache, client
-from jobs.memory.advice import Candidate, candidates, fastest, fewest
 from jobs.memory.calibration import Calibration, read_calibration, record_beside
+from jobs.memory.candidates import Candidate, candidates, fastest, fewest
 from jobs.memory.cards import CARDS
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place, place_of
@@ -30,13 +31,12 @@ from jobs.memory.ladder import LADDER, climb, loosen
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, arranged
 from jobs.memory.question import predict as ask
-from jobs.procfs import started_at
-from jobs.spec import JobSpec
-from jobs.strategy import chosen_strategy
-from jobs.tools import Cancelled, ToolError
-from tests.support.fake_memory import GIB, predict
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.strategy import chosen_strategy
+from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
-from tui.cli_estimate import DOES_NOT_FIT, estimate_job
+from tui.cli.prepare.estimate import DOES_NOT_FIT, estimate_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -555,7 +555,7 @@ def test_bad_input_is_one_line(words: tuple[str, ...], match: str) -> None:
 @pytest.mark.usefixtures("_faked")
 def test_this_machines_gpus_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Gpu(n, f"GPU-{n}", "RTX 4090", 24 * GIB, 0) for n in range(8)]
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
     said = run(*FULL, "--gradient_checkpointing=true", "--train_batch_size=2")
     assert "on GPU" in said.output.splitlines()[0]
     assert "GPU like GPU 0" in said.output

@@ -12,29 +12,30 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner
 
-from jobs.cascade import settle
 from jobs.errors import UserError
-from jobs.gpu import Gpu
-from jobs.launchers import local
-from jobs.launchers.local import room_of
-from jobs.memory import cache, client, dry_run, kept, question
+from jobs.launch import local
+from jobs.launch.local import room_of
+from jobs.machine.gpu import Gpu
+from jobs.memory import cache, client, kept_prediction, question
 from jobs.memory.auto import predicted_ddp
 from jobs.memory.calibration import Calibration, file, read_calibration, record
 from jobs.memory.predicted import Predicted
-from jobs.rundir import RunDir, event
-from jobs.spec import JobSpec
-from jobs.states import State
-from jobs.strategy import STRATEGY_VARIABLE, Room, Whole, chosen_strategy
-from tests.support.fake_memory import GIB, predict
+from jobs.queue.states import State
+from jobs.run.rundir import RunDir, event
+from jobs.service import dry_run
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.strategy import STRATEGY_VARIABLE, Room, Whole, chosen_strategy
+from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
-from tests.support.tui import add_job, append_events, write_rank
-from tui import cli
+from tests.support.tui.made_up_runs import add_job, append_events, write_rank
+from tui.cli import commands
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 PEAKS = {"forward": [100, 110], "backward": [204, 200], "step": [52, 50]}
 
@@ -73,26 +74,26 @@ def simple(**peaks: int) -> Predicted:
 def test_what_is_known_is_there_when_the_run_begins(tmp_path: Path) -> None:
     found, run_dir = known(job(), "fsdp2", 2), RunDir(tmp_path)
     threads = threading.active_count()
-    kept.keep(run_dir, job(), "fsdp2", 2, on_gpus=True)
-    assert kept.read(run_dir) == found
+    kept_prediction.keep(run_dir, job(), "fsdp2", 2, on_gpus=True)
+    assert kept_prediction.read(run_dir) == found
     assert threading.active_count() == threads
 
 
 def test_what_is_not_known_is_predicted_beside_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    kept.keep(run_dir, job(), "ddp", 2, on_gpus=True)
+    kept_prediction.keep(run_dir, job(), "ddp", 2, on_gpus=True)
     for thread in threading.enumerate():
         if thread.name == "predict":
             thread.join(60)
-    found = kept.read(run_dir)
+    found = kept_prediction.read(run_dir)
     assert found is not None
     assert (found.strategy, found.ranks) == ("ddp", 2)
 
 
 def test_ranks_that_need_the_processors_get_none(tmp_path: Path) -> None:
-    kept.keep(RunDir(tmp_path), job(), "ddp", 2, on_gpus=False)
+    kept_prediction.keep(RunDir(tmp_path), job(), "ddp", 2, on_gpus=False)
     assert "predict" not in {thread.name for thread in threading.enumerate()}
-    assert not kept.path_of(RunDir(tmp_path)).exists()
+    assert not kept_prediction.path_of(RunDir(tmp_path)).exists()
 
 
 @pytest.mark.parametrize("values", [
@@ -102,37 +103,39 @@ def test_ranks_that_need_the_processors_get_none(tmp_path: Path) -> None:
 def test_no_start_fails_of_it(tmp_path: Path, values: dict[str, Any]) -> None:
     run_dir = RunDir(tmp_path)
     (tmp_path / "prediction.json").write_text("of an attempt before")
-    kept.keep(run_dir, job(**values), "fsdp2", 2, on_gpus=True)
+    kept_prediction.keep(run_dir, job(**values), "fsdp2", 2, on_gpus=True)
     for thread in threading.enumerate():
         if thread.name == "predict":
             thread.join(60)
-    assert kept.read(run_dir) is None
-    kept.keep(RunDir(tmp_path / "gone"), job(), "fsdp2", 2, on_gpus=False)
+    assert kept_prediction.read(run_dir) is None
+    kept_prediction.keep(RunDir(tmp_path / "gone"), job(), "fsdp2", 2, on_gpus=False)
 
 
 def test_predicted_beside_measured() -> None:
     predicted = simple(load=40, forward=100, backward=200, optimizer=50)
-    found = {one.phase: one for one in kept.compare(predicted, "allocated", PEAKS)}
+    found = {one.phase: one for one in kept_prediction.compare(predicted, "allocated", PEAKS)}
     assert found["forward"].ratio == pytest.approx(1.10)
     assert found["backward"].ratio == pytest.approx(1.02)
     assert found["optimizer"].measured == (52, 50)
     assert found["load"].ratio is None
-    assert all(one.ratio is None for one in kept.compare(predicted, "rss", PEAKS))
+    assert all(one.ratio is None for one in kept_prediction.compare(predicted, "rss", PEAKS))
 
 
 def test_show_has_it_for_people_and_scripts(store: Store, no_gpus: None) -> None:
     one = add_job(store, state=State.COMPLETED)
-    kept._write(one.run_dir, simple(forward=100 * GIB, backward=200 * GIB, optimizer=50 * GIB))
+    kept_prediction._write(
+        one.run_dir, simple(forward=100 * GIB, backward=200 * GIB, optimizer=50 * GIB)
+    )
     peaks = {name: [n * GIB for n in ranks] for name, ranks in PEAKS.items()}
     append_events(one, event("memory", measure="allocated", peaks=peaks, step=2))
-    said = CliRunner().invoke(cli.show, [str(one.id)])
+    said = CliRunner().invoke(commands.show, [str(one.id)])
     assert "backward       200 GiB  measured   204 GiB  +2.0 %" in said.output
-    facts = json.loads(CliRunner().invoke(cli.show, [str(one.id), "--json"]).output)
+    facts = json.loads(CliRunner().invoke(commands.show, [str(one.id), "--json"]).output)
     assert facts["prediction"]["phases"][1] == {
         "name": "backward", "predicted": 200 * GIB, "measured": peaks["backward"], "ratio": 1.02,
     }  # fmt: skip
     other = add_job(store, "other", state=State.COMPLETED)
-    facts = json.loads(CliRunner().invoke(cli.show, [str(other.id), "--json"]).output)
+    facts = json.loads(CliRunner().invoke(commands.show, [str(other.id), "--json"]).output)
     assert facts["prediction"] is None
 
 
@@ -142,7 +145,7 @@ def test_show_has_it_for_people_and_scripts(store: Store, no_gpus: None) -> None
 def ended(store: Store, name: str, *, device: bool = True, **peaks: int) -> bool:
     """A run of two ranks that ended with these peaks; predicted were 100, 200 and 50."""
     one = add_job(store, name, state=State.RUNNING)
-    kept._write(one.run_dir, simple(forward=100, backward=200, optimizer=50))
+    kept_prediction._write(one.run_dir, simple(forward=100, backward=200, optimizer=50))
     for rank in range(2):
         write_rank(one, rank, allocated=1 if device else None,
                    peaks={key: peak - rank for key, peak in peaks.items()})  # fmt: skip
@@ -239,8 +242,8 @@ def test_a_launch_knows_the_prediction(
     (model / "transformer" / "config.json").write_text(json.dumps(config))
     spec = job(num_processes=2, pretrained_model_name_or_path=str(model))
     gpus = [Gpu(n, f"GPU-{n}", "H100", 80 * GIB, 0) for n in range(2)]
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
-    monkeypatch.setattr("jobs.launchers.local.count_parameters", lambda folder: 4 * 10**9)
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
+    monkeypatch.setattr("jobs.launch.local.count_parameters", lambda folder: 4 * 10**9)
     room = room_of(spec, [gpu.uuid for gpu in gpus])
     assert room is not None
     assert room.whole is None
@@ -257,7 +260,7 @@ def test_a_restart_goes_on_with_what_auto_came_to(
     """Whatever else is known by then, unless it has other ranks or says what it wants."""
     spec, run_dir, gpus = job(num_processes=2), RunDir(tmp_path), ["GPU-0", "GPU-1"]
     rooms = iter([Room(10**9, 80 << 30), Room(10**12, 80 << 30), Room(10**12, 80 << 30)])
-    monkeypatch.setattr("jobs.launchers.local.room_of", lambda spec, gpus: next(rooms))
+    monkeypatch.setattr("jobs.launch.local.room_of", lambda spec, gpus: next(rooms))
 
     def launch(one: JobSpec, on: list[str]) -> tuple[str, str]:
         started = local.build(one, run_dir, gpus=on, run_id="r")

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs import block_cache, blocks, preflight
-from jobs.block_cache import recall, remember
-from jobs.block_names import check_names
-from jobs.block_parts import Part, Parts
-from jobs.block_target import find_target
-from jobs.blocks import cached_detection, detect_blocks
 from jobs.errors import SpecError, UserError
-from jobs.families import FAMILIES, Family, Flavour
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.models.blocks import detection, detection_cache
+from jobs.models.blocks.detection import cached_detection, detect_blocks
+from jobs.models.blocks.detection_cache import recall, remember
+from jobs.models.blocks.model_config import find_target
+from jobs.models.blocks.parts import Part, Parts
 from jobs.paths import cache_home
-from jobs.specfile import load_spec
-from jobs.tools import Cancelled, ToolError
+from jobs.preflight import check_job
+from jobs.preflight.wrapped_classes import check_names
+from jobs.spec.families import FAMILIES, Family, Flavour
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +84,7 @@ class Engine:
 @pytest.fixture
 def engine(home: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(blocks, "ask", engine)
+    monkeypatch.setattr(detection, "ask", engine)
     return engine
 
 
@@ -303,7 +304,7 @@ def test_another_config_family_or_library_is_another_model(
     config.write_text(json.dumps(CONFIG, indent=7))  # says the same
     assert cached_detection(pretrained_model=str(model)) is not None
     assert cached_detection(model_family="flux", pretrained_model=str(model)) is None
-    monkeypatch.setattr("jobs.block_target.version", lambda package: "999")
+    monkeypatch.setattr("jobs.models.blocks.model_config.version", lambda package: "999")
     assert cached_detection(pretrained_model=str(model)) is None
 
 
@@ -316,7 +317,7 @@ def test_a_damaged_cache_is_looked_past_and_mended(
     content: bytes, engine: Engine, model: Path
 ) -> None:
     cache_home().mkdir(parents=True)
-    block_cache.cache_file().write_bytes(content)
+    detection_cache.cache_file().write_bytes(content)
     assert cached_detection(pretrained_model=str(model)) is None
     assert not detect_blocks(pretrained_model=str(model)).cached
     assert detect_blocks(pretrained_model=str(model)).cached
@@ -325,10 +326,10 @@ def test_a_damaged_cache_is_looked_past_and_mended(
 @pytest.mark.parametrize("damage", ["classes", "parts", "model_class"])
 def test_a_damaged_entry_is_looked_at_again(damage: str, engine: Engine, model: Path) -> None:
     detect_blocks(pretrained_model=str(model))
-    data = json.loads(block_cache.cache_file().read_text())
+    data = json.loads(detection_cache.cache_file().read_text())
     (entry,) = data["entries"].values()
     del entry["found"][damage]
-    block_cache.cache_file().write_text(json.dumps(data))
+    detection_cache.cache_file().write_text(json.dumps(data))
     assert not detect_blocks(pretrained_model=str(model)).cached
     assert detect_blocks(pretrained_model=str(model)).cached
 
@@ -340,15 +341,15 @@ def test_a_cache_that_cannot_be_written_fails_nothing(engine: Engine, model: Pat
 
 
 def test_a_writer_that_hangs_holds_nobody_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_cache, "_PATIENCE", 0.0)
+    monkeypatch.setattr(detection_cache, "_PATIENCE", 0.0)
     cache_home().mkdir(parents=True)
-    with block_cache._alone():
+    with detection_cache._alone():
         remember("a", {"is": "kept"})
     assert recall("a") == {"is": "kept"}
 
 
 def test_the_oldest_entries_go(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_cache, "_MOST", 3)
+    monkeypatch.setattr(detection_cache, "_MOST", 3)
     for key in "abcad":
         remember(key, {"is": key})
     assert [key for key in "abcd" if recall(key)] == ["a", "c", "d"]
@@ -396,7 +397,7 @@ def named(engine: Engine, job_values: dict[str, Any]) -> Callable[..., None]:
 
     def check(*names: str, **changes: Any) -> None:
         values = {"strategy": "fsdp2", "fsdp_transformer_layer_cls_to_wrap": list(names)}
-        preflight.check(load_spec(None, job_values | values | changes))
+        check_job.check(load_spec(None, job_values | values | changes))
 
     return check
 

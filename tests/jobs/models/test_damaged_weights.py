@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import SpecError
-from jobs.preflight import check_model
-from jobs.weights import find_damage
+from jobs.models.damaged_weights import find_damage
+from jobs.preflight.check_job import check_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def tensor(begin: int, end: int, shape: list[int] | None = None, dtype: str = "U8") -> Any:

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests import nvml_stub
-from tests.nvml_stub.stub import GIB, gpu, start_holder, uuid
+from tests.support import nvml_stub
+from tests.support.nvml_stub.stub import GIB, gpu, start_holder, uuid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.nvml_stub.stub import StubNvml
 
     Tui = Callable[..., subprocess.CompletedProcess[str]]
 
-pytest_plugins = ["tests.nvml_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture"]
 
 PLAY = Path(nvml_stub.__file__).with_name("play.py")
 
@@ -133,7 +133,7 @@ def test_a_gpu_that_is_not_there_is_refused(tui: Tui, nvml_stub: StubNvml, job_f
 
 LATE = """\
 import shutil, sys
-from jobs import devices
+from jobs.machine import devices
 before = len(devices.gpus())
 shutil.copy(sys.argv[1], sys.argv[2])
 soon = len(devices.gpus())

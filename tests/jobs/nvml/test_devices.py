@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs import devices
-from jobs.preflight import check_devices
-from jobs.specfile import load_spec
-from tests.nvml_stub.stub import GIB, gpu, uuid
+from jobs.machine import devices
+from jobs.preflight.check_job import check_devices
+from jobs.spec.file.load import load_spec
+from tests.support.nvml_stub.stub import GIB, gpu, uuid
 
 if TYPE_CHECKING:
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.nvml_stub.stub import StubNvml
 
-pytest_plugins = ["tests.nvml_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture"]
 
 
 def test_all_values_of_a_gpu(nvml: StubNvml) -> None:

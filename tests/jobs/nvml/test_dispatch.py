@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs import devices
-from jobs.devices import foreign_users
-from jobs.dispatch import dispatch
-from jobs.gpu import still_held
-from jobs.states import State
-from jobs.store import Store, Terms
+from jobs.machine import devices
+from jobs.machine.devices import foreign_users
+from jobs.machine.gpu import still_held
+from jobs.queue.dispatch import dispatch
+from jobs.queue.states import State
+from jobs.queue.store import Store, Terms
 
 if TYPE_CHECKING:
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.nvml_stub.stub import StubNvml
 
-pytest_plugins = ["tests.nvml_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture"]
 GIB = 1 << 30
 
 

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import devices
-from jobs.devices import Gpu, GpuProcess, foreign_users
-from jobs.placement import Request, Start, Wait, place
-from tests.nvml_stub.stub import GIB, gpu, start_holder, uuid
+from jobs.machine import devices
+from jobs.machine.devices import Gpu, GpuProcess, foreign_users
+from jobs.queue.placement import Request, Start, Wait, place
+from tests.support.nvml_stub.stub import GIB, gpu, start_holder, uuid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.nvml_stub.stub import StubNvml
 
-pytest_plugins = ["tests.nvml_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture"]
 
 NOBODY = 2**22 + 1  # above the kernel's highest pid, so nobody here
 

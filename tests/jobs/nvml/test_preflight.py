@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import SpecError
-from jobs.preflight import check_devices
-from jobs.specfile import load_spec
-from tests.nvml_stub.stub import GIB, gpu
+from jobs.preflight.check_job import check_devices
+from jobs.spec.file.load import load_spec
+from tests.support.nvml_stub.stub import GIB, gpu
 
 if TYPE_CHECKING:
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.nvml_stub.stub import StubNvml
 
-pytest_plugins = ["tests.nvml_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture"]
 
 MIG = [
     {

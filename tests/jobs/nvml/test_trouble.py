@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pynvml
 import pytest
 
-from jobs import devices
-from tests.nvml_stub.stub import GIB, gpu, uuid
+from jobs.machine import devices
+from tests.support.nvml_stub.stub import GIB, gpu, uuid
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.nvml_stub.stub import StubNvml
 
-pytest_plugins = ["tests.nvml_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture"]
 
 # -- trouble -----------------------------------------------------------------------------------
 

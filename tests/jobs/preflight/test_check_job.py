@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs import preflight, service
-from jobs.devices import Gpu
+from jobs import service
 from jobs.errors import SpecError, UserError
-from jobs.models import find_model
-from jobs.pictures import list_files
-from jobs.specfile import load_spec
+from jobs.machine.devices import Gpu
+from jobs.models.find_model import find_model
+from jobs.preflight import check_job
+from jobs.spec.file.load import load_spec
+from jobs.spec.values.dataset_files import list_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.spec import JobSpec
-    from jobs.store import Store
+    from jobs.queue.store import Store
+    from jobs.spec.job_spec import JobSpec
 
 
 def read(job_values: dict[str, Any], **changes: Any) -> JobSpec:
@@ -30,7 +31,7 @@ def read(job_values: dict[str, Any], **changes: Any) -> JobSpec:
 def complaint(spec: JobSpec) -> str:
     """The one line that the check must raise."""
     with pytest.raises(UserError) as caught:
-        preflight.check(spec)
+        check_job.check(spec)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -42,11 +43,11 @@ def gpus(count: int) -> list[Gpu]:
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus(4))
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus(4))
 
 
 def test_a_good_job_has_nothing_against_it(job_spec: JobSpec, tmp_path: Path) -> None:
-    assert preflight.check(job_spec) is None
+    assert check_job.check(job_spec) is None
     assert not (tmp_path / "cache" / "fsdp-tui").exists(), "made when it is queued"
 
 
@@ -175,7 +176,7 @@ def test_pictures_are_counted_in_all_folders(
     (folder / "more").mkdir()
     (folder / "0.png").rename(folder / "more" / "Z.PNG")
     (folder / "0.txt").rename(folder / "more" / "Z.txt")
-    assert preflight.check_dataset(read(job_values, dataset=str(folder))) == 2
+    assert check_job.check_dataset(read(job_values, dataset=str(folder))) == 2
     assert list_files(folder).pictures == [folder / "1.png", folder / "more" / "Z.PNG"]
 
 
@@ -216,7 +217,7 @@ def test_gpus_on_a_machine_without(
 def test_a_job_that_does_not_mind_runs_on_the_cpu(
     job_values: dict[str, Any], no_gpus: None
 ) -> None:
-    assert preflight.check_devices(read(job_values, device="auto")) is None
+    assert check_job.check_devices(read(job_values, device="auto")) is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_what_is_asked_is_matched_to_the_machine(
     job_values: dict[str, Any], four_gpus: None, asked: dict[str, Any], wanted: Any
 ) -> None:
     spec = read(job_values, **{"device": "auto"} | asked)
-    assert preflight.check_devices(spec) == wanted
+    assert check_job.check_devices(spec) == wanted
 
 
 @pytest.mark.parametrize(
@@ -262,9 +263,9 @@ def test_gpus_are_named_as_people_number_them(
     job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With CUDA_VISIBLE_DEVICES=2,3 the visible GPUs keep their numbers."""
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus(4)[2:])
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus(4)[2:])
     spec = read(job_values, device="auto", gpus=[2, 3])
-    assert preflight.check_devices(spec) == ["GPU-22-abc", "GPU-33-abc"]
+    assert check_job.check_devices(spec) == ["GPU-22-abc", "GPU-33-abc"]
     text = complaint(read(job_values, device="auto", gpus=[0, 2]))
     assert "there is no GPU 0 on this machine" in text
     assert "2 (GPU-22-abc), 3 (GPU-33-abc)" in text
@@ -303,7 +304,7 @@ def test_a_job_on_gpus_that_compiles_needs_a_c_compiler(
         "apt install gcc python3-dev, or the like"
     )
     add_tool(tools, "clang")
-    assert preflight.check(spec) == 1
+    assert check_job.check(spec) == 1
 
 
 def test_the_compiler_that_a_variable_names_is_looked_for(
@@ -331,7 +332,7 @@ def test_the_headers_of_python_are_needed_too(
 def test_what_compiles_nothing_needs_no_compiler(
     job_values: dict[str, Any], tools: Path, changes: dict[str, Any]
 ) -> None:
-    assert preflight.check(read(job_values, **changes)) is None
+    assert check_job.check(read(job_values, **changes)) is None
 
 
 def test_flash_attention_3_is_looked_for(
@@ -342,11 +343,11 @@ def test_flash_attention_3_is_looked_for(
     assert "needs the package flash_attn_3, and it is not installed" in complaint(spec)
     (tmp_path / "flash_attn_interface.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert preflight.check(spec) == 1
+    assert check_job.check(spec) == 1
 
 
 def test_cpu_ranks_compile_with_a_cpp_compiler(job_values: dict[str, Any], tools: Path) -> None:
     spec = read(job_values, torch_compile=True)
     assert "there is no g++ (PATH); apt install g++" in complaint(spec)
     add_tool(tools, "g++")
-    assert preflight.check(spec) is None
+    assert check_job.check(spec) is None

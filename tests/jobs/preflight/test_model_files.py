@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine.data.buckets import bucket_sizes
-from jobs import preflight
+from engine.data.index.buckets import bucket_sizes
 from jobs.errors import SpecError
-from jobs.families import FAMILIES, flavour_of
-from jobs.flags import parse_flags, to_flags
-from jobs.preflight_model import longest_bucket_side
-from jobs.spec import JobSpec
-from jobs.specfile import dump_spec, load_spec
-from jobs.weight_variants import variant_of
+from jobs.models.weight_variants import variant_of
+from jobs.preflight import check_job
+from jobs.preflight.model_files import longest_bucket_side
+from jobs.spec.families import FAMILIES, flavour_of
+from jobs.spec.file.flags import parse_flags, to_flags
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ def complaint(job_values: dict[str, Any]) -> Callable[..., str | None]:
         where = {"model_family": family, "pretrained_model_name_or_path": str(root)}
         spec = load_spec(None, job_values | where | changes)
         try:
-            preflight.check_model(spec, settings=True)
+            check_job.check_model(spec, settings=True)
         except SpecError as error:
             return str(error)
         return None
@@ -176,7 +176,7 @@ def test_a_directory_alone_is_not_asked_for_its_flavour(
     """The form looks at a path before it knows the rest."""
     root = model("WanPipeline", vae=TI2V_VAE, transformer=WAN)
     where = {"model_family": "wan", "pretrained_model_name_or_path": str(root)}
-    assert preflight.check_model(load_spec(None, job_values | where)) == root
+    assert check_job.check_model(load_spec(None, job_values | where)) == root
 
 
 # -- how large pictures may be -------------------------------------------------------------
@@ -313,14 +313,16 @@ def test_videos_need_their_library(
     installed: bool,
 ) -> None:
     found = object() if installed else None
-    monkeypatch.setattr("jobs.preflight.find_spec", lambda name: found if name == "av" else True)
+    monkeypatch.setattr(
+        "jobs.preflight.check_job.find_spec", lambda name: found if name == "av" else True
+    )
     folder = make_data("clips", pictures=1)
     values = job_values | {"model_family": "wan", "dataset": str(folder)}
     sampled = values | {"validation_prompts": ["a cat"], "validation_num_frames": 5}
 
     def said(values: dict[str, Any]) -> str | None:
         try:
-            preflight.check_dataset(load_spec(None, values))
+            check_job.check_dataset(load_spec(None, values))
         except SpecError as error:
             return str(error)
         return None

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs import dispatch as dispatching
-from jobs.devices import Gpu
-from jobs.dispatch import dispatch, needs_attention
-from jobs.processes import ProcessId
-from jobs.states import State
-from jobs.store import Store, Terms
+from jobs.machine.devices import Gpu
+from jobs.machine.processes import ProcessId
+from jobs.queue import dispatch as dispatching
+from jobs.queue.dispatch import dispatch, needs_attention
+from jobs.queue.states import State
+from jobs.queue.store import Store, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.store import Job
+    from jobs.queue.store import Job
 
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "started")
@@ -39,7 +39,7 @@ def add(store: Store) -> Callable[..., int]:
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
     gpus = [Gpu(index=n, uuid=f"GPU-{n}", name="H", memory_total=1) for n in indices]
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
 
 
 def run_as_me(store: Store, job_id: int) -> None:
@@ -196,7 +196,7 @@ def test_a_supervisor_that_never_came_is_replaced_after_a_while(
 
 def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
     """No supervisor of the earlier boot is alive, and the kernel gives another id."""
-    for module in ("jobs.dispatch", "jobs.store"):
+    for module in ("jobs.queue.dispatch", "jobs.queue.store"):
         monkeypatch.setattr(f"{module}.boot_id", lambda: "another-boot")
 
 
@@ -263,7 +263,7 @@ def test_a_machine_that_does_not_tell_its_boot_loses_nothing(
     job = add()
     dispatch(store)
     run_as_me(store, job)
-    monkeypatch.setattr("jobs.dispatch.boot_id", lambda: None)
+    monkeypatch.setattr("jobs.queue.dispatch.boot_id", lambda: None)
     dispatch(store)
     assert states(store) == {job: "running"}
 
@@ -292,7 +292,7 @@ def test_the_driver_is_asked_before_the_queue_is_taken(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is held
         return [Gpu(index=0, uuid="GPU-0", name="H", memory_total=1)]
 
-    monkeypatch.setattr("jobs.devices.gpus", gpus)
+    monkeypatch.setattr("jobs.machine.devices.gpus", gpus)
     job = add(1)
     dispatch(store)
     assert started == [job]

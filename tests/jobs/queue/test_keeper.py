@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs import runner
-from jobs.processes import ProcessId, end
-from jobs.states import State
+from jobs.machine.processes import ProcessId, end
+from jobs.queue import keeper as runner
+from jobs.queue.states import State
 from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-    from jobs.store import Store
+    from jobs.queue.store import Store
+    from jobs.spec.job_spec import JobSpec
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_it_stays_as_long_as_there_is_work(
 ) -> None:
     job = submit(store, job_spec)
     looks: list[int] = []
-    monkeypatch.setattr("jobs.dispatch.dispatch", lambda _: looks.append(1))
+    monkeypatch.setattr("jobs.queue.dispatch.dispatch", lambda _: looks.append(1))
     keeper = threading.Thread(target=runner.keep, args=(store, 0.05), daemon=True)
     keeper.start()
     eventually(lambda: len(looks) > 20)  # for longer than it may be idle
@@ -81,7 +81,7 @@ def test_a_bad_look_does_not_end_it(
             raise OSError("the disk is full")
         store.change(job, State.STOPPED, "")
 
-    monkeypatch.setattr("jobs.dispatch.dispatch", look)
+    monkeypatch.setattr("jobs.queue.dispatch.dispatch", look)
     runner.keep(store, idle_seconds=0.05)
     assert len(looks) == 2
     assert "OSError: the disk is full" in capsys.readouterr().out

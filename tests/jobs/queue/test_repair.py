@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.repair import repair
-from jobs.rundir import event
-from jobs.schema import trouble
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from jobs.store import Store
-from tests.support.checkpoints import save_checkpoint
-from tests.support.shell import Shell
-from tests.support.tui import add_job, append_events, nothing_starts
+from jobs.queue.repair import repair
+from jobs.queue.states import State
+from jobs.queue.store import Store
+from jobs.queue.tables import trouble
+from jobs.run.rundir import event
+from jobs.spec.file.load import dump_spec, load_spec
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.tui.made_up_runs import add_job, append_events, nothing_starts
+from tests.support.tui.shell import Shell
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Job
+    from jobs.queue.store import Job
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 

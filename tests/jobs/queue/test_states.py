@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.states import ACTIVE, ENDED, TRANSITIONS, State, may_follow
+from jobs.queue.states import ACTIVE, ENDED, TRANSITIONS, State, may_follow
 
 
 @pytest.mark.parametrize("state", State)

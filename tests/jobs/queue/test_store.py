@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import NotFoundError, StateError, UserError
-from jobs.processes import ProcessId, boot_id
-from jobs.states import ACTIVE, ENDED, State
-from jobs.store import Job, Store, Terms
+from jobs.machine.processes import ProcessId, boot_id
+from jobs.queue.states import ACTIVE, ENDED, State
+from jobs.queue.store import Job, Store, Terms
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 A, B = "GPU-a", "GPU-b"
 
@@ -377,7 +377,7 @@ def test_of_many_processes_one_gets_the_gpu(store: Store) -> None:
     told = in_processes(
         4,
         """
-        from jobs.states import State
+        from jobs.queue.states import State
         store = Store(home)
         for n in range(1, 31):
             if store.claim(n, ["GPU-a"], ""):
@@ -464,7 +464,7 @@ def in_processes(count: int, script: str, home: Path, *, before: str = "") -> li
     prologue = f"""
 import os, sys, time
 from pathlib import Path
-from jobs.store import Store, Terms
+from jobs.queue.store import Store, Terms
 home, me = Path(sys.argv[1]), int(sys.argv[2])
 {before}
 (home / f"ready-{{me}}").touch()

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.errors import UserError
-from jobs.states import ACTIVE, State, may_follow
+from jobs.queue.states import ACTIVE, State, may_follow
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     import pytest
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 WORKERS = 20
 SECONDS = float(os.environ.get("FSDP_TUI_STRESS_SECONDS", "0"))
@@ -42,9 +42,11 @@ def work(number: int, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
     """
     import random
 
-    from jobs import devices, dispatch, service
-    from jobs.specfile import load_spec
-    from jobs.store import Store
+    from jobs import service
+    from jobs.machine import devices
+    from jobs.queue import dispatch
+    from jobs.queue.store import Store
+    from jobs.spec.file.load import load_spec
 
     dice = random.Random(number)
     store = Store()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.prompts import ValidationPrompt
-from jobs.resume import ResumeConflicts, find_resume_conflicts, global_batch_size
-from jobs.resume_effects import EFFECTS
-from jobs.spec import JobSpec, field_choices, field_group, is_switch, takes_many
+from jobs.resume.key_effects import EFFECTS
+from jobs.resume.resume_conflicts import ResumeConflicts, find_resume_conflicts, global_batch_size
+from jobs.spec.job_spec import JobSpec, field_choices, field_group, is_switch, takes_many
+from jobs.spec.keys.prompts import ValidationPrompt
 
 if TYPE_CHECKING:
     from pathlib import Path

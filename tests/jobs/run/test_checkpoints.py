@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
-from jobs.checkpoint_list import find_listed, free_bytes, list_all, verify
-from jobs.checkpoints import (
+from jobs.errors import NotFoundError, StateError, UserError
+from jobs.queue.states import State
+from jobs.resume.start_point import find_origin, origin_of, read_step
+from jobs.run.checkpoint_files import (
     UnreadableError,
     delete,
     find_checkpoint,
@@ -22,20 +24,18 @@ from jobs.checkpoints import (
     rewind,
     set_aside,
 )
-from jobs.errors import NotFoundError, StateError, UserError
-from jobs.origin import find_origin, origin_of, read_step
-from jobs.resume_plan import plan_resume, plan_submit
-from jobs.rundir import MANIFEST, RunDir
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from tests.support.checkpoints import save_checkpoint
+from jobs.run.checkpoint_list import find_listed, free_bytes, list_all, verify
+from jobs.run.rundir import MANIFEST, RunDir
+from jobs.service.plan import plan_resume, plan_submit
+from jobs.spec.file.load import dump_spec, load_spec
+from tests.support.jobs.checkpoints import save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.spec.job_spec import JobSpec
 
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "started")
@@ -160,7 +160,7 @@ def test_what_cannot_be_read_is_not_called_damaged(
     def fail(*words: object) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("jobs.checkpoints.sha256", fail)
+    monkeypatch.setattr("jobs.run.checkpoint_files.sha256", fail)
     with pytest.raises(UnreadableError, match=r"cannot read .* \(Input/output error\); this says"):
         find_damage(run_dir.checkpoint(10))
     (first, *_) = list_all(run_dir)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.housekeeping import cap_logs, directory_size, space_warning
-from jobs.rundir import MANIFEST, RunDir
+from jobs.run.disk_space import cap_logs, directory_size, space_warning
+from jobs.run.rundir import MANIFEST, RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,7 @@ def checkpoint(run_dir: RunDir, size: int) -> None:
 
 def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     usage = shutil._ntuple_diskusage(total=1 << 50, used=0, free=count)  # type: ignore[attr-defined]
-    monkeypatch.setattr("jobs.housekeeping.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("jobs.run.disk_space.shutil.disk_usage", lambda _: usage)
 
 
 @pytest.mark.parametrize(

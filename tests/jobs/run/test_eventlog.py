@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jobs.eventlog import EventLog, Phase
-from jobs.rundir import event
+from jobs.run.eventlog import EventLog, Phase
+from jobs.run.rundir import event
 
 if TYPE_CHECKING:
     from pathlib import Path

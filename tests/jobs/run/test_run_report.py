@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jobs.eventlog import EventLog
-from jobs.report import RunReport, read_report
-from jobs.rundir import RunDir, event
-from tui.tables import memory_line, memory_table, validation_line
+from jobs.run.eventlog import EventLog
+from jobs.run.run_report import RunReport, read_report
+from jobs.run.rundir import RunDir, event
+from tui.text.tables import memory_line, memory_table, validation_line
 
 if TYPE_CHECKING:
     from pathlib import Path

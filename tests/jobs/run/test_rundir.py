@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.rundir import MANIFEST, REQUESTS, RankStatus, RunDir, event, read_json, write_atomic
+from jobs.run.rundir import MANIFEST, REQUESTS, RankStatus, RunDir, event, read_json, write_atomic
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,21 +12,21 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.advice import advice
-from jobs.config_diff import differences
-from jobs.rundir import RunDir, event
-from jobs.samples import Samples, list_samples
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from jobs.timeline import Timeline, in_words
-from tests.support.tui import add_job, append_events
-from tui.cli import cli
-from tui.job.values import in_words as value_in_words
+from jobs.queue.states import State
+from jobs.run.rundir import RunDir, event
+from jobs.run.samples import Samples, list_samples
+from jobs.run.timeline import Timeline, in_words
+from jobs.spec.file.diff import differences
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.supervise.remedies import advice
+from tests.support.tui.made_up_runs import add_job, append_events
+from tui.cli.commands import cli
+from tui.text.value_text import in_words as value_in_words
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 
 def write_sample(run_dir: RunDir, step: int, number: int, **facts: Any) -> Path:
@@ -98,7 +98,7 @@ def test_directories_that_stay_the_same_are_not_read_again(
     os.utime(directory, (time.time() - 60, time.time() - 60))
     samples = Samples(run_dir)
     first = samples.look()
-    monkeypatch.setattr("jobs.samples._samples_in", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("jobs.run.samples._samples_in", lambda *_: pytest.fail("read again"))
     assert samples.look() is first
 
 

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs import edit, service
-from jobs.dispatch import dispatch
+from jobs import service
 from jobs.errors import StateError, UserError
-from jobs.job import Terms
-from jobs.resume_plan import plan_submit
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from jobs.templates import list_templates, save_template, templates_home
-from tests.support.tui import add_job, write_checkpoint
+from jobs.queue.dispatch import dispatch
+from jobs.queue.job import Terms
+from jobs.queue.states import State
+from jobs.service import edit
+from jobs.service.plan import plan_submit
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.file.templates import list_templates, save_template, templates_home
+from tests.support.tui.made_up_runs import add_job, write_checkpoint
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.spec.job_spec import JobSpec
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 
@@ -98,7 +99,7 @@ def test_nobody_starts_a_job_as_it_was_before(
                              prepare=lambda: None)  # fmt: skip
         return 1
 
-    monkeypatch.setattr("jobs.dispatch._cpu_slots", meanwhile)
+    monkeypatch.setattr("jobs.queue.dispatch._cpu_slots", meanwhile)
     dispatch(store)
     assert store.get(job.id).state is State.QUEUED
     dispatch(store)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
-from jobs.cascade import settle
-from jobs.devices import Gpu
 from jobs.errors import NotFoundError, SpecError, StateError, UserError
-from jobs.eventlog import EventLog
-from jobs.rundir import event
-from jobs.specfile import load_spec
-from jobs.states import State
-from tests.support.checkpoints import save_checkpoint
+from jobs.machine.devices import Gpu
+from jobs.queue.states import State
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import event
+from jobs.spec.file.load import load_spec
+from jobs.spec.rules.cascade import settle
+from tests.support.jobs.checkpoints import save_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.spec.job_spec import JobSpec
 
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "started")
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus", "started")
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     gpus = [Gpu(index=n, uuid=f"GPU-{n}", name="H", memory_total=1) for n in range(count)]
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
 
 
 def ended(store: Store, spec: JobSpec, state: State = State.STOPPED, step: int | None = 3) -> Job:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jobs.applicable import find_inapplicable
-from jobs.cascade import FOLLOWING, follow_ranks
-from jobs.families import FAMILIES
-from jobs.spec import JobSpec, field_names
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec, field_names
+from jobs.spec.rules.applicable import find_inapplicable
+from jobs.spec.rules.cascade import FOLLOWING, follow_ranks
 
 TWO = {"num_processes": 2}
 FSDP = TWO | {"strategy": "fsdp2"}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jobs.conflicts import find_conflicts, find_warnings
-from jobs.spec import JobSpec
-from jobs.strategy import Room, chosen_strategy, data_parallel_size, world_size
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.conflicts import find_conflicts, find_warnings
+from jobs.spec.rules.strategy import Room, chosen_strategy, data_parallel_size, world_size
 
 
 def read(**values: Any) -> JobSpec:

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.cascade import find_overruled, settle
-from jobs.conflicts import find_warnings
-from jobs.datasets import Dataset, datasets_of, find_layout
 from jobs.errors import SpecError
-from jobs.pictures import list_files
-from jobs.preflight import check_dataset
-from jobs.specfile import dump_spec, load_spec
+from jobs.preflight.check_job import check_dataset
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.rules.cascade import find_overruled, settle
+from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.values.dataset_files import list_files
+from jobs.spec.values.datasets import Dataset, datasets_of, find_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 def job(**values: Any) -> JobSpec:

@@ -7,8 +7,23 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from jobs.spec import JobSpec, field_choices, field_group, field_names, is_switch, takes_many
-from jobs.spellings import as_bool, as_choice, as_list, as_none, did_you_mean, nearest, normal_key
+from jobs.spec.job_spec import (
+    JobSpec,
+    field_choices,
+    field_group,
+    field_names,
+    is_switch,
+    takes_many,
+)
+from jobs.spec.values.spellings import (
+    as_bool,
+    as_choice,
+    as_list,
+    as_none,
+    did_you_mean,
+    nearest,
+    normal_key,
+)
 
 
 def read(**values: Any) -> JobSpec:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
-from jobs.devices import Gpu
 from jobs.errors import UserError
-from jobs.host_room import check_host_memory
-from jobs.spec import JobSpec
-from jobs.specfile import load_spec
-from jobs.states import State
-from tests.support.checkpoints import save_checkpoint
-from tests.support.detection import flux
+from jobs.machine.devices import Gpu
+from jobs.memory.host_memory import check_host_memory
+from jobs.queue.states import State
+from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import JobSpec
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.tui.detection import flux
 
 if TYPE_CHECKING:
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 GIB = 2**30
 FLUX = 11_900_000_000  # parameters
@@ -33,10 +33,10 @@ NEEDS_RAM = TWO_GPUS | {"model_type": "full", "fsdp_cpu_offload": True}
 def machine(monkeypatch: pytest.MonkeyPatch, started: list[int]) -> None:
     """Two GPUs, 64 GiB of host memory, and a model of FLUX.1's size whose blocks are known."""
     gpus = [Gpu(n, f"GPU-{n}", "H200", 140 * GIB, memory_used=0) for n in range(2)]
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
-    monkeypatch.setattr("jobs.host_room.host_bytes", lambda: 64 * GIB)
-    monkeypatch.setattr("jobs.host_room.count_parameters", lambda path: FLUX)
-    monkeypatch.setattr("jobs.block_names.detect_blocks", lambda **_: flux())
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
+    monkeypatch.setattr("jobs.memory.host_memory.host_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr("jobs.memory.host_memory.count_parameters", lambda path: FLUX)
+    monkeypatch.setattr("jobs.preflight.wrapped_classes.detect_blocks", lambda **_: flux())
 
 
 ROWS: list[tuple[dict[str, Any], str]] = [
@@ -74,7 +74,7 @@ def test_a_resume_on_a_machine_with_too_little_host_memory_is_refused(
 ) -> None:
     values = {k: v for k, v in (job_values | NEEDS_RAM).items() if k != "num_processes"}
     with monkeypatch.context() as larger:
-        larger.setattr("jobs.host_room.host_bytes", lambda: 512 * GIB)
+        larger.setattr("jobs.memory.host_memory.host_bytes", lambda: 512 * GIB)
         job = service.submit(store, load_spec(None, values))
     store.change(job.id, State.STOPPED, "was stopped")
     save_checkpoint(job.run_dir, 3)
@@ -104,9 +104,9 @@ def test_the_least_that_is_kept_in_host_memory(
 ) -> None:  # fmt: skip
     model = job_values["pretrained_model_name_or_path"]
     spec = JobSpec(pretrained_model_name_or_path=model, **changes)
-    monkeypatch.setattr("jobs.host_room.host_bytes", lambda: int((gib + 0.2) * GIB))
+    monkeypatch.setattr("jobs.memory.host_memory.host_bytes", lambda: int((gib + 0.2) * GIB))
     check_host_memory(spec, on_gpus=on_gpus)
-    monkeypatch.setattr("jobs.host_room.host_bytes", lambda: int((gib - 0.2) * GIB))
+    monkeypatch.setattr("jobs.memory.host_memory.host_bytes", lambda: int((gib - 0.2) * GIB))
     with pytest.raises(UserError, match=f"at least {gib:.1f} GiB"):
         check_host_memory(spec, on_gpus=on_gpus)
 
@@ -114,7 +114,7 @@ def test_the_least_that_is_kept_in_host_memory(
 def test_ranks_on_gpus_without_offload_need_nothing_of_it(
     job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.host_room.host_bytes", lambda: 0)
+    monkeypatch.setattr("jobs.memory.host_memory.host_bytes", lambda: 0)
     model = job_values["pretrained_model_name_or_path"]
     spec = JobSpec(pretrained_model_name_or_path=model, num_processes=2, model_type="full")
     check_host_memory(spec, on_gpus=True)

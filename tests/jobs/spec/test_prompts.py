@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jobs.conflicts import find_conflicts, find_warnings
 from jobs.errors import SpecError
-from jobs.flags import parse_flags
-from jobs.prompts import ValidationPrompt, read_prompts, requests_of, size_of
-from jobs.spec import JobSpec
-from jobs.specfile import dump_spec, load_spec
+from jobs.spec.file.flags import parse_flags
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.keys.prompts import ValidationPrompt, read_prompts, requests_of, size_of
+from jobs.spec.rules.conflicts import find_conflicts, find_warnings
 
 GOOD: dict[str, Any] = {"pretrained_model_name_or_path": "m", "dataset": "d"}
 

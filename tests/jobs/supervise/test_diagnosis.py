@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.advice import advice
-from jobs.diagnosis import why_failed
-from jobs.elastic import RankExit, rank_exits
-from jobs.flight import find_wait
-from jobs.processes import kernel_oom_kills
-from jobs.rundir import RankStatus, RunDir
-from jobs.states import State
-from tests.support.fakes.launcher import summary
+from jobs.machine.processes import kernel_oom_kills
+from jobs.queue.states import State
+from jobs.run.diagnosis.flight_records import find_wait
+from jobs.run.diagnosis.rank_exits import RankExit, rank_exits
+from jobs.run.diagnosis.why_failed import why_failed
+from jobs.run.rundir import RankStatus, RunDir
+from jobs.supervise.remedies import advice
+from tests.support.jobs.fakes.launcher import summary
 
 if TYPE_CHECKING:
     from pathlib import Path

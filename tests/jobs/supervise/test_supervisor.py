@@ -1,6 +1,6 @@
 """The life of a job with the real supervisor, and everything that may be killed on the way.
 
-Launcher and ranks are light fakes (`tests/support/fakes`). Whatever happens, the state that is
+Launcher and ranks are light fakes (`tests/support/jobs/fakes`). Whatever happens, the state that is
 shown is true, and no process of the run is left.
 """
 
@@ -19,20 +19,20 @@ import pytest
 
 from jobs import service
 from jobs.errors import StateError
-from jobs.eventlog import EventLog
-from jobs.processes import RUN_ID_VARIABLE, with_run_id
-from jobs.rundir import read_json
-from jobs.states import State
-from tests.support.fakes.supervise import start_supervisor
-from tests.support.lab import ENDLESS, opened
+from jobs.machine.processes import RUN_ID_VARIABLE, with_run_id
+from jobs.queue.states import State
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import read_json
+from tests.support.jobs.fakes.supervise import start_supervisor
+from tests.support.jobs.lab import ENDLESS, opened
 from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from jobs.store import Store
-    from tests.support.lab import Lab
+    from jobs.queue.store import Store
+    from tests.support.jobs.lab import Lab
 
 
 AGES = "3600"  # seconds
@@ -484,7 +484,7 @@ def test_the_machine_was_restarted(lab: Lab) -> None:
     job = lab.running()
     waiting = lab.submit(max_train_steps=3)
     lab.kill_everything(job)
-    lab.monkeypatch.setattr("jobs.dispatch.boot_id", lambda: "another-boot")
+    lab.monkeypatch.setattr("jobs.queue.dispatch.boot_id", lambda: "another-boot")
     service.refresh(lab.store)
     job = lab.get(job)
     assert (job.state, job.reason) == (State.LOST, "the machine was restarted")

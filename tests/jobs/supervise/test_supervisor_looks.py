@@ -12,17 +12,18 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from jobs import service, supervisor
-from jobs.attempt import Attempt
-from jobs.outcome import judge
-from jobs.rundir import RankStatus, write_atomic
-from jobs.specfile import load_spec
-from jobs.states import State
-from jobs.supervisor import Supervisor
+from jobs import service
+from jobs.queue.states import State
+from jobs.run.rundir import RankStatus, write_atomic
+from jobs.spec.file.load import load_spec
+from jobs.supervise import supervisor
+from jobs.supervise.attempt import Attempt
+from jobs.supervise.outcome import judge
+from jobs.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-    from jobs.store import Store
+    from jobs.queue.store import Store
+    from jobs.spec.job_spec import JobSpec
 
 HANG: int = 600  # seconds
 

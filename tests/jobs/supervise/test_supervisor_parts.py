@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs import service, supervisor
-from jobs.outcome import Outcome
-from jobs.rundir import RankStatus
-from jobs.states import State
-from jobs.supervisor import FAILURE_GRACE, TERM_GRACE, Supervisor
+from jobs import service
+from jobs.queue.states import State
+from jobs.run.rundir import RankStatus
+from jobs.supervise import supervisor
+from jobs.supervise.outcome import Outcome
+from jobs.supervise.supervisor import FAILURE_GRACE, TERM_GRACE, Supervisor
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-    from jobs.store import Store
+    from jobs.queue.store import Store
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass
@@ -60,7 +61,7 @@ def watch(
     store: Store, job_spec: JobSpec, no_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> Supervisor:
     """The supervisor of a job with two ranks; nothing runs."""
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", lambda job: None)
+    monkeypatch.setattr("jobs.queue.dispatch._start_supervisor", lambda job: None)
     job = service.submit(store, job_spec)
     job.run_dir.create()
     return Supervisor(store, store.get(job.id))

@@ -54,8 +54,8 @@ class Counting:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Counting:
-        from engine.peaks import Peaks
-        from engine.step import Stepper
+        from engine.ranks.peaks import Peaks
+        from engine.train.optimizer_step import Stepper
 
         os.environ.pop("CUDA_STUB_BYTES", None)
         if self._full_in == "start":
@@ -132,7 +132,7 @@ class Counting:
 
     def _computed(self, phase: str) -> AbstractContextManager[Any]:
         """Not while it trains, where little but a loss is read, and everything counts."""
-        from tests.cuda_stub.numbers import Numbers
+        from tests.support.cuda_stub.numbers import Numbers
 
         return Numbers() if phase in self._numbers else nullcontext()
 

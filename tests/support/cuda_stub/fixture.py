@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cuda_stub.rehearsal import Rehearsal
-from tests.cuda_stub.stub import REQUIRED_VARIABLE, StubCuda, Unavailable, build, find_python
-from tests.nvml_stub.stub import StubNvml
+from tests.support.cuda_stub.rehearsal import Rehearsal
+from tests.support.cuda_stub.stub import (
+    REQUIRED_VARIABLE,
+    StubCuda,
+    Unavailable,
+    build,
+    find_python,
+)
+from tests.support.nvml_stub.stub import StubNvml
 
 if TYPE_CHECKING:
     from pathlib import Path

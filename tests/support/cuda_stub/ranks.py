@@ -1,4 +1,4 @@
-"""Do many jobs on stub GPUs in one process per rank: `python -m tests.cuda_stub.ranks PLAN.json`.
+"""Many jobs on stub GPUs, a process per rank: `python -m tests.support.cuda_stub.ranks PLAN.json`.
 
 The plan says which toys to write, `{family: directory}`, and has a list of groups,
 `{"ranks": 2, "jobs": {run directory: {"values": …, "numbers": [phase, …], "full_in": phase}}}`. The
@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tests.cuda_stub.counting import Counting
+from tests.support.cuda_stub.counting import Counting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ def _import_all() -> None:
     import transformers.models.clip.modeling_clip
     import transformers.models.t5.modeling_t5  # noqa: F401
 
-    import engine.run  # noqa: F401
+    import engine.run_job  # noqa: F401
 
 
 def _forked(do: Callable[..., None], *words: Any) -> None:
@@ -72,8 +72,8 @@ def _forked(do: Callable[..., None], *words: Any) -> None:
 
 def _write_toys(toys: dict[str, str]) -> None:
     from engine.toy import write_toy
-    from jobs.families import FAMILIES
-    from tests.cuda_stub.rehearsal import side_of
+    from jobs.spec.families import FAMILIES
+    from tests.support.cuda_stub.rehearsal import side_of
 
     for family, place in toys.items():
         flavour = next(iter(FAMILIES[family].flavours))
@@ -123,13 +123,13 @@ def _job(rank: int, root: Path, job: dict[str, Any]) -> bool:
     """Do one job; whether it ended well."""
     import torch
 
-    from engine.backends import choose_backends
-    from engine.failure import record_failure
-    from engine.run import run_job
-    from engine.telemetry import Telemetry
-    from engine.world import start_world
-    from jobs.rundir import RunDir
-    from jobs.specfile import load_spec
+    from engine.model.kernels import choose_backends
+    from engine.ranks.failure import record_failure
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import start_world
+    from engine.run_job import run_job
+    from jobs.run.rundir import RunDir
+    from jobs.spec.file.load import load_spec
 
     run_dir = RunDir(root)
     run_dir.create()

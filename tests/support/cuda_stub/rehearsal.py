@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.eventlog import EventLog
-from jobs.families import FAMILIES
-from jobs.rundir import RunDir
-from tests.cuda_stub.stub import ROOT
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import RunDir
+from jobs.spec.families import FAMILIES
+from tests.support.cuda_stub.stub import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.cuda_stub.stub import StubCuda
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.cuda_stub.stub import StubCuda
+    from tests.support.nvml_stub.stub import StubNvml
 
 STEPS: Final = 3
 _PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
@@ -119,7 +119,8 @@ class Rehearsal:
         (self.root / "plan.json").write_text(json.dumps(plan))
         with (self.root / "output.txt").open("w") as output:
             subprocess.run(
-                [self._cuda.python, "-m", "tests.cuda_stub.ranks", str(self.root / "plan.json")],
+                [self._cuda.python, "-m", "tests.support.cuda_stub.ranks",
+                 str(self.root / "plan.json")],
                 env=self._cuda.environment(self._nvml.environment), cwd=ROOT, stdout=output,
                 stderr=subprocess.STDOUT, timeout=_PATIENCE, check=False,
             )  # fmt: skip

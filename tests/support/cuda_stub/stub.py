@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[3]
 LIBRARY: Final = "libcuda.so.1"
 PYTHON_VARIABLE: Final = "FSDP_TUI_CUDA_PYTHON"  # an interpreter whose torch was built for CUDA
 REQUIRED_VARIABLE: Final = "FSDP_TUI_CUDA_REQUIRED"  # fail where the stub cannot be had

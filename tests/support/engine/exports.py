@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import adapters, families, weights
-from engine.draws import keyed_generator
+from engine import families
+from engine.diffusion.random_numbers import keyed_generator
 from engine.exports.live import export
 from engine.exports.recipe import Recipe
-from engine.meeting import Meeting
-from engine.world import World
-from jobs.rundir import RunDir
+from engine.model import adapters, weights
+from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.world import World
+from jobs.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
 
@@ -54,8 +55,8 @@ def recipe_of(spec: JobSpec, root: Path, *, step: int = 4, **changes: Any) -> Re
 
 def export_alone(model: Any, recipe: Recipe, target: Path) -> Any:
     """Export on a single rank."""
-    meeting = Meeting(RunDir(target.parent / "run"), "t", 0, 1)
-    return export(model, recipe, target, ALONE, meeting)
+    barrier = FileBarrier(RunDir(target.parent / "run"), "t", 0, 1)
+    return export(model, recipe, target, ALONE, barrier)
 
 
 def bytes_of(directory: Path) -> dict[str, bytes]:

@@ -13,19 +13,19 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 
 from engine import families
-from engine.data.collate import collate
+from engine.families.shared.collate import collate
 from engine.toy import write_toy
-from jobs.families import FAMILIES
-from jobs.prompts import requests_of
-from jobs.specfile import load_spec
+from jobs.spec.families import FAMILIES
+from jobs.spec.file.load import load_spec
+from jobs.spec.keys.prompts import requests_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from engine.families import Family
-    from jobs.prompts import SampleRequest
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.prompts import SampleRequest
 
 PICTURES: Final = 4
 PROMPT: Final = "a red circle on a blue background"

@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine.activation_checkpointing import checkpoint_activations
-from engine.memory import cuda
-from engine.memory.assume import Assume
-from engine.memory.live import Live, storage_of
-from engine.memory.model import build, on_fake
-from engine.memory.timeline import Mark, Recorder
-from engine.memory.trace import _train
-from engine.mesh import build_mesh
-from engine.parallel import shard
-from engine.run import kept_whole
-from engine.world import World
-from jobs.strategy import checkpoints_activations
+from engine.memory.tracing import cuda
+from engine.memory.tracing.assume import Assume
+from engine.memory.tracing.live import Live, storage_of
+from engine.memory.tracing.model import build, on_fake
+from engine.memory.tracing.timeline import Mark, Recorder
+from engine.memory.tracing.trace import _train
+from engine.model.activation_checkpointing import checkpoint_activations
+from engine.parallel.sharding import shard
+from engine.ranks.mesh import build_mesh
+from engine.ranks.world import World
+from engine.run_job import kept_whole
+from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.memory.shape import Shape
-    from jobs.spec import JobSpec
+    from engine.memory.tracing.shape import Shape
+    from jobs.spec.job_spec import JobSpec
 
 
 def small_toy(root: Path, **sizes: int) -> Path:
@@ -38,10 +38,10 @@ def small_toy(root: Path, **sizes: int) -> Path:
 
     Args:
         root: An empty directory.
-        sizes: Others of `engine.toy.flux.FluxSizes`.
+        sizes: Others of `engine.toy.families.flux.FluxSizes`.
     """
     from engine.toy import write_toy
-    from engine.toy.flux import FluxSizes, write_flux
+    from engine.toy.families.flux import FluxSizes, write_flux
 
     write_toy(root, "flux", pictures=4, size=64)
     shutil.rmtree(root / "model")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from safetensors.torch import load_file
 
-from jobs.eventlog import EventLog
-from tests.support.engine import start_ranks, toy_values
-from tests.support.ranks.parity import train
+from jobs.run.eventlog import EventLog
+from tests.support.engine.ranks.parity import train
+from tests.support.engine.toy_jobs import start_ranks, toy_values
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -250,7 +250,7 @@ def train_all(
 
 def _with_fewer_layers(toy: Path, root: Path) -> Path:
     """The toy with a block of each kind and one more: what takes time here is their number."""
-    from engine.toy.flux import FluxSizes, build_transformer
+    from engine.toy.families.flux import FluxSizes, build_transformer
 
     shutil.copytree(toy, root)
     shutil.rmtree(root / "model" / "transformer")

@@ -10,19 +10,20 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch.distributed import TCPStore
 
-from engine import adapters, families, weights
-from engine.draws import keyed_generator
-from engine.world import World
-from jobs.specfile import load_spec
+from engine import families
+from engine.diffusion.random_numbers import keyed_generator
+from engine.model import adapters, weights
+from engine.ranks.world import World
+from jobs.spec.file.load import load_spec
 from tests.support.forks import client
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from engine.training import Training
-    from jobs.rundir import RunDir
-    from jobs.spec import JobSpec
+    from engine.train.train_state import TrainState
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
     from tests.support.forks.client import Ranks
 
 
@@ -79,10 +80,10 @@ def trained_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def save_checkpoint(training: Training, spec: JobSpec, run_dir: RunDir) -> Path:
+def save_checkpoint(training: TrainState, spec: JobSpec, run_dir: RunDir) -> Path:
     """A checkpoint of the present step, as a job of one rank writes it; its directory."""
     from engine import checkpoint
-    from engine.world import World
+    from engine.ranks.world import World
 
     alone = World(rank=0, size=1, device=torch.device("cpu"), strategy="single", token="t")
     path = run_dir.checkpoint(training.step)

@@ -10,12 +10,12 @@ from diffusers.configuration_utils import register_to_config
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.support.engine import toy_spec
+from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectati
 VARIABLE: Final = "FSDP_TUI_TESTS_FORKS"  # the server's directory, for all workers of a session
 _ROOM: Final = 1 << 16  # bytes for the environment of what is forked
 _LINE: Final = 1 << 11  # and for its command line
-# What libraries read when they are imported, as `jobs.launchers.local` sets it.
+# What libraries read when they are imported, as `jobs.launch.local` sets it.
 _LAUNCHED: Final = {
     "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",

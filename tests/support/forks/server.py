@@ -31,7 +31,7 @@ FIRST_COMES_WITHIN: Final = 60.0  # seconds
 
 # What families' ranks import, and torch when it first shards, saves or recomputes.
 PRELOADED: Final = (
-    "engine.run",
+    "engine.run_job",
     "engine.exports.__main__",
     "engine.toy",
     "diffusers.loaders.lora_pipeline",
@@ -191,7 +191,7 @@ def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     from engine import families
-    from jobs.families import FAMILIES
+    from jobs.spec.families import FAMILIES
 
     for name in FAMILIES:
         family = families.load(name)

@@ -6,13 +6,13 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from jobs.checkpoints import STATE_FILE
-from jobs.rundir import MANIFEST
+from jobs.run.checkpoint_files import STATE_FILE
+from jobs.run.rundir import MANIFEST
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
 
 def save_checkpoint(

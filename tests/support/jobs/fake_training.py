@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from jobs.processes import ProcessId
-from jobs.rundir import event
-from jobs.store import Store
-from tests.support.tui import GIB, append_events, write_rank
+from jobs.machine.processes import ProcessId
+from jobs.queue.store import Store
+from jobs.run.rundir import event
+from tests.support.tui.made_up_runs import GIB, append_events, write_rank
 
 FIRST: Final = 501  # what came before is written by whoever made the job
 _PERIOD: Final = 1.0

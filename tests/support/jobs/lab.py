@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jobs import service
-from jobs.eventlog import EventLog
-from jobs.processes import ProcessId, with_run_id
-from jobs.rundir import read_json
-from jobs.specfile import load_spec
-from jobs.states import ACTIVE, State
-from tests.support.fakes.supervise import start_nothing, start_supervisor
+from jobs.machine.processes import ProcessId, with_run_id
+from jobs.queue.states import ACTIVE, State
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import read_json
+from jobs.spec.file.load import load_spec
+from tests.support.jobs.fakes.supervise import start_nothing, start_supervisor
 from tests.support.left_over import end_all_of, name_of, processes_of
 from tests.support.waiting import eventually
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
 
 ENDLESS = 100_000  # steps
 
@@ -151,7 +151,7 @@ def opened(
         monkeypatch: Of the test that works in it.
         gates: A folder that it makes, outside of the state directory.
     """
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", start_supervisor)
+    monkeypatch.setattr("jobs.queue.dispatch._start_supervisor", start_supervisor)
     for name in [name for name in os.environ if name.startswith("FAKE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.03")

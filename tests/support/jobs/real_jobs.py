@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import yaml
 
-from jobs.eventlog import EventLog
-from jobs.processes import with_run_id
-from jobs.rundir import RunDir
-from jobs.store import Store
-from tests.support.engine import toy_values
+from jobs.machine.processes import with_run_id
+from jobs.queue.store import Store
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import RunDir
+from tests.support.engine.toy_jobs import toy_values
 from tests.support.forks import client as forks
 
 if TYPE_CHECKING:

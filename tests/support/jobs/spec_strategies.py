@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jobs.spec import JobSpec, field_choices
-from jobs.spellings import as_none
+from jobs.spec.job_spec import JobSpec, field_choices
+from jobs.spec.values.spellings import as_none
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30)
 _SIZE = st.none() | st.integers(16, 4096) | st.from_regex(r"\A(16|768|8192)x(32|511)\Z")

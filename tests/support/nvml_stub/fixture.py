@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pynvml
 import pytest
 
-from jobs import devices
-from tests.nvml_stub.stub import STATE_VARIABLE, NoCompiler, StubNvml, build
+from jobs.machine import devices
+from tests.support.nvml_stub.stub import STATE_VARIABLE, NoCompiler, StubNvml, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

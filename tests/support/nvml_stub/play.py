@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.nvml_stub.stub import StubNvml
+    from tests.support.nvml_stub.stub import StubNvml
 
 _MEMORY_OF_STRANGERS: Final = 38 * 2**30
 
@@ -30,9 +30,9 @@ _MEMORY_OF_STRANGERS: Final = 38 * 2**30
 def main() -> int:
     """Play until the command ends; its exit status."""
     # As a script this file finds no package that it could belong to.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tests.cuda_stub import stub as cuda
-    from tests.nvml_stub.stub import NoCompiler, StubNvml, build, start_holder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from tests.support.cuda_stub import stub as cuda
+    from tests.support.nvml_stub.stub import NoCompiler, StubNvml, build, start_holder
 
     wanted = _parse(sys.argv[1:])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp-tui"
@@ -126,7 +126,7 @@ def _play(
 
 
 def _write(stub: StubNvml, wanted: argparse.Namespace, pids: dict[int, int], t: float) -> None:
-    from tests.nvml_stub.stub import busy
+    from tests.support.nvml_stub.stub import busy
 
     if wanted.state is not None:
         stub.write(json.loads(wanted.state.read_text()))

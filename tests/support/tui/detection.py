@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.block_parts import Part, Parts
-from jobs.blocks import BlockClass, Detection
+from jobs.models.blocks.detection import BlockClass, Detection
+from jobs.models.blocks.parts import Part, Parts
 
 DOUBLE, SINGLE = "FluxTransformerBlock", "FluxSingleTransformerBlock"
 _M = 10**6

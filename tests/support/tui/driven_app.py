@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from tests.support.pilot import driven, until
-from tui.app import FsdpTui
-from tui.format import plain
-from tui.modals.confirm import ConfirmScreen
-from tui.newjob.field_row import FieldRow
-from tui.newjob.screen import NewJobScreen
-from tui.settings import Settings
+from tests.support.tui.pilot import driven, until
+from tui.app.app import FsdpTui
+from tui.form.fields.field_row import FieldRow
+from tui.form.screen import NewJobScreen
+from tui.settings.settings import Settings
+from tui.text.format import plain
+from tui.widgets.modals.confirm import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from textual.app import App
     from textual.pilot import Pilot
 
-    from jobs.store import Store
-    from tui.snapshot import Snapshot
+    from jobs.queue.store import Store
+    from tui.look.snapshot import Snapshot
     from tui.widgets.lines import Lines
 
 

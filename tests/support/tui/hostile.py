@@ -6,15 +6,15 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.rundir import MANIFEST, event
-from jobs.states import State
-from tests.support.checkpoints import save_checkpoint
-from tests.support.tui import add_job, append_events, write_rank, write_steps
+from jobs.queue.states import State
+from jobs.run.rundir import MANIFEST, event
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.tui.made_up_runs import add_job, append_events, write_rank, write_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
 
 # Clipboard, title, clear screen, both again as C1, right-to-left override, half of a pair.
 EVIL: Final = (

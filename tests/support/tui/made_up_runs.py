@@ -7,11 +7,11 @@ import random
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.rundir import RankStatus, RunDir, event, write_atomic
-from jobs.states import State
-from jobs.store import Terms
-from tests.support.checkpoints import save_checkpoint
-from tests.support.fakes.supervise import start_nothing
+from jobs.queue.states import State
+from jobs.queue.store import Terms
+from jobs.run.rundir import RankStatus, RunDir, event, write_atomic
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.jobs.fakes.supervise import start_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
 
 GIB = 2**30
 
 
 # Seconds between two looks at something, in tests that change it.
 _PERIODS: Final = {
-    "tui.collector.PERIOD": 0.05,
-    "tui.job.look.PERIOD": 0.1,
-    "tui.checkpoints.pane._EVERY": 0.05,
-    "tui.dashboard.log_view._LOOK_EVERY": 0.02,
+    "tui.look.collector.PERIOD": 0.05,
+    "tui.look.job_look.PERIOD": 0.1,
+    "tui.job.checkpoints.pane._EVERY": 0.05,
+    "tui.log.log_view._LOOK_EVERY": 0.02,
     "tui.plots.reading._EVERY": 0.02,
 }
 # Seconds that the dashboard waits for more of the same before it does something.
 _DELAYS: Final = {
     "tui.plots.panel._REDRAW_EVERY": 0.02,
-    "tui.data.pictures_panel._DRAW_AFTER": 0.005,
-    "tui.newjob.screen._CHECK_AFTER": 0.02,
-    "tui.newjob.fit._SETTLES_IN": 0.02,
+    "tui.form.data.images_panel._DRAW_AFTER": 0.005,
+    "tui.form.screen._CHECK_AFTER": 0.02,
+    "tui.form.beside.fit._SETTLES_IN": 0.02,
 }
 
 
 def nothing_starts(patch: pytest.MonkeyPatch) -> None:
     """No job gets a process, and none is missed; all is looked at every few milliseconds."""
     start_nothing(patch)
-    patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
+    patch.setattr("jobs.queue.dispatch._unsupervised", lambda job: False)
     look_every(patch)
 
 
@@ -152,10 +152,10 @@ def write_checkpoint(job: Job, step: int, **manifest: Any) -> Path:
 
 
 class FakeGpus:
-    """Stands in for `jobs.devices.gpus`."""
+    """Stands in for `jobs.machine.devices.gpus`."""
 
     def __init__(self, count: int) -> None:
-        from jobs.devices import Gpu
+        from jobs.machine.devices import Gpu
 
         self.gpus = [
             Gpu(

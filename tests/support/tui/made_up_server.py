@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 from PIL import Image, ImageDraw
 
-from jobs.memory import kept
-from jobs.rundir import event
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from tests.support.detection import flux
-from tests.support.fakes.supervise import start_nothing
+from jobs.memory import kept_prediction
+from jobs.queue.states import State
+from jobs.run.rundir import event
+from jobs.spec.file.load import dump_spec, load_spec
+from tests.support.jobs.fakes.supervise import start_nothing
 from tests.support.paths import FAKE_MEMORY
-from tests.support.tui import (
+from tests.support.tui.detection import flux
+from tests.support.tui.made_up_runs import (
     GIB,
     FakeGpus,
     add_job,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from jobs.spec import JobSpec
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
+    from jobs.spec.job_spec import JobSpec
 
 BEGIN: Final = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
 _Disk = namedtuple("_Disk", "total used free")
@@ -146,8 +146,8 @@ def predict(job: Job) -> None:
         "overheads": {"cuda_context": GIB}, "host": {"rank": GIB, "machine": 2 * GIB},
         "disk": {}, "notes": [],
     }  # fmt: skip
-    file = {"schema": kept.SCHEMA, "t": time.time(), "prediction": said}
-    kept.path_of(job.run_dir).write_text(json.dumps(file))
+    file = {"schema": kept_prediction.SCHEMA, "t": time.time(), "prediction": said}
+    kept_prediction.path_of(job.run_dir).write_text(json.dumps(file))
 
 
 def fill(job: Job, spec: JobSpec, uuids: list[str]) -> None:
@@ -196,16 +196,16 @@ def stamp(root: Path, t: float) -> None:
 
 def nobody_starts(patch: pytest.MonkeyPatch, cards: FakeGpus) -> None:
     """Take every process and the machine's own GPUs out of the picture."""
-    patch.setattr("jobs.devices.gpus", cards)
+    patch.setattr("jobs.machine.devices.gpus", cards)
     start_nothing(patch)
-    patch.setattr("jobs.dispatch._unsupervised", lambda job: False)
-    for module in ("jobs.dispatch", "jobs.service"):  # each has the name
+    patch.setattr("jobs.queue.dispatch._unsupervised", lambda job: False)
+    for module in ("jobs.queue.dispatch", "jobs.service"):  # each has the name
         patch.setattr(f"{module}.dispatch", lambda store: None)
     patch.setattr("jobs.service.ensure_runner", lambda store: None)
     fake = (sys.executable, "-S", str(FAKE_MEMORY))
     patch.setattr("jobs.memory.client.COMMAND", fake)
     patch.setattr("jobs.memory.client._shared", [])  # another test has closed its own for good
-    patch.setattr("tui.detect.screen.detect_blocks", lambda **asked: flux())
+    patch.setattr("tui.form.blocks.screen.detect_blocks", lambda **asked: flux())
     disk = _Disk(2 << 40, 1 << 40, 1 << 40)
     patch.setattr("shutil.disk_usage", lambda path: disk)
     patch.setenv("TZ", "UTC")

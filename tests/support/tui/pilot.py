@@ -17,7 +17,7 @@ from textual.events import Key
 from textual.keys import REPLACED_KEYS, _character_to_key, _get_unicode_name_from_key
 from textual.pilot import Pilot
 
-from tests.support import threads
+from tests.support.tui import threads
 from tests.support.waiting import PATIENCE, attempts
 
 if TYPE_CHECKING:

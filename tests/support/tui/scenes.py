@@ -15,12 +15,12 @@ from textual._context import visible_screen_stack
 from textual.command import CommandPalette
 
 from jobs.memory.fit import Verdict
-from jobs.store import Store
-from tests.support.made_up_server import Clock, make_up, nobody_starts
-from tests.support.pilot import driven, rest, until
-from tests.support.tui import FakeGpus, look_every
-from tui.app import FsdpTui
-from tui.newjob.fit import FitBars
+from jobs.queue.store import Store
+from tests.support.tui.made_up_runs import FakeGpus, look_every
+from tests.support.tui.made_up_server import Clock, make_up, nobody_starts
+from tests.support.tui.pilot import driven, rest, until
+from tui.app.app import FsdpTui
+from tui.form.beside.fit import FitBars
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tui import cli
+from tui.cli import commands
 
 
 class Shell:
@@ -21,7 +21,7 @@ class Shell:
         """Exit status, standard output, standard error."""
         self._patch.setattr(sys, "argv", ["fsdp-tui", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            commands.main()
         out, err = self._capsys.readouterr()
         return int(str(ended.value.code or 0)), out, err
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.emulated_screen import EmulatedScreen
+from tests.support.tui.emulated_screen import EmulatedScreen
 from tests.support.waiting import PATIENCE, attempts
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _PACKAGES: Final = (str(ROOT / "tui"), str(ROOT / "jobs"))
-_COLLECTOR: Final = str(ROOT / "tui" / "collector.py")
+_COLLECTOR: Final = str(ROOT / "tui" / "look" / "collector.py")
 # Threads that run in these look, wait for a while, and look again.
 _RETURNING: Final = {
     str(ROOT / "tui" / name)
-    for name in ("collector.py", "job/look.py", "log/watch.py", "plots/reading.py")
+    for name in ("look/collector.py", "look/job_look.py", "log/watch.py", "plots/reading.py")
 }
 
 

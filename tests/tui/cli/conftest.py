@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.support.shell import Shell
+from tests.support.tui.shell import Shell
 
 if TYPE_CHECKING:
     from pathlib import Path

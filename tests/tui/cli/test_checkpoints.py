@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.checkpoints import set_aside
-from jobs.rundir import RunDir
-from jobs.spec import JobSpec
-from jobs.specfile import load_spec
-from jobs.states import State
-from tests.support.checkpoints import save_checkpoint
-from tui.checkpoints.words import age
+from jobs.queue.states import State
+from jobs.run.checkpoint_files import set_aside
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import JobSpec
+from tests.support.jobs.checkpoints import save_checkpoint
+from tui.text.checkpoint_text import age
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Store
-    from tests.support.shell import Shell
+    from jobs.queue.store import Store
+    from tests.support.tui.shell import Shell
 
 
 @pytest.fixture

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from jobs.devices import Gpu, GpuProcess
-from jobs.processes import end, with_run_id
-from jobs.rundir import event
-from jobs.specfile import load_spec
-from jobs.states import State
-from jobs.store import Job, Store
-from tests.support.checkpoints import save_checkpoint
-from tests.support.fakes.supervise import start_supervisor
+from jobs.machine.devices import Gpu, GpuProcess
+from jobs.machine.processes import end, with_run_id
+from jobs.queue.states import State
+from jobs.queue.store import Job, Store
+from jobs.run.rundir import event
+from jobs.spec.file.load import load_spec
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.jobs.fakes.supervise import start_supervisor
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
-from tui import cli
-from tui.follow import _Tail
+from tui.cli import commands
+from tui.cli.job.follow import _Tail
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +68,7 @@ class Shell:
         self.monkeypatch.setattr(sys, "argv", ["fsdp-tui", *map(str, words)])
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            commands.main()
         out, err = self.capsys.readouterr()
         assert "Traceback" not in err
         code = caught.value.code
@@ -128,7 +128,7 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
         )
         for n in indices
     ]  # fmt: skip
-    monkeypatch.setattr("jobs.devices.gpus", lambda: gpus)
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
 
 
 # -- the command itself --------------------------------------------------------------------
@@ -544,7 +544,7 @@ def test_what_the_driver_does_not_say_is_null(
     shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = Gpu(index=0, uuid="GPU-0", name="H", memory_total=0, processes=(GpuProcess(4, None),))
-    monkeypatch.setattr("jobs.devices.gpus", lambda: [silent])
+    monkeypatch.setattr("jobs.machine.devices.gpus", lambda: [silent])
     (gpu,) = shell.ok("gpus", "--json").json
     assert gpu["memory_used"] is gpu["utilisation"] is gpu["temperature"] is gpu["power"] is None
     (process,) = gpu["processes"]
@@ -557,8 +557,8 @@ def test_what_the_driver_does_not_say_is_null(
 
 @pytest.fixture
 def running_shell(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
-    monkeypatch.setattr("jobs.dispatch._start_supervisor", start_supervisor)
-    monkeypatch.setattr("tui.follow._LOOK_EVERY", 0.03)
+    monkeypatch.setattr("jobs.queue.dispatch._start_supervisor", start_supervisor)
+    monkeypatch.setattr("tui.cli.job.follow._LOOK_EVERY", 0.03)
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.03")
     yield shell
     end([p for job in shell.store.all() for p in with_run_id(job.run_id)], grace=0)

@@ -17,15 +17,16 @@ import pytest
 import yaml
 from PIL import Image
 
-from jobs import tools
 from jobs.errors import UserError
-from jobs.specfile import load_spec
-from jobs.tools import Cancelled, ToolError, look_at_data
+from jobs.machine import engine_tools
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.preflight.data_look import look_at_data
+from jobs.spec.file.load import load_spec
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, eventually
-from tui import cli
-from tui.data.tables import data_text
-from tui.data.words import changes, left_out
+from tui.cli import commands
+from tui.text.data_tables import data_text
+from tui.text.data_text import changes, left_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -79,7 +80,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "argv", ["fsdp-tui", "data", *map(str, words)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            commands.main()
         out, err = capsys.readouterr()
         code = caught.value.code
         assert isinstance(code, int | None)
@@ -206,7 +207,9 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any
 
     def ask(code: str, cancelled: Callable[[], bool] = lambda: False) -> Mapping[str, Any]:
         (tmp_path / "some_tool.py").write_text("import os, sys, time\n" + textwrap.dedent(code))
-        return tools.ask("some_tool", ["a"], tmp_path / "answer", lambda line: None, cancelled)
+        return engine_tools.ask(
+            "some_tool", ["a"], tmp_path / "answer", lambda line: None, cancelled
+        )
 
     return ask
 
@@ -253,7 +256,8 @@ def test_a_tool_does_not_outlive_an_asker_that_is_killed(tmp_path: Path) -> None
         "    print('looked', os.getpid(), 1, file=sys.stderr, flush=True); time.sleep(0.02)\n"
     )
     code = (
-        "from pathlib import Path; from jobs import tools; tools.ask('some_tool', [], "
+        "from pathlib import Path; from jobs.machine import engine_tools as tools; "
+        "tools.ask('some_tool', [], "
         f"Path({str(tmp_path / 'answer')!r}), lambda line: print(line, flush=True), lambda: False)"
     )
     asker = subprocess.Popen(

@@ -11,22 +11,23 @@ import psutil
 import pytest
 import yaml
 
-from jobs import caches, service
-from jobs.block_cache import remember
-from jobs.blocks import detect_blocks
+from jobs import service
 from jobs.errors import StateError
+from jobs.machine.engine_tools import Cancelled
+from jobs.models.blocks.detection import detect_blocks
+from jobs.models.blocks.detection_cache import remember
 from jobs.paths import cache_home
-from jobs.specfile import load_spec
-from jobs.states import State
-from jobs.tools import Cancelled
-from tui import cli
-from tui.cli_detect import facts, text
+from jobs.queue.states import State
+from jobs.service import caches
+from jobs.spec.file.load import load_spec
+from tui.cli import commands
+from tui.cli.prepare.detect import facts, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
     Run = Callable[..., tuple[int, str, str]]
 
@@ -51,7 +52,7 @@ def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         monkeypatch.setattr(sys, "argv", ["fsdp-tui", *map(str, words)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            commands.main()
         out, err = capsys.readouterr()
         return int(str(ended.value.code or 0)), out, err
 

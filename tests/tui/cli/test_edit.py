@@ -9,16 +9,16 @@ import click
 import pytest
 import yaml
 
-from jobs.specfile import load_spec
-from jobs.states import State
-from jobs.templates import find_template, save_template, templates_home
+from jobs.queue.states import State
+from jobs.spec.file.load import load_spec
+from jobs.spec.file.templates import find_template, save_template, templates_home
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec import JobSpec
-    from jobs.store import Store
-    from tests.support.shell import Shell
+    from jobs.queue.store import Store
+    from jobs.spec.job_spec import JobSpec
+    from tests.support.tui.shell import Shell
 
 
 @pytest.fixture

@@ -16,25 +16,26 @@ import torch
 from safetensors.torch import load_file
 
 from engine import checkpoint
-from engine.ema import Ema
 from engine.exports.__main__ import main
-from engine.optim import build_optimizer, build_scheduler
-from engine.training import Training
-from jobs import exports, service
+from engine.train.ema import Ema
+from engine.train.optimizer import build_optimizer, build_scheduler
+from engine.train.train_state import TrainState
+from jobs import service
 from jobs.errors import UserError
-from jobs.export_places import check_place, default_place
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
-from jobs.states import State
-from jobs.tools import Cancelled
-from tests.support.engine import toy_values
-from tests.support.exports import ALONE, trained_model
+from jobs.machine.engine_tools import Cancelled
+from jobs.queue.states import State
+from jobs.run.export_places import check_place, default_place
+from jobs.run.rundir import RunDir
+from jobs.service import exports
+from jobs.spec.file.load import load_spec
+from tests.support.engine.exports import ALONE, trained_model
+from tests.support.engine.toy_jobs import toy_values
 from tests.support.paths import ROOT
-from tui import cli
+from tui.cli import commands
 
 if TYPE_CHECKING:
-    from jobs.job import Job
-    from jobs.store import Store
+    from jobs.queue.job import Job
+    from jobs.queue.store import Store
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -46,7 +47,7 @@ def saved(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = trained_model(spec, toy / "model")
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(spec, list(trained.values()), ALONE.device)
-    training = Training(model, optimizer, build_scheduler(spec, optimizer), Ema(trained, 0.9))
+    training = TrainState(model, optimizer, build_scheduler(spec, optimizer), Ema(trained, 0.9))
     root = tmp_path_factory.mktemp("saved")
     for training.step in (2, 4):
         with torch.no_grad():
@@ -74,7 +75,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "argv", ["fsdp-tui", "export", *map(str, words)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            commands.main()
         out, err = capsys.readouterr()
         code = caught.value.code
         assert isinstance(code, int | None)

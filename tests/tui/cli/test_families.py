@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.errors import SpecError
-from jobs.families import FAMILIES, get_family
+from jobs.spec.families import FAMILIES, get_family
 from tests.support.paths import ROOT
-from tui.cli_families import families, table
+from tui.cli.prepare.families import families, table
 
 PAGE = ROOT / "docs" / "families.md"
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.files import read_regular
-from jobs.rundir import read_json
-from jobs.yamlfile import parse_yaml
+from jobs.run.rundir import read_json
+from jobs.spec.values.yaml_lines import parse_yaml
+from jobs.untrusted.files import read_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.shell import Shell
+    from tests.support.tui.shell import Shell
 
 DEEP = "[" * 100_000
 BOMB = "a: &a [x, x]\n" + "".join(
@@ -118,7 +118,7 @@ def test_a_model_of_any_size_is_not_built(
 
 
 def test_a_caption_of_20_megabytes_is_a_finding(tmp_path: Path) -> None:
-    from engine.data.sources import _captions_of
+    from engine.data.read.folders import _captions_of
 
     picture = tmp_path / "a.png"
     picture.with_suffix(".txt").write_bytes(b"x" * (20 << 20))
@@ -147,7 +147,7 @@ def test_a_dry_run_writes_nothing(
 
 
 def test_a_large_log_is_printed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tui.follow import _Tail
+    from tui.cli.job.follow import _Tail
 
     lengths: list[int] = []
     path = tmp_path / "log"

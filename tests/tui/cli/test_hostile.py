@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.foreign import harmless
-from tests.support.hostile import EVIL, add_evil_job, steering, write_model
-from tui.echo import Stream
+from jobs.untrusted.text import harmless
+from tests.support.tui.hostile import EVIL, add_evil_job, steering, write_model
+from tui.cli.common.echo import Stream
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Store
-    from tests.support.shell import Shell
+    from jobs.queue.store import Store
+    from tests.support.tui.shell import Shell
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from jobs.imports.report import Kind
+from jobs.imports.common.import_report import Kind
 from tests.support.paths import IMPORT_EXAMPLES
-from tui import cli
-from tui.cli_import import import_job
+from tui.cli import commands
+from tui.cli.prepare.import_job import import_job
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def refused(
     """What the whole command says on bad input: status 2, one line on standard error."""
     monkeypatch.setattr(sys, "argv", ["fsdp-tui", "import", *map(str, words)])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        commands.main()
     out, err = capsys.readouterr()
     assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
     return err

@@ -12,15 +12,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.errors import UserError
-from jobs.spec import JobSpec, field_choices, field_group
+from jobs.spec.job_spec import JobSpec, field_choices, field_group
 from tests.support.paths import ROOT
-from tui.cli import cli
-from tui.cli_completion import _SHELLS
+from tui.cli.commands import cli
+from tui.cli.completion import _SHELLS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 pytestmark = pytest.mark.usefixtures("home")
 FIELDS = list(JobSpec.model_fields)
@@ -104,7 +104,7 @@ def test_the_documents_say_the_exit_statuses() -> None:
 
 def test_help_names_every_command_under_a_heading() -> None:
     text = run("--help").output
-    assert "More:" not in text, "a command has no heading; see tui/cli_help.py"
+    assert "More:" not in text, "a command has no heading; see tui/cli/common/help.py"
     for name in cli.commands:
         assert re.search(rf"^  {name} ", text, re.M), name
         assert run(name, "--help").exit_code == 0
@@ -168,7 +168,7 @@ def test_other_shells_get_the_whole_word(shell: str) -> None:
 
 
 def test_jobs_are_offered_by_id(store: Store) -> None:
-    from jobs.job import Terms
+    from jobs.queue.job import Terms
 
     job = store.add(name="cats", terms=Terms(1, None, 5), run_id="r", prepare=lambda run_dir: None)
     assert complete("bash", "show", str(job.id)) == [str(job.id)]

@@ -15,14 +15,14 @@ import pytest
 from jobs import service
 from jobs.errors import UserError
 from tests.support.paths import ROOT
-from tests.support.tui import add_job
+from tests.support.tui.made_up_runs import add_job
 from tests.support.waiting import PATIENCE
-from tui.watch import changed_objects, changed_sentences, in_words, sentence, watch
+from tui.cli.job.watch import changed_objects, changed_sentences, in_words, sentence, watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_what_passes_does_not_end_it(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("jobs.service.refresh", refresh)
-    monkeypatch.setattr("tui.watch.time.sleep", sleep)
+    monkeypatch.setattr("tui.cli.job.watch.time.sleep", sleep)
     with pytest.raises(KeyboardInterrupt):
         watch(store, 0.2)
     out, err = capsys.readouterr()

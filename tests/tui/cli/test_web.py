@@ -21,7 +21,8 @@ from tests.support.waiting import PATIENCE
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("textual_serve")
 
-from tui import cli, web  # noqa: E402
+from tui.cli import commands as cli  # noqa: E402
+from tui.cli.machine import web_server  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +52,7 @@ def free_port() -> int:
     ],
 )
 def test_who_may_use_it(listening: str, host: str, origin: str | None, refused: bool) -> None:
-    assert bool(web.refuse(listening, host, origin)) is refused
+    assert bool(web_server.refuse(listening, host, origin)) is refused
 
 
 def run(
@@ -66,7 +67,7 @@ def run(
 def test_without_textual_serve_it_says_what_to_install(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tui.cli_web.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("tui.cli.machine.web.importlib.util.find_spec", lambda name: None)
     status, err = run(monkeypatch, capsys)
     assert status == 2
     assert "pip install 'fsdp-tui[web]'" in err
@@ -77,7 +78,8 @@ def test_beyond_loopback_it_warns(
 ) -> None:
     served: list[tuple[str, int, bool]] = []
     monkeypatch.setattr(
-        "tui.web.serve", lambda host, port, *, read_only: served.append((host, port, read_only))
+        "tui.cli.machine.web_server.serve",
+        lambda host, port, *, read_only: served.append((host, port, read_only)),
     )
     status, err = run(monkeypatch, capsys, "--host", "0.0.0.0", "--port", "8123")
     assert status == 0
@@ -105,12 +107,14 @@ def test_the_command_survives_the_shell(monkeypatch: pytest.MonkeyPatch) -> None
     """textual-serve starts it through one."""
     commands: list[str] = []
     monkeypatch.setattr(sys, "executable", "/opt/my python; x/bin/python")
-    monkeypatch.setattr(web.web, "run_app", lambda app, **_: app.close())
+    monkeypatch.setattr(web_server.web, "run_app", lambda app, **_: app.close())
     monkeypatch.setattr(
-        web.DashboardServer, "__init__", lambda self, command, *_, **__: commands.append(command)
+        web_server.DashboardServer,
+        "__init__",
+        lambda self, command, *_, **__: commands.append(command),
     )
-    monkeypatch.setattr(web.DashboardServer, "_make_app", Closed)
-    web.serve("127.0.0.1", 8000, read_only=True)
+    monkeypatch.setattr(web_server.DashboardServer, "_make_app", Closed)
+    web_server.serve("127.0.0.1", 8000, read_only=True)
     assert shlex.split(commands[0]) == [
         "exec", "/opt/my python; x/bin/python", "-m", "tui", "--read-only",
     ]  # fmt: skip

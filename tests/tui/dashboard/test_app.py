@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
-from jobs.cascade import settle
 from jobs.errors import UserError
-from jobs.rundir import event
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
+from jobs.queue.states import State
+from jobs.run.rundir import event
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.rules.cascade import settle
 from tests.support.paths import ROOT
-from tests.support.pilot import until
-from tests.support.tui import (
+from tests.support.tui.driven_app import error_of, field, form, running, said, shown
+from tests.support.tui.made_up_runs import (
     FakeGpus,
     add_job,
     append_events,
@@ -29,23 +29,23 @@ from tests.support.tui import (
     write_rank,
     write_steps,
 )
-from tests.support.tui_app import error_of, field, form, running, said, shown
-from tui import collector
+from tests.support.tui.pilot import until
 from tui.dashboard.jobs_panel import JobsPanel
-from tui.dashboard.log_view import LogView
 from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
-from tui.modals.confirm import ConfirmScreen
-from tui.modals.help import HelpScreen
-from tui.newjob.screen import NewJobScreen
+from tui.form.screen import NewJobScreen
+from tui.log.log_view import LogView
+from tui.look import collector
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
+from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.modals.help import HelpScreen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.resume_plan import Plan
-    from jobs.spec import JobSpec
-    from jobs.store import Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Store
+    from jobs.service.plan import Plan
+    from jobs.spec.job_spec import JobSpec
+    from tui.app.app import FsdpTui
 
 pytestmark = pytest.mark.usefixtures("no_processes")
 
@@ -91,7 +91,7 @@ async def test_without_jobs_it_says_how_to_begin(store: Store) -> None:
 async def test_a_new_machine_with_gpus_is_offered_the_self_test(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.devices.gpus", FakeGpus(2))
+    monkeypatch.setattr("jobs.machine.devices.gpus", FakeGpus(2))
     async with running(store) as (app, _):
         assert "fsdp-tui selftest" in shown(jobs_of(app))
 
@@ -166,7 +166,7 @@ async def test_late_ranks_gpus_and_memory_are_shown_on_a_gpu_machine(
 ) -> None:
     cards = FakeGpus(4)
     cards.gpus[2:] = [replace(gpu, memory_used=0) for gpu in cards.gpus[2:]]
-    monkeypatch.setattr("jobs.devices.gpus", cards)
+    monkeypatch.setattr("jobs.machine.devices.gpus", cards)
     uuids = [gpu.uuid for gpu in cards.gpus[:2]]
     job = add_job(store, state=State.RUNNING, gpus=uuids)
     write_rank(job, 0, device_uuid=uuids[0], allocated=2**30, reserved=2**31, peak=2**31)
@@ -627,7 +627,7 @@ async def test_the_form_tells_what_auto_comes_to_and_what_is_deprecated(
 async def test_gpus_are_toggled_by_number_keys(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.devices.gpus", FakeGpus(4))
+    monkeypatch.setattr("jobs.machine.devices.gpus", FakeGpus(4))
     async with form(store) as (app, pilot):
         field(app, "gpus").control.focus()
         await pilot.press("0", "2")
@@ -642,7 +642,7 @@ async def test_gpus_are_toggled_by_number_keys(
 
 def test_the_dashboard_loads_neither_torch_nor_the_engine() -> None:
     code = (
-        "import sys, tui.app, tui.newjob.screen, tui.job.screen; "
+        "import sys, tui.app.app, tui.form.screen, tui.job.screen; "
         "print([m for m in sys.modules if m.split('.')[0] in "
         "('torch', 'engine', 'accelerate', 'diffusers', 'transformers', 'numpy')])"
     )

@@ -13,25 +13,25 @@ from rich.cells import cell_len
 from textual.geometry import Region
 from textual.widgets import Static
 
-from jobs.caches import Cache, Cleared
 from jobs.errors import StateError, UserError
 from jobs.paths import cache_home
-from jobs.states import State
-from tests.support.pilot import until
-from tests.support.tui import add_job
-from tests.support.tui_app import all_said, question, running
+from jobs.queue.states import State
+from jobs.service.caches import Cache, Cleared
+from tests.support.tui.driven_app import all_said, question, running
+from tests.support.tui.made_up_runs import add_job
+from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
-from tui.caches.rows import amount, cache_rows, freed
-from tui.caches.screen import CachesScreen
-from tui.format import plain
+from tui.dashboard.caches.screen import CachesScreen
+from tui.text.cache_text import amount, cache_rows, freed
+from tui.text.format import plain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from textual.pilot import Pilot
 
-    from jobs.store import Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Store
+    from tui.app.app import FsdpTui
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("no_processes")
 
 
 class Caches:
-    """Stands in for `jobs.caches`.
+    """Stands in for `jobs.service.caches`.
 
     Attributes:
         held: What there is.
@@ -87,8 +87,8 @@ class Caches:
 @pytest.fixture
 def caches(monkeypatch: pytest.MonkeyPatch) -> Caches:
     fake = Caches()
-    monkeypatch.setattr("tui.caches.screen.list_caches", fake.list)
-    monkeypatch.setattr("tui.caches.screen.clear", fake.clear)
+    monkeypatch.setattr("tui.dashboard.caches.screen.list_caches", fake.list)
+    monkeypatch.setattr("tui.dashboard.caches.screen.clear", fake.clear)
     return fake
 
 

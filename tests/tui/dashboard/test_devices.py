@@ -11,37 +11,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import devices
-from jobs.devices import Gpu, GpuProcess
-from jobs.states import State
-from tests.nvml_stub.stub import gpu as played
-from tests.support import tui_app
-from tests.support.pilot import until
-from tests.support.tui import GIB, FakeGpus, add_job, nothing_starts, write_rank, write_steps
-from tests.support.tui_app import shown
-from tui import collector
-from tui.collector import where_of
+from jobs.machine import devices
+from jobs.machine.devices import Gpu, GpuProcess
+from jobs.queue.states import State
+from tests.support.nvml_stub.stub import gpu as played
+from tests.support.tui import driven_app
+from tests.support.tui.driven_app import shown
+from tests.support.tui.made_up_runs import (
+    GIB,
+    FakeGpus,
+    add_job,
+    nothing_starts,
+    write_rank,
+    write_steps,
+)
+from tests.support.tui.pilot import until
 from tui.dashboard.device_rows import columns as device_columns
 from tui.dashboard.device_rows import device_rows, devices_title, hint_of, links
 from tui.dashboard.job_groups import job_groups, ordinal, queue_places
-from tui.dashboard.job_rows import columns, job_row
 from tui.dashboard.memory_split import Split, split_bar, split_of
 from tui.dashboard.panels import DevicesPanel, redraw_after
-from tui.dashboard.rank_rows import Seat, keeping_up, rank_table, rank_title
-from tui.format import plain, sparkline
-from tui.history import EVERY, History
-from tui.snapshot import JobView, Snapshot, in_order
+from tui.dashboard.rank_lines import Seat, keeping_up, rank_table, rank_title
+from tui.look import collector
+from tui.look.collector import where_of
+from tui.look.gpu_history import EVERY, History
+from tui.look.snapshot import JobView, Snapshot, in_order
+from tui.text.format import plain, sparkline
+from tui.widgets.job_rows import columns, job_row
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from textual.pilot import Pilot
 
-    from jobs.store import Store
-    from tests.nvml_stub.stub import StubNvml
-    from tui.app import FsdpTui
+    from jobs.queue.store import Store
+    from tests.support.nvml_stub.stub import StubNvml
+    from tui.app.app import FsdpTui
 
-pytest_plugins = ["tests.nvml_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture"]
 
 CARD = Gpu(0, "GPU-0000", "NVIDIA H200", 100 * GIB, memory_used=80 * GIB, utilisation=97)
 
@@ -284,7 +291,7 @@ async def running(
     store: Store, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> AsyncIterator[tuple[FsdpTui, Pilot[None]]]:
     nothing_starts(monkeypatch)
-    monkeypatch.setattr("jobs.devices.gpus", FakeGpus(4))
+    monkeypatch.setattr("jobs.machine.devices.gpus", FakeGpus(4))
     gpus = FakeGpus(4).gpus
     job = add_job(store, state=State.RUNNING, gpus=[gpu.uuid for gpu in gpus[:2]])
     write_steps(job, 10)
@@ -292,7 +299,7 @@ async def running(
         write_rank(job, rank, device_uuid=gpus[rank].uuid, allocated=GIB, step=10,
                    heartbeat=time.time() - 60 * rank)  # fmt: skip
     add_job(store, "next", wanted=[gpus[0].uuid], ranks=1)
-    async with tui_app.running(store, size) as (app, pilot):
+    async with driven_app.running(store, size) as (app, pilot):
         await until(pilot, lambda: app.dashboard.query_one(DevicesPanel).rows)
         yield app, pilot
 

@@ -17,18 +17,18 @@ from textual.geometry import Region
 from textual.widgets import Static
 
 from jobs.errors import UserError
-from jobs.specfile import load_spec
-from jobs.tools import Cancelled, ToolError
-from tests.support.detection import DOUBLE, SINGLE, flux
-from tests.support.pilot import until
-from tests.support.tui_app import form, running
-from tui.detect.rows import block_rows, looking_row
-from tui.detect.screen import DetectScreen
-from tui.detect.words import Model, about, cautions, headline, outcome, parameters, share, usable
-from tui.format import plain
-from tui.newjob import draft, pages
-from tui.newjob.field_row import FieldRow
-from tui.newjob.screen import NewJobScreen
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.spec.file.load import load_spec
+from tests.support.tui.detection import DOUBLE, SINGLE, flux
+from tests.support.tui.driven_app import form, running
+from tests.support.tui.pilot import until
+from tui.form.blocks.rows import block_rows, looking_row
+from tui.form.blocks.screen import DetectScreen
+from tui.form.fields import draft, pages
+from tui.form.fields.field_row import FieldRow
+from tui.form.screen import NewJobScreen
+from tui.text.block_text import Model, about, cautions, headline, outcome, parameters, share, usable
+from tui.text.format import plain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
-    from jobs.blocks import Detection
-    from jobs.store import Store
-    from tui.app import FsdpTui
+    from jobs.models.blocks.detection import Detection
+    from jobs.queue.store import Store
+    from tui.app.app import FsdpTui
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -80,7 +80,7 @@ class Detector:
 @pytest.fixture
 def detector(monkeypatch: pytest.MonkeyPatch) -> Detector:
     fake = Detector()
-    monkeypatch.setattr("tui.detect.screen.detect_blocks", fake)
+    monkeypatch.setattr("tui.form.blocks.screen.detect_blocks", fake)
     return fake
 
 

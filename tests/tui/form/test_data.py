@@ -11,25 +11,25 @@ import pytest
 from PIL import Image, ImageDraw
 from textual.geometry import Region
 
-from jobs.eventlog import Phase
-from jobs.look import STRIP_GAP
-from jobs.rundir import write_atomic
+from jobs.preflight.data_look import DataLook
+from jobs.queue.states import State
+from jobs.run.eventlog import Phase
+from jobs.run.rundir import write_atomic
 from jobs.service import Progress
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from jobs.tools import DataLook
-from tests.support.pilot import rest, until
-from tests.support.tui import add_job
-from tests.support.tui_app import another_look, running, shown
+from jobs.spec.data_tool import STRIP_GAP
+from jobs.spec.file.load import dump_spec, load_spec
+from tests.support.tui.driven_app import another_look, running, shown
+from tests.support.tui.made_up_runs import add_job
+from tests.support.tui.pilot import rest, until
 from tui.dashboard.activity_rows import activity_rows
-from tui.data.buckets_panel import BucketsPanel
-from tui.data.rows import bucket_rows, finding_rows, looking_row
-from tui.data.screen import DataScreen
-from tui.data.strips import draw, find_grid, pictures_of
-from tui.data.words import headlines
-from tui.format import plain
-from tui.newjob.screen import NewJobScreen
-from tui.snapshot import JobView
+from tui.form.data.buckets_panel import BucketsPanel
+from tui.form.data.rows import bucket_rows, finding_rows, looking_row
+from tui.form.data.screen import DataScreen
+from tui.form.screen import NewJobScreen
+from tui.look.snapshot import JobView
+from tui.terminal.images.strips import draw, find_grid, pictures_of
+from tui.text.data_text import headlines
+from tui.text.format import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
-    from jobs.store import Store
-    from tui.app import FsdpTui
-    from tui.format import Row
+    from jobs.queue.store import Store
+    from tui.app.app import FsdpTui
+    from tui.text.format import Row
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 BACK = (24, 26, 30)
@@ -127,7 +127,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[[DataLook], None]:
     """Sets what a look finds."""
 
     def put(result: DataLook) -> None:
-        monkeypatch.setattr("tui.data.screen.look_at_data", lambda *_, **__: result)
+        monkeypatch.setattr("tui.form.data.screen.look_at_data", lambda *_, **__: result)
 
     return put
 

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.gpu import Gpu, GpuProcess
+from jobs.machine.gpu import Gpu, GpuProcess
 from jobs.memory import client
 from jobs.memory.fit import Fit, Room
-from tests.support.fake_memory import GIB
-from tests.support.pilot import until
-from tests.support.tui import nothing_starts
-from tui.app import FsdpTui
-from tui.modals.confirm import ConfirmScreen
-from tui.newjob import fit as form_fit
-from tui.newjob.fit import FitBars, bar_lines, look
-from tui.newjob.screen import NewJobScreen
-from tui.snapshot import Snapshot
+from tests.support.jobs.fake_memory import GIB
+from tests.support.tui.made_up_runs import nothing_starts
+from tests.support.tui.pilot import until
+from tui.app.app import FsdpTui
+from tui.form.beside import fit as form_fit
+from tui.form.beside.fit import FitBars, bar_lines, look
+from tui.form.screen import NewJobScreen
+from tui.look.snapshot import Snapshot
+from tui.widgets.modals.confirm import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 HUB_ID = "black-forest-labs/FLUX.1-dev"
 VALUES = {
@@ -47,7 +47,7 @@ def some_gpus() -> list[Gpu]:
 @pytest.fixture(autouse=True)
 def _fake_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing_starts(monkeypatch)
-    monkeypatch.setattr("jobs.devices.gpus", some_gpus)
+    monkeypatch.setattr("jobs.machine.devices.gpus", some_gpus)
     monkeypatch.setattr(form_fit, "_SETTLES_IN", 0.02)
 
 

@@ -8,16 +8,16 @@ import pytest
 import yaml
 from textual.widgets import Select
 
-from jobs.specfile import load_spec
-from tests.support.pilot import rest, until
-from tests.support.tui_app import field, form
-from tui.newjob import draft
-from tui.newjob.screen import NewJobScreen
+from jobs.spec.file.load import load_spec
+from tests.support.tui.driven_app import field, form
+from tests.support.tui.pilot import rest, until
+from tui.form.fields import draft
+from tui.form.screen import NewJobScreen
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_processes")
 

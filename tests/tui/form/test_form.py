@@ -13,25 +13,25 @@ from textual.command import CommandList, CommandPalette
 from textual.events import Paste
 from textual.widgets import Static
 
-from jobs import edit
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from jobs.templates import list_templates, path_of, save_template, templates_home
-from tests.support.pilot import until
-from tests.support.tui import FakeGpus, add_job
-from tests.support.tui_app import another_look, error_of, field, form, running, said
+from jobs.queue.states import State
+from jobs.service import edit
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.file.templates import list_templates, path_of, save_template, templates_home
+from tests.support.tui.driven_app import another_look, error_of, field, form, running, said
+from tests.support.tui.made_up_runs import FakeGpus, add_job
+from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
-from tui.modals.confirm import ConfirmScreen
-from tui.newjob.fit import Look
-from tui.newjob.gpu_picker import GpuPicker, users_of
-from tui.newjob.pages import PAGES
-from tui.newjob.screen import NewJobScreen
+from tui.form.beside.fit import Look
+from tui.form.fields.gpu_picker import GpuPicker, users_of
+from tui.form.fields.pages import PAGES
+from tui.form.screen import NewJobScreen
+from tui.widgets.modals.confirm import ConfirmScreen
 
 if TYPE_CHECKING:
     from textual.pilot import Pilot
 
-    from jobs.store import Job, Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Job, Store
+    from tui.app.app import FsdpTui
 
 pytestmark = pytest.mark.usefixtures("no_processes")
 
@@ -84,7 +84,7 @@ async def type_over(pilot: Pilot[None], text: str) -> None:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
     gpus = FakeGpus(4)
-    monkeypatch.setattr("jobs.devices.gpus", gpus)
+    monkeypatch.setattr("jobs.machine.devices.gpus", gpus)
     return gpus
 
 
@@ -303,7 +303,7 @@ async def test_looking_for_a_field_that_does_not_apply_tells_why(store: Store) -
 async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
     store: Store, four_gpus: FakeGpus
 ) -> None:
-    from jobs.gpu import GpuProcess
+    from jobs.machine.gpu import GpuProcess
 
     four_gpus.gpus[3] = replace(
         four_gpus.gpus[3], processes=(GpuProcess(812, 1 << 30, user="eve"),)
@@ -405,7 +405,7 @@ async def test_templates_are_found_by_who_types_before_they_are_read(
         assert read.wait(PATIENCE)
         return list_templates()
 
-    monkeypatch.setattr("tui.newjob.finding.list_templates", read_slowly)
+    monkeypatch.setattr("tui.form.search.list_templates", read_slowly)
     save_template("tiny", {"lora_rank": 4})
     async with form(store) as (app, pilot):
         await pilot.press("ctrl+t")
@@ -541,14 +541,14 @@ async def test_the_form_sees_who_comes_and_goes(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = FakeGpus(2)
-    monkeypatch.setattr("jobs.devices.gpus", cards)
+    monkeypatch.setattr("jobs.machine.devices.gpus", cards)
     looked: list[Any] = []
 
     def look(values: Any, snapshot: Any, *_: Any) -> Look:
         looked.append(users_of(snapshot))
         return Look(values)
 
-    monkeypatch.setattr("tui.newjob.fit.look", look)
+    monkeypatch.setattr("tui.form.beside.fit.look", look)
     job = add_job(store, "t", state=State.RUNNING, gpus=[cards.gpus[0].uuid],
                   job_file=dump_spec(load_spec(None, job_values)))  # fmt: skip
     async with form(store, "D") as (app, pilot):
@@ -580,7 +580,7 @@ async def test_a_slow_disk_does_not_hold_the_form_up(
         assert go_on.wait(PATIENCE)
         return load_spec(*args, **options)
 
-    monkeypatch.setattr("tui.newjob.files.load_spec", slow)
+    monkeypatch.setattr("tui.form.files.load_spec", slow)
     async with form(store) as (app, pilot):
         await pilot.press("ctrl+o")
         await until(pilot, lambda: app.screen.query("#path"))
@@ -602,7 +602,9 @@ async def test_the_command_and_the_file_stand_beside_the_form_and_are_copied(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    monkeypatch.setattr("tui.clipboard.copy", lambda app, text: copied.append(text) or "copied")
+    monkeypatch.setattr(
+        "tui.terminal.clipboard.copy", lambda app, text: copied.append(text) or "copied"
+    )
     add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
     async with form(store, "D", (120, 40)) as (app, pilot):
         await until(pilot, lambda: "name: given-2" in text_of(app, "yaml"))

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.pilot import until
-from tests.support.tui_app import field, form
+from tests.support.tui.driven_app import field, form
+from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
 from tui.widgets.path_input import PathSuggester, complete_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_processes")
 

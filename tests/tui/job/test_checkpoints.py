@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from textual.geometry import Region
 
-from jobs.checkpoint_list import Listed
-from jobs.checkpoints import set_aside
 from jobs.errors import UserError
-from jobs.resume_plan import plan_resume
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from jobs.tools import Cancelled
-from tests.support.checkpoints import save_checkpoint
-from tests.support.pilot import until
-from tests.support.tui import add_job
-from tests.support.tui_app import all_said, question, running, shown
-from tui.checkpoints.pane import CheckpointsPane
-from tui.checkpoints.rows import checkpoint_rows, progress_row
-from tui.checkpoints.words import about
-from tui.format import plain
-from tui.modals.confirm import ConfirmScreen
-from tui.newjob.screen import NewJobScreen
+from jobs.machine.engine_tools import Cancelled
+from jobs.queue.states import State
+from jobs.run.checkpoint_files import set_aside
+from jobs.run.checkpoint_list import Listed
+from jobs.service.plan import plan_resume
+from jobs.spec.file.load import dump_spec, load_spec
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.tui.driven_app import all_said, question, running, shown
+from tests.support.tui.made_up_runs import add_job
+from tests.support.tui.pilot import until
+from tui.form.screen import NewJobScreen
+from tui.job.checkpoints.pane import CheckpointsPane
+from tui.job.checkpoints.rows import checkpoint_rows, progress_row
+from tui.text.checkpoint_text import about
+from tui.text.format import plain
 from tui.widgets.bars import KeyBar
+from tui.widgets.modals.confirm import ConfirmScreen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from textual.pilot import Pilot
     from textual.widget import Widget
 
-    from jobs.store import Job, Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Job, Store
+    from tui.app.app import FsdpTui
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -269,7 +269,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Any:
             state.ended.set()
         return one
 
-    monkeypatch.setattr("tui.checkpoints.pane.verify", verify)
+    monkeypatch.setattr("tui.job.checkpoints.pane.verify", verify)
     yield state
     state.go.set()
 
@@ -323,7 +323,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise state.outcome
         return SimpleNamespace(path=job.run_dir.export, warnings=("this is a warning",))
 
-    monkeypatch.setattr("jobs.exports.export_checkpoint", export)
+    monkeypatch.setattr("jobs.service.exports.export_checkpoint", export)
     yield state
     state.go.set()
 

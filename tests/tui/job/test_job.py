@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from textual.geometry import Region
 
-from jobs.rundir import event
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from tests.support.checkpoints import save_checkpoint
-from tests.support.made_up_server import predict
-from tests.support.pilot import settle, until
-from tests.support.tui import (
+from jobs.queue.states import State
+from jobs.run.rundir import event
+from jobs.spec.file.load import dump_spec, load_spec
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.tui.driven_app import all_said, running, shown
+from tests.support.tui.made_up_runs import (
     GIB,
     add_job,
     append_events,
@@ -26,27 +25,28 @@ from tests.support.tui import (
     write_rank,
     write_steps,
 )
-from tests.support.tui_app import all_said, running, shown
+from tests.support.tui.made_up_server import predict
+from tests.support.tui.pilot import settle, until
 from tests.support.waiting import PATIENCE
-from tui.checkpoints.pane import CheckpointsPane
-from tui.format import plain
-from tui.job.config_rows import command_rows
-from tui.job.keys import Key, line_of
-from tui.job.pick_job import PickJobScreen
-from tui.job.rank_rows import late_words, rank_rows
+from tui.job.checkpoints.pane import CheckpointsPane
+from tui.job.panes.config_rows import command_rows
+from tui.job.panes.pick_job import PickJobScreen
+from tui.job.panes.rank_rows import late_words, rank_rows
 from tui.job.screen import JobScreen
 from tui.job.tabs import NAMES, tab_line
+from tui.keys.key_table import Key, line_of
 from tui.log.screen import LogScreen
 from tui.plots.pick_runs import PickRunsScreen
+from tui.text.format import plain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from textual.pilot import Pilot
 
-    from jobs.rundir import RankStatus
-    from jobs.store import Job, Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Job, Store
+    from jobs.run.rundir import RankStatus
+    from tui.app.app import FsdpTui
     from tui.widgets.lines import Lines
 
 SIZES = [(80, 24), (120, 40)]
@@ -64,7 +64,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         texts.append(text)
         return "copied"
 
-    monkeypatch.setattr("tui.clipboard.copy", copy)
+    monkeypatch.setattr("tui.terminal.clipboard.copy", copy)
     return texts
 
 
@@ -326,7 +326,7 @@ async def test_before_there_are_ranks_it_says_so(store: Store) -> None:
 
 
 def ranks(count: int, **changes: Any) -> list[RankStatus]:
-    from jobs.rundir import RankStatus
+    from jobs.run.rundir import RankStatus
 
     values: dict[str, Any] = {
         "pid": 1, "started": 0.0, "host": "node", "device": "cpu", "phase": "train", "step": 3,

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.states import State
-from tests.support.pilot import rest, until
-from tests.support.tui import add_job, write_log
-from tests.support.tui_app import running
+from jobs.queue.states import State
+from tests.support.tui.driven_app import running
+from tests.support.tui.made_up_runs import add_job, write_log
+from tests.support.tui.pilot import rest, until
 from tests.support.waiting import PATIENCE
 from tui.dashboard.jobs_panel import JobsPanel
-from tui.dashboard.log_view import LogView
+from tui.log.log_model import LogModel
+from tui.log.log_view import LogView
 from tui.log.screen import LogScreen
-from tui.logmodel import LogModel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from textual.pilot import Pilot
 
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
     from tui.log.reader import LogReader
 
 LINES = [f"12:{n // 60:02}:{n % 60:02} step {n} loss 0.5" for n in range(300)]

@@ -16,11 +16,11 @@ from jobs.errors import UserError
 from tests.support.waiting import PATIENCE
 from tui.log.finders import Both, LevelFinder, PatternFinder, TimeFinder, compile_pattern
 from tui.log.levels import Level, level_of
+from tui.log.log_model import LogModel
 from tui.log.pages import last_page, last_top, page, top_for
 from tui.log.places import Filter, Line, Share, Time, place_of
 from tui.log.scan import Hits, Scan, nearest, step_from
 from tui.log.watch import Found, Watch
-from tui.logmodel import LogModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,9 @@ from tests.support.waiting import PATIENCE
 from tui.log import guarded
 from tui.log.finders import PatternFinder, compile_pattern
 from tui.log.guarded import TooSlowError, choices, marked_up_to, pattern_finders
+from tui.log.log_model import LogModel
 from tui.log.places import Filter
 from tui.log.watch import Found, Watch
-from tui.logmodel import LogModel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tui.logmodel import Change, LogModel, clean
+from tui.log.log_model import Change, LogModel, clean
 
 if TYPE_CHECKING:
     from pathlib import Path

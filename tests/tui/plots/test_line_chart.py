@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import UserError
-from jobs.eventlog import StepRecord
-from tui.format import plain
-from tui.plot import Curve, View, figure
+from jobs.run.eventlog import StepRecord
 from tui.plots.drawing import (
     MARKS,
     SPANS,
@@ -26,14 +24,16 @@ from tui.plots.drawing import (
     zoomed,
 )
 from tui.plots.files import as_csv, as_text, write_csv
+from tui.plots.line_chart import Curve, View, figure
 from tui.plots.measures import LOSS, MEASURES, Run, nearest, series_of
-from tui.scales import log_scale, scale_of
+from tui.plots.scales import log_scale, scale_of
+from tui.text.format import plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tui.format import Row
+    from tui.text.format import Row
 
 
 def run_of(job: int = 1, count: int = 100, root: Path | None = None, **changes: float) -> Run:

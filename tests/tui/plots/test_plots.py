@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from jobs.rundir import event
-from jobs.states import State
-from tests.support.pilot import rest, until
-from tests.support.tui import add_job, append_events, write_steps
-from tests.support.tui_app import all_said, running, shown
+from jobs.queue.states import State
+from jobs.run.rundir import event
+from tests.support.tui.driven_app import all_said, running, shown
+from tests.support.tui.made_up_runs import add_job, append_events, write_steps
+from tests.support.tui.pilot import rest, until
 from tui.plots.measures import MEASURES
 from tui.plots.pick_runs import PickRunsScreen
 from tui.plots.screen import PlotsScreen
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
     from tui.plots.panel import PlotsPanel
 
 

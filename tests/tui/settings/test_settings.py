@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tui import cli
-from tui.actions import ACTIONS, footer_actions
-from tui.keymap import Known, known_bindings, settle_keymap
-from tui.settings import Settings, as_file, read_settings, settings_file
+from tui.cli import commands
+from tui.keys.actions import ACTIONS, footer_actions
+from tui.keys.keymap import Known, known_bindings, settle_keymap
+from tui.settings.settings import Settings, as_file, read_settings, settings_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ def run(
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["fsdp-tui", *words])
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            commands.main()
         out, err = capsys.readouterr()
         return int(caught.value.code or 0), out, err
 

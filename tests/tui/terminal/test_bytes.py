@@ -20,32 +20,32 @@ from textual.geometry import Size
 from textual.screen import Screen
 from textual.timer import Timer
 
-from jobs.states import State
-from tests.support.emulated_screen import EmulatedScreen
+from jobs.queue.states import State
 from tests.support.paths import ROOT
-from tests.support.pilot import driven
-from tests.support.terminal import terminal
-from tests.support.tui import add_job, write_log
+from tests.support.tui.emulated_screen import EmulatedScreen
+from tests.support.tui.made_up_runs import add_job, write_log
+from tests.support.tui.pilot import driven
+from tests.support.tui.terminal import terminal
 from tests.support.waiting import eventually
-from tui import byte_budget
-from tui.app import FsdpTui
-from tui.byte_budget import ByteBudget
-from tui.driver import GovernedDriver
-from tui.format import Span, plain
-from tui.present_size import keep_present_size
-from tui.single_timers import keep_single_timers
+from tui.app.app import FsdpTui
+from tui.terminal import byte_budget
+from tui.terminal.byte_budget import ByteBudget
+from tui.terminal.driver import GovernedDriver
+from tui.terminal.present_size import keep_present_size
+from tui.terminal.single_timers import keep_single_timers
+from tui.text.format import Span, plain
 from tui.widgets.lines import changed_cells
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from jobs.store import Store
-    from tests.nvml_stub.stub import StubNvml
-    from tests.support.terminal import Terminal
-    from tui.format import Row
+    from jobs.queue.store import Store
+    from tests.support.nvml_stub.stub import StubNvml
+    from tests.support.tui.terminal import Terminal
+    from tui.text.format import Row
 
-pytest_plugins = ["tests.nvml_stub.fixture"]
+pytest_plugins = ["tests.support.nvml_stub.fixture"]
 
 # Changes every cell sixty times a second; a key adds to what it shows, and to a file.
 RESTLESS = """
@@ -53,7 +53,7 @@ import os, sys
 sys.path.insert(0, {root!r})
 from textual.app import App
 from textual.widgets import Static
-from tui.driver import GovernedDriver
+from tui.terminal.driver import GovernedDriver
 class Restless(App):
     def compose(self):
         self.count, self.keys = 0, ""
@@ -79,7 +79,7 @@ import sys
 sys.path.insert(0, {root!r})
 from textual.app import App
 from textual.widgets import Static
-from tui.driver import GovernedDriver
+from tui.terminal.driver import GovernedDriver
 class Held(App):
     def compose(self):
         yield Static("keys:")
@@ -97,8 +97,8 @@ Held(driver_class=GovernedDriver).run()
 # The dashboard; after each picture a file holds all that the screen consists of.
 WATCHED = """
 import os, sys
-from jobs.store import Store
-from tui.app import FsdpTui
+from jobs.queue.store import Store
+from tui.app.app import FsdpTui
 def show_all(app):
     lines = enumerate(app.screen._compositor.render_strips(), 1)
     with open({seen!r} + ".new", "w") as file:

@@ -8,11 +8,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from tests.support.paths import ROOT
-from tests.support.terminal import Terminal
+from tests.support.tui.terminal import Terminal
 from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 
 def test_a_terminal_that_is_not_its_own_goes_away(store: Store) -> None:

@@ -18,22 +18,22 @@ from PIL import Image
 from textual.app import App
 from textual.geometry import Region
 
-from jobs.samples import Sample
-from jobs.states import State
-from tests.support.pilot import driven, until
-from tests.support.tui import add_job
-from tests.support.tui_app import running
+from jobs.queue.states import State
+from jobs.run.samples import Sample
+from tests.support.tui.driven_app import running
+from tests.support.tui.made_up_runs import add_job
+from tests.support.tui.pilot import driven, until
 from tests.support.waiting import PATIENCE
+from tui.job.samples.grid import SampleGrid
+from tui.job.samples.pane import SamplesPane
+from tui.job.samples.screen import SampleScreen
+from tui.job.samples.table import ZOOMS, Place, Table, about, shape_of, window
 from tui.job.screen import JobScreen
-from tui.pictures import protocol
-from tui.pictures.blocks import BlockPicture, fitted
-from tui.pictures.picture import Picture
-from tui.pictures.protocol import choose, read_answer
-from tui.pictures.thumbnails import BrokenPictureError, Thumbnails, decode
-from tui.samples.grid import SampleGrid
-from tui.samples.pane import SamplesPane
-from tui.samples.screen import SampleScreen
-from tui.samples.table import ZOOMS, Place, Table, about, shape_of, window
+from tui.terminal.images import protocol
+from tui.terminal.images.half_blocks import BlockPicture, fitted
+from tui.terminal.images.image import Picture
+from tui.terminal.images.protocol import choose, read_answer
+from tui.terminal.images.thumbnails import BrokenPictureError, Thumbnails, decode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from textual.pilot import Pilot
 
-    from jobs.store import Job, Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Job, Store
+    from tui.app.app import FsdpTui
 
 SIXEL = b"\x1b[?62;4;22c"
 PLAIN = b"\x1b[?62;22c"
@@ -172,7 +172,7 @@ def test_importing_the_library_asks_nobody() -> None:
 
     master, slave = pty.openpty()
     script = (
-        "from tui.pictures.library import picture_class; import sys; "
+        "from tui.terminal.images.library import picture_class; import sys; "
         "names = [picture_class(p).__name__ for p in ('kitty', 'sixel')]; "
         "sys.stderr.write(' '.join(names))"
     )
@@ -389,7 +389,9 @@ async def test_the_grid_is_walked_by_keys(
     store: Store, job: Job, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    monkeypatch.setattr("tui.clipboard.copy", lambda app, text: copied.append(text) or "copied")
+    monkeypatch.setattr(
+        "tui.terminal.clipboard.copy", lambda app, text: copied.append(text) or "copied"
+    )
     async with opened(store, size) as (app, pilot, grid):
         await until(pilot, lambda: grid._cells and steps_of(grid)[0][-1] == 600)
         assert grid.place == Place(0, 5), "the newest first"
@@ -461,7 +463,9 @@ async def test_one_picture_fills_the_screen_and_two_are_compared(
     store: Store, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    monkeypatch.setattr("tui.clipboard.copy", lambda app, text: copied.append(text) or "copied")
+    monkeypatch.setattr(
+        "tui.terminal.clipboard.copy", lambda app, text: copied.append(text) or "copied"
+    )
     async with opened(store, (80, 24)) as (app, pilot, grid):
         await until(pilot, lambda: grid._cells and steps_of(grid)[0][-1] == 600)
         await pilot.press("enter")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from textual._compositor import Compositor
 
-from tests.support.scenes import SCENES, leave, opened, show
-from tui.widgets.sparse_compositor import SparseCompositor
+from tests.support.tui.scenes import SCENES, leave, opened, show
+from tui.terminal.sparse_compositor import SparseCompositor
 
 if TYPE_CHECKING:
     from pathlib import Path

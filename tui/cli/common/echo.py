@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import click
 
-from jobs.foreign import harmless
+from jobs.untrusted.text import harmless
 
 _COLOURS: Final = re.compile(r"(\x1b\[[0-9;:]*m)")
 # An escape sequence that the next piece may end.

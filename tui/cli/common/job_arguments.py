@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.shell_completion import CompletionItem
 
-from jobs.cascade import settle
-from jobs.conflicts import find_warnings
 from jobs.errors import UserError
-from jobs.flags import parse_flags
-from jobs.spec import JobSpec, field_group, field_words, is_switch
-from jobs.specfile import load_spec
-from jobs.store import Store
-from jobs.templates import find_template, list_templates
-from tui.echo import echo
+from jobs.queue.store import Store
+from jobs.spec.file.flags import parse_flags
+from jobs.spec.file.load import load_spec
+from jobs.spec.file.templates import find_template, list_templates
+from jobs.spec.job_spec import JobSpec, field_group, field_words, is_switch
+from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.conflicts import find_warnings
+from tui.cli.common.echo import echo
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,8 +33,8 @@ _SUMMARY: Final = 72  # characters of help beside a completion
 class JobCommand(click.Command):
     """A command that takes every key of a job as a flag.
 
-    Its own parser (`jobs.flags`) reads them, so that spelling is free. Shells are offered them as
-    options, with the words they may have.
+    Its own parser (`jobs.spec.file.flags`) reads them, so that spelling is free. Shells are offered
+    them as options, with the words they may have.
     """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from jobs.foreign import one_line
-from tui.format import bar, plain
+from jobs.untrusted.text import one_line
+from tui.text.format import bar, plain
 
 _BAR = 24
 

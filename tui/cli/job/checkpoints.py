@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs import service
-from jobs.checkpoint_list import free_bytes, list_all, verify
 from jobs.errors import NotFoundError, UserError
-from jobs.flags import parse_flags
-from jobs.origin import read_step
-from jobs.resume_plan import plan_resume
-from jobs.store import Store
-from tui.checkpoints.words import checkpoint_table, plan_lines
-from tui.cli_words import FLAGS, ID, JSON, JobCommand
-from tui.echo import echo
-from tui.format import size
-from tui.progress_line import ProgressLine
+from jobs.queue.store import Store
+from jobs.resume.start_point import read_step
+from jobs.run.checkpoint_list import free_bytes, list_all, verify
+from jobs.service.plan import plan_resume
+from jobs.spec.file.flags import parse_flags
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import FLAGS, ID, JSON, JobCommand
+from tui.cli.common.progress_line import ProgressLine
+from tui.text.checkpoint_text import checkpoint_table, plan_lines
+from tui.text.format import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.checkpoint_list import Listed
-    from jobs.resume_plan import Plan
-    from jobs.store import Job
+    from jobs.queue.store import Job
+    from jobs.run.checkpoint_list import Listed
+    from jobs.service.plan import Plan
 
 
 @click.command()

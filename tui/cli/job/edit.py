@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs import edit as jobs_edit
-from jobs.cascade import settle
-from jobs.conflicts import find_warnings
 from jobs.errors import StateError, UserError
-from jobs.flags import parse_flags
-from jobs.resume_plan import plan_change
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from jobs.store import Store
-from tui.cli_checkpoints import tell
-from tui.cli_words import FLAGS, ID, JSON, JobCommand, warn
-from tui.echo import echo
+from jobs.queue.states import State
+from jobs.queue.store import Store
+from jobs.service import edit as jobs_edit
+from jobs.service.plan import plan_change
+from jobs.spec.file.flags import parse_flags
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.rules.cascade import settle
+from jobs.spec.rules.conflicts import find_warnings
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import FLAGS, ID, JSON, JobCommand, warn
+from tui.cli.job.checkpoints import tell
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
-    from jobs.store import Job
+    from jobs.queue.store import Job
+    from jobs.spec.job_spec import JobSpec
 
 _HEADER = """\
 # Job {id} “{name}”, which waits in the queue. Save and leave the editor to change it; leave without

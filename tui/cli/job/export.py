@@ -9,12 +9,12 @@ from typing import get_args
 
 import click
 
-from jobs.exports import export_checkpoint
-from jobs.keys.export import ExportDtype, ExportFormat
-from jobs.store import Store
-from tui.cli_words import JSON
-from tui.echo import echo
-from tui.progress_line import ProgressLine
+from jobs.queue.store import Store
+from jobs.service.exports import export_checkpoint
+from jobs.spec.keys.export import ExportDtype, ExportFormat
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON
+from tui.cli.common.progress_line import ProgressLine
 
 
 @click.command()

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import service
 from jobs.errors import StateError
-from jobs.eventlog import EventLog
-from jobs.rundir import PHASES
-from jobs.states import State
-from tui.echo import Stream, echo
+from jobs.queue.states import State
+from jobs.run.eventlog import EventLog
+from jobs.run.rundir import PHASES
+from tui.cli.common.echo import Stream, echo
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.store import Job, Store
+    from jobs.queue.store import Job, Store
 
 _LOOK_EVERY = 0.25
 EXIT_STATUS = {State.COMPLETED: 0, State.STOPPED: 3, State.FAILED: 1, State.LOST: 1}

@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from jobs import service
-from jobs.dispatch import dispatch
-from jobs.store import Store
-from tui.cli_words import ID
-from tui.echo import echo
+from jobs.queue.dispatch import dispatch
+from jobs.queue.store import Store
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import ID
 
 
 @click.command()

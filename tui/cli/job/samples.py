@@ -6,12 +6,12 @@ import json
 
 import click
 
-from jobs.samples import list_samples
-from jobs.store import Store
-from tui.cli_words import ID, JSON
-from tui.echo import echo
-from tui.format import MISSING, cut, size
-from tui.tables import table
+from jobs.queue.store import Store
+from jobs.run.samples import list_samples
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import ID, JSON
+from tui.text.format import MISSING, cut, size
+from tui.text.tables import table
 
 _PROMPT = 40  # characters
 

@@ -10,16 +10,17 @@ import sqlite3
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs import devices, service
+from jobs import service
 from jobs.errors import UserError
-from jobs.states import ENDED
-from tui.echo import echo
-from tui.format import number, pace
+from jobs.machine import devices
+from jobs.queue.states import ENDED
+from tui.cli.common.echo import echo
+from tui.text.format import number, pace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from jobs.store import Store
+    from jobs.queue.store import Store
 
 _ENDED: Final = {str(state) for state in ENDED}
 _UNITS: Final = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))

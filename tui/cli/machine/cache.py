@@ -8,12 +8,12 @@ from dataclasses import asdict
 
 import click
 
-from jobs.caches import clear as clear_caches
-from jobs.caches import list_caches
-from jobs.store import Store
-from tui.cli_words import JSON
-from tui.echo import echo
-from tui.format import size
+from jobs.queue.store import Store
+from jobs.service.caches import clear as clear_caches
+from jobs.service.caches import list_caches
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON
+from tui.text.format import size
 
 
 @click.group()

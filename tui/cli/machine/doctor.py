@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from jobs.doctor import ask
+from jobs.doctor.checks.terminal import check_terminal, environment_at_start, is_utf8
 from jobs.doctor.finding import Verdict
-from jobs.doctor.terminal import check_terminal, environment_at_start, is_utf8
 from jobs.errors import UserError
 from jobs.paths import ensure_state_home
-from jobs.repair import repair
-from tui.cli_words import JSON
-from tui.echo import echo
-from tui.progress_line import ProgressLine
+from jobs.queue.repair import repair
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON
+from tui.cli.common.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence

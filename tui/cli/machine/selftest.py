@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from jobs import selftest as jobs_selftest
+from jobs.doctor.checks.terminal import environment_at_start
 from jobs.doctor.finding import Verdict
-from jobs.doctor.terminal import environment_at_start
 from jobs.errors import UserError
 from jobs.paths import state_home
-from jobs.store import Store
-from tui.cli_doctor import facts, lines, read_names, style
-from tui.cli_words import JSON
-from tui.echo import echo
-from tui.progress_line import ProgressLine
+from jobs.queue.store import Store
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON
+from tui.cli.common.progress_line import ProgressLine
+from tui.cli.machine.doctor import facts, lines, read_names, style
 
 if TYPE_CHECKING:
     from jobs.doctor.finding import Finding

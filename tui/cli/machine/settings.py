@@ -11,10 +11,10 @@ import click
 
 from jobs.errors import UserError
 from jobs.paths import ensure_private_dir
-from jobs.rundir import write_atomic
-from tui.cli_words import JSON, warn
-from tui.echo import echo
-from tui.settings import Settings, as_file, read_settings, settings_file, text_of
+from jobs.run.rundir import write_atomic
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON, warn
+from tui.settings.settings import Settings, as_file, read_settings, settings_file, text_of
 
 _UNSET: Final = {"theme": "the one chosen last", "ascii": "auto", "keymap": "none"}
 _WIDEST: Final = 96  # columns
@@ -43,8 +43,8 @@ def settings(only_path: bool, init: bool, keys: bool, as_json: bool) -> None:
 
 def _show(as_json: bool) -> None:
     read = read_settings()
-    from tui.keymap import known_bindings, settle_keymap  # Textual takes half a second
-    from tui.themes import THEMES
+    from tui.app.themes import THEMES
+    from tui.keys.keymap import known_bindings, settle_keymap  # Textual takes half a second
 
     problems = [*read.problems, *settle_keymap(read.settings, known_bindings()).problems]
     if as_json:
@@ -72,7 +72,7 @@ def _show(as_json: bool) -> None:
 
 
 def _list_keys(as_json: bool) -> None:
-    from tui.keymap import known_bindings  # Textual takes half a second
+    from tui.keys.keymap import known_bindings  # Textual takes half a second
 
     found = sorted(known_bindings().values(), key=lambda one: one.id)
     if as_json:

@@ -7,8 +7,8 @@ import importlib.util
 import click
 
 from jobs.errors import UserError
-from jobs.store import Store
-from tui.cli_words import warn
+from jobs.queue.store import Store
+from tui.cli.common.job_arguments import warn
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -36,6 +36,6 @@ def web(host: str, port: int, read_only: bool) -> None:
             f"{host} is not loopback, and there is no password: whoever reaches port {port} {who}; "
             f"`ssh -L {port}:127.0.0.1:{port}` reaches a dashboard on loopback safely"
         )
-    from tui.web import serve  # aiohttp takes a second
+    from tui.cli.machine.web_server import serve  # aiohttp takes a second
 
     serve(host, port, read_only=read_only)

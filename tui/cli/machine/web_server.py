@@ -13,7 +13,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from jobs.errors import UserError
-from tui.echo import echo
+from tui.cli.common.echo import echo
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

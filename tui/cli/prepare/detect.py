@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.blocks import detect_blocks
 from jobs.errors import UserError
-from tui.cli_words import JSON
-from tui.echo import echo
-from tui.format import cut, size
-from tui.progress_line import ProgressLine
+from jobs.models.blocks.detection import detect_blocks
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON
+from tui.cli.common.progress_line import ProgressLine
+from tui.text.format import cut, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from jobs.blocks import BlockClass, Detection
+    from jobs.models.blocks.detection import BlockClass, Detection
 
 _OTHERS = 5  # classes in the table that are not recommended; --all shows the rest
 

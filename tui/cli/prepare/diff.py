@@ -6,13 +6,13 @@ import json
 
 import click
 
-from jobs.config_diff import differences
-from jobs.specfile import load_spec
-from jobs.store import Store
-from tui.cli_words import ID, JSON
-from tui.echo import echo
-from tui.job.values import in_words
-from tui.tables import table
+from jobs.queue.store import Store
+from jobs.spec.file.diff import differences
+from jobs.spec.file.load import load_spec
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import ID, JSON
+from tui.text.tables import table
+from tui.text.value_text import in_words
 
 
 @click.command()

@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from jobs.errors import UserError
-from jobs.look import NOT_NEEDED
-from jobs.memory import dry_run
-from jobs.memory.advice import candidates
+from jobs.memory.candidates import candidates
 from jobs.memory.cards import CARDS
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, estimate, needs_of
 from jobs.memory.fit import Fit, Room, Verdict
-from jobs.memory.kept import compare
+from jobs.memory.kept_prediction import compare
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused
-from jobs.store import Store
-from jobs.strategy import world_size
-from tui import estimate_text as words_of
-from tui.cli_words import FLAGS, JSON, WORDS, JobCommand, read_job
-from tui.echo import echo
-from tui.progress_line import ProgressLine
+from jobs.queue.store import Store
+from jobs.service import dry_run
+from jobs.spec.data_tool import NOT_NEEDED
+from jobs.spec.rules.strategy import world_size
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import FLAGS, JSON, WORDS, JobCommand, read_job
+from tui.cli.common.progress_line import ProgressLine
+from tui.text import estimate_text as words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.memory.dry_run import Measured
     from jobs.memory.ladder import Step
-    from jobs.spec import JobSpec
+    from jobs.service.dry_run import Measured
+    from jobs.spec.job_spec import JobSpec
 
 DOES_NOT_FIT: Final = 4  # exit status
 _IGNORED: Final = (*NOT_NEEDED, "dataset")

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.families import FAMILIES, get_family
-from jobs.fields import read_family
 from jobs.memory.cards import IN_TABLES, read_smallest
-from jobs.published_sizes import PARAMETERS
-from tui.cli_words import JSON
-from tui.echo import echo
+from jobs.models.published_sizes import PARAMETERS
+from jobs.spec.families import FAMILIES, get_family
+from jobs.spec.values.value_types import read_family
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON
 
 if TYPE_CHECKING:
-    from jobs.families import Family
+    from jobs.spec.families import Family
 
 _CARDS = " / ".join(map(str, IN_TABLES))
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from jobs.errors import UserError
-from jobs.imports.report import Kind
-from jobs.rundir import write_atomic
-from tui.cli_words import FLAGS, JSON
-from tui.echo import echo
+from jobs.imports.common.import_report import Kind
+from jobs.run.rundir import write_atomic
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import FLAGS, JSON
 
 if TYPE_CHECKING:
+    from jobs.imports.common.import_report import Entry
     from jobs.imports.imported import Imported
-    from jobs.imports.report import Entry
 
 _CONFIG: Final = click.argument("config", type=click.Path(path_type=Path))
 _OUTPUT: Final = click.option(

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from jobs.errors import UserError
-from jobs.spec import JobSpec, field_group, field_words, is_switch, takes_many, takes_none
-from jobs.spellings import did_you_mean, normal_key
-from tui.cli_words import JSON
-from tui.echo import echo
+from jobs.spec.job_spec import JobSpec, field_group, field_words, is_switch, takes_many, takes_none
+from jobs.spec.values.spellings import did_you_mean, normal_key
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.templates import list_templates, templates_home
-from tui.cli_words import JSON, warn
-from tui.echo import echo
-from tui.format import cut
+from jobs.spec.file.templates import list_templates, templates_home
+from tui.cli.common.echo import echo
+from tui.cli.common.job_arguments import JSON, warn
+from tui.text.format import cut
 
 if TYPE_CHECKING:
-    from jobs.templates import Template
+    from jobs.spec.file.templates import Template
 
 
 @click.command()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tui.caches.rows import cache_rows
+from tui.text.cache_text import cache_rows
 from tui.widgets.pick_list import PickList
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.caches import Cache
-    from tui.format import Row
+    from jobs.service.caches import Cache
+    from tui.text.format import Row
 
 
 class CachesPanel(PickList):

@@ -12,12 +12,12 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
 
-from jobs.caches import clear, list_caches
 from jobs.errors import StateError, UserError
-from tui.caches.panel import CachesPanel
-from tui.caches.rows import amount, freed, listed
-from tui.modals.confirm import ConfirmScreen
-from tui.widgets.key_line import key_line
+from jobs.service.caches import clear, list_caches
+from tui.dashboard.caches.panel import CachesPanel
+from tui.keys.key_line import key_line
+from tui.text.cache_text import amount, freed, listed
+from tui.widgets.modals.confirm import ConfirmScreen
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from textual.app import ComposeResult
 
-    from jobs.caches import Cache
-    from jobs.store import Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Store
+    from jobs.service.caches import Cache
+    from tui.app.app import FsdpTui
 
 _KEYS: Final = (  # action, keys as people read them, what it does
     ("go(1)", "↑ ↓", "choose"),

@@ -12,15 +12,15 @@ from textual.widgets import Static
 from textual.worker import get_current_worker
 
 from jobs.errors import UserError
+from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.memory import client
 from jobs.memory.estimate import estimate
 from jobs.memory.fit import Fit, Verdict, worst
 from jobs.memory.question import Refused
-from jobs.strategy import world_size
-from jobs.tools import Cancelled, ToolError
-from tui.estimate_text import band, verdict, word
-from tui.format import gib, ranges, size
-from tui.newjob import draft
+from jobs.spec.rules.strategy import world_size
+from tui.form.fields import draft
+from tui.text.estimate_text import band, verdict, word
+from tui.text.format import gib, ranges, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from jobs.memory.estimate import Estimate
     from jobs.memory.ladder import Step
-    from tui.snapshot import Snapshot
+    from tui.look.snapshot import Snapshot
 
 _SETTLES_IN: Final = 0.3  # seconds without another change after which the server is asked
 _SOON: Final = 0.6  # seconds more after which it is told that the answer takes its time
@@ -113,7 +113,7 @@ class FitBars(Static):
             return False
         if fit.verdict is not Verdict.TOO_LARGE:
             return False
-        from tui.modals.confirm import ConfirmScreen
+        from tui.widgets.modals.confirm import ConfirmScreen
 
         def answered(yes: bool | None) -> None:
             if yes:

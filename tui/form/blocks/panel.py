@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.binding import Binding
 from textual.message import Message
 
-from tui.detect.rows import block_rows
-from tui.format import Span
+from tui.form.blocks.rows import block_rows
+from tui.text.format import Span
 from tui.widgets.pick_list import PickList
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from jobs.blocks import BlockClass
-    from tui.format import Row
+    from jobs.models.blocks.detection import BlockClass
+    from tui.text.format import Row
 
 
 class BlocksPanel(PickList):

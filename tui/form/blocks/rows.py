@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from tui.detect.words import NO_SPLIT, RECOMMENDED, parameters, paths, share
-from tui.format import Row, Span, bar, left, right
+from tui.text.block_text import NO_SPLIT, RECOMMENDED, parameters, paths, share
+from tui.text.format import Row, Span, bar, left, right
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from jobs.blocks import BlockClass
+    from jobs.models.blocks.detection import BlockClass
 
 _BOX: Final = 2  # columns, with the space after it
 _STAR: Final = 2

@@ -15,13 +15,13 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 from textual.worker import get_current_worker
 
-from jobs.blocks import detect_blocks
 from jobs.errors import UserError
-from jobs.tools import Cancelled, ToolError
-from tui.detect.panel import BlocksPanel
-from tui.detect.rows import looking_row
-from tui.detect.words import about, cautions, headline, outcome, paths, usable
-from tui.widgets.key_line import key_line
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.models.blocks.detection import detect_blocks
+from tui.form.blocks.panel import BlocksPanel
+from tui.form.blocks.rows import looking_row
+from tui.keys.key_line import key_line
+from tui.text.block_text import about, cautions, headline, outcome, paths, usable
 from tui.widgets.lines import Lines
 from tui.widgets.size_classes import set_size_classes
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from textual.app import ComposeResult
 
-    from jobs.blocks import Detection
-    from tui.detect.words import Model
+    from jobs.models.blocks.detection import Detection
+    from tui.text.block_text import Model
 
 _KEYS: Final = (  # action, keys as people read them, what it does
     ("check", "space", "check"),
@@ -55,7 +55,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
     ends with the screen.
     """
 
-    CSS_PATH = "detect.tcss"
+    CSS_PATH = "blocks.tcss"
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall"), (50, "-high")]  # noqa: RUF012
     AUTO_FOCUS = "#detect-blocks"
     BINDINGS: ClassVar = [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tui.data.rows import bucket_rows
-from tui.data.words import some
+from tui.form.data.rows import bucket_rows
+from tui.text.data_text import some
 from tui.widgets.pick_list import PickList
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tui.format import Row
+    from tui.text.format import Row
 
 
 class BucketsPanel(PickList):

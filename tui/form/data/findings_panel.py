@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.binding import Binding
 
-from tui.data.rows import finding_rows
-from tui.data.words import groups
-from tui.format import Span
+from tui.form.data.rows import finding_rows
+from tui.text.data_text import groups
+from tui.text.format import Span
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.data.strips import draw, find_grid, pictures_of
-from tui.data.words import bucket_name, some
+from tui.terminal.images.strips import draw, find_grid, pictures_of
+from tui.text.data_text import bucket_name, some
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

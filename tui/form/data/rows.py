@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.cells import cell_len, set_cell_size
 
-from tui.data.words import bucket_name, groups
-from tui.format import Row, Span, bar, percent, right
+from tui.text.data_text import bucket_name, groups
+from tui.text.format import Row, Span, bar, percent, right
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

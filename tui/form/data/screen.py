@@ -15,14 +15,15 @@ from textual.widgets import Static
 from textual.worker import get_current_worker
 
 from jobs.errors import UserError
-from jobs.rundir import read_json
-from jobs.tools import Cancelled, DataLook, ToolError, look_at_data
-from tui.data.buckets_panel import BucketsPanel
-from tui.data.findings_panel import FindingsPanel
-from tui.data.pictures_panel import PicturesPanel
-from tui.data.rows import looking_row
-from tui.data.words import changes, headlines
-from tui.widgets.key_line import key_line
+from jobs.machine.engine_tools import Cancelled, ToolError
+from jobs.preflight.data_look import DataLook, look_at_data
+from jobs.run.rundir import read_json
+from tui.form.data.buckets_panel import BucketsPanel
+from tui.form.data.findings_panel import FindingsPanel
+from tui.form.data.images_panel import PicturesPanel
+from tui.form.data.rows import looking_row
+from tui.keys.key_line import key_line
+from tui.text.data_text import changes, headlines
 from tui.widgets.lines import Lines
 from tui.widgets.size_classes import set_size_classes
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.events import DescendantFocus
 
-    from jobs.spec import JobSpec
-    from tui.app import FsdpTui
+    from jobs.spec.job_spec import JobSpec
+    from tui.app.app import FsdpTui
 
 _KEYS: Final = (  # action, keys as people read them, what it does
     ("go(1)", "↑ ↓", "bucket"),

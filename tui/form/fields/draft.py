@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 from pydantic import ValidationError
 
-from jobs import preflight
-from jobs.applicable import find_inapplicable
-from jobs.cascade import FOLLOWING
-from jobs.conflicts import find_conflicts, find_warnings
 from jobs.errors import SpecError, UserError
-from jobs.families import FAMILIES
-from jobs.rundir import write_atomic
-from jobs.spec import JobSpec, field_names
-from jobs.spec_errors import key_of
-from jobs.specfile import dump_spec, load_spec
-from jobs.strategy import SHARDING, chosen_strategy, depends_on_memory
-from tui.detect.words import Model
-from tui.newjob.pages import SHOWN
-from tui.newjob.texts import as_text
+from jobs.preflight import check_job
+from jobs.run.rundir import write_atomic
+from jobs.spec.families import FAMILIES
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.file.value_errors import key_of
+from jobs.spec.job_spec import JobSpec, field_names
+from jobs.spec.rules.applicable import find_inapplicable
+from jobs.spec.rules.cascade import FOLLOWING
+from jobs.spec.rules.conflicts import find_conflicts, find_warnings
+from jobs.spec.rules.strategy import SHARDING, chosen_strategy, depends_on_memory
+from tui.form.fields.field_texts import as_text
+from tui.form.fields.pages import SHOWN
+from tui.text.block_text import Model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -240,9 +240,9 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
             "missing_captions": values.get("missing_captions") or "skip",
         })  # fmt: skip
         if name == "dataset":
-            count = preflight.check_dataset(spec)
+            count = check_job.check_dataset(spec)
             return True, f"{count} pictures" if count else "a table of pictures"
-        preflight.check_model(spec)
+        check_job.check_model(spec)
         return True, f"a {spec.model_family} model"
     except UserError as error:
         return False, str(error)

@@ -10,11 +10,11 @@ from textual.containers import Horizontal, Vertical
 from textual.message import Message
 from textual.widgets import Input, Label, Select, Static
 
-from jobs.families import FAMILIES
-from jobs.spec import JobSpec, is_switch, takes_number
-from tui.newjob import pages, texts
-from tui.newjob.choice import Choice, DropDown, width_of
-from tui.newjob.gpu_picker import GpuPicker, users_of
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec, is_switch, takes_number
+from tui.form.fields import field_texts, pages
+from tui.form.fields.choice import Choice, DropDown, width_of
+from tui.form.fields.gpu_picker import GpuPicker, users_of
 from tui.widgets.path_input import PathInput, PathSuggester
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.widget import Widget
 
-    from tui.snapshot import Snapshot
+    from tui.look.snapshot import Snapshot
 
 
 _WIDEST_CHOICE: Final = 24  # columns; longer ones drop down
@@ -55,7 +55,7 @@ class FieldRow(Vertical):
         self.set_class(bool(off), "-off")
         self.field = name
         self.control = _control(name, value, snapshot)
-        self.control.tooltip = texts.help_text(name)
+        self.control.tooltip = field_texts.help_text(name)
         self.control.disabled = bool(off)
         self._detailed = detailed
         self._found, self._off = "", off
@@ -77,7 +77,7 @@ class FieldRow(Vertical):
             case GpuPicker() | Choice() as control:
                 return control.value
             case Input() as text:
-                return texts.from_text(self.field, text.value)
+                return field_texts.from_text(self.field, text.value)
         return None
 
     def put(self, value: Any) -> None:
@@ -93,7 +93,7 @@ class FieldRow(Vertical):
             case GpuPicker() | Choice() as control:
                 control.value = value
             case Input() as text:
-                text.value = texts.as_text(self.field, value)
+                text.value = field_texts.as_text(self.field, value)
 
     def offer(self, words: Sequence[str], chosen: str | None) -> None:
         """Let a choice be one of these, or blank."""
@@ -147,7 +147,7 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
     if name == "model_flavour":
         # Which there are depends on the family: `offer` says.
         return DropDown([], prompt=_NO_FLAVOUR, id=identity, compact=True)
-    if words := texts.choices(name):
+    if words := field_texts.choices(name):
         if width_of(words) <= _WIDEST_CHOICE:
             return Choice([(w, w) for w in words], value if value in words else usual, id=identity)
         return DropDown(
@@ -165,7 +165,7 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
 
 
 def _input(name: str, value: Any, identity: str) -> Input:
-    text, hint = texts.as_text(name, value), texts.placeholder(name)
+    text, hint = field_texts.as_text(name, value), field_texts.placeholder(name)
     if name not in (*pages.PATHS, "cache_dir"):
         return Input(text, placeholder=hint, id=identity, compact=True)
     known = _hub_ids if name == "pretrained_model_name_or_path" else tuple

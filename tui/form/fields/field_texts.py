@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.families import FAMILIES
-from jobs.spec import JobSpec, field_choices, takes_many
-from tui.newjob.pages import BLOCKS, PATHS
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec, field_choices, takes_many
+from tui.form.fields.pages import BLOCKS, PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

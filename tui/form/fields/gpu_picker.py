@@ -14,8 +14,8 @@ from textual.widgets import Static
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.devices import Gpu
-    from tui.snapshot import Snapshot
+    from jobs.machine.devices import Gpu
+    from tui.look.snapshot import Snapshot
 
 _GAP: Final = "  "
 

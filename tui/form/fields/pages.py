@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from jobs.spec import field_group, field_names
+from jobs.spec.job_spec import field_group, field_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

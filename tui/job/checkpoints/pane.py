@@ -12,18 +12,18 @@ from textual.widgets import Static
 from textual.worker import get_current_worker
 
 from jobs import service
-from jobs.checkpoint_list import free_bytes, list_all, verify
 from jobs.errors import NotFoundError, UserError
-from jobs.resume_plan import plan_resume
-from jobs.tools import Cancelled
-from tui.checkpoints.panel import CheckpointsPanel
-from tui.checkpoints.rows import progress_row
-from tui.checkpoints.words import EMPTY, about, totals
-from tui.format import size
-from tui.job.keys import Key, bindings_of, moving
-from tui.job.pane import Pane
-from tui.modals.confirm import ConfirmScreen
+from jobs.machine.engine_tools import Cancelled
+from jobs.run.checkpoint_list import free_bytes, list_all, verify
+from jobs.service.plan import plan_resume
+from tui.job.checkpoints.panel import CheckpointsPanel
+from tui.job.checkpoints.rows import progress_row
+from tui.keys.key_table import Key, bindings_of, moving
+from tui.text.checkpoint_text import EMPTY, about, totals
+from tui.text.format import size
 from tui.widgets.lines import Lines
+from tui.widgets.modals.confirm import ConfirmScreen
+from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from textual.content import Content
     from textual.widget import Widget
 
-    from jobs.checkpoint_list import Listed
-    from jobs.resume_plan import Plan
-    from jobs.store import Job, Store
-    from tui.job.look import Look
+    from jobs.queue.store import Job, Store
+    from jobs.run.checkpoint_list import Listed
+    from jobs.service.plan import Plan
+    from tui.look.job_look import Look
 
 _BUSY: Final = {"verify": "stop reading", "export": "stop exporting"}
 _EVERY: Final = 1.0  # seconds between looks

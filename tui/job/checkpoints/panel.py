@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from tui.checkpoints.rows import checkpoint_rows
+from tui.job.checkpoints.rows import checkpoint_rows
 from tui.widgets.pick_list import PickList
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.checkpoint_list import Listed
-    from tui.format import Row
+    from jobs.run.checkpoint_list import Listed
+    from tui.text.format import Row
 
 
 class CheckpointsPanel(PickList):

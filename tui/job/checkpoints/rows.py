@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from tui.checkpoints.words import NEXT, age, number, yes_no
-from tui.format import MISSING, Row, Span, bar, cut, left, right, size
+from tui.text.checkpoint_text import NEXT, age, number, yes_no
+from tui.text.format import MISSING, Row, Span, bar, cut, left, right, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.checkpoint_list import Listed
+    from jobs.run.checkpoint_list import Listed
 
 # Columns between the size and the health: heading, columns, text. Left out from the right where
 # there is no room.

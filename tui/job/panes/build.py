@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tui.checkpoints.pane import CheckpointsPane
-from tui.job.config import ConfigPane
-from tui.job.history import HistoryPane
-from tui.job.logs import LogsPane
-from tui.job.overview import OverviewPane
-from tui.job.plots import PlotsPane
-from tui.job.ranks import RanksPane
+from tui.job.checkpoints.pane import CheckpointsPane
+from tui.job.panes.config import ConfigPane
+from tui.job.panes.history import HistoryPane
+from tui.job.panes.logs import LogsPane
+from tui.job.panes.overview import OverviewPane
+from tui.job.panes.plots import PlotsPane
+from tui.job.panes.ranks import RanksPane
 
 if TYPE_CHECKING:
-    from jobs.store import Job, Store
-    from tui.job.pane import Pane
+    from jobs.queue.store import Job, Store
+    from tui.widgets.pane import Pane
 
 
 def build_pane(name: str, store: Store, job: Job) -> Pane:
@@ -33,7 +33,7 @@ def build_pane(name: str, store: Store, job: Job) -> Pane:
         case "plots":
             return PlotsPane(store, job)
         case "samples":
-            from tui.samples.pane import SamplesPane  # pictures take a while to import
+            from tui.job.samples.pane import SamplesPane  # pictures take a while to import
 
             return SamplesPane()
         case "checkpoints":

@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from textual.message import Message
 from textual.widgets import Static
 
-from jobs.config_diff import differences
 from jobs.errors import UserError
-from jobs.replay import replay
-from jobs.specfile import dump_spec, load_spec
-from tui.format import Span
-from tui.job.config_rows import command_rows, diff_rows, yaml_rows
-from tui.job.keys import Key, bindings_of, scrolling
-from tui.job.text_pane import TextPane
+from jobs.launch.replay import replay
+from jobs.spec.file.diff import differences
+from jobs.spec.file.load import dump_spec, load_spec
+from tui.job.panes.config_rows import command_rows, diff_rows, yaml_rows
+from tui.job.panes.text_pane import TextPane
+from tui.keys.key_table import Key, bindings_of, scrolling
+from tui.text.format import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from textual.app import ComposeResult
 
-    from jobs.config_diff import Difference
-    from jobs.store import Job, Store
-    from tui.format import Row
-    from tui.job.look import Look
+    from jobs.queue.store import Job, Store
+    from jobs.spec.file.diff import Difference
+    from tui.look.job_look import Look
+    from tui.text.format import Row
 
 Shown = Literal["set", "all", "command", "diff"]
 
@@ -146,7 +146,7 @@ class ConfigPane(TextPane):
 
     async def _choose(self, job: Job) -> None:
         """Ask with which job; they are read in a thread, since someone may hold the database."""
-        from tui.job.pick_job import PickJobScreen
+        from tui.job.panes.pick_job import PickJobScreen
 
         others = [one for one in await asyncio.to_thread(self.store.all) if one.id != job.id]
         screen = PickJobScreen(others, f"compare job {job.id} with")

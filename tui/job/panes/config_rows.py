@@ -6,15 +6,15 @@ import re
 import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
-from tui.format import Span, cut, left
-from tui.job.values import in_words
+from tui.text.format import Span, cut, left
+from tui.text.value_text import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.config_diff import Difference
-    from jobs.store import Job
-    from tui.format import Row
+    from jobs.queue.store import Job
+    from jobs.spec.file.diff import Difference
+    from tui.text.format import Row
 
 _KEY: Final = re.compile(r"([A-Za-z_][\w.-]*):(?= |$)(.*)")
 _SIGNS: Final = {"added": ("+", "good"), "removed": ("−", "bad"), "changed": ("~", "accent")}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from tui.format import Span
-from tui.job.history_rows import history_rows
-from tui.job.keys import Key, bindings_of, scrolling
-from tui.job.text_pane import TextPane
+from tui.job.panes.history_rows import history_rows
+from tui.job.panes.text_pane import TextPane
+from tui.keys.key_table import Key, bindings_of, scrolling
+from tui.text.format import Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tui.format import Row
-    from tui.job.look import Look
+    from tui.look.job_look import Look
+    from tui.text.format import Row
 
 
 class HistoryPane(TextPane):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Final
 
-from jobs.states import State
-from tui.dashboard.job_rows import GLYPHS
-from tui.format import Span
-from tui.job.words import clock, day
+from jobs.queue.states import State
+from tui.job.panes.text_rows import clock, day
+from tui.text.format import Span
+from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.store import Change
-    from jobs.timeline import Moment
-    from tui.format import Row
+    from jobs.queue.store import Change
+    from jobs.run.timeline import Moment
+    from tui.text.format import Row
 
 _WHAT: Final = 14  # columns
 _SIGNS: Final = {"error": ("! error", "bad"), "warning": ("! warning", "warn")}

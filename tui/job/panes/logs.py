@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from tui.dashboard.log_view import LogView
-from tui.dashboard.logs import log_sources, log_title
-from tui.job.keys import Key, bindings_of
-from tui.job.pane import Pane
+from tui.keys.key_table import Key, bindings_of
+from tui.log.log_view import LogView
+from tui.log.sources import log_sources, log_title
+from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
-    from tui.job.look import Look
+    from tui.look.job_look import Look
 
 
 class LogsPane(Pane):

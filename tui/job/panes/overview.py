@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from tui.collector import where_of
-from tui.job.keys import Key, bindings_of, scrolling
-from tui.job.overview_rows import overview_rows
-from tui.job.text_pane import TextPane
+from tui.job.panes.overview_rows import overview_rows
+from tui.job.panes.text_pane import TextPane
+from tui.keys.key_table import Key, bindings_of, scrolling
+from tui.look.collector import where_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tui.format import Row
-    from tui.job.look import Look
+    from tui.look.job_look import Look
+    from tui.text.format import Row
 
 
 class OverviewPane(TextPane):

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.advice import advice
-from jobs.diagnosis import causes_of
-from jobs.memory.kept import facts_of
-from jobs.states import State
-from tui.dashboard.job_rows import GLYPHS
-from tui.format import Span, bar, duration, number, pace, size
-from tui.job.rank_rows import late_words
-from tui.job.words import fact, heading, moment
-from tui.tables import memory_table, prediction_lines
+from jobs.memory.kept_prediction import facts_of
+from jobs.queue.states import State
+from jobs.run.diagnosis.why_failed import causes_of
+from jobs.supervise.remedies import advice
+from tui.job.panes.rank_rows import late_words
+from tui.job.panes.text_rows import fact, heading, moment
+from tui.text.format import Span, bar, duration, number, pace, size
+from tui.text.tables import memory_table, prediction_lines
+from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.rundir import RankStatus
-    from tui.format import Row
-    from tui.job.look import Look
+    from jobs.run.rundir import RankStatus
+    from tui.look.job_look import Look
+    from tui.text.format import Row
 
 _TRACE: Final = 12  # lines of a traceback; its end says what happened
 _BAR: Final = 40

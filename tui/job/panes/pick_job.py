@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.containers import Vertical
 from textual.screen import ModalScreen
 
-from tui.dashboard.job_rows import GLYPHS
-from tui.format import Span, cut, left, right
-from tui.job.keys import Key, bindings_of, moving
+from tui.keys.key_table import Key, bindings_of, moving
+from tui.text.format import Span, cut, left, right
+from tui.widgets.job_rows import GLYPHS
 from tui.widgets.pick_list import PickList
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from textual.app import ComposeResult
 
-    from jobs.store import Job
-    from tui.format import Row
+    from jobs.queue.store import Job
+    from tui.text.format import Row
 
 
 class JobList(PickList):
@@ -53,7 +53,7 @@ class JobList(PickList):
 class PickJobScreen(ModalScreen["Job | None"]):
     """Returns the job, or None when the person thought better of it."""
 
-    CSS_PATH = "job.tcss"
+    CSS_PATH = "../job.tcss"
     KEYS: ClassVar = (
         *moving("job"),
         Key("pick", "enter", "enter", "this one", "Take the highlighted job"),

@@ -6,18 +6,18 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from tui.format import Span
-from tui.job.keys import Key, bindings_of
-from tui.job.pane import Pane
+from tui.keys.key_table import Key, bindings_of
 from tui.plots.panel import PlotsPanel
+from tui.text.format import Span
+from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from textual.app import ComposeResult
 
-    from jobs.store import Job, Store
-    from tui.format import Row
+    from jobs.queue.store import Job, Store
+    from tui.text.format import Row
 
 _NUMBER: Final = re.compile(r"(?<=[\[ ])\d (?=\w)")
 

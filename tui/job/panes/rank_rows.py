@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.rundir import PHASES
-from tui.format import MISSING, Span, duration, left, right, size
-from tui.snapshot import LATE_AFTER
+from jobs.run.rundir import PHASES
+from tui.look.snapshot import LATE_AFTER
+from tui.text.format import MISSING, Span, duration, left, right, size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from jobs.rundir import RankStatus
-    from tui.format import Row
+    from jobs.run.rundir import RankStatus
+    from tui.text.format import Row
 
 _GAP: Final = "  "
 _MOST_NAMED: Final = 6

@@ -9,10 +9,10 @@ from textual import on
 from textual.message import Message
 from textual.widgets import Static
 
-from tui.format import Span
-from tui.job.keys import Key, bindings_of, moving
-from tui.job.pane import Pane
-from tui.job.rank_rows import about_rank, late_words, rank_rows
+from tui.job.panes.rank_rows import about_rank, late_words, rank_rows
+from tui.keys.key_table import Key, bindings_of, moving
+from tui.text.format import Span
+from tui.widgets.pane import Pane
 from tui.widgets.pick_list import PickList
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from textual.app import ComposeResult
 
-    from jobs.rundir import RankStatus
-    from tui.format import Row
-    from tui.job.look import Look
+    from jobs.run.rundir import RankStatus
+    from tui.look.job_look import Look
+    from tui.text.format import Row
 
 
 class RankList(PickList):

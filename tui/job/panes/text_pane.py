@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tui.format import plain
-from tui.job.pane import Pane
+from tui.text.format import plain
 from tui.widgets.lines import Lines
+from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.events import Resize
 
-    from tui.format import Row
-    from tui.job.look import Look
+    from tui.look.job_look import Look
+    from tui.text.format import Row
 
 
 class ScrolledLines(Lines, can_focus=True):

@@ -6,10 +6,10 @@ import textwrap
 import time
 from typing import TYPE_CHECKING, Final
 
-from tui.format import Span
+from tui.text.format import Span
 
 if TYPE_CHECKING:
-    from tui.format import Row
+    from tui.text.format import Row
 
 LABEL: Final = 12  # columns of what stands before a fact
 

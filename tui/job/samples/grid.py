@@ -10,10 +10,10 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Static
 
-from tui.format import cut
-from tui.pictures.picture import Picture
-from tui.samples.loading import Loaded, Loading
-from tui.samples.table import USUAL_ZOOM, ZOOMS, Place, Shape, Table, shape_of, window
+from tui.job.samples.loading import Loaded, Loading
+from tui.job.samples.table import USUAL_ZOOM, ZOOMS, Place, Shape, Table, shape_of, window
+from tui.terminal.images.image import Picture
+from tui.text.format import cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.events import Click, Resize
 
-    from jobs.samples import Sample
-    from tui.pictures.protocol import Protocol
+    from jobs.run.samples import Sample
+    from tui.terminal.images.protocol import Protocol
 
 _LONGEST: Final = 384  # pixels
 

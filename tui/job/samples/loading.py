@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from textual.message import Message
 from textual.worker import get_current_worker
 
-from tui.pictures.thumbnails import BrokenPictureError, Thumbnails
+from tui.terminal.images.thumbnails import BrokenPictureError, Thumbnails
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from textual.dom import DOMNode
 
-    from jobs.samples import Sample
+    from jobs.run.samples import Sample
 
 
 @dataclass

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import on
 from textual.widgets import Static
 
-from tui.job.keys import Key, bindings_of
-from tui.job.pane import Pane
-from tui.pictures.protocol import for_many
-from tui.samples.grid import SampleGrid
-from tui.samples.table import about
+from tui.job.samples.grid import SampleGrid
+from tui.job.samples.table import about
+from tui.keys.key_table import Key, bindings_of
+from tui.terminal.images.protocol import for_many
+from tui.widgets.pane import Pane
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
-    from jobs.samples import Sample
-    from tui.job.look import Look
+    from jobs.run.samples import Sample
+    from tui.look.job_look import Look
 
 _EMPTY = (
     "No samples yet. A job samples its validation_prompts every validation_steps steps; p asks a "
@@ -106,14 +106,14 @@ class SamplesPane(Pane):
         self._open(marked or first)
 
     def _open(self, beside: Sample | None) -> None:
-        from tui.samples.screen import SampleScreen
+        from tui.job.samples.screen import SampleScreen
 
         if self.grid.chosen is not None:
             screen = SampleScreen(self.grid.table, self.grid.place, beside)
             self.app.push_screen(screen, self._came_back)
 
     def _came_back(self, place: object) -> None:
-        from tui.samples.table import Place
+        from tui.job.samples.table import Place
 
         if isinstance(place, Place):
             self.grid.choose(self.grid.table.clamp(place))

@@ -8,18 +8,18 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import Static
 
-from tui.job.keys import Key, bindings_of, line_of
-from tui.pictures.picture import Picture
-from tui.pictures.protocol import current
-from tui.samples.loading import Loaded, Loading
-from tui.samples.table import Place, about
+from tui.job.samples.loading import Loaded, Loading
+from tui.job.samples.table import Place, about
+from tui.keys.key_table import Key, bindings_of, line_of
+from tui.terminal.images.image import Picture
+from tui.terminal.images.protocol import current
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
-    from jobs.samples import Sample
-    from tui.app import FsdpTui
-    from tui.samples.table import Table
+    from jobs.run.samples import Sample
+    from tui.app.app import FsdpTui
+    from tui.job.samples.table import Table
 
 _LONGEST: Final = 1536  # pixels; few terminals have more
 
@@ -175,7 +175,7 @@ class SampleScreen(Screen[Place]):
         self.beside = self.table.samples[number, step]
 
     def _copy(self, text: str) -> None:
-        from tui.clipboard import copy
+        from tui.terminal.clipboard import copy
 
         self.app.say(copy(self.app, text))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tui.format import size
+from tui.text.format import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.samples import Sample
+    from jobs.run.samples import Sample
 
 ZOOMS: Final = ((14, 5), (22, 8), (34, 12), (54, 20))  # least columns and lines of a picture
 USUAL_ZOOM: Final = 1

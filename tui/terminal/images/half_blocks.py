@@ -8,7 +8,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 from textual.widget import Widget
 
-from tui.data.strips import Grid, draw
+from tui.terminal.images.strips import Grid, draw
 
 if TYPE_CHECKING:
     from PIL.Image import Image

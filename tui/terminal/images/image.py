@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 from textual.containers import Container
 from textual.widgets import Static
 
-from tui.pictures.blocks import BlockPicture, fitted
-from tui.pictures.library import picture_class
-from tui.pictures.protocol import cell_size
+from tui.terminal.images.half_blocks import BlockPicture, fitted
+from tui.terminal.images.library import picture_class
+from tui.terminal.images.protocol import cell_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from textual.app import ComposeResult
     from textual.events import Resize
 
-    from tui.pictures.protocol import Protocol
+    from tui.terminal.images.protocol import Protocol
 
 _CELL = (10, 20)  # pixels, where the terminal does not say
 

@@ -6,10 +6,10 @@ import io
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tui.pictures.protocol import cell_size
+from tui.terminal.images.protocol import cell_size
 
 if TYPE_CHECKING:
-    from tui.pictures.protocol import Protocol
+    from tui.terminal.images.protocol import Protocol
 
 
 def picture_class(protocol: Protocol) -> Any:

@@ -15,7 +15,7 @@ from rich.color import Color
 from rich.segment import Segment
 from rich.style import Style
 
-from jobs.look import STRIP_GAP
+from jobs.spec.data_tool import STRIP_GAP
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,14 +11,14 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from tui.screen_keys import screen_keys
+from tui.keys.screen_keys import screen_keys
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.events import Resize
     from textual.screen import Screen
 
-    from tui.screen_keys import ScreenKey
+    from tui.keys.screen_keys import ScreenKey
 
 _ABOUT = (
     "Quitting stops nothing: every job has a supervisor of its own, and a new dashboard shows "

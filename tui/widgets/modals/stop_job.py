@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from jobs import service
 
 if TYPE_CHECKING:
-    from jobs.store import Store
-    from tui.app import FsdpTui
+    from jobs.queue.store import Store
+    from tui.app.app import FsdpTui
 
 _KILLS: Final = 3  # the level that the next request would reach
 _one_at_a_time = threading.Lock()
@@ -32,7 +32,7 @@ def stop_job(app: FsdpTui, store: Store, job_id: int) -> None:
         return ""
 
     def ask() -> None:
-        from tui.modals.confirm import ConfirmScreen
+        from tui.widgets.modals.confirm import ConfirmScreen
 
         def answered(yes: bool | None) -> None:
             if yes:

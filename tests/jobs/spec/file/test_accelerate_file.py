@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from jobs.accelerate_file import lay_over
 from jobs.errors import SpecError
-from jobs.launchers import local
-from jobs.rundir import RunDir
-from jobs.specfile import dump_spec, load_spec
+from jobs.launch import local
+from jobs.run.rundir import RunDir
+from jobs.spec.file.accelerate_file import lay_over
+from jobs.spec.file.load import dump_spec, load_spec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,25 +11,25 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, example, given, settings
 
 from jobs import service
-from jobs.conflicts import find_warnings
 from jobs.errors import SpecError
-from jobs.flags import parse_flags, to_flags
-from jobs.resume_plan import plan_resume
-from jobs.specfile import dump_spec, load_spec
-from jobs.states import State
-from tests.support.checkpoints import save_checkpoint
-from tests.support.pilot import until
-from tests.support.spec_strategies import REQUIRED, VALUES
-from tests.support.tui_app import form
-from tui.cli import cli
-from tui.newjob import draft
+from jobs.queue.states import State
+from jobs.service.plan import plan_resume
+from jobs.spec.file.flags import parse_flags, to_flags
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.rules.conflicts import find_warnings
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.jobs.spec_strategies import REQUIRED, VALUES
+from tests.support.tui.driven_app import form
+from tests.support.tui.pilot import until
+from tui.cli.commands import cli
+from tui.form.fields import draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from jobs.spec import JobSpec
-    from jobs.store import Store
+    from jobs.queue.store import Store
+    from jobs.spec.job_spec import JobSpec
 
 BASE = ["--pretrained_model_name_or_path=m", "--dataset=d"]
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jobs.errors import SpecError
-from jobs.flags import parse_flags
-from jobs.spec import JobSpec
-from jobs.specfile import dump_spec, load_spec
-from tests.support.spec_strategies import REQUIRED, VALUES
+from jobs.spec.file.flags import parse_flags
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.job_spec import JobSpec
+from tests.support.jobs.spec_strategies import REQUIRED, VALUES
 
 if TYPE_CHECKING:
     from pathlib import Path

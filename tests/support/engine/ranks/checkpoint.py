@@ -17,18 +17,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from engine.checkpoint import Saver, choose_start, load
-from engine.mesh import build_mesh, sharding_mesh
-from engine.run import run_job
-from engine.telemetry import Telemetry
-from engine.training import Training
-from engine.weights import local_part
-from engine.world import World, leave_world, start_world
+from engine.model.weights import local_part
+from engine.ranks.mesh import build_mesh, sharding_mesh
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World, leave_world, start_world
+from engine.run_job import run_job
+from engine.train.train_state import TrainState
 from jobs.errors import UserError
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
-    from jobs.spec import JobSpec
+    from jobs.spec.job_spec import JobSpec
 
 WIDTH = 256  # of the layers that are saved
 
@@ -122,7 +122,7 @@ def save_with_trouble(
     leave_world()
 
 
-def numbered(spec: JobSpec, world: World) -> Training:
+def numbered(spec: JobSpec, world: World) -> TrainState:
     """Layers, sharded where the world shards, and an optimizer that has its state."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
@@ -134,25 +134,25 @@ def numbered(spec: JobSpec, world: World) -> Training:
             fully_shard(layer, mesh=sharding_mesh(mesh))
         fully_shard(model, mesh=sharding_mesh(mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    training = Training(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
+    training = TrainState(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return training
 
 
-def tensors(training: Training) -> list[torch.Tensor]:
+def tensors(training: TrainState) -> list[torch.Tensor]:
     state = [v for s in training.optimizer.state.values() for v in s.values()]
     return [local_part(t.detach()) for t in [*training.model.parameters(), *state]]
 
 
 @torch.no_grad()
-def number(training: Training) -> None:
+def number(training: TrainState) -> None:
     for tensor in tensors(training):
         tensor.fill_(training.step)
 
 
-def check(training: Training) -> None:
+def check(training: TrainState) -> None:
     """That all numbers are of one step, and of the step that the checkpoint says."""
     found = {float(value) for tensor in tensors(training) for value in tensor.unique()}
     assert found == {float(training.step)}, f"step {training.step} holds numbers of {found}"

@@ -25,20 +25,20 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from engine.activation_checkpointing import checkpoint_activations
-from engine.adapters import add_lora, lora_parameters
-from engine.context_parallel import enable_context_parallel
 from engine.data.loader import MicroBatch
+from engine.diffusion.objective import Drawn, Problem
 from engine.families.flux import Flux
-from engine.mesh import build_mesh, sharding_mesh
-from engine.objective import Drawn, Problem
-from engine.peaks import Peaks
-from engine.step import Stepper
-from engine.toy.flux import build_scheduler
-from engine.training import Training
-from engine.weights import local_part, materialise, rows_of
-from engine.world import World
-from jobs.spec import JobSpec
+from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.adapters import add_lora, lora_parameters
+from engine.model.weights import local_part, materialise, rows_of
+from engine.parallel.context_parallel import enable_context_parallel
+from engine.ranks.mesh import build_mesh, sharding_mesh
+from engine.ranks.peaks import Peaks
+from engine.ranks.world import World
+from engine.toy.families.flux import build_scheduler
+from engine.train.optimizer_step import Stepper
+from engine.train.train_state import TrainState
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -274,7 +274,7 @@ def take_step(
         mixed_precision="bf16" if case.autocast else "no",
     )  # fmt: skip
     optimizer = Kept({name: p for name, p in model.named_parameters() if p.requires_grad})
-    training = Training(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
+    training = TrainState(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
     if case.factor is not None:
         world = replace(world, context_size=case.factor)
     rig: Any = Rig(case, batches)

@@ -1,4 +1,4 @@
-"""Ranks that prepare data: what `tests/engine/test_data_ranks.py` starts.
+"""Ranks that prepare data: what `tests/engine/data/test_data_ranks.py` starts.
 
 Preparing needs no process group, so most of these ranks have none and start in no time.
 """
@@ -18,15 +18,15 @@ import psutil
 import torch
 
 from engine import families
-from engine.control import StoppedError
-from engine.data import cache as cache_module
+from engine.data.encode import tensor_cache as cache_module
 from engine.data.prepare import Prepared, prepare, view_number
-from engine.meeting import Meeting
-from engine.run import run
-from engine.telemetry import Telemetry
-from engine.world import World
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
+from engine.ranks.control import StoppedError
+from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World
+from engine.run_job import run
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,12 +116,12 @@ def fill(
         die_after(options["dies"])
     before = psutil.Process().memory_info().rss
     model_root = Path(spec.pretrained_model_name_or_path)
-    meeting = Meeting(run_dir, token, rank, ranks)
+    barrier = FileBarrier(run_dir, token, rank, ranks)
     sees = options.get("sees", rank) == rank
     facts: dict[str, Any] = {}
     try:
         data = prepare(
-            spec, family, model_root, run_dir, world, meeting, telemetry,
+            spec, family, model_root, run_dir, world, barrier, telemetry,
             lambda: sees and run_dir.requested("stop"),
         )  # fmt: skip
     except StoppedError as stopped:
@@ -202,7 +202,7 @@ def train(
     torch.set_num_threads(1)
     run_dir = RunDir(root)
     run_dir.create()
-    from engine.data import texts
+    from engine.data.encode import texts
 
     stock = texts._encode
 

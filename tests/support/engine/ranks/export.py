@@ -1,4 +1,4 @@
-"""What the ranks of `tests/engine/test_exports_ranks.py` do: train a little, save, and export."""
+"""What the ranks of `tests/engine/exports/test_exports_ranks.py` do: train, save, and export."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from engine import checkpoint, families
 from engine.exports.live import export, export_trained
 from engine.exports.recipe import Recipe
 from engine.exports.writing import Writing
-from engine.failure import record_failure
-from engine.meeting import Meeting, StrandedError
-from engine.mesh import build_mesh
-from engine.run import build_model, start_training
-from engine.telemetry import Telemetry
-from engine.weights import local_part
-from engine.world import World
+from engine.model.weights import local_part
+from engine.ranks.failure import record_failure
+from engine.ranks.file_barrier import FileBarrier, StrandedError
+from engine.ranks.mesh import build_mesh
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World
+from engine.run_job import build_model, start_training
 from jobs.errors import UserError
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.training import Training
-    from jobs.spec import JobSpec
+    from engine.train.train_state import TrainState
+    from jobs.spec.job_spec import JobSpec
 
 STEP = 2
 TIMEOUT, LONGER = 3, 6  # seconds
@@ -60,7 +60,7 @@ class _Case:
         self.telemetry = Telemetry(run_dir, rank)
         mesh = build_mesh(spec, "fsdp2", ranks, "cpu")
         self.world = World(rank, ranks, torch.device("cpu"), "fsdp2", "t", mesh=mesh)
-        self.meeting = Meeting(run_dir, "t", rank, ranks)
+        self.barrier = FileBarrier(run_dir, "t", rank, ranks)
         self.family = families.load(spec.model_family)
         self.root = (run_dir.root.parent / "toy" / "model").resolve()
         model = build_model(spec, self.family, self.root, self.world, self.telemetry)
@@ -76,15 +76,15 @@ class _Case:
                 module.unshard()  # as a sample leaves it where nothing is resharded after forward
         export_trained(
             self.training, self.spec, self.family, self.root, self.run_dir, self.world,
-            self.meeting, self.telemetry,
+            self.barrier, self.telemetry,
         )  # fmt: skip
         if self.training.ema is not None:
             self._export("raw", "t2")
 
     def _export(self, name: str, token: str) -> None:
         recipe = Recipe(self.spec, self.family, self.root, STEP, ema=False)
-        meeting = Meeting(self.run_dir, token, self.world.rank, self.world.size)
-        export(self.training.model, recipe, self.run_dir.root / name, self.world, meeting)
+        barrier = FileBarrier(self.run_dir, token, self.world.rank, self.world.size)
+        export(self.training.model, recipe, self.run_dir.root / name, self.world, barrier)
 
     def wait_longer_than_a_collective_may(self) -> None:
         """Rank 0 takes its time to read back."""
@@ -125,7 +125,7 @@ class _Case:
 
 
 @torch.no_grad()
-def _train(training: Training) -> None:
+def _train(training: TrainState) -> None:
     """Change weights and average, the same on any number of ranks."""
     for step in range(1, STEP + 1):
         for number, parameter in enumerate(training.trained().values()):

@@ -1,4 +1,4 @@
-"""Ranks that train every family, one job after another: for `tests/families/test_ranks.py`.
+"""Ranks that train every family, one job after another: for `tests/engine/families/test_ranks.py`.
 
 A job that fails leaves `error.txt` in its directory, and the ranks go: the others would wait for
 one in a collective.
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from engine.run import run_job
-from engine.telemetry import Telemetry
-from engine.world import leave_world, start_world
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import leave_world, start_world
+from engine.run_job import run_job
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
 
 
 def train(rank: int, ranks: int, jobs: dict[str, dict[str, Any]], output: Path) -> None:

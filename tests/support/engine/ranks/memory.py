@@ -13,15 +13,16 @@ from unittest.mock import patch
 import torch
 from accelerate import cpu_offload_with_hook
 
-from engine import run, sampling
+from engine import run_job
 from engine.checkpoint import saver
 from engine.families.flux import Flux
-from engine.memory.live import Live, storage_of
-from engine.telemetry import Telemetry
-from engine.world import leave_world, start_world
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
-from tests.support.memory import resizes
+from engine.memory.tracing.live import Live, storage_of
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import leave_world, start_world
+from engine.sample import sampler
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
+from tests.support.engine.memory import resizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ class OwnTensors(Live):
 
 
 class Counting:
-    """`engine.peaks.Peaks` that counts live tensors instead of pages.
+    """`engine.ranks.peaks.Peaks` that counts live tensors instead of pages.
 
     Gloo's threads may hold a buffer for a moment after a collective has ended. That can only add,
     so of several steps the one with the least counts; not the first, before there is any state.
@@ -117,16 +118,16 @@ def _count(name: str, values: dict[str, Any], rank: int, folder: str) -> dict[st
         for bent in (
             live,
             resizes(live),
-            patch.object(run, "Peaks", lambda device: counting),
+            patch.object(run_job, "Peaks", lambda device: counting),
             patch.object(saver, "ThreadPoolExecutor", _counted_threads(live, counting)),
-            patch.object(sampling, "cpu_offload_with_hook", _waiting(live)),
+            patch.object(sampler, "cpu_offload_with_hook", _waiting(live)),
             patch.object(Flux, "load_vae", _read_by_the_host(live, Flux.load_vae)),
             patch.object(
                 Flux, "load_text_pipeline", _read_by_the_host(live, Flux.load_text_pipeline)
             ),
         ):
             stack.enter_context(bent)
-        run.run_job(spec, run_dir, start_world(spec), telemetry)
+        run_job.run_job(spec, run_dir, start_world(spec), telemetry)
     telemetry.close()
     return counting.phases
 

@@ -1,4 +1,4 @@
-"""Run on each of two gloo ranks by `tests/engine/test_optim.py`: what optimizers do on shards."""
+"""Run on two gloo ranks by `tests/engine/train/test_optimizer.py`: what optimizers do on shards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from engine.optim import WHOLE_ONLY, build_optimizer, build_scheduler, fill_state
+from engine.train.optimizer import WHOLE_ONLY, build_optimizer, build_scheduler, fill_state
 from jobs.errors import UserError
-from jobs.spec import JobSpec
+from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from engine.mesh import build_mesh, sharding_mesh
-from engine.replicas import check_replicas
-from engine.run import run_job
-from engine.telemetry import Telemetry
-from engine.weights import local_part
-from engine.world import World, leave_world, start_world
-from jobs.rundir import RunDir
-from jobs.spec import JobSpec
-from jobs.specfile import load_spec
+from engine.model.weights import local_part
+from engine.parallel.replica_check import check_replicas
+from engine.ranks.mesh import build_mesh, sharding_mesh
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import World, leave_world, start_world
+from engine.run_job import run_job
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
+from jobs.spec.job_spec import JobSpec
 
 
 def train(rank: int, ranks: int, cases: Path) -> None:

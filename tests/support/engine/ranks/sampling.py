@@ -1,4 +1,4 @@
-"""Ranks that sample, and measure the validation loss: `tests/engine/test_sampling_ranks.py`."""
+"""Ranks that sample and measure the validation loss, for `test_sampling_ranks.py`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine import adapters, families
+from engine import families
 from engine.data.prepare import prepare
-from engine.draws import keyed_generator
-from engine.meeting import Meeting
-from engine.objective import build_objective
-from engine.run import build_model
-from engine.sampling import Sampler
-from engine.telemetry import Telemetry
-from engine.validation_loss import ValidationLoss
-from engine.world import leave_world, start_world
-from jobs.rundir import RunDir
-from jobs.specfile import load_spec
+from engine.diffusion.objective import build_objective
+from engine.diffusion.random_numbers import keyed_generator
+from engine.model import adapters
+from engine.ranks.file_barrier import FileBarrier
+from engine.ranks.telemetry import Telemetry
+from engine.ranks.world import leave_world, start_world
+from engine.run_job import build_model
+from engine.sample.sampler import Sampler
+from engine.train.validation_loss import ValidationLoss
+from jobs.run.rundir import RunDir
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
-    from jobs.prompts import SampleRequest
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 class Recording:
@@ -74,8 +75,8 @@ def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
     telemetry = Telemetry(run_dir, rank)
     family = families.load("flux")
     model_root = Path(spec.pretrained_model_name_or_path)
-    meeting = Meeting(run_dir, world.token, rank, world.size)
-    data = prepare(spec, family, model_root, run_dir, world, meeting, telemetry)
+    barrier = FileBarrier(run_dir, world.token, rank, world.size)
+    data = prepare(spec, family, model_root, run_dir, world, barrier, telemetry)
     model = build_model(spec, family, model_root, world, telemetry)
     _train(model)
     made = 0

@@ -1,4 +1,4 @@
-"""What the ranks of `tests/engine/test_text_encoders` do; many things, as starting them is slow."""
+"""What the ranks of `test_text_encoders.py` do; many things, as starting them is slow."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from engine.families import load
-from engine.release import Watch
-from engine.text_encoders import encoder_group, load_sharded, text_pipeline
-from engine.weights import local_part
-from engine.world import World
+from engine.model.release import Watch
+from engine.model.text_encoders import encoder_group, load_sharded, text_pipeline
+from engine.model.weights import local_part
+from engine.ranks.world import World
 
 if TYPE_CHECKING:
-    from engine.release import Released
+    from engine.model.release import Released
 
 flux = load("flux")
 

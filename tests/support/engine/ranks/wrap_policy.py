@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from engine.parallel import shard
-from engine.world import leave_world, start_world
+from engine.parallel.sharding import shard
+from engine.ranks.world import leave_world, start_world
 from jobs.errors import UserError
-from jobs.spec import JobSpec
-from tests.support.wrap_policies import Model
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine.wrap_policies import Model
 
 
 def look(rank: int, ranks: int, policies: list[str], folder: str) -> None:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# As torch elastic 2.13 prints it; `tests/jobs/test_diagnosis.py` has recorded ends to compare with.
+# As torch elastic 2.13 prints it; `tests/jobs/supervise/test_diagnosis.py` has recorded ends to
+# compare with.
 FAILURE = """\
 [{index}]:
   time      : {time}
@@ -91,7 +92,7 @@ def start(run_dir: Path, rank: int, ranks: int, steps: int) -> int:
     """Fork a rank; its pid."""
     from rank import Rank  # type: ignore[import-not-found]  # beside this script
 
-    from jobs.rundir import RunDir
+    from jobs.run.rundir import RunDir
 
     pid = os.fork()
     if pid:

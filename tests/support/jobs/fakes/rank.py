@@ -1,6 +1,6 @@
 """A rank that trains nothing and tells everything; `launcher.py` forks it.
 
-It writes its status, rank 0 also events and checkpoints, through `jobs.rundir`, as the engine
+It writes its status, rank 0 also events and checkpoints, through `jobs.run.rundir`, as the engine
 does; stops at a step boundary when it is asked to, by file or by SIGTERM; and goes on after the
 newest complete checkpoint. When another rank has died it waits for it in vain, as in a collective,
 and then no SIGTERM moves it.
@@ -43,9 +43,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs.processes import ProcessId
-from jobs.procfs import started_at
-from jobs.rundir import MANIFEST, RankStatus, RunDir, event, write_atomic
+from jobs.machine.processes import ProcessId
+from jobs.machine.procfs import started_at
+from jobs.run.rundir import MANIFEST, RankStatus, RunDir, event, write_atomic
 
 SAVE_EVERY = int(os.environ.get("FAKE_SAVE_EVERY", "0"))
 CHUNK = 1 << 16

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from jobs.launchers.local import Launch
-    from jobs.rundir import RankStatus, RunDir
-    from jobs.spec import JobSpec
-    from jobs.store import Job
+    from jobs.launch.local import Launch
+    from jobs.queue.store import Job
+    from jobs.run.rundir import RankStatus, RunDir
+    from jobs.spec.job_spec import JobSpec
 
 HERE = Path(__file__).resolve().parent
 ADDRESS = "FSDP_TUI_TESTS_SERVER"  # in the environment; an abstract socket
@@ -53,7 +53,7 @@ _server: subprocess.Popen[str] | None = None
 
 
 def start_supervisor(job: Job) -> None:
-    """Stands in for `jobs.dispatch._start_supervisor`."""
+    """Stands in for `jobs.queue.dispatch._start_supervisor`."""
     if ADDRESS not in os.environ:
         _start_server()
     run_dir = job.run_dir
@@ -95,9 +95,9 @@ def stop_server() -> None:
 
 def serve() -> None:
     """Fork a supervisor for each line that comes; end with the process that started this one."""
-    import jobs.dispatch
-    import jobs.launchers.local
-    import jobs.supervisor  # noqa: F401
+    import jobs.launch.local
+    import jobs.queue.dispatch
+    import jobs.supervise.supervisor  # noqa: F401
 
     starter = os.getppid()
     gc.freeze()
@@ -141,8 +141,8 @@ def _become_supervisor(
         os.environ.clear()
         os.environ.update(env)
         disguise()
-        from jobs.store import Store
-        from jobs.supervisor import supervise
+        from jobs.queue.store import Store
+        from jobs.supervise.supervisor import supervise
 
         supervise(Store(), job)
         status = 0
@@ -157,15 +157,15 @@ def _become_supervisor(
 def start_nothing(patch: pytest.MonkeyPatch) -> list[int]:
     """No job gets a supervisor; the ids of those that would have got one, as they come."""
     started: list[int] = []
-    patch.setattr("jobs.dispatch._start_supervisor", lambda job: started.append(job.id))
+    patch.setattr("jobs.queue.dispatch._start_supervisor", lambda job: started.append(job.id))
     return started
 
 
 def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -> Launch:
-    """Stands in for `jobs.launchers.local.build`."""
-    from jobs.launchers.local import Launch
-    from jobs.processes import RUN_ID_VARIABLE
-    from jobs.strategy import world_size
+    """Stands in for `jobs.launch.local.build`."""
+    from jobs.launch.local import Launch
+    from jobs.machine.processes import RUN_ID_VARIABLE
+    from jobs.spec.rules.strategy import world_size
 
     if os.environ.get("FAKE_TROUBLE") == "build":
         raise ArithmeticError("an error that nobody thought of")
@@ -208,8 +208,8 @@ class Hasty:
             return 0
 
     def _lives(self) -> bool:
-        from jobs.processes import ProcessId
-        from jobs.rundir import RunDir
+        from jobs.machine.processes import ProcessId
+        from jobs.run.rundir import RunDir
 
         ranks = RunDir(Path.cwd()).rank_statuses()
         return any(r.rank == 0 and ProcessId(r.pid, r.started).alive() for r in ranks)
@@ -220,7 +220,7 @@ def _when_noticed(stock: Any) -> Any:
 
     The real grace is long enough for that. Else the launcher might name a rank that was ended.
     """
-    from jobs.processes import ProcessId
+    from jobs.machine.processes import ProcessId
 
     def end_the_stranded(self: Any, statuses: list[RankStatus]) -> None:
         dead = [s.rank for s in statuses if not ProcessId(s.pid, s.started).alive()]
@@ -232,8 +232,9 @@ def _when_noticed(stock: Any) -> Any:
 
 def disguise() -> None:
     """In this process, jobs get fake launchers, and supervisors wait less."""
-    from jobs import dispatch, supervisor
-    from jobs.launchers import local
+    from jobs.launch import local
+    from jobs.queue import dispatch
+    from jobs.supervise import supervisor
 
     local.build = build
     dispatch._start_supervisor = start_supervisor

@@ -6,8 +6,8 @@ Both are started as `python -m …` by the product itself, so nothing else can r
 import sys
 from pathlib import Path
 
-if {"jobs.runner", "tui"} & set(sys.orig_argv):
-    sys.path.append(str(Path(__file__).resolve().parents[4]))
-    from tests.support.fakes.supervise import disguise
+if {"jobs.queue.keeper", "tui"} & set(sys.orig_argv):
+    sys.path.append(str(Path(__file__).resolve().parents[5]))
+    from tests.support.jobs.fakes.supervise import disguise
 
     disguise()

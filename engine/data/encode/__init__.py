@@ -1,0 +1,1 @@
+"""From pixels and captions to cached tensors."""

@@ -1,0 +1,1 @@
+"""What is reported of a dataset before it is trained on."""

@@ -1,0 +1,1 @@
+"""Noise, targets and loss: what a diffusion model is trained to predict."""

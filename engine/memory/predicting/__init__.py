@@ -1,0 +1,1 @@
+"""From a trace to bytes per rank: arithmetic."""

@@ -1,0 +1,1 @@
+"""The model: from files to devices, its precision, adapters, and text encoders."""

@@ -1,0 +1,1 @@
+"""Before a rank is one: accelerate's launcher, imports, command lines of tools."""

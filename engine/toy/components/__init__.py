@@ -1,0 +1,1 @@
+"""What toys are made of: text encoders, tokenizers, autoencoders, weights."""

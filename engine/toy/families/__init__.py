@@ -1,0 +1,1 @@
+"""A toy of each family."""

@@ -1,0 +1,1 @@
+"""Training: steps, gradients, optimizer, averages, validation loss."""

@@ -1,0 +1,1 @@
+"""The checks of the doctor, one subject a file. None imports the list of all."""

@@ -1,0 +1,1 @@
+"""The repeated blocks of a model: asked of the engine, and remembered."""

@@ -1,0 +1,72 @@
+"""What a job's data holds: looked at by a process of the engine, before anything is queued."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.machine.engine_tools import Progress, ask
+from jobs.preflight.check_job import check_dataset
+from jobs.spec.file.load import dump_spec
+from jobs.spec.rules.cascade import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.spec.job_spec import JobSpec
+
+
+@dataclass(frozen=True)
+class DataLook:
+    """What a look at a job's data found.
+
+    Attributes:
+        report: The fields of `engine.data.report.data_report.DataReport`, as JSON values.
+        strips: For each bucket of the report a PNG: some of its samples in a row, cut as they are
+            trained on. Empty when they were not asked for.
+    """
+
+    report: dict[str, Any]
+    strips: tuple[bytes, ...] = ()
+
+
+def look_at_data(
+    spec: JobSpec,
+    progress: Progress = lambda done, total: None,
+    *,
+    cancelled: Callable[[], bool] = lambda: False,
+    sheet: Path | None = None,
+    strips: bool = False,
+) -> DataLook:
+    """Look at every sample of a job. Takes minutes for a large dataset that was never looked at.
+
+    Args:
+        spec: The job.
+        progress: Told how far the look has come.
+        cancelled: Asked many times a second, in the thread of the caller.
+        sheet: Where to write a contact sheet of all buckets, as PNG.
+        strips: Whether to return some pictures of each bucket.
+
+    Raises:
+        UserError: There is nothing usable where the job says its data is.
+        ToolError: Looking failed for another reason.
+        Cancelled: `cancelled` said so.
+    """
+    check_dataset(spec)
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
+        job, folder = Path(name, "job.yaml"), Path(name, "strips")
+        job.write_text(dump_spec(settle(spec)), encoding="utf-8")
+        arguments = [str(job)]
+        arguments += ["--sheet", str(sheet)] if sheet else []
+        arguments += ["--strips", str(folder)] if strips else []
+
+        def told(line: str) -> None:
+            match line.split():
+                case ["looked", done, total] if done.isdigit() and total.isdigit():
+                    progress(int(done), int(total))
+
+        report = ask("engine.data", arguments, Path(name, "answer"), told, cancelled)
+        names = report.pop("strips", [])
+        return DataLook(report, tuple((folder / one).read_bytes() for one in names))

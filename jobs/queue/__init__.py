@@ -1,0 +1,1 @@
+"""The queue: jobs in the database, which of them starts, and who looks after it."""

@@ -1,0 +1,1 @@
+"""Resuming a checkpoint: which one, with what, and what that changes."""

@@ -1,0 +1,1 @@
+"""Why a run failed or stands still, from what its processes left."""

@@ -1,0 +1,1 @@
+"""Jobs as files and flags: read, written, compared, kept as templates."""

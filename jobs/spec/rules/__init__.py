@@ -1,0 +1,1 @@
+"""Rules across keys: what follows, what means nothing, what cannot run. Pure."""

@@ -1,0 +1,1 @@
+"""Values as people write them: types, spellings, datasets, lines of YAML."""

@@ -1,0 +1,1 @@
+"""Files and texts that others may have written."""

@@ -1,0 +1,1 @@
+"""Helpers of the tests of jobs: fake ranks, made-up files, real runs."""

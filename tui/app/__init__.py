@@ -1,0 +1,1 @@
+"""The dashboard application: how it starts, its themes, its notifications."""

@@ -1,0 +1,1 @@
+"""Commands about queued, running and ended jobs."""

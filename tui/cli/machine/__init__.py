@@ -1,0 +1,1 @@
+"""Commands about this machine, and about fsdp-tui on it."""

@@ -1,0 +1,1 @@
+"""Commands for before a job is queued."""

@@ -1,0 +1,1 @@
+"""What lies behind the tabs of the job screen."""

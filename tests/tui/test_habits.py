@@ -372,7 +372,7 @@ def test_a_job_that_came_and_went_between_two_looks_is_told(store: Store) -> Non
     watch = Watch()
     assert watch.news(look(store)) == []
     add_job(store, "quick", state=State.COMPLETED)
-    assert ["is completed" in one.text for one in watch.news(look(store))] == [True]
+    assert ["completed" in one.text for one in watch.news(look(store))] == [True]
 
 
 def test_an_old_end_seen_late_is_no_news(store: Store) -> None:
@@ -546,7 +546,7 @@ def test_a_text_is_copied_to_terminal_and_file(home: Path) -> None:
     assert "clipboard.txt" in told
     assert (home / "clipboard.txt").read_text() == "a\nb?\n"
     assert app._driver.written == "\x1b]52;c;YQpiPwo=\x07"
-    assert copy(app, "") == "there is nothing to copy"  # type: ignore[arg-type]
+    assert copy(app, "") == "nothing to copy"  # type: ignore[arg-type]
 
 
 def test_what_no_terminal_takes_is_in_the_file(home: Path) -> None:

@@ -248,7 +248,8 @@ class FsdpTui(App[None]):
         if self.settings.read_only:
             target, name, _ = self._parse_action(action, default_namespace or self, namespaces)
             if name in ACTING and type(target).__module__.startswith("tui."):
-                self.say(f"read-only: {name.replace('_', ' ')} is off; see `fsdp-tui settings`",
+                self.say(f"read-only: {name.replace('_', ' ')} is disabled; see `fsdp-tui "
+                         "settings`",
                          "warning")  # fmt: skip
                 return True
         return await super().run_action(action, default_namespace, namespaces)
@@ -310,5 +311,5 @@ class FsdpTui(App[None]):
             if key.label != "quit":
                 title = f"{key.title}  ({key.shown})"
                 yield SystemCommand(title, key.help, partial(self.run_action, key.action, key.node))
-        yield SystemCommand("Quit  (q)", "Leave the dashboard; jobs go on without it", self.exit)
-        yield SystemCommand("Theme", "Choose one of all themes", self.search_themes)
+        yield SystemCommand("Quit  (q)", "Quit the dashboard; jobs keep running", self.exit)
+        yield SystemCommand("Theme", "Choose a theme", self.search_themes)

@@ -98,7 +98,7 @@ def _ended(job: Job) -> str:
 
 
 _WORDS: Final = {
-    State.COMPLETED: "is completed", State.STOPPED: "has stopped", State.FAILED: "failed",
+    State.COMPLETED: "completed", State.STOPPED: "stopped", State.FAILED: "failed",
     State.LOST: "is lost",
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def open_dashboard(
     if not in_browser and not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UserError(
             "the dashboard needs a terminal",
-            "use `fsdp-tui list` (--watch goes on), or `ssh -t` for a terminal",
+            "use `fsdp-tui list` (--watch to follow), or connect with `ssh -t`",
         )
     # Without its terminal a dashboard is of no use, even one started from a shell under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

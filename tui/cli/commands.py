@@ -90,7 +90,7 @@ def _with_way_out(error: click.ClickException) -> str:
         return said
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "fsdp-tui"
-    return f"{said.rstrip('.')}; `{path} --help` shows what there is"
+    return f"{said.rstrip('.')}; `{path} --help` lists the options"
 
 
 @click.group(
@@ -100,8 +100,10 @@ def _with_way_out(error: click.ClickException) -> str:
     epilog=f"{EXAMPLES}\n{STATUSES}",
 )
 @click.version_option(package_name="fsdp-tui")
-@click.option("--read-only", is_flag=True, help="Open the dashboard to look only.")
-@click.option("--ascii", "plain", is_flag=True, help="Draw the dashboard with ASCII alone.")
+@click.option("--read-only", is_flag=True, help="Open the dashboard in read-only mode.")
+@click.option(
+    "--ascii", "plain", is_flag=True, help="Draw the dashboard with ASCII characters only."
+)
 @click.pass_context
 def cli(context: click.Context, read_only: bool, plain: bool) -> None:
     """Train diffusion models on several GPUs from the terminal.
@@ -112,13 +114,17 @@ def cli(context: click.Context, read_only: bool, plain: bool) -> None:
     if context.invoked_subcommand is None:
         open_dashboard(Store(), read_only=read_only, plain=plain)
     elif read_only or plain:
-        raise click.UsageError("--read-only and --ascii are of the dashboard, not of a command")
+        raise click.UsageError(
+            "--read-only and --ascii apply to the dashboard only, not to commands"
+        )
 
 
 @cli.command()
-@click.option("--headless", is_flag=True, help="Follow the job here instead of in the dashboard.")
+@click.option(
+    "--headless", is_flag=True, help="Follow the job here instead of opening the dashboard."
+)
 def demo(headless: bool) -> int:
-    """Write a toy FLUX.1 and pictures on first use, and train a LoRA on two ranks."""
+    """Train a LoRA on a toy FLUX.1 on 2 ranks (model and images are made on first use)."""
     from tui.cli.demo import start_demo
 
     store = Store()
@@ -132,10 +138,10 @@ def demo(headless: bool) -> int:
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--family", default="flux", show_default=True, help="Model family.")
-@click.option("--flavour", help="Whose layout it has; the family's usual one when left out.")
+@click.option("--flavour", help="Model flavour (default: the family's main one).")
 @JSON
 def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> None:
-    """Write a small real model (DIRECTORY/model) and captioned pictures (DIRECTORY/data)."""
+    """Write a small real model (DIRECTORY/model) and captioned images (DIRECTORY/data)."""
     from tui.cli.demo import write_toy
 
     where = write_toy(directory, family, flavour)
@@ -144,12 +150,12 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
 @click.option("--dry-run", "--dry_run", is_flag=True,
-              help="Check and print the whole job; queue nothing.")  # fmt: skip
+              help="Validate and print the complete job; queue nothing.")  # fmt: skip
 @TEMPLATE
 @JSON
 @WORDS
 def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json: bool) -> None:
-    """Queue a job, and print its id.
+    """Queue a job and print its id.
 
     Every key of a job file is also a flag (`fsdp-tui keys` lists them); flags win over the file.
     Spelling is free: --lora_rank=8, --lora-rank 8; true, yes, on, 1 or nothing for a switch, no or
@@ -182,9 +188,9 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
 @TEMPLATE
 @WORDS
 def run(words: tuple[str, ...], template: str | None) -> int:
-    """Queue a job, and follow it to its end.
+    """Queue a job and follow it until it ends.
 
-    Flags are those of submit. Ctrl-C asks it to stop (again: more firmly).
+    Takes the same flags as submit. Ctrl-C asks the job to stop; again forces it.
     Exit status: 0 completed, 3 stopped, 1 failed, 2 bad input.
 
     \b
@@ -198,14 +204,14 @@ def run(words: tuple[str, ...], template: str | None) -> int:
 
 @cli.command(name="list")
 @click.option("-w", "--watch", "forever", is_flag=True,
-              help="Go on: print what changes, a sentence a line, until Ctrl-C.")  # fmt: skip
+              help="Keep running and print each change on its own line.")  # fmt: skip
 @click.option("--interval", type=click.FloatRange(min=0.2), default=10.0, show_default=True,
-              metavar="SECONDS", help="With --watch: seconds between two looks.")  # fmt: skip
+              metavar="SECONDS", help="Seconds between updates (with --watch).")  # fmt: skip
 @JSON
 def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
-    """All jobs, the newest first.
+    """List all jobs, newest first.
 
-    With --watch, for screen readers and logs: nothing moves, and words stand for signs. With --json
+    --watch suits screen readers and logs: sentences, nothing redrawn. With --json
     too, each line is the object of a job that changed.
     """
     store = Store()
@@ -222,11 +228,11 @@ def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
 @cli.command()
 @ID
 @click.option("--as", "form", type=click.Choice(FORMS),
-              help="What replays the job anywhere: its file, its flags, or a shell script with "
-              "the bare accelerate launch line.")  # fmt: skip
+              help="Print what recreates the job anywhere: its file, its flags, or a shell script "
+              "with the accelerate launch command.")  # fmt: skip
 @JSON
 def show(job_id: int, form: Form | None, as_json: bool) -> None:
-    """One job: state, progress, history, files.
+    """Show a job: state, progress, history, files.
 
     \b
     fsdp-tui show 3 --as yaml > again.yaml      the whole job, to edit and submit
@@ -260,12 +266,12 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
 
 @cli.command()
 @ID
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
-@click.option("--rank", type=int, default=0, show_default=True, help="Whose log.")
-@click.option("--launcher", is_flag=True, help="The log of accelerate launch instead.")
-@click.option("--supervisor", is_flag=True, help="The log of the supervisor instead.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the job ends.")
+@click.option("--rank", type=int, default=0, show_default=True, help="Which log to show.")
+@click.option("--launcher", is_flag=True, help="Show the log of accelerate launch.")
+@click.option("--supervisor", is_flag=True, help="Show the log of the supervisor.")
 def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool) -> None:
-    """The log of a rank."""
+    """Show the log of a rank."""
     store = Store()
     job = store.get(job_id)
     if not 0 <= rank < job.ranks:
@@ -282,16 +288,16 @@ def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool)
 
 @cli.command()
 @ID
-@click.option("--now", is_flag=True, help="SIGKILL at once, without a checkpoint.")
+@click.option("--now", is_flag=True, help="Send SIGKILL at once, without a checkpoint.")
 def stop(job_id: int, now: bool) -> None:
-    """Stop a job after this step and a checkpoint. Asked again: SIGTERM, then SIGKILL."""
+    """Stop a job after the current step, with a checkpoint. Again: SIGTERM, then SIGKILL."""
     echo(service.stop(Store(), job_id, now=now))
 
 
 @cli.command()
 @JSON
 def gpus(as_json: bool) -> None:
-    """The GPUs, how busy they are, and which job holds which."""
+    """List the GPUs, their load, and the jobs that use them."""
     store = Store()
     service.refresh(store)
     present, claims = devices.gpus(), store.claims()

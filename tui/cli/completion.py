@@ -60,14 +60,14 @@ for _name, _kind in _SHELLS.items():
 @click.argument("shell", type=click.Choice(list(_SHELLS)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a script with which a shell completes commands, jobs, keys and words.
+    """Print a shell completion script for commands, job ids, keys and values.
 
     \b
     bash   fsdp-tui completion bash > ~/.local/share/bash-completion/completions/fsdp-tui
     zsh    fsdp-tui completion zsh > "${fpath[1]}/_fsdp-tui"
     fish   fsdp-tui completion fish > ~/.config/fish/completions/fsdp-tui.fish
 
-    It takes effect in new shells; in this one with: source <(fsdp-tui completion bash)
+    Takes effect in new shells. For this one: source <(fsdp-tui completion bash)
     """
     script = _SHELLS[shell](context.find_root().command, {}, "fsdp-tui", _VARIABLE).source()
     echo(script, nl=False)

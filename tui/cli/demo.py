@@ -62,7 +62,7 @@ def start_demo(store: Store, say: Callable[[str], None]) -> Job:
             return job
     root = store.home / "demo"
     if not ((root / "model").is_dir() and (root / "data").is_dir()):
-        say(f"writing a toy FLUX.1 and captioned pictures to {root} (first use, about 20 s) …")
+        say(f"writing a toy FLUX.1 and captioned images to {root} (first use, about 20 s) …")
     where = write_toy(root, "flux")
     enough = len(devices.gpus()) >= RANKS
     values = JOB | {

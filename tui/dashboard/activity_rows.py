@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MOST_LINES = 3
 _LEAST_BAR = 12  # columns
 # What the next request to stop would do, by how often it was asked for.
-_ON_X = {0: " · x again is firmer", 1: " · x again sends SIGTERM", 2: " · x again kills it"}
+_ON_X = {0: " · x again: SIGTERM", 1: " · x again: SIGTERM", 2: " · x again: SIGKILL"}
 
 
 def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
@@ -33,8 +33,8 @@ def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
         words += _ON_X.get(job.stop_level, "")
         return _wrapped(head, words, width, "warn")
     if job.state is State.QUEUED:
-        return _wrapped(head, f"queued: {job.reason or 'starts as soon as it may'}", width, "")
-    hint = " · s starts it again" if job.state is not State.COMPLETED else ""
+        return _wrapped(head, f"queued: {job.reason or 'starts when the queue allows'}", width, "")
+    hint = " · s: resume" if job.state is not State.COMPLETED else ""
     spent = f" · took {duration(job.ended - job.started)}" if job.ended and job.started else ""
     words = f"{job.state}: {job.reason}{spent}{hint}"
     return _wrapped(head, words, width, "bad" if job.state in (State.FAILED, State.LOST) else "")

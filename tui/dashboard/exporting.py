@@ -70,7 +70,7 @@ class Exports:
                 cancelled=lambda: export.cancelled or worker.is_cancelled,
             )  # fmt: skip
             told_too = "".join(f"; {warning}" for warning in made.warnings)
-            message = say(f"{what} is exported to {made.path}{told_too}")
+            message = say(f"{what} exported to {made.path}{told_too}")
         except Cancelled:
             message = say(f"the export of {what} was cancelled", "warning")
         except (UserError, ToolError) as error:

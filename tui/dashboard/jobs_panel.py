@@ -25,7 +25,7 @@ _EMPTY: tuple[Row, ...] = (
     (),
     (Span("  No jobs yet.", "strong"),),
     (),
-    (Span("  n", "accent"), Span("  describes one and queues it", "dim")),
+    (Span("  n", "accent"), Span("  creates and queues a job", "dim")),
     (
         Span("  fsdp-tui demo", "accent"),
         Span("  in a shell trains a toy model as a trial run", "dim"),
@@ -33,7 +33,7 @@ _EMPTY: tuple[Row, ...] = (
 )
 _ON_GPUS: Row = (
     Span("  fsdp-tui selftest", "accent"),
-    Span("  proves in 3 minutes that these GPUs train", "dim"),
+    Span("  tests in 3 minutes that these GPUs train", "dim"),
 )
 
 

@@ -17,7 +17,7 @@ SELECTED: Final = "━"
 OURS: Final = "╍"
 OTHERS: Final = "▒"
 _FREE: Final = "┄"
-LEGEND: Final = f"{SELECTED} this job  {OURS} our other jobs  {OTHERS} not ours"
+LEGEND: Final = f"{SELECTED} this job  {OURS} our other jobs  {OTHERS} other processes"
 
 
 class Split(NamedTuple):

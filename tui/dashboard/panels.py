@@ -57,7 +57,7 @@ class DevicesPanel(Lines, can_focus=True):
             self.scroll_to(y=0, animate=False, force=True)
             self.refresh()
         if view is not None and of_ranks:
-            self._caption(rank_title(view, snapshot.t), "sizes in GiB · R: devices")
+            self._caption(rank_title(view, snapshot.t), "GiB · R: devices")
             self.show(rank_table(view, snapshot.gpus, snapshot.t, width))
             return
         room = max(3, int(self.screen.size.height * 0.3) - 2)

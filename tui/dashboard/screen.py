@@ -201,7 +201,7 @@ class DashboardScreen(Screen[None]):
                 then()
 
         question, detail = resume_question(plan)
-        screen = ConfirmScreen(question, detail, "go on", refuse="do not", harmful=False)
+        screen = ConfirmScreen(question, detail, "resume", refuse="cancel", harmful=False)
         self.app.push_screen(screen, answered)
 
     def action_stop_job(self) -> None:
@@ -237,11 +237,11 @@ class DashboardScreen(Screen[None]):
 
         def remove(job: int) -> str:
             service.remove(self.store, job)
-            return f"job {job} and its run directory are gone"
+            return f"job {job} and its run directory were removed"
 
         question = f"Remove job {view.job.id} “{view.job.name}”?"
         detail = (
-            f"Its run directory is deleted, with logs, checkpoints and exports:\n"
+            f"Its run directory is deleted with all logs, checkpoints and exports:\n"
             f"{view.job.run_dir.root}"
         )
         self.app.push_screen(ConfirmScreen(question, detail, "remove"), answered)

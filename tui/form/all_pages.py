@@ -31,7 +31,7 @@ class Fields(VerticalScroll, can_focus=False):
 
     BINDINGS: ClassVar = [  # instead of scrolling by a line
         Binding("down", "app.focus_next", "next field", show=False, id="fields.down"),
-        Binding("up", "app.focus_previous", "field before", show=False, id="fields.up"),
+        Binding("up", "app.focus_previous", "previous field", show=False, id="fields.up"),
     ]
 
     def __init__(self, values: Mapping[str, Any], snapshot: Snapshot) -> None:

@@ -27,7 +27,7 @@ def load(form: NewJobScreen) -> None:
         if path is not None:
             form.run_worker(_load(form, path), group="load", exclusive=True, exit_on_error=False)
 
-    form.app.push_screen(AskPathScreen("load a job file", "job.yaml"), chosen)
+    form.app.push_screen(AskPathScreen("load job file", "job.yaml"), chosen)
 
 
 async def _load(form: NewJobScreen, path: Path) -> None:
@@ -65,11 +65,11 @@ def save(form: NewJobScreen) -> None:
             if yes:
                 write(path)
 
-        detail = f"{path} is there already; what it says is lost."
+        detail = f"{path} already exists; its contents will be lost."
         form.app.push_screen(ConfirmScreen("Replace the file?", detail, "replace"), answered)
 
     name = form.values.get("name") or "job"
-    form.app.push_screen(AskPathScreen("save as a job file", f"{name}.yaml"), chosen)
+    form.app.push_screen(AskPathScreen("save as job file", f"{name}.yaml"), chosen)
 
 
 def save_as_template(form: NewJobScreen) -> None:
@@ -96,10 +96,10 @@ def save_as_template(form: NewJobScreen) -> None:
             if yes:
                 write(name)
 
-        detail = f"There is a template “{name}” already; what it says is lost."
+        detail = f"Template “{name}” already exists; its contents will be lost."
         form.app.push_screen(ConfirmScreen("Replace the template?", detail, "replace"), answered)
 
     family = form.values.get("model_family") or "mine"
-    about = f"what differs from the defaults, in {templates_home()}"
-    form.app.push_screen(AskNameScreen("keep as the template called", f"my {family}", about),
+    about = f"settings that differ from the defaults, saved in {templates_home()}"
+    form.app.push_screen(AskNameScreen("save as template", f"my {family}", about),
                          chosen)  # fmt: skip

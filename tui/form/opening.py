@@ -42,7 +42,7 @@ def open_edit(dashboard: DashboardScreen, number: int) -> None:
         job = dashboard.store.get(number)  # the picture may be a second old
         if job.state is State.QUEUED:
             spec = load_spec(job.run_dir.job_file)
-            heading = f"job {job.id} “{job.name}”, waiting in the queue"
+            heading = f"job {job.id} “{job.name}”, queued"
             _push(dashboard, spec.to_dict(), Purpose(heading, "change", job.id, spec))
             return
     except UserError as error:
@@ -53,8 +53,8 @@ def open_edit(dashboard: DashboardScreen, number: int) -> None:
         if yes:
             open_copy(dashboard, job)
 
-    question = f"Job {job.id} is {job.state}: describe a copy of it?"
-    detail = "Only a job that waits in the queue can be changed. The copy is a new job."
+    question = f"Job {job.id} is {job.state}: create a copy?"
+    detail = "Only a queued job can be edited. The copy is a new job."
     screen = ConfirmScreen(question, detail, "copy", refuse="no", harmful=False)
     dashboard.app.push_screen(screen, answered)
 

@@ -49,4 +49,4 @@ class Purpose:
     @property
     def done(self) -> str:
         """What to tell afterwards, after the job's number."""
-        return "is queued" if self.job is None else "is changed"
+        return "queued" if self.job is None else "changed"

@@ -174,7 +174,7 @@ class NewJobScreen(Screen[int | None]):
     def begin_with(self, template: Template) -> None:
         """Show a template's values, on the person's model, data and ranks unless it has its own."""
         self.fill(draft.begin_with(template.values, self.fields.said))
-        self.notify(f"begun from {template.title}", markup=False)
+        self.notify(f"loaded {template.title}", markup=False)
 
     def on_descendant_focus(self, event: DescendantFocus) -> None:
         row = next((node for node in event.widget.ancestors if isinstance(node, FieldRow)), None)
@@ -299,7 +299,7 @@ class NewJobScreen(Screen[int | None]):
         self.fields.put({"name": name})
         self.query_one("#form-title", Static).update(self.purpose.heading)
         self._show_keys()
-        self._refused += "; ^r now queues what you typed as a job of its own"
+        self._refused += "; ^r now queues your settings as a new job"
 
     async def action_data(self) -> None:
         if (values := await self._complete()) is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jobs.spec.file.templates import Template
     from tui.form.screen import NewJobScreen
 
-_SAVE: Final = "Save these values as a template of yours …"
+_SAVE: Final = "Save as a template …"
 
 
 class _Named(Provider):
@@ -89,12 +89,12 @@ class TemplatesProvider(_Named):
     def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
         for template in self._templates:
             yield template.title, template.about, partial(self.form.begin_with, template)
-        yield _SAVE, "What the form says, to begin other jobs from", self.form.save_as_template
+        yield _SAVE, "Save the form's settings to start other jobs from", self.form.save_as_template
 
 
 def fields_palette() -> CommandPalette:
-    return CommandPalette([FieldsProvider], placeholder="type a part of a key …")
+    return CommandPalette([FieldsProvider], placeholder="type part of a key …")
 
 
 def templates_palette() -> CommandPalette:
-    return CommandPalette([TemplatesProvider], placeholder="begin from a template …")
+    return CommandPalette([TemplatesProvider], placeholder="start from a template …")

@@ -53,15 +53,16 @@ class JobScreen(Screen[None]):
             Key(f"show_tab('{tab.name}')", str(number), str(number), tab.title, tab.help, False)
             for number, tab in enumerate(TABS, 1)
         ),
-        Key("turn(1)", "tab,right_square_bracket", "tab", "next", "The next tab"),
-        Key("turn(-1)", "shift+tab,left_square_bracket", "⇧tab", "before", "The tab before",
+        Key("turn(1)", "tab,right_square_bracket", "tab", "next", "Next tab"),
+        Key("turn(-1)", "shift+tab,left_square_bracket", "⇧tab", "before", "Previous tab",
             line=False),
-        Key("stop_job", "x", "x", "stop", "Stop the job after this step and a save", line=False),
-        Key("start_job", "s", "s", "start", "Start the job again after it ended", line=False),
+        Key("stop_job", "x", "x", "stop", "Stop the job after the current step, with a "
+                                          "checkpoint", line=False),
+        Key("start_job", "s", "s", "start", "Resume the ended job", line=False),
         Key("save_now", "m", "m", "save", "Write a checkpoint at the next step", line=False),
         Key("sample_now", "p", "p", "sample", "Sample the prompts at the next step", line=False),
-        Key("switch_theme", "t", "t", "theme", "Switch between dark and light", line=False),
-        Key("show_help", "question_mark,f1", "?", "help", "The keys of this screen"),
+        Key("switch_theme", "t", "t", "theme", "Switch between dark and light theme", line=False),
+        Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen"),
         Key("dismiss", "escape,q,i", "esc", "close", "Back to the dashboard"),
     )  # fmt: skip
     BINDINGS: ClassVar = bindings_of("job", KEYS)

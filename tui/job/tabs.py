@@ -30,14 +30,14 @@ class Tab:
 
 
 TABS: Final = (
-    Tab("overview", "overview", "How the job is, what it needs, where its files are"),
-    Tab("ranks", "ranks", "What each rank does and holds"),
-    Tab("logs", "logs", "The logs of the ranks, the launcher and the supervisor"),
+    Tab("overview", "overview", "State, progress, memory, files"),
+    Tab("ranks", "ranks", "Each rank's progress and memory"),
+    Tab("logs", "logs", "Logs of the ranks, launcher and supervisor"),
     Tab("plots", "plots", "Loss and other curves"),
-    Tab("samples", "samples", "Pictures of the prompts while it trained"),
-    Tab("checkpoints", "checkpoints", "Go on from one, verify, export, delete", "ckpts"),
-    Tab("config", "config", "The job file, the launch command, and another job's differences"),
-    Tab("history", "history", "Attempts, restarts, and what happened when"),
+    Tab("samples", "samples", "Images from the validation prompts"),
+    Tab("checkpoints", "checkpoints", "Resume from one, verify, export, delete", "ckpts"),
+    Tab("config", "config", "Job file, launch command, comparison with another job"),
+    Tab("history", "history", "Attempts, restarts, events"),
 )
 NAMES: Final = tuple(tab.name for tab in TABS)
 _SHORT_BELOW: Final = 96  # columns

@@ -72,8 +72,8 @@ def moving(what: str, page: int = 10) -> tuple[Key, ...]:
     return (
         Key("go(1)", "j,down", "↑ ↓", what, f"Next {what}"),
         Key("go(-1)", "k,up", "k ↑", "previous", f"Previous {what}", line=False),
-        Key(f"go({page})", "ctrl+d,pagedown", "^d", "page on", "Some on", line=False),
-        Key(f"go(-{page})", "ctrl+u,pageup", "^u", "page back", "Some back", line=False),
+        Key(f"go({page})", "ctrl+d,pagedown", "^d", "page down", "Page down", line=False),
+        Key(f"go(-{page})", "ctrl+u,pageup", "^u", "page up", "Page up", line=False),
         Key("go(-1000000)", "home,g", "g", "first", f"First {what}", line=False),
         Key("go(1000000)", "end,G,shift+g", "G", "last", f"Last {what}", line=False),
     )
@@ -84,8 +84,10 @@ def scrolling() -> tuple[Key, ...]:
     return (
         Key("scroll_by(1)", "j,down", "↑ ↓", "scroll", "Scroll down"),
         Key("scroll_by(-1)", "k,up", "k ↑", "up", "Scroll up", line=False),
-        Key("scroll_by(10)", "ctrl+d,pagedown", "^d", "page down", "Scroll on", line=False),
-        Key("scroll_by(-10)", "ctrl+u,pageup", "^u", "page up", "Scroll back", line=False),
-        Key("scroll_by(-1000000)", "home,g", "g", "begin", "Go to the beginning", line=False),
+        Key(
+            "scroll_by(10)", "ctrl+d,pagedown", "^d", "page down", "Scroll a page down", line=False
+        ),
+        Key("scroll_by(-10)", "ctrl+u,pageup", "^u", "page up", "Scroll a page up", line=False),
+        Key("scroll_by(-1000000)", "home,g", "g", "start", "Go to the start", line=False),
         Key("scroll_by(1000000)", "end,G,shift+g", "G", "end", "Go to the end", line=False),
     )

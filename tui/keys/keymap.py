@@ -94,7 +94,7 @@ def settle_keymap(settings: Settings, known: Mapping[str, Known]) -> Keymap:
         if name not in known:
             problems.append(f'keymap: there is no action "{name}"{did_you_mean(name, known)}')
         elif not (chosen := _normal(text)):
-            problems.append(f"keymap: {name} is given no key; it keeps {_own(known[name])}")
+            problems.append(f"keymap: {name} has no key; it keeps {_own(known[name])}")
         else:
             wanted[name] = chosen
     others = {} if settings.vim_keys else dict(_without_vim(known))
@@ -102,7 +102,7 @@ def settle_keymap(settings: Settings, known: Mapping[str, Known]) -> Keymap:
         name, key, other = clash
         del wanted[name]
         problems.append(
-            f"keymap: {key} is the key of {other} already; {name} keeps {_own(known[name])}"
+            f"keymap: {key} is already the key of {other}; {name} keeps {_own(known[name])}"
         )
     return Keymap({name: ",".join(keys) for name, keys in (others | wanted).items()},
                   tuple(problems))  # fmt: skip

@@ -79,7 +79,7 @@ class _Searcher:
         except (OSError, EOFError):
             self._process = None
             late = process.wait() == -signal.SIGALRM
-            why = "takes too long" if late else "could not be looked for"
+            why = "takes too long" if late else "search failed"
             raise TooSlowError(f"“{self._pattern.pattern}” {why}", "simplify it") from None
         return found.tolist()
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 Name = Literal["filter", "search", "errors", "time"]
 _NOTHING = {
     "search": "no line has “{}”",
-    "errors": "there is no error in this log",
-    "time": "no line of this log has a time at or after that",
+    "errors": "no errors in this log",
+    "time": "no line at or after that time",
     "filter": "",
 }
 
@@ -100,7 +100,7 @@ class Finding:
         if self.pattern:
             self._jump("search", self._here(forward))
         else:
-            self._tell("nothing is searched for; / begins")
+            self._tell("nothing to search for; / to search")
 
     def next_error(self, forward: bool) -> None:
         """Go to the next error, warning not included, or the one before."""
@@ -194,7 +194,7 @@ class Finding:
         else:
             if number < 0:
                 number = 0 if jump.forward else len(hits) - 1
-                self._tell(f"{'end' if jump.forward else 'beginning'} reached; going round")
+                self._tell(f"{'end' if jump.forward else 'beginning'} reached; wrapped around")
             self.reader.go_to(self.reader.row_of(hits[number]))
         if name == "time" and name not in self._jumps:
             self._ask("time", None)
@@ -220,7 +220,7 @@ class Finding:
         if self.pattern:
             said.append(f"“{self.pattern}” {self._matches()}")
         if (looking := self.is_looking) is not None:
-            said.append(f"looking {looking:.0%}")
+            said.append(f"searching {looking:.0%}")
         return said
 
     def _matches(self) -> str:

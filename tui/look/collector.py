@@ -78,7 +78,7 @@ class Collector:
             try:
                 service.refresh(self.store)
             except Exception as error:  # one failure must not end the tending
-                self._untended = f"cannot tend the queue: {_words(error)}"
+                self._untended = f"cannot start the queue runner: {_words(error)}"
             else:
                 self._untended = ""
             self._closed.wait(PERIOD)
@@ -109,7 +109,7 @@ class Collector:
             self._forget(jobs)
             self._draw(chosen)
         except Exception as error:  # one failing look must not end the looking
-            problems.append(f"cannot look at the jobs: {_words(error)}")
+            problems.append(f"cannot read the jobs: {_words(error)}")
         return Snapshot(
             t=time.time(),
             jobs=tuple(self._views),

@@ -105,7 +105,7 @@ def screenful(values: Values, choices: Choices, width: int, height: int) -> list
     room = height - len(rows) - 1
     if view is None:
         title = "anything" if choices.everything else MEASURES[choices.measure].title
-        rows += [(), (Span(f"nothing measured yet of {title}", "dim"),)]
+        rows += [(), (Span(f"no data yet: {title}", "dim"),)]
     elif choices.everything:
         rows += _charts(values, choices, view, width, room)
     else:
@@ -168,8 +168,8 @@ def reading(values: Values, choices: Choices, run: int) -> str:
     if choices.shown == (LOSS,) and (held := values.of(run, VALIDATION, choices.by_time)).xs:
         at = held.at(choices.cursor) if choices.cursor is not None else len(held.xs) - 1
         if at is not None:
-            said.append(f"◇ held out {LOSS.text(held.ys[at])} at {held.steps[at]}")
-    return "  ".join(said) or "nothing of it yet"
+            said.append(f"◇ validation {LOSS.text(held.ys[at])} at {held.steps[at]}")
+    return "  ".join(said) or "no data yet"
 
 
 def settings(values: Values, choices: Choices) -> str:
@@ -182,7 +182,7 @@ def settings(values: Values, choices: Choices) -> str:
         parts.insert(0, f"values at {by} {where}")
     if any(measure.smooth for measure in choices.shown):
         if span == 1:
-            parts.append("not averaged")
+            parts.append("no smoothing")
         elif span is None:
             count = max((len(values.of(run, choices.shown[0], choices.by_time).ys)
                          for run in range(len(values.runs))), default=0)  # fmt: skip
@@ -253,7 +253,7 @@ def _charts(values: Values, choices: Choices, view: View, width: int, height: in
         for measure in some[start : start + beside]:
             title: Row = (Span(f" {measure.title}", "title"),)
             drawn = figure(curves_of(values, choices, measure), view, wide - 1, each - 1)
-            parts.append([title, *(drawn or [(Span(" nothing in this part", "dim"),)])])
+            parts.append([title, *(drawn or [(Span(" no data in this range", "dim"),)])])
         for line in range(each):
             row: list[Span] = []
             for part in parts:

@@ -28,7 +28,7 @@ def write_csv(values: Values, choices: Choices) -> Path:
         UserError: There is nothing to write, or it cannot be written.
     """
     if not values.runs or view_of(values, choices) is None:
-        raise UserError("there is nothing to write yet: no step was measured")
+        raise UserError("nothing to write yet: no steps recorded")
     what = "all" if choices.everything else choices.shown[0].name
     jobs = "-".join(str(run.job) for run in values.runs)
     folder = values.runs[0].root / "plots"

@@ -57,37 +57,39 @@ class PlotsPanel(Lines, can_focus=True):
         for n, colour in enumerate(_RUNS)
     )
     KEYS: ClassVar = (
-        Key("read(-1)", "left", "← →", "values", "Read the values one column to the left"),
-        Key("read(1)", "right", "→", "right", "Read the values one column to the right", False),
-        Key("read(-10)", "shift+left,H,shift+h", "H", "far left", "Ten columns to the left", False),
-        Key("read(10)", "shift+right,L,shift+l", "L", "far right", "Ten columns to the right",
+        Key("read(-1)", "left", "← →", "values", "Move the cursor left"),
+        Key("read(1)", "right", "→", "right", "Move the cursor right", False),
+        Key("read(-10)", "shift+left,H,shift+h", "H", "far left", "Move the cursor ten columns "
+                                                                  "left", False),
+        Key("read(10)", "shift+right,L,shift+l", "L", "far right", "Move the cursor ten columns "
+                                                                   "right",
             False),
-        Key("read_end(0)", "home,g", "Home", "first", "Read the first values", False),
-        Key("read_end(1)", "end,G,shift+g", "End", "last", "Read the newest values", False),
+        Key("read_end(0)", "home,g", "Home", "first", "Move the cursor to the start", False),
+        Key("read_end(1)", "end,G,shift+g", "End", "last", "Move the cursor to the end", False),
         *(
             Key(f"measure({n})", str(n + 1), str(n + 1), one.title, f"Show {one.title}", False)
             for n, one in enumerate(MEASURES)
         ),
-        Key("everything", "a", "a", "all", "Show everything that is measured, small", False),
-        Key("turn(1)", "m,down,j", "1-7 m", "measure", "Show what is measured next"),
-        Key("turn(-1)", "M,shift+m,up,k", "M", "previous", "Show what is measured before", False),
-        Key("zoom(0.5)", "plus,equals_sign", "+ -", "zoom", "Show half as much of the axis"),
-        Key("zoom(2.0)", "minus", "-", "zoom out", "Show twice as much of the axis", False),
-        Key("pan(-0.25)", "less_than_sign,comma", "<", "pan left", "Move a quarter to the left",
+        Key("everything", "a", "a", "all", "Show all plots, small", False),
+        Key("turn(1)", "m,down,j", "1-7 m", "measure", "Show the next plot"),
+        Key("turn(-1)", "M,shift+m,up,k", "M", "previous", "Show the previous plot", False),
+        Key("zoom(0.5)", "plus,equals_sign", "+ -", "zoom", "Zoom in on the x axis"),
+        Key("zoom(2.0)", "minus", "-", "zoom out", "Zoom out on the x axis", False),
+        Key("pan(-0.25)", "less_than_sign,comma", "<", "pan left", "Pan left by a quarter",
             False),
         Key("pan(0.25)", "greater_than_sign,full_stop", ">", "pan right",
-            "Move a quarter to the right", False),
-        Key("whole", "0", "0", "whole", "Show the whole axis, also when it grows", False),
-        Key("smoother(1)", "s", "s S", "average", "Average over more values"),
-        Key("smoother(-1)", "S,shift+s", "S", "less average", "Average over fewer values", False),
-        Key("flip('raw')", "r", "r", "raw", "Show the raw values behind the average, or hide them",
+            "Pan right by a quarter", False),
+        Key("whole", "0", "0", "whole", "Show the whole x axis", False),
+        Key("smoother(1)", "s", "s S", "average", "Smooth more"),
+        Key("smoother(-1)", "S,shift+s", "S", "less average", "Smooth less", False),
+        Key("flip('raw')", "r", "r", "raw", "Show or hide the raw values",
             False),
-        Key("flip('log')", "l", "l", "log", "Logarithmic values, or linear ones"),
-        Key("flip('by_time')", "x", "x", "time", "Over time, or over steps"),
-        Key("flip('whole')", "o", "o", "extremes", "Make room for the most extreme values too",
+        Key("flip('log')", "l", "l", "log", "Switch between log and linear scale"),
+        Key("flip('by_time')", "x", "x", "time", "Switch between time and steps"),
+        Key("flip('whole')", "o", "o", "extremes", "Include outliers in the scale",
             False),
-        Key("copy", "y", "y", "copy", "Copy the values that are read"),
-        Key("write", "ctrl+s", "^s", "csv", "Write what is shown into a CSV file"),
+        Key("copy", "y", "y", "copy", "Copy the values at the cursor"),
+        Key("write", "ctrl+s", "^s", "csv", "Write the plotted values to a CSV file"),
     )  # fmt: skip
     BINDINGS: ClassVar = bindings_of("plots", KEYS)
 

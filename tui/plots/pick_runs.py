@@ -55,12 +55,12 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
     KEYS: ClassVar = (
         Key("cursor(1)", "j", "j", "next", "Next job"),
         Key("cursor(-1)", "k", "k", "previous", "Previous job"),
-        Key("dismiss", "escape,q", "esc", "cancel", "Leave it as it is"),
+        Key("dismiss", "escape,q", "esc", "cancel", "Cancel"),
     )
     BINDINGS: ClassVar = [
         *bindings_of("pick_runs", KEYS),
         # Before the list's own, which would choose once more what is highlighted.
-        Binding("enter", "take", "compare", tooltip="Compare the chosen ones", priority=True,
+        Binding("enter", "take", "compare", tooltip="Compare the chosen runs", priority=True,
                 id="pick_runs.take"),
     ]  # fmt: skip
 
@@ -81,11 +81,11 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="pick-runs") as dialog:
             dialog.border_title = f"compare {self.first.id} {self.first.name} with"
-            dialog.border_subtitle = "space chooses · enter compares · esc cancels"
+            dialog.border_subtitle = "space choose · enter compare · esc cancel"
             if self.list.option_count:
                 yield self.list
             else:
-                yield Static("there is no other job")
+                yield Static("no other jobs")
             yield Static("", id="too-many", markup=False)
 
     def action_cursor(self, by: int) -> None:
@@ -97,7 +97,7 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
     def action_take(self) -> None:
         chosen = self.list.selected
         if len(chosen) >= MOST_RUNS:
-            text = f"{len(chosen)} are chosen; at most {MOST_RUNS - 1} can be told apart"
+            text = f"{len(chosen)} chosen; the limit is {MOST_RUNS - 1}"
             self.query_one("#too-many", Static).update(text)
             return
         self.dismiss(list(chosen))

@@ -24,9 +24,9 @@ class PlotsScreen(Screen[None]):
     CSS_PATH = "plots.tcss"
     AUTO_FOCUS = "#plots"
     KEYS: ClassVar = (
-        Key("leave", "escape,q,v", "esc", "close", "Take the cursor away, or close the plots"),
+        Key("leave", "escape,q,v", "esc", "close", "Clear the cursor, or close the plots"),
         Key("compare", "c", "c", "compare", "Choose other runs to compare with"),
-        Key("app.show_help", "question_mark", "?", "help", "The keys of this screen"),
+        Key("app.show_help", "question_mark", "?", "help", "Keys of this screen"),
     )
     BINDINGS: ClassVar = bindings_of("plots_screen", KEYS[:2])
 

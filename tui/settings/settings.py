@@ -63,45 +63,42 @@ class Settings(BaseModel):
 
     theme: str | None = Field(
         None,
-        description="Theme to begin with; the one that was chosen last when left out. "
-        "`fsdp-tui settings` lists them.",
+        description="Initial theme (default: the last one used). `fsdp-tui settings` lists them.",
     )
     keymap: dict[str, str] = Field(
         default_factory=dict,
-        description="Other keys for actions, by the action's name: {jobs.stop_job: ctrl+x}. "
-        "Several with commas. `fsdp-tui settings --keys` lists the names.",
+        description="Keys for actions, by action name: {jobs.stop_job: ctrl+x}. "
+        "Separate several with commas. `fsdp-tui settings --keys` lists the names.",
     )
-    vim_keys: Switch = Field(
-        True, description="Whether j, k, g, G and the like move beside the arrow keys."
-    )
+    vim_keys: Switch = Field(True, description="Also move with j, k, g, G and other vim keys.")
     notifications: Annotated[Notifications, BeforeValidator(_read_notifications)] = Field(
         "bell",
-        description="When a job ends or stands still: ring the terminal's bell; osc9: a message "
-        "of the desktop where the terminal can (also through tmux with allow-passthrough); off: "
+        description="When a job ends or hangs. bell: ring the terminal's bell; osc9: show a "
+        "desktop notification if the terminal can (through tmux with allow-passthrough); off: "
         "only in the dashboard.",
     )
     ascii: Annotated[bool | None, BeforeValidator(_read_ascii)] = Field(
         None,
-        description="Draw with ASCII characters alone; auto: where the locale takes no others.",
+        description="Draw with ASCII characters only; auto: if the locale requires it.",
     )
     colours: Annotated[Colours, choice(Colours), BeforeValidator(_read_colours)] = Field(
         "auto",
-        description="How many colours the terminal has, where it does not say (sshd does not "
-        "pass COLORTERM on): auto, 16, 256 or truecolor.",
+        description="Number of colors if the terminal does not report it (sshd does not forward "
+        "COLORTERM): auto, 16, 256 or truecolor.",
     )
     pictures: Annotated[Pictures, choice(Pictures)] = Field(
         "auto",
-        description="How samples are drawn: auto asks the terminal; kitty, sixel (Kitty's protocol "
-        "and DEC's) or blocks where its answer is not to be trusted.",
+        description="How to draw images: auto asks the terminal; kitty, sixel or blocks override "
+        "a wrong answer.",
     )
     mouse: Switch = Field(
-        True, description="Whether the mouse works; without it the terminal selects text itself."
+        True, description="Use the mouse; off leaves text selection to the terminal."
     )
     refresh_seconds: float = Field(
-        1.0, ge=0.2, le=60.0, description="Seconds between two looks at jobs and GPUs."
+        1.0, ge=0.2, le=60.0, description="Seconds between updates of jobs and GPUs."
     )
     read_only: Switch = Field(
-        False, description="Look, but start, stop, change and delete nothing."
+        False, description="Read-only: start, stop, change and delete nothing."
     )
 
     @property
@@ -129,7 +126,7 @@ def read_settings(path: Path | None = None) -> Read:
     try:
         text = path.read_bytes().decode("utf-8-sig", "replace") if path.exists() else ""
     except OSError as error:
-        problem = f"{path} cannot be read ({error.strerror}); nothing in it counts, not even"
+        problem = f"{path} cannot be read ({error.strerror}); all settings are ignored, including"
         return Read(Settings(), (f"{problem} read_only",))
     problems: list[str] = []
     try:
@@ -167,8 +164,8 @@ def _read_blocks(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int],
         for key, value in found.items():
             if key in values:
                 problems.append(
-                    f'{path}: line {number}: "{key}" is given twice (first on line {lines[key]}); '
-                    "the first counts"
+                    f'{path}: line {number}: "{key}" is set twice (first on line {lines[key]}); '
+                    "the first is used"
                 )
             if key not in values or (key == _CAREFUL and value):
                 values[key], lines[key] = value, number
@@ -221,7 +218,7 @@ def text_of(value: Any) -> str:
 
 def as_file() -> str:
     """A settings file with every key, its help and its default, all of them comments."""
-    parts = ["# Settings of fsdp-tui. Take the # away before what you change."]
+    parts = ["# Settings of fsdp-tui. Uncomment a line to change it."]
     for name, field in Settings.model_fields.items():
         value = text_of(field.get_default(call_default_factory=True))
         default = _AUTO if name == "ascii" else value

@@ -35,7 +35,7 @@ def copy(app: App[Any], text: str) -> str:
         What to tell the person.
     """
     if not text:
-        return "there is nothing to copy"
+        return "nothing to copy"
     fits = len(text.encode("utf-8", "replace")) <= _MOST
     if fits:
         app.copy_to_clipboard(text.encode("utf-8", "replace").decode("utf-8"))
@@ -48,8 +48,8 @@ def copy(app: App[Any], text: str) -> str:
     except (UserError, OSError) as error:
         return f"{what} copied" if fits else f"{what} cannot be copied: {error}"
     if not fits:
-        return f"too long for a terminal's clipboard: {what} in {_short(path)}"
-    return f"{what} copied; also in {_short(path)}"
+        return f"too long for the terminal's clipboard: {what} saved in {_short(path)}"
+    return f"{what} copied; also saved in {_short(path)}"
 
 
 def _write(text: str) -> Path:

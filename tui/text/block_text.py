@@ -64,7 +64,7 @@ def headline(found: Detection, model: Model) -> str:
     parts = [found.model_class, f"{parameters(found.total_params)} parameters", str(model)]
     if not model.path and found.pretrained_model:
         parts.append(found.pretrained_model)
-    return " · ".join(filter(None, parts)) + (" · looked at before" if found.cached else "")
+    return " · ".join(filter(None, parts)) + (" · cached" if found.cached else "")
 
 
 def outcome(found: Detection, chosen: Sequence[str], ranks: int) -> str:
@@ -76,14 +76,14 @@ def outcome(found: Detection, chosen: Sequence[str], ranks: int) -> str:
         ranks: Of the job, as far as its form says.
     """
     if not (kept := usable(found, chosen)):
-        return "nothing is checked: the field stays blank, and the family's own blocks are wrapped"
+        return "nothing checked: the field stays blank and the family's blocks are wrapped"
     does, width = found.coverage(kept), found.dtype_bytes
     each = -(-found.total_params // ranks) * width
     return " · ".join((
         f"wraps {share(does.share)} in {some(does.units, 'unit')}",
         f"largest unit {size(does.largest * width)}",
         f"root {size(does.root * width)} gathered on each rank",
-        f"{size(each)} a rank on {ranks} ranks" if ranks > 1 else f"{size(each)} on the one rank",
+        f"{size(each)} per rank on {ranks} ranks" if ranks > 1 else f"{size(each)} on 1 rank",
     ))  # fmt: skip
 
 
@@ -94,32 +94,30 @@ def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
     shown = {one.class_name for one in found.classes}
     told = [unusable(found, name) for name in chosen if name not in kept]
     told += [
-        f"{name} is chosen too, though it is not repeated; a leaves it out"
-        for name in kept
-        if name not in shown
+        f"{name} is checked but not repeated; a unchecks it" for name in kept if name not in shown
     ]
     around: dict[str, list[str]] = {}
     for outer, inner in does.nested:
         around.setdefault(inner, []).append(outer)
     told += [
-        f"nested: {inner} lies inside {listed(outer)}, of which only the rest is then one unit"
+        f"nested: {inner} is inside {listed(outer)}; only the rest of that becomes its own unit"
         for inner, outer in around.items()
     ]
     if does.units and does.largest > _MUCH * found.total_params:
         told.append(
-            "one unit holds more than half of the model, and each rank gathers it whole; choose "
+            "one unit holds more than half of the model and each rank gathers all of it; choose "
             "smaller blocks"
         )
     elif does.units and does.share < _MUCH:
         told.append(
-            f"{share(1 - does.share)} of the model stays in the root, which each rank holds whole "
-            "during a step; choose blocks that hold more"
+            f"{share(1 - does.share)} of the model stays in the root, which each rank holds in "
+            "full during a step; choose larger blocks"
         )
     usual = found.coverage(found.recommended).units
     if usual and does.units > _MANY * usual:
         told.append(
-            f"{does.units} units, where the recommended blocks make {usual}: each is gathered by "
-            "itself, and many small ones are slow"
+            f"{does.units} units ({usual} with the recommended blocks): each is gathered "
+            "separately, and many small ones are slow"
         )
     return told
 
@@ -134,13 +132,13 @@ def usable(found: Detection, chosen: Sequence[str]) -> list[str]:
 def unusable(found: Detection, name: str) -> str:
     """Why a class that the field names cannot be a unit, and what may have been meant."""
     if name == found.model_class:
-        return f"{name}, which the field names, is the whole model; it is left out"
+        return f"{name}, named in the field, is the whole model and is ignored"
     if name in found.parts.containers:
-        return f"{name}, which the field names, has no forward and cannot be a unit; it is left out"
+        return f"{name}, named in the field, has no forward method and is ignored"
     spelled = {one.class_name.lower(): one.class_name for one in found.classes}
     best = nearest(name, spelled)
     meant = f'; did you mean "{spelled[best]}"?' if best else ""
-    return f"the model has no {name}, which the field names{meant}"
+    return f"the model has no {name}, named in the field{meant}"
 
 
 def about(one: BlockClass, dtype_bytes: int) -> str:

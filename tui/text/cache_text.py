@@ -37,7 +37,7 @@ def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
     space = length + len(_GAP) if length else 0
     titles = max(0, min(titles, room - space))
     heading = left("cache", names) + right("size", _SIZE) + right("files", _FILES)
-    rows: list[Row] = [(Span(heading + _GAP + " " * space + left("what it is", titles), "dim"),)]
+    rows: list[Row] = [(Span(heading + _GAP + " " * space + left("what it holds", titles), "dim"),)]
     for one in caches:
         row = [
             Span(left(one.name, names), "strong"),

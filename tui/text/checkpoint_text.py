@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NEXT: Final = "→"  # marks what a resume goes on after
 EMPTY: Final = (
     "No checkpoints yet. A job writes one every checkpointing_steps steps, when it is done and "
-    "when it is stopped; m on the dashboard asks a running job for one at once."
+    "when it is stopped; m on the dashboard asks a running job for one now."
 )
 _MOST_NAMED: Final = 4  # in a sentence
 
@@ -43,7 +43,7 @@ def checkpoint_table(listed: Sequence[Listed], free: int | None) -> str:
     ]
     lines = [table(head, rows), totals(listed, free)]
     if any(one.next for one in listed):
-        lines.append(f"{NEXT} is where the job goes on when it is resumed")
+        lines.append(f"{NEXT} marks where a resume starts")
     return "\n".join(lines)
 
 
@@ -76,14 +76,14 @@ def plan_lines(plan: Plan) -> list[str]:
 def resume_question(plan: Plan) -> tuple[str, str]:
     """What to ask before a job is resumed: a heading, and what will happen."""
     assert plan.job is not None
-    place = f"after step {plan.begin.step}" if plan.begin is not None else "from the beginning"
-    question = f"Go on with job {plan.job.id} “{plan.job.name}” {place}?"
-    lines = [f"It trains to step {plan.spec.max_train_steps}."]
+    place = f"after step {plan.begin.step}" if plan.begin is not None else "from step 0"
+    question = f"Resume job {plan.job.id} “{plan.job.name}” {place}?"
+    lines = [f"Trains to step {plan.spec.max_train_steps}."]
     if plan.rewound:
         lines += ["", "Newer checkpoints are set aside, not deleted:"]
         lines += [f"  {one.path.name}" for one in plan.rewound]
     if plan.changes:
-        lines += ["", "The result will differ from that of a run never stopped:"]
+        lines += ["", "The result will differ from an uninterrupted run:"]
         lines += [f"  {change}" for change in plan.changes]
     return question, "\n".join(lines)
 
@@ -109,16 +109,16 @@ def about(one: Listed, listed: Sequence[Listed]) -> str:
     if one.world_size is not None:
         facts.append(f"by {one.world_size} rank{'s' * (one.world_size != 1)}")
     if one.layout is not None:
-        facts.append("whole tensors" if one.layout == "full" else "sharded")
+        facts.append("full tensors" if one.layout == "full" else "sharded")
     if one.ema:
         facts.append("with EMA")
     later = (other for other in listed if other.step > one.step and not other.set_aside)
     newer = [other.name for other in sorted(later, key=lambda other: other.step)]
     what = one.health
     if one.next:
-        what += "; the job goes on after it when it is resumed"
+        what += "; a resume starts here"
     elif not one.set_aside and newer:
-        what += f"; going on from here sets aside {_named(newer)}"
+        what += f"; resuming here sets aside {_named(newer)}"
     return "\n".join([" · ".join(facts), what, str(one.path)])
 
 

@@ -34,18 +34,18 @@ def data_text(
     parts.append(_buckets(report["buckets"]))
     for group in groups(report):
         lines = [group.title.upper()]
-        if every_file and group.title == "left out":
+        if every_file and group.title == "skipped":
             lines += _every_file(report, group)
         else:
             lines += _findings(group, width, every_example=every_file)
         parts.append("\n".join(lines))
     if report.get("sheet"):
-        parts.append(f"pictures of every bucket are in {report['sheet']}")
+        parts.append(f"images of every bucket: {report['sheet']}")
     return "\n\n".join(parts)
 
 
 def _datasets(datasets: Sequence[Mapping[str, Any]]) -> str:
-    head = ("SAMPLES", "LEFT OUT", "AN EPOCH", "DATASET")
+    head = ("SAMPLES", "SKIPPED", "PER EPOCH", "DATASET")
     rows = [
         (str(one["samples"]), str(one["skipped"]), str(one["draws"]), one["path"])
         for one in datasets
@@ -54,7 +54,7 @@ def _datasets(datasets: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:
-    head = ("BUCKET", "SAMPLES", "", "STEPS", "CUT OFF", "AT MOST", "FILL")
+    head = ("BUCKET", "SAMPLES", "", "STEPS", "CROPPED", "MAX CROP", "FILL")
     most = max(bucket["samples"] for bucket in buckets)
     rows = [
         (

@@ -37,9 +37,9 @@ def groups(report: Mapping[str, Any]) -> list[Group]:
     """What was left out, converted, and is not as one may think; kinds without any are missing."""
     cautions, converted = report["cautions"], sum(one["count"] for one in report["handled"])
     found = [
-        Group("left out", "warn", f"{len(report['skipped'])} left out", report["reasons"]),
+        Group("skipped", "warn", f"{len(report['skipped'])} skipped", report["reasons"]),
         Group("converted", "", f"{converted} converted", report["handled"]),
-        Group("cautions", "accent", some(len(cautions), "caution"), cautions),
+        Group("warnings", "accent", some(len(cautions), "warning"), cautions),
     ]
     return [group for group in found if group.findings]
 
@@ -71,14 +71,17 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
     """
     skipped, longest = len(report["skipped"]), report["longest"]
     fill, draws = fills(report)
-    captions = some(report["texts"], "different text")
+    captions = some(report["texts"], "unique caption")
     epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']}"
     held = f"; {report['held_out']} more held out" if report.get("held_out") else ""
     found = [
-        ("samples", str(report["samples"]) + held + (f"; {skipped} left out" if skipped else "")),
-        ("captions", captions + (f", the longest of {longest} tokens" if longest else "")),
-        ("views", f"{report['views']} of each picture" if report["views"] > 1 else ""),
-        ("epoch", epoch + (f"; {fill} of its {draws} samples only fill batches" if fill else "")),
+        ("samples", str(report["samples"]) + held + (f"; {skipped} skipped" if skipped else "")),
+        ("captions", captions + (f", up to {longest} tokens" if longest else "")),
+        ("views", f"{report['views']} of each image" if report["views"] > 1 else ""),
+        (
+            "epoch",
+            epoch + (f"; {fill} of its {draws} samples pad the last batches" if fill else ""),
+        ),
         ("job", f"{some(steps, 'step')}, {epochs(report)}"),
     ]
     return [(name, text) for name, text in found if text]
@@ -90,13 +93,13 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
     samples = [
         some(report["samples"], "sample"),
         f"{report['held_out']} held out" if report.get("held_out") else "",
-        f"{skipped} left out" if skipped else "",
-        some(report["texts"], "text") + (f" up to {longest} tokens" if longest else ""),
+        f"{skipped} skipped" if skipped else "",
+        some(report["texts"], "caption") + (f" up to {longest} tokens" if longest else ""),
         f"{report['views']} views of each" if report["views"] > 1 else "",
     ]
     fill, draws = fills(report)
-    epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']} an epoch"
-    epoch += f", {_percent(fill / draws)} to fill batches" if fill else ""
+    epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']} per epoch"
+    epoch += f", {_percent(fill / draws)} padding" if fill else ""
     return (
         " · ".join(filter(None, samples)),
         f"{epoch} · {epochs(report)} in {some(steps, 'step')}",
@@ -115,8 +118,8 @@ def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
     try:
         counts = [
             ("samples", before["samples"], now["samples"]),
-            ("left out", len(before["skipped"]), len(now["skipped"])),
-            ("texts", before["texts"], now["texts"]),
+            ("skipped", len(before["skipped"]), len(now["skipped"])),
+            ("captions", before["texts"], now["texts"]),
             ("buckets", len(before["buckets"]), len(now["buckets"])),
         ]
         told = [f"{name} {old} → {new}" for name, old, new in counts if old != new]

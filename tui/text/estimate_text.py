@@ -76,7 +76,7 @@ def phases_text(predicted: Predicted) -> str:
                        predicted.overheads.items())  # fmt: skip
     reserved = f"torch reserves {band(*predicted.reserved)}"
     if beside:
-        reserved += f"; with {beside}, the driver shows {band(*predicted.device)}"
+        reserved += f"; the driver shows, with {beside}, {band(*predicted.device)}"
     return f"{table(head, rows)}\n{reserved}"
 
 
@@ -115,8 +115,8 @@ def advice_text(own: str, candidates: Sequence[Candidate], advised: str | None, 
     if len(candidates) < 2:
         return ""
     if advised is None:
-        return f"no strategy fits on {ranks} ranks as the job is"
-    same = ", which it has" if advised == own else f"; it has {own}"
+        return f"no strategy fits this job on {ranks} ranks"
+    same = " (set in job)" if advised == own else f"; set in job: {own}"
     return f"fastest strategy that fits on {ranks} ranks: {advised}{same}"
 
 
@@ -147,12 +147,12 @@ def difference(ratio: float | None) -> str:
 def measured_text(measured: Measured, compared: Sequence[Compared]) -> str:
     """What a dry run came to."""
     if measured.out_of_memory:
-        return f"measured: it does not fit: {measured.reason}"
+        return f"measured: does not fit: {measured.reason}"
     if measured.measure == "rss":
         most = max((max(ranks) for ranks in measured.peaks.values()), default=0)
         return (
-            f"measured with {measured.strategy}: {size(most)} resident at most on a CPU rank, with "
-            "Python and its libraries, which are not predicted"
+            f"measured with {measured.strategy}: peak RSS {size(most)} on a CPU rank, including "
+            "Python and its libraries, which the prediction leaves out"
         )
     return f"measured with {measured.strategy}, two steps\n{compared_text(compared)}"
 

@@ -91,7 +91,7 @@ def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:
     """The most that any rank took in each phase: `load 1.2 GiB · forward 3.4 GiB`."""
     what = "resident" if measure == "rss" else measure
     each = " · ".join(f"{phase} {size(max(ranks))}" for phase, ranks in peaks.items())
-    return f"{each} ({what}, most on any rank)"
+    return f"{each} ({what}, peak of any rank)"
 
 
 def prediction_lines(
@@ -148,7 +148,7 @@ def _holder(gpu: Gpu, claims: Mapping[str, int], others: Mapping[str, str]) -> s
 def _where(job: Mapping[str, Any]) -> str:
     if job["gpus"]:
         return f"gpu {ranges(job['gpus'])}"
-    return f"{job['ranks']} ranks"
+    return f"{job['ranks']} rank{'s' * (job['ranks'] != 1)}"
 
 
 def _when(t: float) -> str:

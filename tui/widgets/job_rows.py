@@ -92,7 +92,7 @@ def job_row(view: JobView, shape: Columns, place: str = "") -> Row:
     waits = job.state is State.QUEUED and not now.step
     if waits:
         room = _doing_width(shape)
-        spans.append(Span(left(job.reason or "starts as soon as it may", room), "warn"))
+        spans.append(Span(left(job.reason or "starts when the queue allows", room), "warn"))
         spans.append(Span(" " + left(view.where, shape.gpus), "dim"))
         return tuple(spans)
     if shape.bar:

@@ -105,7 +105,7 @@ class PathInput(Input):
 
     BINDINGS: ClassVar = [
         Binding("tab", "take", "complete", show=False, id="path.complete",
-                tooltip="Take what is proposed, or go to the next field")
+                tooltip="Accept suggestion, or go to the next field")
     ]  # fmt: skip
 
     def action_take(self) -> None:

@@ -60,7 +60,7 @@ def test_the_table_says_what_there_is_and_what_a_resume_takes(
     assert totals.startswith("3 checkpoints, ")
     assert "set aside) · " in totals
     assert totals.endswith("free on its disk")
-    assert legend == "→ is where the job goes on when it is resumed"
+    assert legend == "→ marks where a resume starts"
     assert (status, err) == (0, ""), "the status is 1 only when every byte was asked for"
 
 
@@ -86,7 +86,7 @@ def test_verify_reads_every_byte(shell: Shell, run_dir: RunDir) -> None:
     assert shell("checkpoints", "1")[0] == 0
     status, out, _ = shell("checkpoints", "1", "--verify")
     assert status == 1
-    assert "damaged: __0_0.distcp has other contents than when it was written" in out
+    assert "damaged: __0_0.distcp has changed since it was written" in out
     set_aside(run_dir.checkpoint(20), "damaged")
     assert shell("checkpoints", "1", "--verify")[0] == 0, "that one was dealt with"
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_deleted_is_one_line(shell: Shell, store: Store, run_dir:
     )  # fmt: skip
     status, _, err = shell("checkpoints", "1", "10")
     assert (status, err) == (
-        2, 'fsdp-tui: "10" is too much; to delete it, write --delete 10\n',
+        2, 'fsdp-tui: "10" is an extra argument; to delete it, use --delete 10\n',
     )  # fmt: skip
     store.requeue(1, "")
     status, _, err = shell("checkpoints", "1", "--delete", "30")
@@ -211,8 +211,7 @@ def test_a_resume_says_what_changes(shell: Shell, run_dir: RunDir) -> None:
     assert status == 0
     assert err.splitlines() == [
         "fsdp-tui: the result changes: learning_rate: 0.0001 → 0.0005",
-        "fsdp-tui: the result changes: the global batch: 2 → 4, so that steps now train on other "
-        "samples",
+        "fsdp-tui: the result changes: the global batch: 2 → 4, so steps train on other samples",
     ]
     assert "the result" not in out
 
@@ -228,11 +227,11 @@ def test_scripts_get_what_changes(shell: Shell, store: Store, run_dir: RunDir) -
     ("words", "said"),
     [
         (("--from", "25"), "job 1 has no checkpoint of step 25; there are 10, 20, 30"),
-        (("--from", "x"), '"x" is no step; write a number, such as 20 or step-20'),
+        (("--from", "x"), '"x" is not a step; use a number such as 20 or step-20'),
         (("--from",), "Option '--from' requires an argument."),
-        (("--lora_rank=4",), "cannot go on from step-30: lora_rank: the checkpoint was written "
+        (("--lora_rank=4",), "cannot resume from step-30: lora_rank: the checkpoint was written "
                              "with 16, not with 4: the adapter's weights have another shape; set "
-                             "lora_rank to 16, or begin a job without the checkpoint"),
+                             "lora_rank to 16, or start a job without the checkpoint"),
         (("20",), '"20" is not a --key=value flag'),
     ],
 )  # fmt: skip
@@ -286,7 +285,7 @@ def test_what_a_waiting_job_needs_is_not_removed(
     ):
         status, _, err = shell(*words)
         assert status == 2, words
-        assert err.startswith("fsdp-tui: job 2 (queued) is to begin from "), words
+        assert err.startswith("fsdp-tui: job 2 (queued) is set to start from "), words
     assert names(run_dir) == ["step-10", "step-20", "step-30"]
 
 

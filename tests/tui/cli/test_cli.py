@@ -279,7 +279,7 @@ def test_a_dry_run_shows_the_whole_job_and_queues_nothing(shell: Shell) -> None:
         ({"pretrained_model_name_or_path": "/no/such"}, "no such model directory: /no/such"),
         ({"pretrained_model_name_or_path": "/"}, "/ is not a diffusers model"),
         ({"cache_dir": "/dev/null/cache"}, "cannot create the directory /dev/null/cache"),
-        ({"gpus": 2, "device": "auto"}, "asks for GPUs, and this machine shows none"),
+        ({"gpus": 2, "device": "auto"}, "asks for GPUs, and this machine has none"),
         ({"num_processes": 1, "strategy": "fsdp2"}, "fsdp2 needs two or more ranks"),
         ({"max_train_steps": 10**30}, "max_train_steps"),
         ({"priority": 10**30}, "priority"),
@@ -469,7 +469,7 @@ def test_stop_now(shell: Shell) -> None:
 def test_a_queued_job_is_stopped_at_once(shell: Shell) -> None:
     shell.submit()
     waits = shell.submit()
-    assert "taken out of the queue" in shell.ok("stop", waits).out
+    assert "removed from the queue" in shell.ok("stop", waits).out
     assert shell.ok("show", waits, "--json").json["state"] == "stopped"
     assert "has already ended (stopped)" in shell.refused("stop", waits)
 
@@ -596,7 +596,7 @@ def test_ctrl_c_stops_the_job_and_run_says_so(running_shell: Shell) -> None:
     result = running_shell("run", running_shell.job_file(max_train_steps=100_000))
     interrupt.join()
     assert result.status == 3
-    assert "stops after this step and a checkpoint" in result.err
+    assert "stops after the current step, with a checkpoint" in result.err
     assert running_shell.store.get(1).state is State.STOPPED
     assert running_shell.store.get(1).run_dir.latest_checkpoint() is not None
     assert signal.getsignal(signal.SIGINT) is before

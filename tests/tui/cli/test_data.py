@@ -152,7 +152,7 @@ def test_a_sheet_of_pictures_is_written(
 ) -> None:
     status, out, _ = run(job_file(), "--sheet", tmp_path / "sheet.png")
     assert status == 0
-    assert f"pictures of every bucket are in {tmp_path / 'sheet.png'}" in out
+    assert f"images of every bucket: {tmp_path / 'sheet.png'}" in out
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.width > 100
 
@@ -228,7 +228,7 @@ def test_an_answer_is_read_whatever_is_said_beside_it(tool: Callable[..., Any]) 
         ("raise MemoryError('too much')", ToolError, f"{FAILED}: MemoryError: too much"),
         ("os.kill(os.getpid(), 9)", ToolError, f"{FAILED}: it was ended by SIGKILL"),
         ("sys.exit(7)", ToolError, f"{FAILED}: exit status 7"),
-        ("print('[1')", ToolError, f"{FAILED}: its answer is no JSON object"),
+        ("print('[1')", ToolError, f"{FAILED}: its answer is not a JSON object"),
     ],
 )
 def test_a_tool_that_fails_says_why(

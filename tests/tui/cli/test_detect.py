@@ -102,7 +102,7 @@ def test_what_a_person_reads(run: Run, toy: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "nothing to look at"),
+        ((), "no model given"),
         (("/no/such/place",), "no such model directory: /no/such/place"),
         (("--model_family", "fluks"), 'did you mean "flux"'),
         ((*FAMILY, "--model_flavour", "def"), 'did you mean "dev"'),
@@ -241,7 +241,7 @@ def test_what_cannot_be_deleted_is_told(
     status, _, err = run("cache", "clear", "text")
     assert status == 2
     stuck = filled / "text/ab/0.safetensors"
-    assert f"1 files cannot be deleted: {stuck} (Permission denied); 1 were" in err
+    assert f"1 files could not be deleted: {stuck} (Permission denied); 1 were" in err
     assert stuck.exists()
     assert not (filled / "text/cd").exists()
 
@@ -259,7 +259,7 @@ def test_links_are_not_followed(run: Run, filled: Path, tmp_path: Path) -> None:
 def test_an_unknown_cache_is_told(run: Run, filled: Path) -> None:
     status, _, err = run("cache", "clear", "latent")
     assert status == 2
-    assert 'there is no cache "latent" (did you mean "latents"?)' in err
+    assert 'no cache "latent" (did you mean "latents"?)' in err
 
 
 def test_a_running_jobs_caches_stay(

@@ -99,7 +99,7 @@ def test_only_what_waits_can_be_changed(shell: Shell, store: Store, waiting: int
     store.change(waiting, State.STOPPED, "taken out")
     status, _, err = shell("edit", str(waiting), "--seed=9")
     assert status == 2
-    assert f"job {waiting} is stopped; only a job that waits in the queue can be changed" in err
+    assert f"job {waiting} is stopped; only a queued job can be edited" in err
 
 
 def test_the_file_is_changed_in_an_editor(
@@ -117,7 +117,7 @@ def test_who_saves_nothing_changes_nothing(
 ) -> None:
     editor.does("true")
     assert shell("edit", str(waiting))[:2] == (0, f"job {waiting} stays as it is\n")
-    assert store.history(waiting)[-1].reason != "submitted again as it was"
+    assert store.history(waiting)[-1].reason != "resubmitted unchanged"
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -183,7 +183,7 @@ def test_what_cannot_be_begun_from_is_told(shell: Shell, job_file: Path) -> None
     assert 'there is no template "tinny" (did you mean "tiny"' in err
     status, _, err = shell("submit", str(job_file), "--template", "tiny")
     assert status == 2
-    assert "cannot both be begun from" in err
+    assert "cannot be combined" in err
     (templates_home() / "tiny.yaml").write_text("sed: 3\n")
     status, _, err = shell("submit", "--template", "tiny")
     assert status == 2
@@ -206,8 +206,8 @@ def test_templates_are_listed(shell: Shell) -> None:
 
 def test_an_id_that_is_none_is_told_where_to_look(shell: Shell, store: Store, waiting: int) -> None:
     for words, told in [
-        (["show", "demo"], '"demo" is no job\'s number; `fsdp-tui list` shows them'),
-        (["show", "t"], f"(job {waiting} has this name); `fsdp-tui list` shows them"),
+        (["show", "demo"], '"demo" is no job\'s number; `fsdp-tui list` shows the ids'),
+        (["show", "t"], f"(job {waiting} has this name); `fsdp-tui list` shows the ids"),
         (["stop", "9" * 30], "is no job's number"),
         (["logs", "-1"], "-1"),
         (["show", "99"], "`fsdp-tui list` shows the jobs"),

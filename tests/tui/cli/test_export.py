@@ -237,7 +237,7 @@ def test_only_an_export_of_the_same_is_replaced(tmp_path: Path) -> None:
     target.mkdir()
     check_place(target, wanted)
     (target / "notes.txt").touch()
-    with pytest.raises(UserError, match="is there already, and is no export"):
+    with pytest.raises(UserError, match="already exists and is not an export"):
         check_place(target, wanted)
     (target / "export.json").write_text(json.dumps(wanted))
     check_place(target, wanted)
@@ -283,7 +283,7 @@ def test_a_newest_checkpoint_that_lacks_files_is_passed_over_and_told_of(
     status, _, err = run(job.id)
     assert status == 0
     assert asked[0][1].endswith("step-2")
-    assert err == "fsdp-tui: warning: step-4 is damaged; this is of step 2\n"
+    assert err == "fsdp-tui: warning: step-4 is damaged; exported step 2\n"
     status, _, err = run(job.id, "--step", 4)
     assert status == 2
     assert "step-4 is damaged" in err

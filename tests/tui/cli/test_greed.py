@@ -99,7 +99,7 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"num_layers": 10**9}, r"num_layers is 1e\+09, and no model has more than 1,000"),
+        ({"num_layers": 10**9}, r"num_layers is 1e\+09, and the limit is 1,000"),
         ({"num_layers": 10**4000}, "num_layers"),
         ({"depth": [2, 2000]}, "depth is 2e"),
         ({"attention_head_dim": 10**10}, "attention_head_dim"),

@@ -74,7 +74,7 @@ def test_the_job_goes_to_a_file_and_never_over_another(
     assert done.stdout.startswith("flux-lora.yaml (ai-toolkit) → ")
     assert target.read_text().startswith("# From flux-lora.yaml (ai-toolkit).\nname: tin_robots-v1")
     target.write_text("mine")
-    assert "is there already" in refused(monkeypatch, capsys, "ai-toolkit", TRAINING, "-o", target)
+    assert "already exists" in refused(monkeypatch, capsys, "ai-toolkit", TRAINING, "-o", target)
     assert target.read_text() == "mine"
     assert run("ai-toolkit", TRAINING, "-o", target, "--force").exit_code == 0
     assert "tin_robots" in target.read_text()
@@ -89,7 +89,7 @@ def test_places_that_cannot_be_written_to(
     for target, said in (
         (tmp_path, "is a directory"),
         (tmp_path / "nowhere" / "job.yaml", "cannot write"),
-        (config, "is what is imported"),
+        (config, "is the file being imported"),
     ):
         words = ("ai-toolkit", config, "-o", target, "--force")
         assert said in refused(monkeypatch, capsys, *words)

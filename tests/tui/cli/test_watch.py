@@ -69,7 +69,7 @@ def test_only_what_changed_is_said() -> None:
 
 
 def test_at_first_what_there_is_is_said() -> None:
-    assert list(changed_sentences([], {}, first=True)) == ["there are no jobs"]
+    assert list(changed_sentences([], {}, first=True)) == ["no jobs"]
     assert list(changed_sentences([row(state="lost")], {}, first=True)) == ["1 job has ended"]
 
 
@@ -108,8 +108,8 @@ def test_what_passes_does_not_end_it(
         watch(store, 0.2)
     out, err = capsys.readouterr()
     assert "job 1 cats is queued" in out
-    assert err.count("cannot look") == 1
-    assert "looks again" in err
+    assert err.count("cannot read the jobs") == 1
+    assert "reading the jobs again" in err
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_a_port_that_is_taken_is_one_line(
         status, err = run(monkeypatch, capsys, "--port", str(port))
     assert status == 2
     assert err == (
-        f"fsdp-tui: cannot listen at 127.0.0.1:{port} (Address already in use); try --port\n"
+        f"fsdp-tui: cannot listen on 127.0.0.1:{port} (Address already in use); try --port\n"
     )
 
 

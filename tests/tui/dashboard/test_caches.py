@@ -169,7 +169,7 @@ async def test_all_are_cleared_that_hold_anything_and_then_there_is_nothing(
         assert caches.cleared == [["detection", "latents", "text"]]
         await until(pilot, lambda: not any(one.files for one in screen.panel.caches))
         await pilot.press("a")
-        await until(pilot, lambda: text_of(screen, "status") == "there is nothing to clear")
+        await until(pilot, lambda: text_of(screen, "status") == "nothing to clear")
         assert app.screen is screen
 
 
@@ -183,7 +183,7 @@ async def test_clearing_is_refused_while_jobs_run_and_the_screen_says_why(
         await question(app, pilot)
         await pilot.press("y")
         reason = "job 3 is running and may be using it; stop it first"
-        await until(pilot, lambda: text_of(screen, "status") == f"nothing was cleared: {reason}")
+        await until(pilot, lambda: text_of(screen, "status") == f"nothing cleared: {reason}")
         assert screen.query_one("#cache-status").has_class("-refused")
         await until(pilot, lambda: reason in all_said(app))
         caches.refusal = None
@@ -198,7 +198,7 @@ async def test_clearing_is_refused_while_jobs_run_and_the_screen_says_why(
 async def test_what_could_not_be_deleted_is_told_and_what_is_left_is_shown(
     store: Store, caches: Caches
 ) -> None:
-    caches.refusal = UserError("3 files cannot be deleted: /a (Permission denied); 637 were")
+    caches.refusal = UserError("3 files could not be deleted: /a (Permission denied); 637 were")
     async with opened(store) as (app, pilot, screen):
         await pilot.press("j", "x")
         await question(app, pilot)
@@ -277,7 +277,7 @@ async def test_real_caches_are_kept_while_a_job_runs_and_cleared_when_it_has_end
         await question(app, pilot)
         await pilot.press("y")
         await until(pilot, lambda: text_of(screen, "status").startswith(
-            "nothing was cleared: job 1 “night” is running"))  # fmt: skip
+            "nothing cleared: job 1 “night” is running"))  # fmt: skip
         assert file.exists()
         store.change(job.id, State.STOPPED, "stopped")
         await pilot.press("a")

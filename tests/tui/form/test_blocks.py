@@ -154,7 +154,7 @@ async def test_what_is_recommended_is_checked_and_judged(store: Store, detector:
         assert checked(screen) == [SINGLE, DOUBLE]
         assert text_of(screen, "model") == (
             "FluxTransformer2DModel · 11.9 B parameters · flux dev · black-forest-labs/FLUX.1-dev "
-            "· looked at before"
+            "· cached"
         )
         assert text_of(screen, "outcome") == (
             "wraps 99.5% in 57 units · largest unit 648 MiB · root 122 MiB gathered on each rank "
@@ -224,7 +224,7 @@ async def test_a_second_look_keeps_the_choice_and_can_be_stopped(
         await until(pilot, lambda: checked(screen) == [DOUBLE])
         detector.answer = flux(cached=False)
         await pilot.press("r")
-        await until(pilot, lambda: "looked at before" not in text_of(screen, "model"))
+        await until(pilot, lambda: "cached" not in text_of(screen, "model"))
         assert detector.asked[-1]["refresh"]
         assert checked(screen) == [DOUBLE]
         detector.endless = True
@@ -442,7 +442,7 @@ async def test_a_real_model_is_looked_at_in_a_process_and_remembered(
     async with found_in(store, str(model), size=(80, 24)) as (screen, _, _):
         assert sorted(checked(screen)) == [SINGLE, DOUBLE]
         assert " in 5 units" in text_of(screen, "outcome")
-        assert "looked at before" not in text_of(screen, "model")
+        assert "cached" not in text_of(screen, "model")
     async with found_in(store, str(model)) as (screen, _, _):
         assert screen.found is not None
         assert screen.found.cached
@@ -560,7 +560,7 @@ def test_a_choice_that_is_not_listed_is_named() -> None:
     found = flux()
     found = replace(found, classes=[one for one in found.classes if one.class_name != DOUBLE])
     assert cautions(found, [SINGLE, DOUBLE]) == [
-        f"{DOUBLE} is chosen too, though it is not repeated; a leaves it out"
+        f"{DOUBLE} is checked but not repeated; a unchecks it"
     ]
 
 
@@ -591,7 +591,7 @@ def test_what_is_said_of_a_model_and_a_class() -> None:
     assert about(found.classes[0], 2) == (
         "each 141.0 M parameters, 269 MiB · ★ recommended · in _no_split_modules, _repeated_blocks"
     )
-    assert outcome(found, [SINGLE], 1).endswith("22.1 GiB on the one rank")
+    assert outcome(found, [SINGLE], 1).endswith("22.1 GiB on 1 rank")
 
 
 @pytest.mark.parametrize(

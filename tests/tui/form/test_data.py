@@ -151,7 +151,7 @@ async def test_a_job_s_data_is_looked_at_and_shown(store: Store, ended_job: Any)
         assert "3 samples · 3 texts" in text_of(app, "#data-totals")
         assert "2 steps of 2 an epoch" in text_of(app, "#data-totals")
         assert "16x16" in shown(screen.buckets)
-        assert screen.pictures.border_title == "16x16 · 3 samples, cut as for training"
+        assert screen.pictures.border_title == "16x16 · 3 samples, cropped as for training"
         assert [p.getpixel((2, 2)) for p in screen.pictures.pictures] == [
             (0, 90, 120), (40, 90, 120), (80, 90, 120),
         ], "each picture of the strip, without what is between them"  # fmt: skip
@@ -510,7 +510,7 @@ def test_two_pixels_share_a_character_and_alike_neighbours_an_escape_sequence() 
 def activity(store: Store, phase: Phase, width: int, name: str = "demo") -> str:
     job = next((j for j in store.all() if j.name == name), None)
     job = job or add_job(store, name, state=State.RUNNING)
-    view = JobView(job, phase=phase, strategy="fsdp2: a whole copy would fill a GPU")
+    view = JobView(job, phase=phase, strategy="fsdp2: a full copy would fill a GPU")
     (row,) = activity_rows(view, width)
     return plain(row)
 

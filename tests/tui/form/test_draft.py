@@ -255,7 +255,7 @@ def test_carried_fields_are_those_without_a_place_in_the_form() -> None:
     assert draft.carried(JobSpec(seed=7, max_train_steps=3).to_dict()) == {"seed": 7}
 
 
-WHAT_FITS = ("→ what fits", "On GPUs: ddp if a whole copy fits, else fsdp2.")
+WHAT_FITS = ("→ what fits", "On GPUs: ddp if the full model fits on each, else fsdp2.")
 
 
 @pytest.mark.parametrize(

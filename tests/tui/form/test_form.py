@@ -216,7 +216,7 @@ async def test_two_gpus_turn_fsdp_on_and_one_restores_what_was_there(
         await until(pilot, lambda: field(app, "strategy").value == "auto")
         assert field(app, "unload_text_encoder").value is False
         assert "cache_text_embeddings" not in screen(app).values
-        assert text_of(app, "cascade").startswith("1 rank, as before: strategy auto")
+        assert text_of(app, "cascade").startswith("1 rank, restored: strategy auto")
 
 
 @pytest.mark.slow
@@ -250,12 +250,12 @@ async def test_a_job_file_with_several_ranks_is_taken_as_it_is(
 async def test_options_that_do_not_apply_are_off_and_say_why(store: Store) -> None:
     async with form(store) as (app, pilot):
         await until(pilot, lambda: field(app, "fsdp_reshard_after_forward").control.disabled)
-        assert note_of(app, "fsdp_reshard_after_forward") == "no effect on one rank"
+        assert note_of(app, "fsdp_reshard_after_forward") == "no effect on 1 rank"
         await pilot.press("alt+2")
         await until(pilot, lambda: app.screen.query("#row-fsdp_cpu_offload"))
         offload = field(app, "fsdp_cpu_offload")
         assert offload.control.disabled
-        assert note_of(app, "fsdp_cpu_offload") == "no effect on one rank"
+        assert note_of(app, "fsdp_cpu_offload") == "no effect on 1 rank"
         field(app, "num_processes").put("2")
         await until(pilot, lambda: not offload.control.disabled)
         assert "Keep shards" in note_of(app, "fsdp_cpu_offload")
@@ -334,7 +334,7 @@ async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
     ("given", "shown", "then"),
     [
         (["GPU-0001", "GPU-0003"], "■ 3", ["GPU-0001"]),
-        (3, "any 3 that are free", [3]),
+        (3, "any 3 free GPUs", [3]),
         (["GPU-ffff"], "GPU-ffff: not on this machine", [3]),
     ],
 )
@@ -445,7 +445,7 @@ def waiting(store: Store, job_values: dict[str, Any], monkeypatch: pytest.Monkey
 @pytest.mark.slow
 async def test_a_waiting_job_is_changed_in_its_place(store: Store, waiting: Job) -> None:
     async with form(store, "e") as (app, pilot):
-        assert text_of(app, "form-title") == "job 1 “t”, waiting in the queue"
+        assert text_of(app, "form-title") == "job 1 “t”, queued"
         assert "change" in text_of(app, "form-keys")
         field(app, "max_train_steps").put(77)
         await pilot.press("ctrl+r")

@@ -168,7 +168,7 @@ async def test_a_job_goes_back_after_a_question(store: Store, job: Job) -> None:
         screen = await opened(app, pilot)
         await pilot.press("j", "j", "s")
         asked = await question(app, pilot)
-        assert asked.question == "Go on with job 1 “cats” after step 10?"
+        assert asked.question == "Resume job 1 “cats” after step 10?"
         for words in ("step-20", "step-30", "learning_rate: 0.0001 → 0.0005", "to step 100"):
             assert words in asked.detail
         await pilot.press("n")
@@ -192,7 +192,7 @@ async def test_what_cannot_be_is_told_and_nothing_is_asked(store: Store, job: Jo
     async with running(store) as (app, pilot):
         screen = await opened(app, pilot)
         await pilot.press("s")
-        await until(pilot, lambda: "cannot go on from step-20: lora_rank" in all_said(app))
+        await until(pilot, lambda: "cannot resume from step-20: lora_rank" in all_said(app))
         await pilot.press("k", "s")
         await until(pilot, lambda: "step-30.rewound is set aside; rename it" in all_said(app))
         assert app.screen is screen.screen
@@ -283,7 +283,7 @@ async def test_reading_shows_how_far_it_is_and_can_be_given_up(
         await pilot.press("v")
         await until(pilot, lambda: "reading step-30 ━" in status_of(screen))
         assert len(status_of(screen)) <= 78
-        await until(pilot, lambda: "stop reading" in text_of(screen, "keys"))
+        await until(pilot, lambda: "cancel verify" in text_of(screen, "keys"))
         await pilot.press("j", "v")
         await until(pilot, slow.ended.is_set)
         await until(pilot, lambda: not screen.status.rows)
@@ -353,7 +353,7 @@ async def test_an_export_is_given_up_by_the_same_key(store: Store, job: Job, exp
     async with running(store) as (app, pilot):
         screen = await opened(app, pilot)
         await pilot.press("e")
-        await until(pilot, lambda: "stop exporting" in text_of(screen, "keys"))
+        await until(pilot, lambda: "cancel export" in text_of(screen, "keys"))
         await pilot.press("e")
         await until(pilot, lambda: "the export of step 30 of job 1 was cancelled" in all_said(app))
         assert len(exporter.calls) == 1
@@ -483,7 +483,7 @@ def listed(step: int, path: Path, **facts: Any) -> Listed:
 
 @pytest.mark.parametrize("width", range(54, 200, 7))
 def test_rows_fit_and_their_columns_stand_below_each_other(tmp_path: Path, width: int) -> None:
-    damage = "model-00001-of-00003.safetensors has other contents than when it was written"
+    damage = "model-00001-of-00003.safetensors has changed since it was written"
     many = [
         listed(10, tmp_path, layout="sharded", world_size=8, ema=True),
         listed(2_000_000, tmp_path, damage=damage),
@@ -511,6 +511,6 @@ def test_how_far_something_is_fits_its_line() -> None:
 def test_what_is_known_of_one_is_said_in_three_lines(tmp_path: Path) -> None:
     many = [listed(step, tmp_path, layout="full", world_size=1, ema=True) for step in (10, 20)]
     facts, what, path = about(many[0], many).splitlines()
-    assert "by 1 rank · whole tensors · with EMA" in facts
-    assert what == "complete; going on from here sets aside step-20"
+    assert "by 1 rank · full tensors · with EMA" in facts
+    assert what == "complete; resuming here sets aside step-20"
     assert path == str(tmp_path)

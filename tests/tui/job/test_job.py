@@ -301,7 +301,7 @@ async def test_the_ranks_are_shown_and_late_ones_named(
         first = shown(pane.list).splitlines()[1]
         for words in ("training", "40", "ok", "30.0 GiB", "33.0 GiB", "38.0 GiB", "4000"):
             assert words in first
-        assert "most in each phase: load 22.0 GiB" in text_of(screen, "rank-about")
+        assert "peak per phase: load 22.0 GiB" in text_of(screen, "rank-about")
         await pilot.press("j")
         await until(pilot, lambda: "rank 1 · pid 4001" in text_of(screen, "rank-about"))
         await pilot.press("y")
@@ -320,7 +320,7 @@ async def test_before_there_are_ranks_it_says_so(store: Store) -> None:
     store.pause(True)
     async with opened(store, (80, 24), "2") as (_, pilot, screen):
         pane: Any = screen.panes["ranks"]
-        await until(pilot, lambda: "no rank has said anything yet" in shown(pane.list))
+        await until(pilot, lambda: "no rank has reported yet" in shown(pane.list))
         await pilot.press("j", "enter", "y", "G")
         assert screen.tab == "ranks"
 

@@ -182,9 +182,7 @@ def test_the_legend_reads_values_and_names_runs_by_glyphs() -> None:
 def test_memory_is_shown_in_gib() -> None:
     values = Values([run_of(peak_bytes=3 * 2**30)])
     assert "memory 3.0 GiB" in text(screenful(values, Choices(measure=6), 80, 24))
-    assert "nothing measured yet of memory" in text(
-        screenful(Values([run_of()]), Choices(measure=6), 80, 24)
-    )
+    assert "no data yet: memory" in text(screenful(Values([run_of()]), Choices(measure=6), 80, 24))
 
 
 def test_the_settings_are_said_in_words() -> None:

@@ -59,7 +59,7 @@ async def test_the_keys_of_what_is_shown_and_how(store: Store) -> None:
         assert "gradient norm" in shown(panel)
         assert "[a all]" in shown(panel)
         await pilot.press("a", "1", "s")
-        assert "not averaged" in shown(panel)
+        assert "no smoothing" in shown(panel)
         await pilot.press("s", "s", "s")
         assert "average of 20" in shown(panel)
         await pilot.press("S", "r")
@@ -131,7 +131,7 @@ async def test_new_steps_are_drawn_and_nothing_new_is_not(
 ) -> None:
     job = add_job(store, state=State.RUNNING)
     async with plotting(store) as (panel, pilot):
-        await until(pilot, lambda: "nothing measured yet of loss" in shown(panel))
+        await until(pilot, lambda: "no data yet: loss" in shown(panel))
         await pilot.press("left", "plus", "comma", "home", "x", "a", "l", "ctrl+s", "y", "a")
         await until(pilot, lambda: "nothing to write yet" in all_said(pilot.app))
         write_steps(job, 50)

@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_read_is_told(write: Callable[[str], Path]) -> Non
     read = read_settings()
     assert read.settings == Settings()
     (problem,) = read.problems
-    assert problem.endswith("nothing in it counts, not even read_only")
+    assert problem.endswith("all settings are ignored, including read_only")
 
 
 def test_every_setting_has_help_and_stands_in_the_file_to_edit() -> None:
@@ -285,7 +285,7 @@ def test_the_command_speaks_json_and_writes_a_file_once(
     assert read_settings() == read_settings(settings_file())
     status, _, err = run("settings", "--init")
     assert status == 2
-    assert "is there already" in err
+    assert "already exists" in err
     told = json.loads(run("settings", "--json")[1])
     assert told["exists"] is True
     assert told["values"]["refresh_seconds"] == 1.0

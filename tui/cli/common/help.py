@@ -21,22 +21,22 @@ _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Train": ("submit", "run", "data", "estimate", "resume", "export"),
     "Look": ("list", "show", "logs", "samples", "diff", "checkpoints", "gpus", "web"),
     "Steer": ("edit", "stop", "save-now", "sample-now", "hold", "release", "move", "pause"),
-    "Tidy up": ("remove", "prune", "cache"),
+    "Clean up": ("remove", "prune", "cache"),
     "Set up": ("settings", "completion"),
 }  # fmt: skip
 _OTHERS: Final = "More"
 
 EXAMPLES: Final = """\b
 Examples:
-  fsdp-tui demo                                     see it work, without a GPU
+  fsdp-tui demo                                     try it, no GPU needed
   fsdp-tui toy t && fsdp-tui run --pretrained_model_name_or_path t/model --dataset t/data
   fsdp-tui submit job.yaml --gpus=0,1 --lora-rank 32
-  fsdp-tui submit job.yaml --dry-run                check, print the whole job, queue nothing
-  fsdp-tui show 3 --as flags                        what replays job 3
+  fsdp-tui submit job.yaml --dry-run                validate and print the job, queue nothing
+  fsdp-tui show 3 --as flags                        flags that recreate job 3
 """
 STATUSES: Final = """\b
 Exit status:
-  0  done; of run: the job completed     2    bad input: one line says what is wrong
+  0  done; of run: the job completed     2    bad input: the error is on stderr
   1  failed; of run: the job failed      4    of estimate: the job does not fit
   3  of run: the job was stopped         130  interrupted
 """

@@ -81,7 +81,7 @@ def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> i
         return int(digits)
     named = [str(job.id) for job in Store().all() if job.name == value][:_MOST_NAMED]
     meant = f" (job {' or '.join(named)} has this name)" if named else ""
-    raise click.BadParameter(f'"{value}" is no job\'s number{meant}; `fsdp-tui list` shows them')
+    raise click.BadParameter(f'"{value}" is no job\'s number{meant}; `fsdp-tui list` shows the ids')
 
 
 ID: Final = click.argument(
@@ -104,7 +104,7 @@ def _templates(ctx: click.Context, param: click.Parameter, start: str) -> list[C
 
 TEMPLATE: Final = click.option(
     "--template", metavar="NAME", shell_complete=_templates,
-    help="Begin from a template in place of a file; `fsdp-tui templates` lists them.",
+    help="Start from a template instead of a file; `fsdp-tui templates` lists them.",
 )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def read_job(
     if len(others) > 1:
         raise UserError(f'expected one JOB.yaml, got "{others[0]}" and "{others[1]}"')
     if not others and not values:
-        raise UserError("no job given", "name a JOB.yaml, or give --key=value flags")
+        raise UserError("no job given", "pass a JOB.yaml or --key=value flags")
     spec = load_spec(Path(others[0]) if others else None, values, ignoring=ignoring, told=warn)
     for warning in find_warnings(spec):
         warn(warning)
@@ -140,7 +140,7 @@ def _from_template(
     """The words that a template stands for, with those beside it."""
     if others:
         raise UserError(
-            f'"{others[0]}" and the template "{name}" cannot both be begun from', "name one"
+            f'"{others[0]}" and the template "{name}" cannot be combined', "use one of them"
         )
     found = find_template(name)
     if found.path is not None:

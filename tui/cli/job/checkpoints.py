@@ -34,18 +34,20 @@ if TYPE_CHECKING:
 @ID
 @click.argument("more", metavar="", nargs=-1)
 @click.option("--verify", "contents", is_flag=True,
-              help="Read every byte; exit status 1 if something is damaged.")  # fmt: skip
+              help="Read every byte; exit status 1 if anything is damaged.")  # fmt: skip
 @click.option("--delete", "names", multiple=True, metavar="STEP …",
-              help="Delete these; one that was set aside by its name.")  # fmt: skip
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+              help="Delete these steps; a checkpoint that was set aside, by name.")  # fmt: skip
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @JSON
 def checkpoints(
     job_id: int, more: tuple[str, ...], contents: bool, names: tuple[str, ...], yes: bool,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """A job's checkpoints: when, how large, whether they are whole, and which a resume takes."""
+    """List a job's checkpoints: time, size, health, and which one a resume uses."""
     if more and not names:
-        raise click.UsageError(f'"{more[0]}" is too much; to delete it, write --delete {more[0]}')
+        raise click.UsageError(
+            f'"{more[0]}" is an extra argument; to delete it, use --delete {more[0]}'
+        )
     store = Store()
     job = store.get(job_id)
     if not job.run_dir.root.is_dir():
@@ -101,11 +103,12 @@ def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
 @click.command(cls=JobCommand, context_settings=FLAGS)
 @ID
 @click.option("--from", "back_to", metavar="STEP",
-              help="Go on after this one; newer ones are set aside, not deleted.")  # fmt: skip
+              help="Resume from this step (0: from the beginning); newer checkpoints are set "
+              "aside, not deleted.")  # fmt: skip
 @JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ...]) -> None:
-    """Queue an ended job again, after its newest checkpoint. [--key=value …] changes settings."""
+    """Resume an ended job from its newest checkpoint. [--key=value …] changes settings."""
     values, others = parse_flags(words)
     if others:
         raise UserError(f'"{others[0]}" is not a --key=value flag')

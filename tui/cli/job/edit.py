@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _HEADER = """\
-# Job {id} “{name}”, which waits in the queue. Save and leave the editor to change it; leave without
-# saving, and it stays as it is. A key that is left out has its default; `fsdp-tui keys` lists all.
+# Job {id} “{name}”, queued. Save and quit the editor to change it; quit without
+# saving to keep it as it is. Missing keys have their defaults; `fsdp-tui keys` lists all.
 """
 
 
 @click.command(cls=JobCommand, context_settings=FLAGS)
 @ID
 @click.option("--dry-run", "--dry_run", is_flag=True,
-              help="Check and print the whole job; change nothing.")  # fmt: skip
+              help="Validate and print the complete job; change nothing.")  # fmt: skip
 @JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Change a queued job in its place: [--key=value …], or its file in $EDITOR.
+    """Edit a queued job in place: [--key=value …], or its file in $EDITOR.
 
     \b
     fsdp-tui edit 4 --max_train_steps=500 --gpus=2,3
@@ -53,8 +53,8 @@ def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> N
     job = store.get(job_id)
     if job.state is not State.QUEUED:
         raise StateError(
-            f"job {job_id} is {job.state}; only a job that waits in the queue can be changed",
-            f"`fsdp-tui show {job_id} --as yaml` prints its file, to submit as another job",
+            f"job {job_id} is {job.state}; only a queued job can be edited",
+            f"`fsdp-tui show {job_id} --as yaml` prints its file, to submit as a new job",
         )
     before = load_spec(job.run_dir.job_file)
     if values:
@@ -64,12 +64,12 @@ def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> N
     path = _draft(job, before)
     spec_or_none = _from_editor(path)
     if spec_or_none is None:
-        echo(f"job {job_id} stays as it is", err=as_json)
+        echo(f"job {job_id} is unchanged", err=as_json)
     else:
         try:
             _carry_out(store, job_id, spec_or_none, before, dry_run, as_json)
         except UserError as error:
-            raise UserError(f"{error}; what you wrote is in {path}") from error
+            raise UserError(f"{error}; your text is in {path}") from error
     path.unlink()
     path.parent.rmdir()
 
@@ -85,7 +85,7 @@ def _carry_out(
         return
     job, plan = jobs_edit.change(store, job_id, spec, before)
     tell(plan)
-    echo(json.dumps(_facts(job, plan.changes)) if as_json else f"job {job.id} is changed")
+    echo(json.dumps(_facts(job, plan.changes)) if as_json else f"job {job.id} changed")
 
 
 def _checked(spec: JobSpec) -> JobSpec:
@@ -103,7 +103,7 @@ def _draft(job: Job, before: JobSpec) -> Path:
     """
     if not sys.stdin.isatty():
         raise UserError(
-            "nothing to change", f"give --key=value flags: fsdp-tui edit {job.id} --lora_rank=32"
+            "nothing to change", f"pass --key=value flags: fsdp-tui edit {job.id} --lora_rank=32"
         )
     text = _HEADER.format(id=job.id, name=job.name) + dump_spec(before, only_set=True)
     path = Path(tempfile.mkdtemp(prefix=f"fsdp-tui-edit-{job.id}-"), "job.yaml")
@@ -127,7 +127,7 @@ def _from_editor(path: Path) -> JobSpec | None:
         except UserError as error:
             echo(f"fsdp-tui: {error}", err=True)
             if not click.confirm("edit it again?", default=True, err=True):
-                raise UserError(f"nothing has changed; what you wrote is in {path}") from error
+                raise UserError(f"nothing has changed; your text is in {path}") from error
 
 
 def _facts(job: Job, changes: list[str]) -> dict[str, Any]:

@@ -19,26 +19,30 @@ from tui.cli.common.progress_line import ProgressLine
 
 @click.command()
 @click.argument("job_id", metavar="ID", type=int)
-@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint; else the newest.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    help="Step of the checkpoint to export (default: the newest).",
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where to; a directory of its own in the run directory when left out.",
+    help="Output directory (default: a new one in the run directory).",
 )
 @click.option(
     "--dtype",
     type=click.Choice(get_args(ExportDtype)),
-    help="Precision; the job's export_dtype when left out.",
+    help="Precision (default: the job's export_dtype).",
 )
 @click.option(
     "--format",
     "formats",
     multiple=True,
     type=click.Choice(get_args(ExportFormat)),
-    help="Names of a LoRA's tensors; may be given twice.",
+    help="Key names of the LoRA's tensors; can be repeated.",
 )
-@click.option("--no-ema", is_flag=True, help="The weights themselves, not their average.")
+@click.option("--no-ema", is_flag=True, help="Export the raw weights, not their moving average.")
 @JSON
 def export(
     job_id: int,
@@ -49,10 +53,10 @@ def export(
     no_ema: bool,
     as_json: bool,
 ) -> None:
-    """Export a checkpoint for stock tools, and print where it is.
+    """Export a checkpoint for other tools and print its path.
 
-    The job may be running. A LoRA comes under diffusers' and kohya's names, a whole model as a
-    pipeline for from_pretrained. Everything is read back before it counts.
+    The job may be running. A LoRA gets diffusers' and kohya's key names, a full model is a
+    pipeline for from_pretrained. Every file is read back and compared.
     """
     with ProgressLine("exporting") as line:
         made = export_checkpoint(

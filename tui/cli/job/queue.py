@@ -27,7 +27,7 @@ def hold(job_id: int) -> None:
 @click.command()
 @ID
 def release(job_id: int) -> None:
-    """Let a held job start when its turn comes."""
+    """Let a held job start again."""
     store = Store()
     store.hold(job_id, False)
     dispatch(store)
@@ -36,58 +36,58 @@ def release(job_id: int) -> None:
 
 @click.command()
 @ID
-@click.option("--first", "place", flag_value="first", help="Before all others.")
-@click.option("--last", "place", flag_value="last", help="Behind all others.")
+@click.option("--first", "place", flag_value="first", help="Move it to the front.")
+@click.option("--last", "place", flag_value="last", help="Move it to the back.")
 @click.option("--priority", type=int, help="Jobs of higher priority start first.")
 def move(job_id: int, place: str | None, priority: int | None) -> None:
-    """Change a queued job's place: --first, --last, or --priority N."""
+    """Move a queued job: --first, --last, or --priority N."""
     if place is None and priority is None:
-        raise click.UsageError("say where to: --first, --last or --priority N")
+        raise click.UsageError("choose one of --first, --last or --priority N")
     store = Store()
     if priority is not None:
         store.set_priority(job_id, priority)
     if place is not None:
         store.move(job_id, first=place == "first")
     dispatch(store)
-    echo(f"job {job_id} is moved")
+    echo(f"job {job_id} moved")
 
 
 @click.command()
-@click.option("--off", is_flag=True, help="Go on starting queued jobs.")
+@click.option("--off", is_flag=True, help="Start queued jobs again.")
 def pause(off: bool) -> None:
-    """Start no queued job until `pause --off`; running jobs are not touched."""
+    """Start no queued job until `pause --off`; running jobs continue."""
     store = Store()
     store.pause(not off)
     dispatch(store)
-    echo("the queue goes on" if off else "the queue is paused; `pause --off` goes on")
+    echo("the queue is running" if off else "the queue is paused; `pause --off` resumes it")
 
 
 @click.command(name="save-now")
 @ID
 def save_now(job_id: int) -> None:
-    """Ask a running job for a checkpoint after this step."""
+    """Ask a running job to write a checkpoint after the current step."""
     service.request(Store(), job_id, "save_now")
-    echo(f"job {job_id} saves after this step")
+    echo(f"job {job_id} saves after the current step")
 
 
 @click.command(name="sample-now")
 @ID
 def sample_now(job_id: int) -> None:
-    """Ask a running job for samples after this step."""
+    """Ask a running job to sample after the current step."""
     service.request(Store(), job_id, "sample_now")
-    echo(f"job {job_id} samples after this step")
+    echo(f"job {job_id} samples after the current step")
 
 
 @click.command()
 @ID
-@click.option("--keep-files", is_flag=True, help="Forget the job, keep its run directory.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--keep-files", is_flag=True, help="Remove the job but keep its run directory.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 def remove(job_id: int, keep_files: bool, yes: bool) -> None:
-    """Forget an ended job and delete its run directory."""
+    """Remove an ended job and delete its run directory."""
     store = Store()
     root = store.get(job_id).run_dir.root
     if not (yes or keep_files) and sys.stdin.isatty():
-        click.confirm(f"delete {root} with its checkpoints and exports?", abort=True)
+        click.confirm(f"delete {root} with all checkpoints and exports?", abort=True)
     service.remove(store, job_id, files=not keep_files)
     echo(f"job {job_id} removed")
 
@@ -95,9 +95,9 @@ def remove(job_id: int, keep_files: bool, yes: bool) -> None:
 @click.command()
 @click.option("--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
               help="Keep the newest N ended jobs.")  # fmt: skip
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 def prune(keep_last: int, yes: bool) -> None:
-    """Remove old ended jobs with their files."""
+    """Remove old ended jobs and their files."""
     store = Store()
     ended = [job for job in store.all() if job.state.ended][keep_last:]
     if ended and not yes and sys.stdin.isatty():
@@ -105,7 +105,7 @@ def prune(keep_last: int, yes: bool) -> None:
         more = f" and {len(ended) - 8} more" if len(ended) > 8 else ""
         click.confirm(f"delete {names}{more} with checkpoints and exports?", abort=True)
     removed = service.prune(store, keep_last)
-    echo(f"{len(removed)} jobs removed")
+    echo(f"removed {len(removed)} job{'s' * (len(removed) != 1)}")
 
 
 COMMANDS: tuple[Any, ...] = (

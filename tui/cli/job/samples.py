@@ -18,11 +18,11 @@ _PROMPT = 40  # characters
 
 @click.command()
 @ID
-@click.option("--step", type=click.IntRange(min=0), help="Those of one step only.")
-@click.option("--newest", is_flag=True, help="Those of the newest step only.")
+@click.option("--step", type=click.IntRange(min=0), help="Only the samples of this step.")
+@click.option("--newest", is_flag=True, help="Only the newest samples.")
 @JSON
 def samples(job_id: int, step: int | None, newest: bool, as_json: bool) -> None:
-    """A job's samples: step, prompt, size and path of each.
+    """List a job's samples: step, prompt, size and path.
 
     \b
     fsdp-tui samples 3 --newest

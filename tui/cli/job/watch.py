@@ -43,11 +43,11 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
         except (UserError, OSError, sqlite3.Error) as error:  # passes, as a locked database does
             problem = str(error) or type(error).__name__
             if problem != before:
-                echo(f"fsdp-tui: warning: cannot look: {problem}; it is tried again", err=True)
+                echo(f"fsdp-tui: warning: cannot read the jobs: {problem}; retrying", err=True)
             time.sleep(every)
             continue
         if before:
-            echo("fsdp-tui: looks again", err=True)
+            echo("fsdp-tui: reading the jobs again", err=True)
         if as_json:
             lines = list(changed_objects(rows, seen))
         else:
@@ -96,10 +96,10 @@ def changed_sentences(
             yield text
     for gone in sorted(seen.keys() - {row["id"] for row in rows}):
         del seen[gone]
-        yield f"job {gone} is removed"
+        yield f"job {gone} was removed"
     if first:
         if not rows:
-            yield "there are no jobs"
+            yield "no jobs"
         elif ended:
             more = "more jobs have" if ended > 1 else "more job has"
             yield f"{ended} {more if len(rows) > ended else more.removeprefix('more ')} ended"

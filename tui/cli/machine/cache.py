@@ -18,13 +18,13 @@ from tui.text.format import size
 
 @click.group()
 def cache() -> None:
-    """Look at what is cached below the cache directory, and clear it."""
+    """List and clear the caches."""
 
 
 @cache.command(name="list")
 @JSON
 def list_command(as_json: bool) -> None:
-    """The caches, their sizes and where they are."""
+    """List the caches with sizes and paths."""
     found = list_caches(Store())
     if as_json:
         echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in found]))
@@ -37,13 +37,13 @@ def list_command(as_json: bool) -> None:
 
 @cache.command()
 @click.argument("names", nargs=-1, metavar="[NAME …]")
-@click.option("--force", is_flag=True, help="Even while jobs may be using them.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Clear them even if jobs may be using them.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @JSON
 def clear(names: tuple[str, ...], force: bool, yes: bool, as_json: bool) -> None:
-    """Delete what is in the caches of these names; without a name, in all.
+    """Clear the caches with these names (default: all).
 
-    What a job needs again is made again. Refused while a job may be using a cache.
+    Jobs rebuild what they need. Refused while a job may be using a cache.
     """
     if not yes and sys.stdin.isatty():
         click.confirm(f"clear {', '.join(names) or 'all caches'}?", abort=True)

@@ -41,15 +41,15 @@ _ASCII: Final = str.maketrans({"–": "-", "·": ".", "×": "x", "µ": "u", "→
 
 @click.command()
 @click.argument("job", required=False, metavar="[JOB.yaml]", type=click.Path(path_type=Path))
-@click.option("--gpus", metavar="0,1", help="Measure on these, by index or UUID.")
-@click.option("--quick", is_flag=True, help="Leave out the all-reduce, which takes half a minute.")
+@click.option("--gpus", metavar="0,1", help="GPUs to check, by index or UUID.")
+@click.option("--quick", is_flag=True, help="Skip the all-reduce check, which takes half a minute.")
 @click.option("--repair", "mend", is_flag=True,
-              help="Make a new jobs database where it is damaged; keep the old one.")  # fmt: skip
+              help="Rebuild a damaged jobs database; the old one is kept.")  # fmt: skip
 @JSON
 def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json: bool) -> int:
-    """Look at this machine as a job will meet it, and say what to do where it falls short.
+    """Check that this machine is ready to train, with a fix for each problem.
 
-    With JOB.yaml, also at what that job needs. Exit status: 0 when nothing fails, 1 when something
+    With JOB.yaml, also check what that job needs. Exit status: 0 if nothing fails, 1 if something
     does, 2 for bad usage. Tokens and passwords are never printed.
     """
     if mend:
@@ -70,7 +70,7 @@ def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json:
     if as_json:
         echo(json.dumps(facts(found)))
     else:
-        echo(f"\n{counts['fail']} failed, {counts['warn']} to look at, {counts['ok']} well")
+        echo(f"\n{counts['fail']} failed, {counts['warn']} warnings, {counts['ok']} ok")
     return 1 if counts["fail"] else 0
 
 
@@ -80,9 +80,9 @@ def _repair(*, as_json: bool) -> int:
         facts = {"kept": done.kept and str(done.kept), "read": done.read, "restored": done.restored}
         echo(json.dumps(facts))
     elif done.kept is None:
-        echo("the jobs database is sound; nothing was changed")
+        echo("the jobs database is intact; nothing changed")
     else:
-        echo(f"made a new jobs database; the old one is {done.kept}")
+        echo(f"rebuilt the jobs database; the old one is {done.kept}")
         echo(f"jobs: {len(done.read)} read from it, {len(done.restored)} from run directories")
     return 0
 
@@ -97,7 +97,9 @@ def read_names(text: str | None) -> tuple[str, ...]:
         return ()
     names = tuple(name.strip() for name in text.strip("[] ").split(","))
     if not all(names) or len(set(names)) < len(names):
-        raise UserError(f'--gpus "{text}" is no list of different GPUs', "as in --gpus 0,1")
+        raise UserError(
+            f'--gpus "{text}" is not a list of different GPUs', "for example --gpus 0,1"
+        )
     return names
 
 
@@ -171,7 +173,7 @@ def _look(
     coming, groups = ask.find(job, names, quick=quick), set[str]()
     try:
         while True:
-            with ProgressLine("looking at the machine") as progress:
+            with ProgressLine("checking the machine") as progress:
                 if bar:
                     progress(min(len(groups), _GROUPS), _GROUPS, "")
                 finding = next(coming, None)

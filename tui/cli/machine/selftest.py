@@ -30,22 +30,24 @@ _INTERRUPTED: Final = 130  # exit status
 
 
 @click.command()
-@click.option("--gpus", metavar="0,1", help="Test these, by index or UUID; else all unused ones.")
-@click.option("--cpu", is_flag=True, help="Test CPU ranks, even where there are GPUs.")
+@click.option(
+    "--gpus", metavar="0,1", help="GPUs to test, by index or UUID (default: all idle ones)."
+)
+@click.option("--cpu", is_flag=True, help="Test CPU ranks even if there are GPUs.")
 @click.option("--ranks", type=click.IntRange(1, 16), default=_CPU_RANKS, show_default=True,
               help="Number of CPU ranks.")  # fmt: skip
 @JSON
 def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
-    """Prove that this machine trains: run it once on a new machine.
+    """Test that this machine trains; run it once on a new machine.
 
     Real jobs on a small model: one device and all of them with each strategy, compared with each
     other; stop and resume; the export in diffusers; a killed rank; on GPUs also out-of-memory,
-    bandwidth, step time and memory. About 3 minutes. Exit status: 0 when nothing fails, else 1.
+    bandwidth, step time and memory. About 3 minutes. Exit status: 0 if nothing fails, else 1.
     """
     store = Store()
     chosen = [] if cpu else jobs_selftest.choose_gpus(store, read_names(gpus))
     if gpus and cpu:
-        raise UserError("--gpus and --cpu exclude each other")
+        raise UserError("--gpus and --cpu cannot be combined")
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: jobs are stopped and removed
         signal.signal(number, lambda *_: sys.exit(_INTERRUPTED))
     look = style(environment_at_start(), tty=sys.stdout.isatty())
@@ -67,8 +69,8 @@ def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
     else:
         seconds = time.monotonic() - started
         echo(
-            f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARN]} to look at, "
-            f"{counts[Verdict.OK]} well, in {seconds:.0f} s; "
-            f"written to {state_home() / jobs_selftest.REPORT}"
+            f"\n{counts[Verdict.FAIL]} failed, {counts[Verdict.WARN]} warnings, "
+            f"{counts[Verdict.OK]} ok, in {seconds:.0f} s; report: "
+            f" {state_home() / jobs_selftest.REPORT}"
         )
     return 1 if counts[Verdict.FAIL] else 0

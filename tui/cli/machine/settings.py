@@ -16,17 +16,19 @@ from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import JSON, warn
 from tui.settings.settings import Settings, as_file, read_settings, settings_file, text_of
 
-_UNSET: Final = {"theme": "the one chosen last", "ascii": "auto", "keymap": "none"}
+_UNSET: Final = {"theme": "last used", "ascii": "auto", "keymap": "none"}
 _WIDEST: Final = 96  # columns
 
 
 @click.command()
-@click.option("--path", "only_path", is_flag=True, help="Print where the file is, no more.")
-@click.option("--init", is_flag=True, help="Write a file with every key in comments, to edit.")
-@click.option("--keys", is_flag=True, help="List the actions of `keymap`, with their keys.")
+@click.option("--path", "only_path", is_flag=True, help="Print only the path of the file.")
+@click.option(
+    "--init", is_flag=True, help="Write a file with every setting commented out, to edit."
+)
+@click.option("--keys", is_flag=True, help="List the actions for `keymap`, with their keys.")
 @JSON
 def settings(only_path: bool, init: bool, keys: bool, as_json: bool) -> None:
-    """What is set, what it does, and where.
+    """Show the dashboard's settings and where they are stored.
 
     \b
     fsdp-tui settings --init && $EDITOR "$(fsdp-tui settings --path)"
@@ -66,7 +68,7 @@ def _show(as_json: bool) -> None:
         echo(f"\n{name}: {_UNSET[name] if value == '{}' else value}{mark}")
         echo(textwrap.fill(field.description or "", width - 4, initial_indent="    ",
                                  subsequent_indent="    "))  # fmt: skip
-    echo(f"\n* is set in the file.  Themes: {', '.join(theme.name for theme in THEMES)}")
+    echo(f"\n* set in the file.  Themes: {', '.join(theme.name for theme in THEMES)}")
     for problem in problems:
         warn(problem)
 
@@ -87,7 +89,7 @@ def _list_keys(as_json: bool) -> None:
 def _init() -> None:
     path = settings_file()
     if path.exists():
-        raise UserError(f"{path} is there already", "edit it, or move it away")
+        raise UserError(f"{path} already exists", "edit it, or move it away")
     ensure_private_dir(path.parent)
     try:
         write_atomic(path, as_file())

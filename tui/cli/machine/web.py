@@ -15,14 +15,14 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen at; others than loopback let the network in.")  # fmt: skip
+              help="Address to listen on; other than loopback: open to the network.")  # fmt: skip
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--read-only", is_flag=True, help="Let the browser look only.")
+@click.option("--read-only", is_flag=True, help="Serve a read-only dashboard.")
 def web(host: str, port: int, read_only: bool) -> None:
-    """The dashboard in a browser, until Ctrl-C.
+    """Serve the dashboard to a browser until Ctrl-C.
 
-    There is no password: whoever reaches the port controls the jobs, other users of this machine
-    too. From elsewhere, forward the port through SSH instead of opening it:
+    There is no password: anyone who reaches the port controls the jobs, also
+    other users of this machine. To connect from elsewhere, forward the port through SSH:
 
     \b
     ssh -L 8000:127.0.0.1:8000 this-machine      then open http://127.0.0.1:8000
@@ -31,10 +31,11 @@ def web(host: str, port: int, read_only: bool) -> None:
         raise UserError("the web dashboard needs textual-serve", "pip install 'fsdp-tui[web]'")
     Store()  # what is wrong with the state directory is better said here than in the browser
     if host not in _LOOPBACK:
-        who = "looks at your jobs" if read_only else "controls your jobs, as you"
+        who = "can see your jobs" if read_only else "controls your jobs as you"
         warn(
-            f"{host} is not loopback, and there is no password: whoever reaches port {port} {who}; "
-            f"`ssh -L {port}:127.0.0.1:{port}` reaches a dashboard on loopback safely"
+            f"{host} is not loopback, and there is no password: anyone who reaches port {port} "
+            f"{who}; "
+            f"`ssh -L {port}:127.0.0.1:{port}` is the safe way to a dashboard on loopback"
         )
     from tui.cli.machine.web_server import serve  # aiohttp takes a second
 

@@ -36,7 +36,7 @@ def serve(host: str, port: int, *, read_only: bool) -> None:
     shown = f"[{host}]" if ":" in host else host
 
     def tell(_: str) -> None:
-        echo(f"http://{shown}:{port}  (Ctrl-C ends it; jobs go on)")
+        echo(f"http://{shown}:{port}  (Ctrl-C to stop; jobs keep running)")
 
     try:
         web.run_app(
@@ -47,7 +47,7 @@ def serve(host: str, port: int, *, read_only: bool) -> None:
         # aiohttp tells at length what the number says; names that are unknown have none above 0.
         number = error.errno or 0
         reason = os.strerror(number) if number > 0 else error.strerror
-        raise UserError(f"cannot listen at {host}:{port} ({reason})", "try --port") from error
+        raise UserError(f"cannot listen on {host}:{port} ({reason})", "try --port") from error
 
 
 class DashboardServer(Server):
@@ -87,7 +87,7 @@ def refuse(listening: str, host: str, origin: str | None) -> str:
     """
     name = urlsplit(f"//{host}").hostname or ""
     if _is_loopback(listening) and name not in _NAMES_OF_LOOPBACK and not _is_address(name):
-        return f"this is not {name}; open http://127.0.0.1 with the port"
+        return f"this is not {name}; open http://127.0.0.1 with its port"
     if origin is not None and urlsplit(origin).netloc != host:
         return "pages of other sites may not use the dashboard"
     return ""

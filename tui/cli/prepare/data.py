@@ -19,19 +19,20 @@ _WIDEST = 100  # columns; longer lines are hard to read
 
 
 @click.command(cls=JobCommand, context_settings=FLAGS)
-@click.option("--all", "every_file", is_flag=True, help="Name every file that is left out.")
+@click.option("--all", "every_file", is_flag=True, help="List every skipped file.")
 @click.option("--sheet", type=click.Path(path_type=Path), metavar="FILE.png",
-              help="Write pictures of every bucket, cut as they are trained on.")  # fmt: skip
+              help="Write a contact sheet with images of every bucket, cropped as for "
+              "training.")  # fmt: skip
 @JSON
 @WORDS
 def data(words: tuple[str, ...], every_file: bool, sheet: Path | None, as_json: bool) -> None:
-    """What a job would train on.
+    """Show what a job would train on.
 
-    Tells how many samples there are, how they are cut, what is left out and why. Queues nothing.
-    The first look at a large dataset takes minutes, later ones are quick.
+    Lists samples, buckets, crops, and which files are skipped and why. Queues nothing.
+    The first read of a large dataset takes minutes; later ones are fast.
     """
     spec = read_job(words, ignoring=NOT_NEEDED)
-    with ProgressLine("looking at the data") as progress:
+    with ProgressLine("reading the data") as progress:
         report = look_at_data(spec, progress, sheet=sheet).report
     if as_json:
         echo(json.dumps(report))

@@ -27,29 +27,31 @@ _OTHERS = 5  # classes in the table that are not recommended; --all shows the re
 
 @click.command()
 @click.argument("path", required=False)
-@click.option("--model_family", "--model-family", metavar="FAMILY", help="As in a job file.")
+@click.option(
+    "--model_family", "--model-family", metavar="FAMILY", help="Model family, as in a job file."
+)
 @click.option("--model_flavour", "--model-flavour", metavar="FLAVOUR",
-              help="A published model of it; the first of the family when left out.")  # fmt: skip
+              help="Published flavour (default: the family's first).")  # fmt: skip
 @click.option("--pretrained_model_name_or_path", "--pretrained-model-name-or-path", "pretrained",
-              metavar="MODEL", help="As PATH.")  # fmt: skip
+              metavar="MODEL", help="Same as PATH.")  # fmt: skip
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
-              help="For how many ranks bytes are told.")  # fmt: skip
-@click.option("--refresh", is_flag=True, help="Look again, whatever is remembered.")
+              help="Number of ranks to show sizes for.")  # fmt: skip
+@click.option("--refresh", is_flag=True, help="Detect again, ignoring the cache.")
 @click.option("--all", "every", is_flag=True, help="Show every class.")
 @JSON
 def detect(
     path: str | None, model_family: str | None, model_flavour: str | None, pretrained: str | None,
     ranks: int, refresh: bool, every: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Find the repeated blocks of a model, without its weights.
+    """Find a model's repeated blocks, without its weights.
 
-    PATH is a model's directory, its config.json, or a hub id in the local cache; a family and a
-    flavour name a published one. What is recommended goes into
+    PATH is a model directory, its config.json, or a hub id in the local cache; a family and
+    flavour name a published model. Put the recommended classes into
     fsdp_transformer_layer_cls_to_wrap.
     """
     if path and pretrained and path != pretrained:
         raise UserError(f'expected one model, got "{path}" and "{pretrained}"')
-    with ProgressLine("looking at the model") as progress:
+    with ProgressLine("building the model") as progress:
         found = detect_blocks(
             model_family=model_family,
             model_flavour=model_flavour,
@@ -95,14 +97,14 @@ def text(found: Detection, ranks: int, *, every: bool = False) -> str:
     shown = others if every else others[:_OTHERS]
     lines = [
         f"{found.pretrained_model}: {found.model_class}, {found.total_params / 1e9:.3f} B "
-        f"parameters{', looked at before' if found.cached else ''}",
+        f"parameters{', cached' if found.cached else ''}",
         "",
         *_table([one for one in found.classes if one.recommended], shown, found, ranks),
     ]
     if len(shown) < len(others):
         lines.append(f"  and {len(others) - len(shown)} more (--all)")
     if not found.recommended:
-        return "\n".join([*lines, "", "no class is repeated in a way that is worth wrapping"])
+        return "\n".join([*lines, "", "no repeated class is worth wrapping"])
     return "\n".join([
         *lines,
         "",

@@ -20,7 +20,7 @@ from tui.text.value_text import in_words
 @click.argument("other", metavar="OTHER", type=int)
 @JSON
 def diff(job_id: int, other: int, as_json: bool) -> None:
-    """What job OTHER was told differently than job ID; names do not count.
+    """Compare two jobs' settings, except their names.
 
     \b
     fsdp-tui diff 3 4
@@ -31,7 +31,7 @@ def diff(job_id: int, other: int, as_json: bool) -> None:
     if as_json:
         echo(json.dumps([one.to_dict() for one in found]))
     elif not found:
-        echo(f"jobs {job_id} and {other} were told the same")
+        echo(f"jobs {job_id} and {other} have the same settings")
     else:
         head = ("", "KEY", f"#{ours.id} {ours.name}", f"#{theirs.id} {theirs.name}")
         rows = [(one.kind, one.key, in_words(one.before), in_words(one.after)) for one in found]

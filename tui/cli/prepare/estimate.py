@@ -45,30 +45,30 @@ def _read_ranks(context: click.Context, option: click.Parameter, text: str | Non
     except ValueError:
         counts = [0]
     if any(not 1 <= count <= _MOST_RANKS for count in counts):
-        raise click.BadParameter(f'expected numbers of ranks such as 2,4,8, got "{text}"')
+        raise click.BadParameter(f'expected rank counts such as 2,4,8, got "{text}"')
     return list(dict.fromkeys(counts))
 
 
 @click.command(name="estimate", cls=JobCommand, context_settings=FLAGS)
 @click.option("--ranks", callback=_read_ranks, metavar="2,4,8,…",
-              help="For so many ranks; the job's own when left out.")  # fmt: skip
+              help="Rank counts to compare (default: the job's own).")  # fmt: skip
 @click.option("--card", type=click.Choice([str(card) for card in CARDS]),
-              help="Hold it against GPUs of so many GB instead of this machine's; 80 where it has "
-              "none.")  # fmt: skip
+              help="GPU memory in GB to fit against (default: this machine's GPUs; 80 if it has "
+              "none).")  # fmt: skip
 @click.option("--measure", is_flag=True,
-              help="Run two real steps through the queue as well, and remove them.")  # fmt: skip
+              help="Also run two real steps through the queue, then remove them.")  # fmt: skip
 @JSON
 @WORDS
 def estimate_job(
     words: tuple[str, ...], ranks: list[int], card: str | None, measure: bool, as_json: bool
 ) -> int:
-    """Will it fit? The memory of each rank, before anything starts.
+    """Predict each rank's memory before anything starts.
 
-    Needs no weights, no data and no GPU: a published model's hub id is enough. The first look at a
-    model takes seconds, others are quick. When it does not fit, tells what to change, the cheapest
-    change first.
+    Needs no weights, data or GPU: a published model's hub id is enough. The first estimate of a
+    model takes seconds, later ones are fast. If it does not fit, lists what to change, cheapest
+    first.
 
-    Exit status: 0 it fits (if tightly), 4 it does not, 2 bad input, 1 predicting failed.
+    Exit status: 0 it fits (or is tight), 4 it does not fit, 2 bad input, 1 the prediction failed.
 
     \b
     fsdp-tui estimate job.yaml --ranks 2,4,8
@@ -177,16 +177,14 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
         ]
         if facts.steps:
             last = facts.steps[-1].after.verdict
-            end = "" if last is Verdict.FITS else "\n  and that is not enough: take more GPUs"
-            parts.append(
-                f"what to change, the cheapest first\n{words_of.steps_text(facts.steps)}{end}"
-            )
+            end = "" if last is Verdict.FITS else "\n  still not enough: use more GPUs"
+            parts.append(f"what to change, cheapest first\n{words_of.steps_text(facts.steps)}{end}")
         elif fit.verdict is not Verdict.FITS:
-            parts.append("nothing that can be changed helps: take more GPUs, or larger ones")
+            parts.append("no setting helps: use more GPUs, or larger ones")
         if facts.faster:
-            parts.append(f"what would be faster, and fits\n{words_of.steps_text([facts.faster])}")
+            parts.append(f"faster, and still fits\n{words_of.steps_text([facts.faster])}")
         if facts.fewest:
-            few = f"smallest number that would do: {words_of.fewest_text(facts.fewest)}"
+            few = f"fewest GPUs that would do: {words_of.fewest_text(facts.fewest)}"
             if facts.changed:
                 few += f"\nwith all of these changes: {words_of.fewest_text(facts.changed)}"
             parts.append(few)

@@ -25,7 +25,7 @@ _CARDS = " / ".join(map(str, IN_TABLES))
 @click.option("--markdown", is_flag=True, help="Print the table of docs/families.md.")
 @JSON
 def families(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
-    """The model families that can be trained, and their published flavours."""
+    """List the model families and their published flavours."""
     chosen = [get_family(read_family(name)) for name in names] or list(FAMILIES.values())
     if as_json:
         echo(json.dumps([facts(family) for family in chosen]))

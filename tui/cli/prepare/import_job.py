@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 _CONFIG: Final = click.argument("config", type=click.Path(path_type=Path))
 _OUTPUT: Final = click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="JOB.yaml",
-    help="Where the job file is written; printed when left out.",
+    help="File to write the job to (default: standard output).",
 )  # fmt: skip
-_FORCE: Final = click.option("--force", is_flag=True, help="Write over a file that is there.")
+_FORCE: Final = click.option("--force", is_flag=True, help="Overwrite an existing file.")
 _DETAILED: Final = (Kind.TAKEN, Kind.TRANSLATED, Kind.UNSUPPORTED, Kind.UNREADABLE, Kind.UNKNOWN)
 
 
 @click.group(name="import")
 def import_job() -> None:
-    """Make a job file of another tool's configuration.
+    """Convert another tool's config to a job file.
 
     The job goes to standard output and the report to standard error; with -o, the job goes to a
-    file. What cannot be done here is in the report, and never stops the import.
+    file. The report lists what has no equivalent here; that never stops the import.
     """
 
 
@@ -43,7 +43,7 @@ def import_job() -> None:
 @_FORCE
 @JSON
 def simpletuner(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
-    """Read CONFIG.json, and the datasets of the file that its data_backend_config names."""
+    """Convert a SimpleTuner CONFIG.json and the datasets in its data_backend_config."""
     from jobs.imports.imported import import_simpletuner  # the tables take some 20 ms
 
     _tell(import_simpletuner(config), output, force, as_json, config)
@@ -55,7 +55,7 @@ def simpletuner(config: Path, output: Path | None, force: bool, as_json: bool) -
 @_FORCE
 @JSON
 def ai_toolkit(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
-    """Read the training in CONFIG.yaml."""
+    """Convert an ai-toolkit CONFIG.yaml."""
     from jobs.imports.imported import import_ai_toolkit  # the tables take some 20 ms
 
     _tell(import_ai_toolkit(config), output, force, as_json, config)
@@ -69,10 +69,10 @@ def ai_toolkit(config: Path, output: Path | None, force: bool, as_json: bool) ->
 def diffusers_script(
     words: tuple[str, ...], output: Path | None, force: bool, as_json: bool
 ) -> None:
-    """Read the command line of a training script in diffusers' examples.
+    """Convert the command line of a diffusers example script.
 
-    COMMAND is `accelerate launch … train_….py --…` in quotes, or its words behind `--`, or a shell
-    script that has it.
+    COMMAND is `accelerate launch … train_….py --…` in quotes, or its words after `--`, or a shell
+    script that contains it.
     """
     from jobs.imports.imported import import_script  # the tables take some 20 ms
 
@@ -109,12 +109,12 @@ def _tell(
 
 def _write(output: Path, text: str, force: bool, source: Path | None) -> None:
     if output.is_dir():
-        raise UserError(f"{output} is a directory", "name a file, such as job.yaml")
+        raise UserError(f"{output} is a directory", "pass a file name, such as job.yaml")
     if output.exists():
         if source is not None and source.exists() and output.samefile(source):
-            raise UserError(f"{output} is what is imported", "name another file")
+            raise UserError(f"{output} is the file being imported", "choose another file")
         if not force:
-            raise UserError(f"{output} is there already", "name another file, or add --force")
+            raise UserError(f"{output} already exists", "choose another file, or add --force")
     try:
         write_atomic(output, text, durable=True)
     except OSError as error:
@@ -131,7 +131,7 @@ def _report(imported: Imported, output: Path | None) -> str:
     if entries := report.of(Kind.UNNEEDED):
         lines += ["", f"{Kind.UNNEEDED} ({len(entries)})", *_names(entries)]
     if assumed := report.assumed:
-        title = f"left out there, and so by default ({len(assumed)})"
+        title = f"not set there, so that tool's default ({len(assumed)})"
         lines += ["", title, *(_line(entry) for entry in assumed)]
     for title, sentences in (("warnings", report.warnings), ("to fill in", report.to_fill_in)):
         if sentences:

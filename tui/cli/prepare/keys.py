@@ -28,12 +28,12 @@ _KINDS: Final = {"int": "number", "float": "number", "bool": "true or false", "s
 @click.option("--markdown", is_flag=True, help="Print tables, as in docs/job-keys.md.")
 @JSON
 def keys(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
-    """Every key of a job: what it may be, its default, what it does.
+    """List job keys: values, default, meaning.
 
-    Each is also a flag of submit, run, resume and data: --lora_rank=8, --lora-rank 8.
+    Each key is also a flag of submit, run, resume and data: --lora_rank=8, --lora-rank 8.
 
     \b
-    fsdp-tui keys                 all of them, by group
+    fsdp-tui keys                 all keys, by group
     fsdp-tui keys fsdp devices    two groups
     fsdp-tui keys lora_rank       one key
     """
@@ -111,7 +111,7 @@ def _text(chosen: list[str], columns: int) -> str:
         lines = [group]
         for name in names:
             default = _default(name)
-            given = f"; {default} when left out" if default else ""
+            given = f"; default: {default}" if default else ""
             head = f"{name}  ({values_of(name)}{given})"
             lines += textwrap.wrap(head, columns, initial_indent="  ", subsequent_indent="    ")
             lines += textwrap.wrap(

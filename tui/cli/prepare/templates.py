@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @click.command()
 @JSON
 def templates(as_json: bool) -> None:
-    """What `submit --template NAME` begins from: templates of yours, and of the families.
+    """List the templates for `submit --template NAME`: your own and the families' presets.
 
-    Yours are kept in the dashboard's form (^t), or are job files in the directory that is named
-    at the end; they need not be complete.
+    Save your own in the dashboard's form (^t), or put job files into the directory printed
+    at the end; they may be incomplete.
     """
     found, problems = list_templates()
     for problem in problems:

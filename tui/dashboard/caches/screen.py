@@ -33,7 +33,7 @@ _KEYS: Final = (  # action, keys as people read them, what it does
     ("go(1)", "↑ ↓", "choose"),
     ("clear", "x", "clear"),
     ("clear_all", "a", "clear all"),
-    ("look", "r", "look again"),
+    ("look", "r", "refresh"),
     ("dismiss", "esc", "close"),
 )
 _MARGIN: Final = 2  # columns beside the keys
@@ -53,12 +53,12 @@ class CachesScreen(Screen[None]):
         Binding("home,g", "go(-1000000)", "first cache", id="caches.first"),
         Binding("end,G,shift+g", "go(1000000)", "last cache", id="caches.last"),
         Binding("x,delete,enter", "clear", "clear", id="caches.clear",
-                tooltip="Delete what the highlighted cache holds, after a question"),
+                tooltip="Clear the selected cache (asks first)"),
         Binding("a", "clear_all", "clear all", id="caches.clear_all",
-                tooltip="Delete what all caches hold, after a question"),
-        Binding("r", "look", "look again", id="caches.look", tooltip="Measure them again"),
+                tooltip="Clear all caches (asks first)"),
+        Binding("r", "look", "refresh", id="caches.look", tooltip="Measure the caches again"),
         Binding("t", "switch_theme", "theme", id="caches.switch_theme",
-                tooltip="Switch between the dark and the light theme"),
+                tooltip="Switch between the dark and light theme"),
     ]  # fmt: skip
 
     app: FsdpTui
@@ -126,7 +126,7 @@ class CachesScreen(Screen[None]):
     def on_caches_screen_looked(self, message: Looked) -> None:
         self._complain("")
         self.query_one("#cache-totals", Static).update(
-            f"{amount(message.caches)} · each is made again when a job needs it"
+            f"{amount(message.caches)} · jobs rebuild what they need"
         )
         self.panel.update_from(message.caches)
 
@@ -165,7 +165,7 @@ class CachesScreen(Screen[None]):
         if self._clearing or not caches:
             return
         if not any(one.files for one in caches):
-            self._tell("there is nothing to clear")
+            self._tell("nothing to clear")
             return
         held = [one for one in caches if one.files]
         names = [one.name for one in held]
@@ -178,7 +178,7 @@ class CachesScreen(Screen[None]):
 
         what = "\n".join(f"{one.title}: {one.path}" for one in held)
         detail = (
-            f"{amount(held)} are deleted; the next job that needs them makes them again.\n\n{what}"
+            f"{amount(held)} will be deleted; the next job that needs them rebuilds them.\n\n{what}"
         )
         question = f"Clear the {listed(names)} cache{'s' * (len(names) > 1)}?"
         self.app.push_screen(ConfirmScreen(question, detail, "clear"), answered)
@@ -189,7 +189,7 @@ class CachesScreen(Screen[None]):
         try:
             told, refused = freed(clear(self.store, names)), False
         except StateError as error:
-            told = f"nothing was cleared: {error}"
+            told = f"nothing cleared: {error}"
             raise
         except UserError as error:  # some of it may be gone
             told = str(error)

@@ -120,7 +120,7 @@ class FitBars(Static):
                 self._accepted = values
                 self.screen.call_later(go_on)
 
-        detail = f"{fit.room.name}: {band(fit.low, fit.high)} needed, {verdict(fit)}."
+        detail = f"{fit.room.name}: {band(fit.low, fit.high)} needed: {verdict(fit)}."
         if found.step is not None:
             detail += f"\n{_in_words(found.step)}"
         self.app.push_screen(
@@ -214,7 +214,7 @@ def look(
     except ToolError as error:
         return Look(values, told=f"memory: {error}")
     strategy = f"{own.strategy} on {own.ranks} rank{'s' if own.ranks > 1 else ''}"
-    about = [f"Predicted for {strategy}; the most in {own.largest.name}.", *own.notes]
+    about = [f"Predicted for {strategy}; peak in {own.largest.name}.", *own.notes]
     return Look(values, bars, step, notes="\n".join([*about, asked.calibration.in_words()]).strip())
 
 
@@ -291,7 +291,7 @@ def _verdict(fit: Fit) -> str:
     if fit.verdict is Verdict.TOO_LARGE:
         return f"does not fit, by {size(fit.low - fit.room.free)}"
     if fit.verdict is Verdict.FITS and fit.spare < fit.room.passing:
-        return f"fits once others free {gib(fit.room.passing)} GiB"
+        return f"fits when other processes free {gib(fit.room.passing)} GiB"
     return verdict(fit)
 
 

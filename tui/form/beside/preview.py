@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 KINDS: Final = ("yaml", "command")
 _TITLES: Final = {"yaml": "job file", "command": "launch command"}
-_NOTHING: Final = {"yaml": "nothing yet", "command": "looking …"}
+_NOTHING: Final = {"yaml": "nothing yet", "command": "loading …"}
 
 
 class Preview(VerticalScroll, can_focus=False):
@@ -40,7 +40,7 @@ class Preview(VerticalScroll, can_focus=False):
             style = "b $primary" if one == kind else "$foreground 55%"
             titles.append(f"[@click=screen.preview('{one}')][{style}]{_TITLES[one]}[/][/]")
         self.border_title = " │ ".join(titles)
-        self.border_subtitle = "F3 the other · ^y copies"
+        self.border_subtitle = "F3 switch · ^y copy"
 
     def tell(self, kind: str, seen: str, copied: str | None = None) -> None:
         """Another text.

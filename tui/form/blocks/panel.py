@@ -24,7 +24,7 @@ class BlocksPanel(PickList):
 
     BINDINGS: ClassVar = [
         Binding("space", "check", "check", id="detect.check",
-                tooltip="Check the highlighted class, or uncheck it")
+                tooltip="Check or uncheck the selected class")
     ]  # fmt: skip
 
     @dataclass

@@ -60,19 +60,19 @@ class DetectScreen(ModalScreen[list[str] | None]):
     AUTO_FOCUS = "#detect-blocks"
     BINDINGS: ClassVar = [
         Binding("escape", "leave", "cancel", id="detect.leave",
-                tooltip="Out of the search, out of a second look, back to the form"),
+                tooltip="Leave the search, cancel a refresh, or go back to the form"),
         Binding("enter", "apply", "apply", id="detect.apply",
-                tooltip="Take the checked classes into the form"),
+                tooltip="Put the checked classes into the form"),
         Binding("a", "recommended", "recommended", id="detect.recommended",
-                tooltip="Check all that are recommended, and only these"),
-        Binding("r", "refresh", "look again", id="detect.refresh",
-                tooltip="Build the model without weights once more, and count"),
+                tooltip="Check only the recommended classes"),
+        Binding("r", "refresh", "refresh", id="detect.refresh",
+                tooltip="Detect the blocks again, ignoring the cache"),
         Binding("slash", "search", "search", id="detect.search",
-                tooltip="List only classes with a part of a name or a path"),
+                tooltip="Filter the classes by name or path"),
         Binding("j,down", "go(1)", "next class", id="detect.down"),
         Binding("k,up", "go(-1)", "previous class", id="detect.up"),
-        Binding("ctrl+d,pagedown", "go(10)", "ten classes on", id="detect.page_down"),
-        Binding("ctrl+u,pageup", "go(-10)", "ten classes back", id="detect.page_up"),
+        Binding("ctrl+d,pagedown", "go(10)", "ten classes down", id="detect.page_down"),
+        Binding("ctrl+u,pageup", "go(-10)", "ten classes up", id="detect.page_up"),
         Binding("home,g", "go(-1000000)", "first class", id="detect.first"),
         Binding("end,G,shift+g", "go(1000000)", "last class", id="detect.last"),
     ]  # fmt: skip
@@ -126,7 +126,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
             yield Static("", id="detect-problem", markup=False)
             yield Static("", id="detect-outcome", markup=False)
             yield Static("", id="detect-cautions", markup=False)
-            yield Input(placeholder="a class or a path", id="detect-search", compact=True)
+            yield Input(placeholder="class or path", id="detect-search", compact=True)
             keys = Static("", id="detect-keys")
             keys.auto_links = False  # they would all get one colour
             yield keys
@@ -225,7 +225,7 @@ class DetectScreen(ModalScreen[list[str] | None]):
         self.panel.action_check()
 
     def action_recommended(self) -> None:
-        """Check all that are recommended, and only these."""
+        """Check only the recommended classes."""
         if self.found is not None:
             self.chosen = self.found.recommended
             self._show_choice()

@@ -33,5 +33,5 @@ class BucketsPanel(PickList):
         self.fill()
 
     def table(self, width: int) -> Sequence[Row]:
-        assert self._report is not None, "there are some"
+        assert self._report is not None, "some buckets"
         return bucket_rows(self._report["buckets"], width)

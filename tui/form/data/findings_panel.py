@@ -36,9 +36,7 @@ class FindingsPanel(Lines, can_focus=True):
 
     def update_from(self, report: Mapping[str, Any]) -> None:
         self._report = report
-        self.border_title = (
-            " · ".join(group.count for group in groups(report)) or "nothing left out"
-        )
+        self.border_title = " · ".join(group.count for group in groups(report)) or "nothing skipped"
         self._fill()
 
     def on_resize(self, event: Resize) -> None:
@@ -48,4 +46,4 @@ class FindingsPanel(Lines, can_focus=True):
         width = self.scrollable_content_region.width
         if self._report is not None and width:
             rows = finding_rows(self._report, width)
-            self.show(rows or [(Span("every file is used, as it is", "dim"),)])
+            self.show(rows or [(Span("every file is used unchanged", "dim"),)])

@@ -41,7 +41,7 @@ class PicturesPanel(Widget):
         self.pictures, self.first = pictures_of(strip, width / height), 0
         shown, there = len(self.pictures), bucket["samples"]
         which = f"{shown} of {there} samples" if shown < there else some(there, "sample")
-        self._title = f"{bucket_name(bucket)} · {which}, cut as for training"
+        self._title = f"{bucket_name(bucket)} · {which}, cropped as for training"
         self._draw_soon()
 
     def turn(self, by: int) -> None:

@@ -13,7 +13,7 @@ from tui.text.format import Row, Span, bar, percent, right
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_NUMBERS: Final = (("steps", 7), ("cut off", 9), ("at most", 9), ("fill", 6))  # name, columns
+_NUMBERS: Final = (("steps", 7), ("cropped", 9), ("max crop", 9), ("fill", 6))  # name, columns
 _WIDEST_BAR: Final = 48
 _LEAST_BAR: Final = 6
 _MUCH: Final = 0.25  # of a picture cut off, of a bucket's draws only filling: marked
@@ -86,8 +86,8 @@ def _titled(title: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _dataset(dataset: Mapping[str, Any], width: int) -> Row:
-    facts = f"{dataset['samples']:>6}  {dataset['draws']} draws an epoch"
-    facts += f", {dataset['skipped']} left out  " if dataset["skipped"] else "  "
+    facts = f"{dataset['samples']:>6}  {dataset['draws']} samples per epoch"
+    facts += f", {dataset['skipped']} skipped  " if dataset["skipped"] else "  "
     return (Span(facts), Span(_head_cut(dataset["path"], width - len(facts)), "dim"))
 
 
@@ -132,10 +132,10 @@ def _head_cut(text: str, room: int) -> str:
 def looking_row(done: int, total: int, width: int) -> Row:
     """How far the look has come."""
     if not total:
-        return (Span("looking at the data …", "accent"),)
+        return (Span("reading the data …", "accent"),)
     if done >= total:
-        return (Span(f"looked at {total} files …", "accent"),)
-    words, count = "looking at the data ", f" {done}/{total}  {done / total:.0%}"
+        return (Span(f"read {total} files …", "accent"),)
+    words, count = "reading the data ", f" {done}/{total}  {done / total:.0%}"
     return (
         Span(words, "accent"),
         *bar(done / total, max(0, min(60, width - len(words) - len(count)))),

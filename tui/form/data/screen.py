@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 _KEYS: Final = (  # action, keys as people read them, what it does
     ("go(1)", "↑ ↓", "bucket"),
-    ("turn(1)", "← →", "pictures"),
-    ("app.focus_next", "tab", "left out"),
-    ("look_again", "r", "look again"),
+    ("turn(1)", "← →", "images"),
+    ("app.focus_next", "tab", "findings"),
+    ("look_again", "r", "refresh"),
     ("dismiss", "esc", "close"),
 )
 _KEYS_WITHOUT: Final = _KEYS[-2:]  # what can be done while there is nothing to see
@@ -58,21 +58,21 @@ class DataScreen(Screen[None]):
     AUTO_FOCUS = ""
     BINDINGS: ClassVar = [
         Binding("escape,q,d", "dismiss", "close", id="data.close",
-                tooltip="Back to where you came from"),
+                tooltip="Back to the previous screen"),
         Binding("j,down", "go(1)", "next bucket", id="data.down"),
         Binding("k,up", "go(-1)", "previous bucket", id="data.up"),
-        Binding("ctrl+d,pagedown", "go(10)", "ten buckets on", id="data.page_down"),
-        Binding("ctrl+u,pageup", "go(-10)", "ten buckets back", id="data.page_up"),
+        Binding("ctrl+d,pagedown", "go(10)", "ten buckets down", id="data.page_down"),
+        Binding("ctrl+u,pageup", "go(-10)", "ten buckets up", id="data.page_up"),
         Binding("home,g", "first", "first bucket", id="data.first"),
         Binding("end,G,shift+g", "last", "last bucket", id="data.last"),
-        Binding("l,right", "turn(1)", "next pictures", id="data.next_pictures",
-                tooltip="More pictures of the bucket"),
-        Binding("h,left", "turn(-1)", "previous pictures", id="data.previous_pictures",
-                tooltip="The pictures of the bucket before these"),
-        Binding("r", "look_again", "look again", id="data.look_again",
-                tooltip="Read the data again, as it is now"),
+        Binding("l,right", "turn(1)", "next images", id="data.next_pictures",
+                tooltip="Next images of the bucket"),
+        Binding("h,left", "turn(-1)", "previous images", id="data.previous_pictures",
+                tooltip="Previous images of the bucket"),
+        Binding("r", "look_again", "refresh", id="data.look_again",
+                tooltip="Read the data again"),
         Binding("t", "switch_theme", "theme", id="data.switch_theme",
-                tooltip="Switch between the dark and the light theme"),
+                tooltip="Switch between the dark and light theme"),
     ]  # fmt: skip
 
     app: FsdpTui
@@ -180,7 +180,7 @@ class DataScreen(Screen[None]):
         self.query_one("#data-totals", Static).update("\n".join(headlines(report, message.steps)))
         changed = self.query_one("#data-changed", Static)
         changed.set_class(bool(message.changed), "-shown")
-        changed.update(f"The data changed since the job looked at it: {message.changed}.")
+        changed.update(f"The data has changed since the job read it: {message.changed}.")
         self._become("-looked")
         self.buckets.update_from(report)
         self.findings.update_from(report)

@@ -26,8 +26,8 @@ class Choice(Static, can_focus=True):
     """
 
     BINDINGS: ClassVar = [
-        Binding("right,space,enter", "go(1)", "next word", show=False, id="choice.next"),
-        Binding("left", "go(-1)", "previous word", show=False, id="choice.previous"),
+        Binding("right,space,enter", "go(1)", "next value", show=False, id="choice.next"),
+        Binding("left", "go(-1)", "previous value", show=False, id="choice.previous"),
         # Letters are no keys of the screen here, as little as in an input.
         *(Binding(one, f"letter('{one}')", show=False) for one in ascii_lowercase + digits),
     ]
@@ -67,7 +67,7 @@ class Choice(Static, can_focus=True):
             self._take(place)
 
     def action_letter(self, letter: str) -> None:
-        """Go to the next word that begins with a letter."""
+        """Go to the next value that begins with a letter."""
         count = len(self.options)
         order = ((self._place + step) % count for step in range(1, count + 1))
         places = (n for n in order if self.options[n][0].lower().startswith(letter))
@@ -98,7 +98,7 @@ class DropDown(Select[Any]):
 
     BINDINGS: ClassVar = [
         Binding("down", "app.focus_next", "next field", show=False, id="fields.down"),
-        Binding("up", "app.focus_previous", "field before", show=False, id="fields.up"),
+        Binding("up", "app.focus_previous", "previous field", show=False, id="fields.up"),
     ]
 
 

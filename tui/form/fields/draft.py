@@ -111,13 +111,13 @@ def _readable(values: Mapping[str, Any]) -> JobSpec:
 
 def followed(ranks: int, changes: Mapping[str, Any]) -> str:
     """What another number of ranks has changed, as a sentence."""
-    words = {True: "on", False: "off", None: "by itself"}
+    words = {True: "on", False: "off", None: "auto"}
     told = [f"{key} {words.get(value, value)}" for key, value in changes.items()]
     if not told:
         return ""
     if changes.get("strategy") in SHARDING:
         return f"{ranks} ranks turn FSDP on: {', '.join(told)}"
-    return f"{ranks} rank{'s' if ranks > 1 else ''}, as before: {', '.join(told)}"
+    return f"{ranks} rank{'s' if ranks > 1 else ''}, restored: {', '.join(told)}"
 
 
 def defaults_of(family: object, flavour: object) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def strategy_note(values: Mapping[str, Any]) -> tuple[str, str]:
     if spec.strategy != "auto":
         return "", ""
     if depends_on_memory(spec):
-        return "→ what fits", "On GPUs: ddp if a whole copy fits, else fsdp2."
+        return "→ what fits", "On GPUs: ddp if the full model fits on each, else fsdp2."
     strategy, reason = chosen_strategy(spec)
     return f"→ {strategy}", f"Now {strategy}: {reason}."
 
@@ -241,7 +241,7 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         })  # fmt: skip
         if name == "dataset":
             count = check_job.check_dataset(spec)
-            return True, f"{count} pictures" if count else "a table of pictures"
+            return True, f"{count} images" if count else "a table of images"
         check_job.check_model(spec)
         return True, f"a {spec.model_family} model"
     except UserError as error:

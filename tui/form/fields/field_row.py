@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _WIDEST_CHOICE: Final = 24  # columns; longer ones drop down
-_NO_FLAVOUR: Final = "not said"
+_NO_FLAVOUR: Final = "unknown"
 
 
 class FieldRow(Vertical):

@@ -23,7 +23,7 @@ def help_text(name: str) -> str:
     """The field's own help, with its key as job files spell it."""
     text = JobSpec.model_fields[name].description or ""
     if name == "validation_prompts":
-        text += " Separate several with |, settings as in {prompt: a cat, seed: 3}."
+        text += " Separate prompts with |; settings like {prompt: a cat, seed: 3}."
     if name == BLOCKS:
         text += " ^b or F2 lists them."
     return f"{name}: {text}"
@@ -32,7 +32,7 @@ def help_text(name: str) -> str:
 def placeholder(name: str) -> str:
     """What stands in an input while it is blank: the default."""
     if name == BLOCKS:
-        return "the family's own; ^b chooses"
+        return "the family's blocks; ^b to choose"
     return as_text(name, JobSpec.model_fields[name].default)
 
 
@@ -122,5 +122,5 @@ def from_text(name: str, text: str) -> Any:
 def leaving(queueing: bool) -> str:
     """What becomes of what was typed when the form is left."""
     if queueing:
-        return "The job is being queued already, and leaving does not stop that."
-    return "What you typed is lost. ^s keeps it as a job file, ^t as a template."
+        return "The job is being queued; leaving does not stop that."
+    return "Your changes will be lost. ^s saves a job file, ^t a template."

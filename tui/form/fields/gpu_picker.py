@@ -21,7 +21,7 @@ _GAP: Final = "  "
 
 
 class GpuPicker(Static, can_focus=True):
-    """Chosen GPUs by index. None chosen means: any that are free, as many as there are ranks.
+    """Chosen GPUs by index. None chosen means: auto: any free GPUs, as many as there are ranks.
 
     Args:
         gpus: Of this machine.
@@ -32,10 +32,10 @@ class GpuPicker(Static, can_focus=True):
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "previous GPU", show=False, id="gpus.left"),
         Binding("right", "move(1)", "next GPU", show=False, id="gpus.right"),
-        Binding("space,enter", "turn_here", "take this GPU, or leave it", show=False,
+        Binding("space,enter", "turn_here", "select or deselect this GPU", show=False,
                 id="gpus.toggle"),
         Binding("a", "all", "all GPUs, or none", show=False, id="gpus.all"),
-        Binding("f", "free", "the GPUs that nobody uses", show=False, id="gpus.free"),
+        Binding("f", "free", "all idle GPUs", show=False, id="gpus.free"),
         *(Binding(str(n), f"turn({n})", f"GPU {n}", show=False, id=f"gpus.toggle_{n}")
           for n in range(10)),
     ]  # fmt: skip
@@ -157,11 +157,11 @@ class GpuPicker(Static, can_focus=True):
     def _tail(self) -> str:
         """What the choice comes to."""
         if isinstance(self._given, int):
-            return f"any {self._given} that are free"
+            return f"any {self._given} free GPUs"
         if self._given is not None:
             return f"{', '.join(map(str, self._given))}: not on this machine"
         if not self.chosen:
-            return "any that are free"
+            return "auto: any free GPUs"
         busy = [str(g.index) for g in self.gpus if g.index in self.chosen and g.uuid in self.users]
         return f"waits for {', '.join(busy)}" if busy else ""
 

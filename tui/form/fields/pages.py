@@ -68,7 +68,7 @@ _PARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         ),
     },
     "devices": {"accelerate launch": ("accelerate_", "machine_", "main_process", "num_machines")},
-    "validation": {"loss on what is held out": (
+    "validation": {"validation loss": (
         "validation_fraction", "validation_loss", "validation_timesteps",
     )},
 }  # fmt: skip

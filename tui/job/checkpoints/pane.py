@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jobs.service.plan import Plan
     from tui.look.job_look import Look
 
-_BUSY: Final = {"verify": "stop reading", "export": "stop exporting"}
+_BUSY: Final = {"verify": "cancel verify", "export": "cancel export"}
 _EVERY: Final = 1.0  # seconds between looks
 
 
@@ -46,11 +46,11 @@ class CheckpointsPane(Pane, can_focus=True):
 
     KEYS: ClassVar = (
         *moving("checkpoint"),
-        Key("resume", "s,enter", "s", "go on from here", "Go on training after this checkpoint"),
-        Key("verify", "v", "v", "verify", "Read every byte of it; again: stop reading"),
-        Key("export", "e", "e", "export", "Export it for stock tools; again: stop exporting"),
-        Key("delete", "r,delete", "r", "delete", "Delete its files, after a question"),
-        Key("copy_path", "y", "y", "path", "Copy the path of the checkpoint"),
+        Key("resume", "s,enter", "s", "resume from here", "Resume training from this checkpoint"),
+        Key("verify", "v", "v", "verify", "Read and check every byte; again: cancel"),
+        Key("export", "e", "e", "export", "Export for other tools; again: cancel"),
+        Key("delete", "r,delete", "r", "delete", "Delete the checkpoint (asks first)"),
+        Key("copy_path", "y", "y", "path", "Copy the checkpoint's path"),
     )
     BINDINGS: ClassVar = bindings_of("checkpoints", KEYS)
 
@@ -232,7 +232,7 @@ class CheckpointsPane(Pane, can_focus=True):
             self.app.say(f"job {self.job.id} is {self.job.state}; stop it first", "warning")
         elif one.set_aside:
             self.app.say(
-                f"{one.name} is set aside; rename it to step-{one.step}, or begin a new job with "
+                f"{one.name} is set aside; rename it to step-{one.step}, or start a new job with "
                 f"resume_from_checkpoint: {one.path}", "warning",
             )  # fmt: skip
         else:
@@ -326,14 +326,14 @@ class CheckpointsPane(Pane, can_focus=True):
             if yes:
                 self._act(partial(self._delete, one))
 
-        detail = f"{size(one.bytes)} of files are deleted for good:\n{one.path}"
+        detail = f"{size(one.bytes)} will be deleted permanently:\n{one.path}"
         if one.next:
-            detail += "\n\nIt is what the job would go on after when it is resumed."
+            detail += "\n\nA resume would start from this checkpoint."
         self.app.push_screen(ConfirmScreen(f"Delete {one.name}?", detail, "delete"), answered)
 
     def _delete(self, one: Listed) -> str:
         service.delete_checkpoints(self.store, self.job.id, [one.name])
-        return f"{one.name} is deleted"
+        return f"{one.name} deleted"
 
     def _act(self, act: Callable[[], str]) -> None:
         self.app.act(act)

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 Shown = Literal["set", "all", "command", "diff"]
 
 _TITLES: dict[Shown, str] = {
-    "set": "job file: what differs from the defaults · a shows all",
-    "all": "job file: every key · a shows what differs from the defaults",
-    "command": "the same job by hand, in a shell · y copies it",
+    "set": "job file: changes from the defaults · a: all keys",
+    "all": "job file: all keys · a: changes from the defaults",
+    "command": "the same job in a shell · y: copy",
 }
 
 
@@ -53,10 +53,10 @@ class ConfigPane(TextPane):
 
     KEYS: ClassVar = (
         *scrolling(),
-        Key("show_all", "a", "a", "all keys", "Every key, or what differs from the defaults"),
-        Key("show_command", "l", "l", "launch", "The command that launches the job by hand"),
+        Key("show_all", "a", "a", "all keys", "Show all keys, or only changes from the defaults"),
+        Key("show_command", "l", "l", "launch", "Show the command that launches the job by hand"),
         Key("compare", "o", "o", "other job", "Compare with another job"),
-        Key("copy_shown", "y", "y", "copy", "Copy what is shown"),
+        Key("copy_shown", "y", "y", "copy", "Copy the text shown"),
     )
     BINDINGS: ClassVar = bindings_of("config", KEYS)
 
@@ -111,7 +111,7 @@ class ConfigPane(TextPane):
 
     def rows_of(self, look: Look, width: int) -> Sequence[Row]:
         if self.shown == "diff" and (compared := self.compared) is not None:
-            self._say(f"what job {compared.other.id} “{compared.other.name}” has instead · a: back")
+            self._say(f"differences in job {compared.other.id} “{compared.other.name}” · a: back")
             if compared.problem:
                 return [(Span(f"! {compared.problem}", "bad"),)]
             return diff_rows(compared.found, look.job, compared.other, width)

@@ -55,7 +55,7 @@ def diff_rows(found: Sequence[Difference], ours: Job, theirs: Job, width: int) -
         width: Columns.
     """
     if not found:
-        return [(Span("both jobs were told the same", "good"),)]
+        return [(Span("both jobs have the same settings", "good"),)]
     keys = min(_WIDEST_KEY, max(len(one.key) for one in found))
     room = max(8, (width - keys - 6) // 2)
     rows: list[Row] = [

@@ -21,7 +21,7 @@ class HistoryPane(TextPane):
 
     KEYS: ClassVar = (
         *scrolling(),
-        Key("toggle_events", "e", "e", "events", "Show or hide what happened in the run"),
+        Key("toggle_events", "e", "e", "events", "Show or hide events of the run"),
         Key("copy_all", "y", "y", "copy", "Copy the whole history as text"),
     )
     BINDINGS: ClassVar = bindings_of("history", KEYS)
@@ -38,7 +38,7 @@ class HistoryPane(TextPane):
             self._made = key
             self._rows = history_rows(
                 look.history, look.moments, width, states_only=self.states_only
-            ) or [(Span("nothing has happened yet", "dim"),)]
+            ) or [(Span("no events yet", "dim"),)]
         return self._rows
 
     def fill(self) -> None:

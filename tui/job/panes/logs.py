@@ -23,11 +23,11 @@ class LogsPane(Pane):
             "Next log: ranks, launcher, supervisor"),
         Key("turn_log(-1)", "left_square_bracket,left", "[", "previous log", "Previous log",
             line=False),
-        Key("read('')", "enter", "enter", "large", "Read it on the whole screen"),
-        Key("read('search')", "slash", "/", "search", "Search in it"),
-        Key("read('filter')", "ampersand", "&", "filter", "Show only some lines"),
-        Key("follow", "f", "f", "follow", "Follow the log, or hold it still"),
-        Key("copy_path", "y", "y", "copy path", "Copy the path of the log"),
+        Key("read('')", "enter", "enter", "large", "Open the log full-screen"),
+        Key("read('search')", "slash", "/", "search", "Search the log"),
+        Key("read('filter')", "ampersand", "&", "filter", "Filter lines"),
+        Key("follow", "f", "f", "follow", "Follow the log, or stop following"),
+        Key("copy_path", "y", "y", "copy path", "Copy the log's path"),
     )  # fmt: skip
     BINDINGS: ClassVar = bindings_of("logs", KEYS)
 

@@ -46,11 +46,11 @@ def _state(look: Look, width: int) -> list[Row]:
     words = f"{glyph} {job.state}" + (f": {job.reason}" if job.reason else "")
     rows = fact("state", words, width, role)
     if todo := advice(job.state, job.reason):
-        rows += fact("to do", todo, width, "accent")
+        rows += fact("fix", todo, width, "accent")
     if job.state in (State.FAILED, State.LOST, State.STOPPED):
         newest = look.newest
-        place = f"goes on after step {newest}" if newest is not None else "begins anew"
-        rows += fact("" if rows else "to do", f"s starts it again; it {place}", width)
+        place = f"resumes after step {newest}" if newest is not None else "restarts at step 0"
+        rows += fact("" if rows else "fix", f"s: resume; {place}", width)
     return rows
 
 
@@ -78,10 +78,10 @@ def _progress(look: Look, width: int) -> list[Row]:
     if last is not None:
         losses = [f"loss {number(last.loss)}"]
         losses += [f"lr {number(last.lr)}"] if last.lr is not None else []
-        losses += [f"gradient {number(last.grad_norm, 3)}"] if last.grad_norm is not None else []
+        losses += [f"grad norm {number(last.grad_norm, 3)}"] if last.grad_norm is not None else []
         if look.curve.validation is not None:
             losses.append(f"validation loss {number(look.curve.validation)}")
-        rows += fact("newest", " · ".join(losses), width)
+        rows += fact("latest", " · ".join(losses), width)
     return rows
 
 
@@ -115,7 +115,7 @@ def _trouble(look: Look, width: int) -> list[Row]:
 def _how(look: Look, gpus: str, width: int) -> list[Row]:
     job, report = look.job, look.report
     ranks = f"{job.ranks} rank{'s' * (job.ranks != 1)}"
-    rows = [heading("how it runs"), *fact("ranks", f"{ranks} on {gpus}", width)]
+    rows = [heading("setup"), *fact("ranks", f"{ranks} on {gpus}", width)]
     if report.strategy:
         rows += fact("strategy", f"{report.strategy}: {report.reason}", width)
     if units := report.sharding.get("units"):
@@ -135,7 +135,7 @@ def _how(look: Look, gpus: str, width: int) -> list[Row]:
 
 
 def peaks_of(look: Look) -> tuple[dict[str, list[int]], str]:
-    """The most memory by phase and rank, and what was counted; of a running job, so far."""
+    """The Peak memory per phase and rank, and what was counted; of a running job, so far."""
     if look.report.peaks:
         return look.report.peaks, look.report.measure
     ranks = [rank for rank in look.view.ranks if rank.peaks]
@@ -154,9 +154,9 @@ def _memory(look: Look) -> list[Row]:
     peaks, measure = peaks_of(look)
     if not peaks:
         return []
-    title = "most memory by phase and rank" + ("" if look.report.peaks else ", so far")
+    title = "Peak memory per phase and rank" + ("" if look.report.peaks else ", so far")
     if measure == "rss":
-        title += ", with everything that the process holds"
+        title += " (RSS)"
     head, *lines = memory_table(peaks).splitlines()
     table: list[Row] = [(Span(f"  {head}", "dim"),), *((Span(f"  {line}"),) for line in lines)]
     return [_BLANK, heading(title), *table]

@@ -33,7 +33,7 @@ class JobList(PickList):
         return len(self.jobs)
 
     def nothing(self) -> Sequence[Row]:
-        return [(Span("there is no other job", "dim"),)]
+        return [(Span("no other jobs", "dim"),)]
 
     def table(self, width: int) -> Sequence[Row]:
         ids = max(2, *(len(str(job.id)) for job in self.jobs))
@@ -56,8 +56,8 @@ class PickJobScreen(ModalScreen["Job | None"]):
     CSS_PATH = "../job.tcss"
     KEYS: ClassVar = (
         *moving("job"),
-        Key("pick", "enter", "enter", "this one", "Take the highlighted job"),
-        Key("dismiss", "escape,q", "esc", "cancel", "Take none"),
+        Key("pick", "enter", "enter", "select", "Choose the selected job"),
+        Key("dismiss", "escape,q", "esc", "cancel", "Cancel"),
     )
     BINDINGS: ClassVar = bindings_of("pick_job", KEYS)
     AUTO_FOCUS = "#pick-list"
@@ -70,7 +70,7 @@ class PickJobScreen(ModalScreen["Job | None"]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="pick-job") as dialog:
             dialog.border_title = self.question
-            dialog.border_subtitle = "enter · esc cancels"
+            dialog.border_subtitle = "enter select · esc cancel"
             yield self.list
 
     def action_go(self, by: int) -> None:

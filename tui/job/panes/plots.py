@@ -44,7 +44,7 @@ class PlotsPane(Pane):
 
     KEYS: ClassVar = (
         Key("compare", "c", "c", "compare", "Choose other runs to compare with"),
-        Key("leave", "escape", "esc", "close", "Take the cursor away, or close", line=False),
+        Key("leave", "escape", "esc", "close", "Clear the cursor, or close", line=False),
     )
     BINDINGS: ClassVar = bindings_of("plots_tab", KEYS)
 

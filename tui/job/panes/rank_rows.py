@@ -46,7 +46,7 @@ def late_words(ranks: Sequence[RankStatus], now: float) -> str:
     names += f" and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
     longest = duration(max(now - rank.heartbeat for rank in late))
     if len(late) == 1:
-        return f"rank {names} is late: no heartbeat for {longest}; the others wait for it"
+        return f"rank {names} is late: no heartbeat for {longest}; the others are waiting for it"
     return f"ranks {names} are late: no heartbeat for {longest}"
 
 
@@ -109,7 +109,7 @@ def about_rank(rank: RankStatus, ended: bool, now: float) -> str:
     lines = [where, " · ".join(sizes)]
     if rank.peaks:
         each = " · ".join(f"{name} {size(value)}" for name, value in rank.peaks.items())
-        lines.append(f"most in each phase: {each}")
+        lines.append(f"peak per phase: {each}")
     if not ended:
         lines.append(
             f"heartbeat {_ago(now - rank.heartbeat)}, progress {_ago(now - rank.progressed)}"

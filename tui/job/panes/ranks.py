@@ -51,7 +51,7 @@ class RankList(PickList):
         return rank_rows(self.ranks, self.ended, self.now, width)
 
     def nothing(self) -> Sequence[Row]:
-        return [(Span("no rank has said anything yet", "dim"),)]
+        return [(Span("no rank has reported yet", "dim"),)]
 
 
 class RanksPane(Pane):
@@ -59,8 +59,8 @@ class RanksPane(Pane):
 
     KEYS: ClassVar = (
         *moving("rank"),
-        Key("open_log", "enter,l", "enter", "its log", "Show the log of the highlighted rank"),
-        Key("copy_pid", "y", "y", "copy pid", "Copy the process id of the highlighted rank"),
+        Key("open_log", "enter,l", "enter", "its log", "Show the log of the selected rank"),
+        Key("copy_pid", "y", "y", "copy pid", "Copy the pid of the selected rank"),
     )
     BINDINGS: ClassVar = bindings_of("ranks", KEYS)
 

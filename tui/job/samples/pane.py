@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from tui.look.job_look import Look
 
 _EMPTY = (
-    "No samples yet. A job samples its validation_prompts every validation_steps steps; p asks a "
-    "running job for them at once."
+    "No samples yet. A job samples its validation_prompts every validation_steps steps; p samples "
+    "a running job now."
 )
-_NO_PROMPTS = "This job samples nothing: it has no validation_prompts."
+_NO_PROMPTS = "No samples: this job has no validation_prompts."
 
 
 class SamplesPane(Pane):
     """The grid, and what the chosen picture was made from."""
 
     KEYS: ClassVar = (
-        Key("move(0, 1)", "right,l", "← →", "step", "The next step"),
-        Key("move(0, -1)", "left,h", "←", "earlier", "The step before", line=False),
-        Key("move(1, 0)", "down,j", "↑ ↓", "prompt", "The next prompt"),
-        Key("move(-1, 0)", "up,k", "↑", "prompt before", "The prompt before", line=False),
-        Key("move(0, 1000000)", "end,G,shift+g", "G", "newest", "The newest step", line=False),
-        Key("move(0, -1000000)", "home,g", "g", "oldest", "The oldest step", line=False),
-        Key("open_sample", "enter", "enter", "large", "Show the picture on the whole screen"),
-        Key("mark", "space", "space", "mark", "Mark a picture, to compare others with it"),
+        Key("move(0, 1)", "right,l", "← →", "step", "Next step"),
+        Key("move(0, -1)", "left,h", "←", "earlier", "Previous step", line=False),
+        Key("move(1, 0)", "down,j", "↑ ↓", "prompt", "Next prompt"),
+        Key("move(-1, 0)", "up,k", "↑", "previous prompt", "Previous prompt", line=False),
+        Key("move(0, 1000000)", "end,G,shift+g", "G", "newest", "Newest step", line=False),
+        Key("move(0, -1000000)", "home,g", "g", "oldest", "Oldest step", line=False),
+        Key("open_sample", "enter", "enter", "large", "Show the image full-screen"),
+        Key("mark", "space", "space", "mark", "Mark an image to compare others with"),
         Key("compare", "v", "v", "compare",
-            "Compare with the marked picture, or the first of its prompt"),
-        Key("copy_path", "o,y", "o", "path", "Copy the path of the picture or video"),
-        Key("zoom(1)", "plus,equals_sign", "+ −", "size", "Fewer and larger pictures"),
-        Key("zoom(-1)", "minus", "−", "smaller", "More and smaller pictures", line=False),
+            "Compare with the marked image, or the first of its prompt"),
+        Key("copy_path", "o,y", "o", "path", "Copy the path of the image or video"),
+        Key("zoom(1)", "plus,equals_sign", "+ −", "size", "Fewer, larger images"),
+        Key("zoom(-1)", "minus", "−", "smaller", "More, smaller images", line=False),
     )  # fmt: skip
     BINDINGS: ClassVar = bindings_of("samples", KEYS)
 

@@ -44,18 +44,18 @@ class SampleScreen(Screen[Place]):
     CSS_PATH = "samples.tcss"
     AUTO_FOCUS = ""
     KEYS: ClassVar = (
-        Key("move(0, 1)", "right,l", "← →", "step", "The next step"),
-        Key("move(0, -1)", "left,h", "←", "earlier", "The step before", line=False),
-        Key("move(1, 0)", "down,j", "↑ ↓", "prompt", "The next prompt"),
-        Key("move(-1, 0)", "up,k", "↑", "prompt before", "The prompt before", line=False),
-        Key("toggle_compare", "v", "v", "compare", "Two steps side by side, or one"),
+        Key("move(0, 1)", "right,l", "← →", "step", "Next step"),
+        Key("move(0, -1)", "left,h", "←", "earlier", "Previous step", line=False),
+        Key("move(1, 0)", "down,j", "↑ ↓", "prompt", "Next prompt"),
+        Key("move(-1, 0)", "up,k", "↑", "previous prompt", "Previous prompt", line=False),
+        Key("toggle_compare", "v", "v", "compare", "Show two steps side by side, or one"),
         Key("move_other(1)", "right_square_bracket", "[ ]", "left step",
-            "A later step on the left side"),
+            "Later step on the left"),
         Key("move_other(-1)", "left_square_bracket", "[", "earlier on the left",
-            "An earlier step on the left side", line=False),
-        Key("copy_path", "o,y", "o", "path", "Copy the path of the picture or video"),
+            "Earlier step on the left", line=False),
+        Key("copy_path", "o,y", "o", "path", "Copy the path of the image or video"),
         Key("copy_prompt", "c", "c", "copy prompt", "Copy the prompt", line=False),
-        Key("show_help", "question_mark,f1", "?", "help", "The keys of this screen", line=False),
+        Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen", line=False),
         Key("leave", "escape,q,enter", "esc", "close", "Back to the grid"),
     )  # fmt: skip
     BINDINGS: ClassVar = bindings_of("sample", KEYS)

@@ -120,7 +120,7 @@ def about(sample: Sample) -> str:
     if facts.get("ema"):
         parts.append("EMA")
     if not facts:
-        parts.append("what it was made from is not written (yet)")
+        parts.append("no settings recorded (yet)")
     parts.append(size(sample.bytes))
     if sample.video is not None:
         parts.append(f"video {sample.video.name}")

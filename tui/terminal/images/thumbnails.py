@@ -76,7 +76,7 @@ def decode(path: Path, longest: int) -> Image:
     except FileNotFoundError:
         raise BrokenPictureError("gone") from None
     except UnidentifiedImageError:
-        raise BrokenPictureError("broken: no picture, or not yet a whole one") from None
+        raise BrokenPictureError("broken: not an image, or incomplete") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise BrokenPictureError(f"broken: {error}") from None
 

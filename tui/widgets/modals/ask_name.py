@@ -34,7 +34,7 @@ class AskNameScreen(ModalScreen[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="ask-name") as dialog:
             dialog.border_title = self.question
-            dialog.border_subtitle = "enter · esc cancels"
+            dialog.border_subtitle = "enter save · esc cancel"
             yield Input(self.proposal, id="name", compact=True)
             yield Static(self.about, markup=False, id="base")
 

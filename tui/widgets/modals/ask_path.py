@@ -31,7 +31,7 @@ class AskPathScreen(ModalScreen[Path | None]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="ask-path") as dialog:
             dialog.border_title = self.question
-            dialog.border_subtitle = "tab completes · enter · esc cancels"
+            dialog.border_subtitle = "tab complete · enter accept · esc cancel"
             files = PathSuggester((".yaml", ".yml", ".json"))
             yield PathInput(self.proposal, id="path", compact=True, suggester=files)
             yield Static(f"relative to {Path.cwd()}", markup=False, id="base")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tui.keys.screen_keys import ScreenKey
 
 _ABOUT = (
-    "Quitting stops nothing: every job has a supervisor of its own, and a new dashboard shows "
-    "the same jobs. Tab moves between the parts of a screen; the mouse works. Other keys: see "
+    "Quitting stops no jobs: each has its own supervisor, and a new dashboard shows the same "
+    "jobs. Tab moves between the parts of a screen; the mouse works. To change keys, see "
     "`fsdp-tui settings`."
 )
 _WIDEST = 16  # columns of keys
@@ -47,8 +47,8 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,q,question_mark,f1,enter", "dismiss", "close", id="help.close"),
         Binding("j,down", "scroll(1)", "scroll down", id="help.down"),
         Binding("k,up", "scroll(-1)", "scroll up", id="help.up"),
-        Binding("ctrl+d,pagedown,space", "scroll(10)", "ten lines on", id="help.page_down"),
-        Binding("ctrl+u,pageup", "scroll(-10)", "ten lines back", id="help.page_up"),
+        Binding("ctrl+d,pagedown,space", "scroll(10)", "ten lines down", id="help.page_down"),
+        Binding("ctrl+u,pageup", "scroll(-10)", "ten lines up", id="help.page_up"),
         Binding("home,g", "scroll(-1000000)", "first line", id="help.first"),
         Binding("end,G,shift+g", "scroll(1000000)", "last line", id="help.last"),
     ]
@@ -60,7 +60,7 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog", id="help", can_focus=False) as dialog:
             dialog.border_title = "keys"
-            dialog.border_subtitle = "↑ ↓ scroll · esc closes"
+            dialog.border_subtitle = "↑ ↓ scroll · esc close"
             yield Keys(self.keys)
             yield Static(_ABOUT, id="about", markup=False)
 

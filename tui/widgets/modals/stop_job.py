@@ -41,8 +41,8 @@ def stop_job(app: FsdpTui, store: Store, job_id: int) -> None:
         if isinstance(app.screen, ConfirmScreen):
             return  # asked once, however often the key was pressed
         detail = (
-            "It was asked to stop and got SIGTERM. Killed, it loses what it trained since its last"
-            " checkpoint."
+            "It was asked to stop and got SIGTERM. Killing it loses all steps since its last "
+            "checkpoint."
         )
         question = f"Kill job {job_id}?"
         app.push_screen(ConfirmScreen(question, detail, "kill", refuse="wait"), answered)

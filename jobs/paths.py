@@ -44,7 +44,7 @@ def expand(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise SpecError(f"{text}: there is no such home directory") from None
+        raise SpecError(f"{text}: no such home directory") from None
 
 
 def exists(path: Path) -> bool:
@@ -67,12 +67,12 @@ def ensure_private_dir(path: Path) -> Path:
         reason = error.strerror or type(error).__name__
         raise UserError(
             f"cannot create the directory {path} ({reason})",
-            "point FSDP_TUI_HOME (or cache_dir) at a place you may write to",
+            "point FSDP_TUI_HOME (or cache_dir) at a writable directory",
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(
             f"cannot write to the directory {path} (permission denied)",
-            "point FSDP_TUI_HOME (or cache_dir) at a place you may write to",
+            "point FSDP_TUI_HOME (or cache_dir) at a writable directory",
         )
     return path
 
@@ -96,8 +96,8 @@ def ensure_state_home() -> Path:
     if status.st_mode & _OTHERS and status.st_uid == os.geteuid():
         path.chmod(0o700)
         print(
-            f"fsdp-tui: others could read or write {path}; its mode was "
-            f"{status.st_mode & 0o777:o} and is 700 now",
+            f"fsdp-tui: other users could read or write {path}; its mode was "
+            f"{status.st_mode & 0o777:o} and is now 700",
             file=sys.stderr,
         )
     return path
@@ -117,5 +117,5 @@ def refuse_unwritable(path: Path) -> None:
         what = "write to" if there == path and there.is_dir() else "create"
         raise UserError(
             f"cannot {what} the directory {path} ({why})",
-            "point FSDP_TUI_HOME (or cache_dir) at a place you may write to",
+            "point FSDP_TUI_HOME (or cache_dir) at a writable directory",
         )

@@ -50,7 +50,7 @@ def write_toy(
 ) -> ToyPaths:
     """Write `directory`/model and `directory`/data, each complete or not at all.
 
-    What is there already, written by an earlier call, stays as it is.
+    What already exists, written by an earlier call, stays as it is.
 
     Args:
         directory: Created if it is missing.
@@ -143,7 +143,7 @@ def _check_place(path: Path) -> None:
         return
     if path.is_symlink() or not path.is_dir() or any(path.iterdir()):
         raise UserError(
-            f"{path} is there already and is not a toy's", "move it or choose another directory"
+            f"{path} already exists and is not a toy's", "move it or choose another directory"
         )
 
 

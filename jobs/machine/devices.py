@@ -48,9 +48,9 @@ _SLOWDOWNS: Final = {  # bits of NVML's clock event reasons; being idle is none
 }
 _SLOWED: Final = (0x08, "hardware slowdown")  # set beside the reason proper, if that is known
 _TROUBLE: Final = {  # NVML's error → what is wrong with the GPU
-    4: "may not be used by you",
-    15: "is lost (it fell off the bus); the machine must be restarted",
-    16: "must be reset before it can be used again",
+    4: "is not accessible to you",
+    15: "is lost (it fell off the bus); reboot the machine",
+    16: "must be reset before use",
 }
 
 
@@ -260,7 +260,7 @@ def _slow_facts(ask: _Ask, position: int) -> Gpu:
         clock_limit=ask(("nvmlDeviceGetMaxClockInfo", ask.nvml.NVML_CLOCK_SM)),
         pci=_text(address.busId) if address is not None else None,
         mig_mode=mode is not None and mode[0] == ask.nvml.NVML_DEVICE_MIG_ENABLE,
-        problem=None if uuid else "does not say its UUID",
+        problem=None if uuid else "reports no UUID",
         pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
         pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
         pcie_lanes_limit=ask("nvmlDeviceGetMaxPcieLinkWidth"),

@@ -70,12 +70,12 @@ def ask(
     if status == 2 and said.startswith(_PREFIX):
         raise UserError(said.removeprefix(_PREFIX))
     if status != 0:
-        what = f"it was ended by {signal.Signals(-status).name}" if status < 0 else said
+        what = f"it was killed by {signal.Signals(-status).name}" if status < 0 else said
         raise ToolError(f"python -m {module} failed: {what or f'exit status {status}'}")
     try:
         found: dict[str, Any] = json.loads(answer.read_bytes())
     except ValueError:
-        raise ToolError(f"python -m {module} failed: its answer is no JSON object") from None
+        raise ToolError(f"python -m {module} failed: its answer is not a JSON object") from None
     return found
 
 

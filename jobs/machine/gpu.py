@@ -81,8 +81,8 @@ class Gpu:
         """Why no job may have this GPU, continuing "GPU 3 …"; None when one may."""
         if self.problem is None and self.mig_mode:
             return (
-                "is divided by MIG, and jobs need whole GPUs: "
-                "ranks on MIG instances cannot exchange data"
+                "is in MIG mode; jobs need whole GPUs, because ranks on MIG instances cannot "
+                "exchange data"
             )
         return self.problem
 
@@ -168,7 +168,7 @@ def foreign_users(
             more = f" and {len(strangers) - 2} more" if len(strangers) > 2 else ""
             lines[gpu.uuid] = "; ".join(map(_line, strangers[:2])) + more
         elif not gpu.processes and (gpu.memory_used or 0) >= _HIDDEN_USE:
-            lines[gpu.uuid] = f"processes that cannot be seen from here ({_gib(gpu.memory_used)})"
+            lines[gpu.uuid] = f"hidden processes ({_gib(gpu.memory_used)})"
     return lines
 
 

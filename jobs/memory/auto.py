@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
     from jobs.spec.job_spec import JobSpec
 
-_KEPT: Final = ", as at its first launch"
+_KEPT: Final = ", as on its first launch"
 
 
 def chosen_before(spec: JobSpec, run_dir: RunDir) -> tuple[str, str] | None:
@@ -41,7 +41,7 @@ def chosen_before(spec: JobSpec, run_dir: RunDir) -> tuple[str, str] | None:
     if not (isinstance(environment, dict) and isinstance(gpus, list)):
         return None
     strategy, _, reason = str(environment.get(STRATEGY_VARIABLE, "")).partition(": ")
-    chosen = strategy in ("ddp", "fsdp2") and reason != "as asked"  # before it said auto
+    chosen = strategy in ("ddp", "fsdp2") and reason != "set in job"  # before it said auto
     if len(gpus) != world_size(spec) or not chosen:
         return None
     return strategy, reason.removesuffix(_KEPT) + _KEPT

@@ -79,9 +79,9 @@ class Calibration:
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
         off = round((self.usual - 1) * 100)
         if not off:
-            return f"on this machine runs took what was predicted, within 1 % ({runs})"
+            return f"runs on this machine matched the prediction within 1% ({runs})"
         more = "more" if off > 0 else "less"
-        return f"on this machine runs took {abs(off)} % {more} than predicted ({runs})"
+        return f"runs on this machine used {abs(off)}% {more} than predicted ({runs})"
 
 
 def file() -> Path:

@@ -151,7 +151,7 @@ class Server:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._closed:
-            raise ToolError("nothing is predicted any more: the dashboard closes")
+            raise ToolError("prediction cancelled: the dashboard is closing")
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
@@ -181,7 +181,7 @@ class Server:
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
             said = lines[-1] if lines else ""
         self._end()
-        return Gone(f"python -m engine.memory failed: {said or 'it ended without an answer'}")
+        return Gone(f"python -m engine.memory failed: {said or 'it exited without an answer'}")
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -206,7 +206,7 @@ def _go_on(cancelled: Callable[[], bool], deadline: float) -> None:
     if cancelled():
         raise Cancelled
     if time.monotonic() > deadline:
-        raise ToolError("predicting the memory takes too long; nothing is known of this job")
+        raise ToolError("the memory prediction timed out; this job has none")
 
 
 _shared: list[Server] = []

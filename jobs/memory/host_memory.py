@@ -43,9 +43,9 @@ def check_host_memory(spec: JobSpec, *, on_gpus: bool) -> None:
         return
     what = "weights" if spec.model_type == "lora" else "weights, gradients and optimizer state"
     raise SpecError(
-        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job keeps at least {_gib(needed)} of {what} "
-        f"in host memory, and this machine has {_gib(present)}",
-        "leave out fsdp_cpu_offload, or take a machine with more memory"
+        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job needs at least {_gib(needed)} of host "
+        f"memory for {what}; this machine has {_gib(present)}",
+        "remove fsdp_cpu_offload, or use a machine with more memory"
         if on_gpus
         else "run it on GPUs, or on a machine with more memory",
     )

@@ -124,7 +124,7 @@ def predict(
         (first, *_) = answer["failed"]
         return Refused(strategy, ranks, str(first["error"]), first.get("hint"))
     except (ValueError, LookupError, TypeError) as error:
-        raise ToolError(f"python -m engine.memory said something else: {error!r}") from None
+        raise ToolError(f"unexpected answer from python -m engine.memory: {error!r}") from None
 
 
 def _complete(spec: JobSpec) -> dict[str, Any]:

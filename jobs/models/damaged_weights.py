@@ -24,13 +24,13 @@ def find_damage(path: Path) -> str | None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return "it is no regular file"
+            return "it is not a regular file"
         with open(path, "rb") as file:
             start = file.read(8)
             room = status.st_size - 8
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= min(room, LONGEST_HEADER):
-                return "it is cut off, or no safetensors file"
+                return "it is truncated, or not a safetensors file"
             header = json.loads(file.read(length))
     except OSError as error:
         return f"it cannot be read: {error.strerror or error}"
@@ -62,4 +62,4 @@ def _wrong_with(header: dict[str, Any], room: int) -> str | None:
         if begin < at:
             return f"{name[:80]!r} overlaps another tensor"
         at = end
-    return f"it is cut off: {room} of {at} bytes are there" if at > room else None
+    return f"it is truncated: {room} of {at} bytes" if at > room else None

@@ -37,7 +37,7 @@ def find_model(name_or_path: str) -> Path:
             return Path(snapshot_download(name_or_path, local_files_only=True))
         except (LocalEntryNotFoundError, OSError, ValueError):
             raise SpecError(
-                f"no such model: {name_or_path} is neither a directory here nor in the hub cache",
+                f"no such model: {name_or_path} is neither a directory nor in the hub cache",
                 f"check the path, or run `hf download {name_or_path}` first",
             ) from None
     raise SpecError(f"no such model directory: {name_or_path}")

@@ -80,7 +80,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     if not exists(root):
         raise SpecError(f"no such dataset folder: {root}")
     if not root.is_dir():
-        raise SpecError(f"the dataset {root} is a file, not a folder of pictures")
+        raise SpecError(f"the dataset {root} is a file, not a folder of images")
     try:
         layout, files = find_layout(root), list_files(root)
     except OSError as error:
@@ -95,12 +95,12 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     takes_videos = get_family(spec.model_family).frame_step > 0
     wanted = files.videos + files.pictures if takes_videos else files.pictures
     if not wanted:
-        what = "pictures or videos" if takes_videos else "pictures"
+        what = "images or videos" if takes_videos else "pictures"
         kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
         found = files.foreign + ([] if takes_videos else files.videos)
         raise SpecError(
             f"0 {what} in the dataset folder {root}",
-            f"it has {found[0].name}, which cannot be used; looked for {' '.join(sorted(kinds))}"
+            f"it has {found[0].name}, which is not supported; supported: {' '.join(sorted(kinds))}"
             if found
             else f"looked for {' '.join(sorted(kinds))}",
         )
@@ -111,8 +111,8 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     )
     if not captioned and spec.missing_captions == "skip":
         raise SpecError(
-            f"none of the {len(wanted)} pictures in {root} has a caption",
-            "write one beside each, e.g. cat.txt for cat.png, or set missing_captions: empty",
+            f"none of the {len(wanted)} images in {root} has a caption",
+            "add one for each, e.g. cat.txt for cat.png, or set missing_captions: empty",
         )
     return len(wanted)
 
@@ -121,7 +121,7 @@ def _check_videos(why: str) -> None:
     """Videos are read and written by a library that pictures do not need."""
     if find_spec("av") is None:
         raise SpecError(
-            f"{why}, which need PyAV, and it is not installed", "pip install 'fsdp-tui[video]'"
+            f"{why}, which need PyAV; it is not installed", "pip install 'fsdp-tui[video]'"
         )
 
 
@@ -129,7 +129,7 @@ def _check_kernel(spec: JobSpec) -> None:
     """FlashAttention 3 is a package of its own; which GPUs it runs on, the ranks say."""
     if spec.attention_backend == "flash3" and find_spec("flash_attn_interface") is None:
         raise SpecError(
-            "attention_backend: flash3 needs the package flash_attn_3, and it is not installed",
+            "attention_backend: flash3 needs the package flash_attn_3; it is not installed",
             "build it from the folder hopper of github.com/Dao-AILab/flash-attention, or use auto",
         )
 
@@ -148,19 +148,19 @@ def check_devices(spec: JobSpec) -> int | list[str] | None:
     if not present:
         if spec.context_parallel_size > 1:
             raise SpecError(
-                "Context parallelism runs on CUDA GPUs only, and this machine shows none",
+                "Context parallelism runs on CUDA GPUs only, and this machine has none",
                 "set context_parallel_size: 1",
             )
         if spec.attention_backend in GPU_KERNELS:
             raise SpecError(
-                f"attention_backend: {spec.attention_backend} needs a GPU, and this machine shows "
+                f"attention_backend: {spec.attention_backend} needs a GPU, and this machine has "
                 "none",
                 "use auto or math",
             )
         if spec.gpus is not None or spec.device == "cuda":
             raise SpecError(
-                "the job asks for GPUs, and this machine shows none",
-                "leave out gpus and set device: auto or cpu to run on CPU ranks",
+                "the job asks for GPUs, and this machine has none",
+                "remove gpus and set device: auto or cpu to run on CPU ranks",
             )
         return None
     if isinstance(spec.gpus, list):
@@ -183,7 +183,7 @@ def _uuid_of(name: int | str, present: list[devices.Gpu]) -> str:
     match = devices.find(str(name), present)
     if match is None:
         have = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in present)
-        raise SpecError(f"there is no GPU {name} on this machine", f"it has {have}")
+        raise SpecError(f"no GPU {name} on this machine", f"it has {have}")
     gpu, instance = match
     if gpu.unusable is not None:
         what = f"{name} is a MIG instance: " if instance is not None else ""

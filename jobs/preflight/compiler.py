@@ -34,7 +34,7 @@ def check_compiler(spec: JobSpec, *, on_gpus: bool) -> None:
         return
     if lack := what_lacks(on_gpus=on_gpus):
         key = "torch_compile" if compiles else "optimizer: adamw_8bit"
-        raise SpecError(f"{key} compiles kernels while it runs, and {lack}", hint(on_gpus=on_gpus))
+        raise SpecError(f"{key} compiles kernels at run time, but {lack}", hint(on_gpus=on_gpus))
 
 
 def what_lacks(*, on_gpus: bool) -> str | None:
@@ -57,4 +57,4 @@ def what_lacks(*, on_gpus: bool) -> str | None:
 def hint(*, on_gpus: bool) -> str:
     """How to get it."""
     packages = "gcc python3-dev" if on_gpus else "g++"
-    return f"apt install {packages}, or the like"
+    return f"apt install {packages}, or the equivalent"

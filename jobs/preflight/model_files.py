@@ -39,7 +39,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
     if index is None:
         raise SpecError(
             f"{root} is not a diffusers model: it has no readable model_index.json",
-            f"give the directory that holds model_index.json, {component_of(spec)}/ and vae/",
+            f"use the directory with model_index.json, {component_of(spec)}/ and vae/",
         )
     family = get_family(spec.model_family, spec.model_flavour)
     pipeline = str(index.get("_class_name", "?"))
@@ -84,7 +84,7 @@ def _check_part(root: Path, part: str) -> None:
     if not names:
         pickled = list((root / part).glob("*.bin"))
         raise SpecError(
-            f"{root / part} holds no .safetensors weights",
+            f"{root / part} has no .safetensors weights",
             "convert the .bin files to safetensors; pickled weights are not loaded"
             if pickled
             else None,
@@ -106,7 +106,7 @@ def _check_text_encoder(root: Path, part: str) -> None:
         raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
     names = [p.name for p in (root / part).iterdir() if p.suffix in (".safetensors", ".bin")]
     if not names:
-        raise SpecError(f"{root / part} holds no weights", f"fetch {part}/model.safetensors")
+        raise SpecError(f"{root / part} has no weights", f"download {part}/model.safetensors")
     _check_plain(root, part, names, "model.safetensors")
 
 
@@ -116,8 +116,8 @@ def _check_plain(root: Path, part: str, names: list[str], usual: str) -> None:
     if None not in variants:
         variant = min(map(str, variants))
         raise SpecError(
-            f"{root / part} holds only the {variant} variant of its weights, which is not loaded",
-            f'fetch the files without ".{variant}" in their names too: {part}/{usual}, or its '
+            f"{root / part} has only the {variant} variant of its weights, which is not loaded",
+            f'download the files without ".{variant}" in their names too: {part}/{usual}, or its '
             "shards and their index",
         )
 
@@ -126,7 +126,7 @@ def _check_whole(folder: Path) -> None:
     """Weights that were cut off while they were fetched, or that are none, are told before."""
     for path in sorted(folder.glob("*.safetensors")):
         if variant_of(path.name) is None and (damage := find_damage(path)):
-            raise SpecError(f"{path} is damaged: {damage}", "fetch it again")
+            raise SpecError(f"{path} is damaged: {damage}", "download it again")
 
 
 def _check_supplied(root: Path, family: Family) -> None:
@@ -134,7 +134,7 @@ def _check_supplied(root: Path, family: Family) -> None:
     missing = [part for part in family.supplied if not any((root / part).glob("*.json"))]
     if missing:
         raise SpecError(
-            f"{root} lacks {' and '.join(missing)}, which {family.title} is published without",
+            f"{root} lacks {' and '.join(missing)}, not part of the published {family.title}",
             "; ".join(f"put {family.supplied[part]} into {root / part}" for part in missing),
         )
 
@@ -157,7 +157,7 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
         return
     named = f"model_flavour: {said}" if spec.model_flavour else f"the usual {family.title}, {said}"
     raise SpecError(
-        f"{root} is another model than {named}, by what its files say",
+        f"{root} is not {named}, according to its files",
         f"set model_flavour: {' or '.join(fits)}",
     )
 
@@ -203,7 +203,7 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
     limit = family.longest_side(config) if family.longest_side is not None else None
     if limit is None:
         return
-    ends = f"which knows positions up to {limit} pixels a side"
+    ends = f"which has positions up to {limit} pixels a side"
     step = family.latent_step_of(spec.model_flavour)
     longest = longest_bucket_side(spec.resolution, step)
     if longest > limit:

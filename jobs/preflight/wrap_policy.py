@@ -36,6 +36,6 @@ def check_wrap_policy(spec: JobSpec, *, longest: float = LONGEST) -> None:
                 lambda: time.monotonic() > deadline,
             )  # fmt: skip
         except Cancelled:
-            raise SpecError(f"{KEY}: importing {path} did not end in {longest:.0f} s") from None
+            raise SpecError(f"{KEY}: importing {path} did not finish in {longest:.0f} s") from None
         except ToolError as error:
             raise SpecError(f"{KEY}: importing {path} failed ({error})") from None

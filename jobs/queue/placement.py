@@ -122,7 +122,7 @@ class _Board:
         if not (missing or busy or others):
             return self._start(request.job, wanted)
         if missing:
-            reason = f"waits for GPU {missing[0]}, which this machine does not show"
+            reason = f"waits for GPU {missing[0]}, which this machine does not have"
         elif busy:
             blockers = [self._holder.get(u) or self._reserved[u] for u in busy]
             where = ", ".join(str(self._index[uuid]) for uuid in busy)

@@ -121,7 +121,7 @@ class Store:
             run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
             if run_dir.root.exists():
                 raise UserError(
-                    f"{run_dir.root} is there already, from a database that is gone",
+                    f"{run_dir.root} already exists, from a database that is gone",
                     "move it away; its checkpoints would be taken for the new job's",
                 )
             db.execute("UPDATE jobs SET run_dir=? WHERE id=?", (str(run_dir.root), job_id))

@@ -48,10 +48,10 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
 
 # Why a checkpoint cannot be used with another value, after "the checkpoint was written with …".
 _WHY: Final = {
-    "model_type": "adapters and whole models do not fit into each other",
-    "model_family": "its weights are of another model",
-    "model_flavour": "it is another of the model's denoisers",
-    "optimizer": "the optimizer's state is of another kind",
+    "model_type": "an adapter and a full model are not interchangeable",
+    "model_family": "its weights belong to another model",
+    "model_flavour": "it trains another of the model's denoisers",
+    "optimizer": "the optimizer state differs",
     "lora_rank": "the adapter's weights have another shape",
 }
 
@@ -142,12 +142,10 @@ def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     moved = before is None and PurePath(was).name == PurePath(now).name
     copied = before is not None and after is not None and looks_same(before, after)
     if moved or copied:
-        found.changes.append(
-            f"{key}: {was} → {now}, where it is taken for the same model in a new place"
-        )
+        found.changes.append(f"{key}: {was} → {now}, assumed to be the same model in a new place")
     elif was:
         found.impossible.append(
-            f"{key}: the checkpoint was trained on {was}, not on {now}; give that model, or begin "
+            f"{key}: the checkpoint was trained on {was}, not on {now}; use that model, or start "
             "a job without the checkpoint"
         )
 
@@ -168,8 +166,8 @@ def _alpha(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     now = float(spec.lora_alpha or spec.lora_rank)
     if was != now:
         found.changes.append(
-            f"lora_alpha: {was:g} → {now:g}, so that the adapter is {now / was:.3g} times as "
-            "strong at once"
+            f"lora_alpha: {was:g} → {now:g}, so the adapter is {now / was:.3g} times as strong "
+            "from here on"
         )
 
 
@@ -177,9 +175,7 @@ def _batch(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     """Which samples a step trains on depends on their number alone, not on who takes them."""
     was, now = global_batch_size(old), global_batch_size(spec)
     if was != now:
-        found.changes.append(
-            f"the global batch: {was} → {now}, so that steps now train on other samples"
-        )
+        found.changes.append(f"the global batch: {was} → {now}, so steps train on other samples")
 
 
 def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
@@ -214,7 +210,7 @@ def _average(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> 
         what = (
             "the moving average starts from the checkpoint's weights"
             if spec.use_ema
-            else "the moving average ends, and samples and export use the weights themselves"
+            else "the moving average stops; samples and exports use the raw weights"
         )
         found.changes.append(f"{_line('use_ema', old.use_ema, spec.use_ema)}: {what}")
 
@@ -229,7 +225,7 @@ def _data(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> Non
     if len(was) == len(now) == 1 and was[0].path != now[0].path:
         found.changes.append(_line("dataset", was[0].path, now[0].path))
     elif [entry.path for entry in was] == [entry.path for entry in now]:
-        found.changes.append("datasets: the same ones with other settings")
+        found.changes.append("datasets: same datasets, other settings")
     else:
         found.changes.append(
             _line("datasets", [entry.path for entry in was], [entry.path for entry in now])
@@ -255,7 +251,7 @@ def _refusal(key: str, was: object, now: object) -> str:
     why = f": {_WHY[key]}" if key in _WHY else ": other modules would be trained"
     return (
         f"{key}: the checkpoint was written with {_word(was)}, not with {_word(now)}{why}; "
-        f"set {key} to {_word(was)}, or begin a job without the checkpoint"
+        f"set {key} to {_word(was)}, or start a job without the checkpoint"
     )
 
 

@@ -35,7 +35,7 @@ def read_step(text: str) -> int:
     """
     match = _STEP.fullmatch(text.strip().rstrip("/"))
     if match is None:
-        raise UserError(f'"{text}" is no step; write a number, such as 20 or step-20')
+        raise UserError(f'"{text}" is not a step; use a number such as 20 or step-20')
     return int(match[1])
 
 
@@ -57,8 +57,8 @@ def find_origin(store: Store, text: str) -> Checkpoint:
             return find_checkpoint(job.run_dir, step, f"job {job.id}")
         if text.lower() in _OWN:
             raise NotFoundError(
-                f'"{text}" names no job',
-                "leave it out: a job goes on from its own newest checkpoint by itself",
+                f'"{text}" is not a job',
+                "remove it: a job resumes from its own newest checkpoint",
             )
         return _at(expand(text).absolute())
     except UserError as error:
@@ -78,7 +78,7 @@ def _at(path: Path) -> Checkpoint:
         return find_checkpoint(RunDir(run), None, str(run))
     if exists(path):
         raise NotFoundError(f"{path} is neither a complete checkpoint nor a run directory")
-    raise NotFoundError(f"there is no checkpoint {path}", "give ID, ID:STEP or a path")
+    raise NotFoundError(f"no checkpoint {path}", "use ID, ID:STEP or a path")
 
 
 def origin_of(job: Job) -> Path | None:
@@ -96,7 +96,7 @@ def origin_of(job: Job) -> Path | None:
 
 
 def check_unneeded(store: Store, paths: Iterable[Path], leaving: Collection[int] = ()) -> None:
-    """Make sure that no waiting or running job is to begin from what goes away.
+    """Make sure that no waiting or running job is set to start from what goes away.
 
     Args:
         store: The jobs.
@@ -114,6 +114,6 @@ def check_unneeded(store: Store, paths: Iterable[Path], leaving: Collection[int]
         for path in gone:
             if origin.resolve().is_relative_to(path):
                 raise StateError(
-                    f"job {job.id} ({job.state}) is to begin from {origin}",
+                    f"job {job.id} ({job.state}) is set to start from {origin}",
                     f"stop job {job.id} first, or wait until it has saved a checkpoint",
                 )

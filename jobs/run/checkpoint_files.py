@@ -36,7 +36,7 @@ class UnreadableError(UserError):
     def __init__(self, file: Path, error: OSError) -> None:
         super().__init__(
             f"cannot read {file} ({error.strerror})",
-            "this says nothing about the checkpoint; look at the disk, then try again",
+            "the checkpoint itself may be intact; check the disk, then try again",
         )
 
 
@@ -125,7 +125,7 @@ def find_checkpoint(run_dir: RunDir, step: int | None, whose: str) -> Checkpoint
     raise NotFoundError(
         f"{whose}: {wanted[-1].path.name} is damaged ({damage})"
         if len(wanted) == 1
-        else f"{whose} has no checkpoint that is whole"
+        else f"{whose} has no intact checkpoint"
     )
 
 
@@ -143,7 +143,7 @@ def _there_are(run_dir: RunDir, step: int | None) -> str:
     """What there is instead of a checkpoint that is asked for."""
     aside = sorted(path.name for path in run_dir.checkpoints.glob(f"step-{step}.*"))
     if aside:
-        return f"it was set aside as {aside[0]}; rename it to have it back"
+        return f"it was set aside as {aside[0]}; rename it to restore it"
     steps = [str(number) for number, _ in run_dir.complete_checkpoints()]
     more = ["…"] if len(steps) > _MOST_NAMED else []
     return f"there are {', '.join(more + steps[-_MOST_NAMED:])}"
@@ -175,7 +175,7 @@ def find_damage(
     """
     checkpoint = read_checkpoint(path)
     if checkpoint is None:
-        return "no manifest that can be read"
+        return "no readable manifest"
     for name, (wanted, _) in checkpoint.files.items():
         try:
             size = (path / name).stat().st_size
@@ -191,7 +191,7 @@ def find_damage(
     for name, (_, digest) in list(checkpoint.files.items())[number::of]:
         try:
             if sha256(path / name, progress) != digest:
-                return f"{name} has other contents than when it was written"
+                return f"{name} has changed since it was written"
         except OSError as error:
             raise UnreadableError(path / name, error) from error
     return None

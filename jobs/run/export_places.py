@@ -55,10 +55,10 @@ def check_place(path: Path, facts: dict[str, Any]) -> None:
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return
     except OSError as error:
-        raise UserError(f"cannot look into {path} ({error.strerror})") from None
+        raise UserError(f"cannot read {path} ({error.strerror})") from None
     before = export_facts(path)
     if before is None:
-        raise UserError(f"{path} is there already, and is no export", "choose another --output")
+        raise UserError(f"{path} already exists and is not an export", "choose another --output")
     if any(before.get(name) != value for name, value in facts.items()):
         average = (
             ""
@@ -68,7 +68,7 @@ def check_place(path: Path, facts: dict[str, Any]) -> None:
             )
         )
         raise UserError(
-            f"{path} holds an export of job {before.get('job')} after step {before.get('step')}"
+            f"{path} contains an export of job {before.get('job')} after step {before.get('step')}"
             f"{average}",
             "choose another --output, or remove it",
         )

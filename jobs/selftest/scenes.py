@@ -68,7 +68,7 @@ def _played(stage: Stage, name: str, play: Callable[[], Iterator[Finding]]) -> I
     try:
         yield from play()
     except SceneFailed as failed:
-        advice = "nothing of it is left to look at"
+        advice = "nothing was kept to inspect"
         if failed.job is not None:
             stage.failed.add(failed.job.id)
             advice = f"see `fsdp-tui logs {failed.job.id}`; the job is kept"
@@ -77,7 +77,7 @@ def _played(stage: Stage, name: str, play: Callable[[], Iterator[Finding]]) -> I
         yield fail(name, f"the job was refused: {error}", "`fsdp-tui doctor` may say more")
     except Exception as error:  # whatever it is, the other scenes and the report must come
         what = f"the self-test failed here: {type(error).__name__}: {error}"
-        yield fail(name, what, "this is a mistake of fsdp-tui; please report it")
+        yield fail(name, what, "this is a bug in fsdp-tui; please report it")
 
 
 def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
@@ -174,22 +174,20 @@ class _First:
         difference = largest_difference(losses(job), losses(straight))
         if difference > PARITY:
             raise SceneFailed(f"resumed after step {after}, losses differ by {difference:.1e}", job)
-        how = "all losses equal those of a job that never stopped, bit for bit"
+        how = "all losses are bit-identical to an uninterrupted job"
         if difference:
-            how = f"losses differ by {difference:.1e} from those of a job that never stopped"
+            how = f"losses differ by {difference:.1e} from an uninterrupted job"
         if after >= STEPS:
             yield warn("stop, resume", "the job ended before it could be stopped", "run it again")
         elif self.why_equal:
             yield warn(
                 "stop, resume",
-                f"stopped after step {after} and resumed; this proves little: {self.why_equal}",
+                f"stopped after step {after} and resumed, but this proves little: {self.why_equal}",
                 "see above: the device does not compute",
                 step=after,
             )
         elif difference:
-            yield warn(
-                "stop, resume", how, "they should not: the job asks for deterministic kernels"
-            )
+            yield warn("stop, resume", how, "unexpected: the job asks for deterministic kernels")
         else:
             yield ok("stop, resume", f"stopped after step {after}; {how}", step=after)
         stage.say("comparing checkpoints")
@@ -199,20 +197,20 @@ class _First:
         )  # fmt: skip
         if answer["different"] and not difference:
             names = ", ".join(answer["different"][:3])
-            raise SceneFailed(f"saved behind training, these differ: {names}", job)
+            raise SceneFailed(f"saved in the background, these differ: {names}", job)
         tensors = answer["tensors"]
         if difference:
             off = len(answer["different"])
             yield warn(
                 "saves",
-                f"{off} of {tensors} tensors saved behind training differ from those saved while "
-                "it waited, as the losses do",
-                "they should not: the job asks for deterministic kernels",
+                f"{off} of {tensors} tensors saved in the background differ from those saved "
+                "synchronously, as the losses do",
+                "unexpected: the job asks for deterministic kernels",
             )
         else:
             yield ok(
                 "saves",
-                f"{tensors} tensors saved behind training equal those saved while it waited",
+                f"{tensors} tensors saved in the background equal those saved synchronously",
             )
 
     def load_export(self) -> Iterator[Finding]:
@@ -225,16 +223,17 @@ class _First:
         )  # fmt: skip
         off = answer["largest_difference"]
         if off > _PIXEL:
-            raise SceneFailed(f"diffusers makes another image of it: up to {off} of 255 off", job)
+            raise SceneFailed(f"diffusers samples a different image: up to {off} of 255 off", job)
         if not answer["contrast"]:
             yield warn(
                 "export",
-                "diffusers loads it; this proves little: the run's sample is one flat color",
+                "diffusers loads it, but this proves little: the run's sample is one flat color",
                 "see above: the device does not compute",
             )
             return
         yield ok(
-            "export", f"diffusers loads it and makes the run's last sample (within {off} of 255)"
+            "export",
+            f"diffusers loads it and reproduces the run's last sample (within {off} of 255)",
         )
 
     def compare(self, name: str, keys: dict[str, Any]) -> Iterator[Finding]:
@@ -244,16 +243,16 @@ class _First:
         found = largest_difference(losses(job), expected)
         if found > PARITY:
             raise SceneFailed(
-                f"{stage.ranks} ranks do not train what one does: losses differ by {found:.1e}", job
+                f"{stage.ranks} ranks do not match one: losses differ by {found:.1e}", job
             )
         if self.why_equal:
             yield warn(
-                name, f"{stage.ranks} ranks train; this proves little: {self.why_equal}",
+                name, f"{stage.ranks} ranks train, but this proves little: {self.why_equal}",
                 "see above: the device does not compute", difference=found,
             )  # fmt: skip
             return
         yield ok(
-            name, f"{stage.ranks} ranks train what one does: losses within {found:.0e}",
+            name, f"{stage.ranks} ranks match one: losses within {found:.0e}",
             difference=found,
         )  # fmt: skip
 
@@ -290,8 +289,8 @@ def _killed_rank(stage: Stage) -> Iterator[Finding]:
     job = stage.ended(job)
     stage.expect(job, State.FAILED)
     if not job.reason.startswith(f"rank {rank} was killed by SIGKILL"):
-        raise SceneFailed(f"the reason it gives is not the real one: {job.reason}", job)
-    yield ok("killed rank", f"“{job.reason}”; no process is left")
+        raise SceneFailed(f"it reports the wrong reason: {job.reason}", job)
+    yield ok("killed rank", f"“{job.reason}”; no processes left")
 
 
 def _out_of_memory(stage: Stage) -> Iterator[Finding]:
@@ -303,7 +302,7 @@ def _out_of_memory(stage: Stage) -> Iterator[Finding]:
     job = stage.ended(stage.submit(values))
     stage.expect(job, State.FAILED)
     if "ran out of GPU memory" not in job.reason:
-        raise SceneFailed(f"the reason it gives is not the real one: {job.reason}", job)
+        raise SceneFailed(f"it reports the wrong reason: {job.reason}", job)
     if with_run_id(job.run_id):
-        raise SceneFailed("processes of it are left", job)
+        raise SceneFailed("it left processes behind", job)
     yield ok("out of memory", f"“{job.reason}”")

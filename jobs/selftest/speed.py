@@ -142,7 +142,7 @@ def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Find
     steps = EventLog(job.run_dir.events).read_all().steps[_WARM:]
     found = [step.seconds for step in steps if step.seconds]
     if not found:
-        raise SceneFailed("no step took any time", job)
+        raise SceneFailed("steps took no time", job)
     seconds = statistics.median(found)
     share = utilisation(seconds, gpu)
     words = f"{seconds * 1e3:.0f} ms a step, {ranks / seconds:.2f} images/s"
@@ -155,10 +155,10 @@ def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Find
         "idle": None if busy is None else 1 - busy,
     }  # fmt: skip
     if share is not None and share > 1:
-        words += "; no GPU is that fast"
+        words += "; no GPU is this fast"
         return fail(name, words, "the GPU does not compute, or its clock is wrong", **facts)
     if busy is not None and busy < _BUSY:
-        advice = "see whether the CPU keeps up, and whether something else uses it"
+        advice = "check whether the CPU is the bottleneck or busy with other work"
         return warn(name, words, advice, **facts)
     return ok(name, words, **facts)
 
@@ -185,7 +185,7 @@ def _memory(name: str, job: Job, beside: int | None) -> Finding:
     phases = [one for one in compared if one.measured]
     if predicted is None or not phases:
         missing = "measured" if predicted else "predicted"
-        return warn(name, f"nothing was {missing}", "see `fsdp-tui estimate`", beside=beside)
+        return warn(name, f"nothing {missing}", "see `fsdp-tui estimate`", beside=beside)
     measured = max(max(one.measured) for one in phases)
     expected = max(one.predicted for one in phases)
     off = measured / expected - 1
@@ -197,7 +197,7 @@ def _memory(name: str, job: Job, beside: int | None) -> Finding:
         words += f"; the driver and libraries took {_gib(beside)}, {_gib(assumed)} assumed"
     if abs(off) > _OFF:
         return warn(
-            name, words, "estimates on this machine are corrected by what jobs took", **facts
+            name, words, "estimates on this machine are corrected by measured jobs", **facts
         )
     return ok(name, words, **facts)
 

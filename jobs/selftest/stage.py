@@ -122,7 +122,7 @@ class Stage:
         job = self.until(job, lambda job: job.state.ended)
         left = [process.pid for process in with_run_id(job.run_id)]
         if left:
-            raise SceneFailed(f"it has ended, but processes {left} still run", job)
+            raise SceneFailed(f"it ended, but processes {left} are still running", job)
         return job
 
     def expect(self, job: Job, state: State) -> None:
@@ -152,7 +152,7 @@ class Stage:
         (status,) = [one for one in job.run_dir.rank_statuses() if one.rank == rank]
         identity = ProcessId.of(status.pid)
         if identity is None or not identity.signal(signal.SIGKILL):
-            raise SceneFailed(f"rank {rank} was gone before it could be killed", job)
+            raise SceneFailed(f"rank {rank} exited before it could be killed", job)
 
     def engine(self, *words: str) -> dict[str, Any]:
         """The JSON answer of `python -m engine.…`.
@@ -171,7 +171,7 @@ class Stage:
                 capture_output=True, text=True, check=False, env=environment, timeout=_LONGEST,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise SceneFailed(f"{words[0]} has no answer after {_LONGEST:g} s") from None
+            raise SceneFailed(f"{words[0]} gave no answer after {_LONGEST:g} s") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise SceneFailed(last.removeprefix("fsdp-tui: "))

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 _STOP_WORDS: Final = {
-    1: "stops after this step and a checkpoint",
-    2: "gets SIGTERM; it saves if it still can",
-    3: "is killed; what it trained since its last checkpoint is lost",
+    1: "stops after the current step, with a checkpoint",
+    2: "gets SIGTERM; it saves if it can",
+    3: "is killed; steps since its last checkpoint are lost",
 }
 
 
@@ -140,9 +140,9 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
     """
     job = store.get(job_id)
     if job.state is State.QUEUED and store.change(
-        job_id, State.STOPPED, "taken out of the queue", only_from={State.QUEUED}
+        job_id, State.STOPPED, "removed from the queue", only_from={State.QUEUED}
     ):
-        return f"job {job_id} was taken out of the queue"
+        return f"job {job_id} was removed from the queue"
     job = store.get(job_id)
     if job.state.ended:
         raise StateError(f"job {job_id} has already ended ({job.state})")
@@ -176,7 +176,7 @@ def resume(
 
 
 def _how_it_goes_on(plan: Plan) -> str:
-    how = "started again from the beginning"
+    how = "restarted from step 0"
     if plan.begin is not None:
         how = f"resumed after step {plan.begin.step}"
     if plan.rewound:
@@ -204,7 +204,7 @@ def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[List
         if one.next and not job.state.ended:
             raise StateError(
                 f"job {job_id} is {job.state}, and {one.name} is its newest complete checkpoint",
-                "it would have nothing to go on from; stop the job first",
+                "a restart needs it; stop the job first",
             )
     check_unneeded(store, [one.path for one in found])
     return found

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 # Name → what is in it. A job's own `cache_dir` is the person's business and is not listed.
 _TITLES: Final = {
-    "detection": "blocks found in models",
-    "latents": "pictures and videos as the VAE encodes them",
-    "text": "captions as the text encoders encode them",
-    "index": "what was seen in datasets' files",
+    "detection": "blocks detected in models",
+    "latents": "latents of images and videos",
+    "text": "embeddings of captions",
+    "index": "sizes and checks of dataset files",
     "tables": "copies of datasets' parquet files",
 }
 _OF_NO_JOB: Final = ("detection",)
@@ -97,9 +97,9 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
         _remove_empty(_place(name))
     if stuck:
         raise UserError(
-            f"{len(stuck)} files cannot be deleted: {stuck[0].filename} ({stuck[0].strerror}); "
-            f"{count} were",
-            "check the permissions there",
+            f"{len(stuck)} files could not be deleted: {stuck[0].filename} ({stuck[0].strerror}); "
+            f"{count} deleted",
+            "check the permissions",
         )
     return Cleared(tuple(wanted), size, count)
 
@@ -110,8 +110,7 @@ def _known(names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in _TITLES:
             raise UserError(
-                f'there is no cache "{name}"{did_you_mean(name, _TITLES)}; '
-                f"known: {', '.join(_TITLES)}"
+                f'no cache "{name}"{did_you_mean(name, _TITLES)}; known: {", ".join(_TITLES)}'
             )
     return list(dict.fromkeys(names))
 

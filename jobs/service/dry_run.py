@@ -85,7 +85,7 @@ def measure(
         return Measured(report.strategy, report.measure, report.peaks, True, ended.reason)
     if ended is not None:
         if ended.state is State.STOPPED:
-            raise UserError("the two steps were stopped before they were measured")
+            raise UserError("the two steps were stopped before measuring")
         raise ToolError(f"the two steps failed: {ended.reason}")
     return Measured(report.strategy, report.measure, report.peaks)
 

@@ -52,9 +52,7 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
     def prepare() -> None:
         nonlocal written
         if dump_spec(load_spec(run_dir.job_file)) != old:
-            raise StateError(
-                f"job {job_id} was changed elsewhere while you looked at it", "look at it again"
-            )
+            raise StateError(f"job {job_id} was changed elsewhere in the meantime", "reload it")
         service.write_job_file(run_dir, new)
         written = True
 
@@ -73,7 +71,7 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
 def _what_changed(before: JobSpec, after: JobSpec) -> str:
     old, new = before.to_dict(), after.to_dict()
     keys = [key for key in new if new[key] != old[key]]
-    return f"changed: {', '.join(keys)}" if keys else "submitted again as it was"
+    return f"changed: {', '.join(keys)}" if keys else "resubmitted unchanged"
 
 
 def copy_of(job: Job, taken: Collection[str]) -> dict[str, Any]:

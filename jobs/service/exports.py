@@ -99,7 +99,7 @@ def export_checkpoint(
         found = ask("engine.exports", arguments, Path(folder, "answer"), told, cancelled)
     warnings = list(found["warnings"])
     if step is None and newest != [checkpoint.step]:
-        warnings.insert(0, f"step-{newest[0]} is damaged; this is of step {checkpoint.step}")
+        warnings.insert(0, f"step-{newest[0]} is damaged; exported step {checkpoint.step}")
     return Export(Path(found["path"]), found["step"], found["ema"], tuple(warnings))
 
 
@@ -107,4 +107,4 @@ def _absolute(path: Path) -> Path:
     try:
         return path.expanduser().absolute()
     except RuntimeError:
-        raise UserError(f"{path}: there is no such home directory") from None
+        raise UserError(f"{path}: no such home directory") from None

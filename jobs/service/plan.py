@@ -53,7 +53,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     """Check a new job.
 
     Raises:
-        UserError: Something is wrong with it, or it cannot go on from where it is to begin.
+        UserError: Something is wrong with it, or it cannot resume from where it is to begin.
     """
     wanted = check_job.check(spec)
     spec = settle(spec)
@@ -64,9 +64,9 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     changes = _compare(origin, spec)
     if origin.step >= spec.max_train_steps:
         raise UserError(
-            f"max_train_steps: {spec.max_train_steps} is not more than the {origin.step} steps "
-            f"that {origin.path} has done",
-            "they count; give a larger number",
+            f"max_train_steps: {spec.max_train_steps} must be greater than the {origin.step} "
+            f"steps that {origin.path} has already trained",
+            "use a larger number",
         )
     return Plan(spec, wanted, origin, changes=changes, warnings=_find_haste(store, origin))
 
@@ -101,8 +101,8 @@ def plan_resume(
     begin = _own(job, back_to)
     if begin is not None and KEY in (overrides or {}):
         raise UserError(
-            f"{KEY}: job {job_id} has checkpoints of its own, which come first",
-            "submit a new job to begin from another checkpoint",
+            f"{KEY}: job {job_id} has its own checkpoints, which take precedence",
+            "submit a new job to start from another checkpoint",
         )
     if begin is None and spec.resume_from_checkpoint:
         begin = find_origin(store, spec.resume_from_checkpoint)
@@ -114,7 +114,7 @@ def plan_resume(
     ):
         raise StateError(
             f"job {job_id} has already trained {done} of {spec.max_train_steps} steps",
-            f"resume {job_id} --max_train_steps=N with a larger N trains on",
+            f"resume {job_id} --max_train_steps=N with a larger N continues",
         )
     rewound = []
     if back_to is not None:
@@ -131,7 +131,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
 
     Raises:
         StateError: It does not wait in the queue any more.
-        UserError: Something is wrong with it, or it cannot go on from where the job is to begin.
+        UserError: Something is wrong with it, or it cannot resume from where the job is to begin.
     """
     job = store.get(job_id)
     if job.state is not State.QUEUED:
@@ -144,8 +144,8 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
     if begin.step > spec.max_train_steps:
         raise UserError(
             f"max_train_steps: {spec.max_train_steps} is less than the {begin.step} steps that "
-            f"job {job_id} has done",
-            "they count; give a larger number",
+            f"job {job_id} has trained",
+            "use a larger number",
         )
     changes = _compare(begin, spec)
     return Plan(
@@ -171,8 +171,8 @@ def _find_haste(store: Store, origin: Checkpoint) -> list[str]:
                 return []
             if kept is not None:
                 return [
-                    f"job {job.id} still runs and keeps only its newest {kept} checkpoints; "
-                    f"{origin.path.name} may be gone when this job begins"
+                    f"job {job.id} is still running and keeps only its newest {kept} checkpoints; "
+                    f"{origin.path.name} may be gone when this job starts"
                 ]
     return []
 
@@ -185,7 +185,7 @@ def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
     own = job.run_dir.checkpoints.resolve()
     waiting = {other.id: origin_of(other) for other in store.in_states([State.QUEUED, *ACTIVE])}
     return [
-        f"job {number} is to begin from {origin.name} of this job, which keeps only its newest "
+        f"job {number} will start from {origin.name} of this job, which keeps only its newest "
         f"{kept} checkpoints; it may be gone by then"
         for number, origin in waiting.items()
         if origin is not None and origin.resolve().parent == own
@@ -203,5 +203,5 @@ def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:
         return []  # nothing to compare with
     found = find_resume_conflicts(before, spec, done=begin.step)
     if found.impossible:
-        raise UserError(f"cannot go on from {begin.path.name}: {'; '.join(found.impossible)}")
+        raise UserError(f"cannot resume from {begin.path.name}: {'; '.join(found.impossible)}")
     return found.changes

@@ -179,7 +179,7 @@ class Supervisor:
         self.stop_level = level
         if level == 1:
             self.job.run_dir.request("stop")
-            self._change(State.STOPPING, "stops after this step and a checkpoint", _UP)
+            self._change(State.STOPPING, "stops after the current step, with a checkpoint", _UP)
             self.deadline = time.monotonic() + attempt.spec.stop_grace_seconds
             return
         targets = [p for p in processes.with_run_id(self.job.run_id) if p != attempt.launcher]

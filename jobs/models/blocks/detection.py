@@ -132,7 +132,7 @@ def detect_blocks(
     try:
         detection = Detection.of(target, found, cached=False)
     except _NOT_OURS as error:
-        raise ToolError(f"python -m engine.blocks said something else: {error!r}") from None
+        raise ToolError(f"unexpected answer from python -m engine.blocks: {error!r}") from None
     remember(target.key(SCHEMA), found)
     return detection
 

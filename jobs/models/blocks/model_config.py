@@ -82,7 +82,7 @@ def find_target(
         SpecError: There is none, or it is of another family; says what to give instead.
     """
     if model_flavour and not model_family:
-        raise SpecError(f"model_flavour {model_flavour} says nothing without a model_family")
+        raise SpecError(f"model_flavour {model_flavour} needs a model_family")
     family = get_family(read_family(model_family), model_flavour) if model_family else None
     if pretrained_model:
         name, config, folder = _look_at(pretrained_model)
@@ -92,7 +92,7 @@ def find_target(
         name, config, folder = _published(family, flavour)
     else:
         raise SpecError(
-            "nothing to look at", "give a model_family, a directory, a config.json or a hub id"
+            "no model given", "pass a model_family, a directory, a config.json or a hub id"
         )
     config = _with_class(config, family, name)
     return Target(
@@ -127,7 +127,7 @@ def _component(root: Path) -> Path:
     others = sorted(path.parent.name for path in root.glob("*/config.json"))
     raise SpecError(
         f"{root} has neither a config.json nor a {' or '.join(_DENOISERS[:2])} with one",
-        f"it has {', '.join(others)}; give one of them" if others else "give a model's directory",
+        f"it has {', '.join(others)}; use one of them" if others else "use a model directory",
     )
 
 
@@ -136,14 +136,14 @@ def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any]
     known = family.flavours.get(flavour or "")
     if known is None:
         raise SpecError(
-            f"{family.title} has no published model to look at",
-            "give pretrained_model_name_or_path: a directory or a config.json",
+            f"{family.title} has no published model",
+            "set pretrained_model_name_or_path to a directory or a config.json",
         )
     try:
         return _look_at(known.hub_id)
     except SpecError:
         raise SpecError(
-            f"the config of {family.title} {flavour} ({known.hub_id}) is not known here",
+            f"the config of {family.title} {flavour} ({known.hub_id}) is not available",
             "give pretrained_model_name_or_path: a directory or a config.json, or run "
             f"`hf download {known.hub_id}` first",
         ) from None
@@ -163,7 +163,7 @@ def _read(path: Path) -> dict[str, Any]:
     config = read_json(path)
     if config is None:
         raise SpecError(
-            f"{path} cannot be read as a JSON object", "give a model's directory or its config.json"
+            f"{path} cannot be read as a JSON object", "use a model directory or its config.json"
         )
     return config
 
@@ -180,8 +180,8 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
         if found or config.get("model_type"):
             return config
         raise SpecError(
-            f"{name} names no model: its config has neither _class_name nor model_type",
-            "give the config.json of a diffusers model or of a transformers text encoder",
+            f"{name} is not a model: its config has neither _class_name nor model_type",
+            "use the config.json of a diffusers model or of a transformers text encoder",
         )
     if not found and not config.get("model_type"):  # the engine takes the family's class as well
         return config | {"_class_name": family.transformer}
@@ -194,7 +194,7 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
         raise SpecError(
             f"{name} is a {found or config['model_type']}, not the {family.transformer} of a "
             f"{family.title} model",
-            f"set model_family: {fits[0]}" if fits else "leave out model_family to look at it",
+            f"set model_family: {fits[0]}" if fits else "remove model_family to detect it",
         )
     return config
 
@@ -211,8 +211,8 @@ def _refuse_giants(config: dict[str, Any], name: str) -> None:
             if isinstance(one, int | float) and one > most:
                 size = f"{one:.3g}" if one < _SHOWN else f"over {_SHOWN:.0e}"
                 raise SpecError(
-                    f"{name}: {key} is {size}, and no model has more than {most:,}",
-                    "fetch the model's config.json again",
+                    f"{name}: {key} is {size}, and the limit is {most:,}",
+                    "download the model's config.json again",
                 )
 
 

@@ -40,19 +40,19 @@ READ: Final = (
     "parallelism_config", "dynamo_backend",
 )  # fmt: skip
 FOREIGN: Final = {
-    "deepspeed_config": "DeepSpeed is not run here; use strategy: fsdp2",
-    "megatron_lm_config": "Megatron-LM is not run here; use strategy: fsdp2",
-    "mpirun_config": "ranks are started by accelerate, not by mpirun",
-    "fp8_config": "fp8 is not run here; use mixed_precision: bf16",
+    "deepspeed_config": "DeepSpeed is not supported; use strategy: fsdp2",
+    "megatron_lm_config": "Megatron-LM is not supported; use strategy: fsdp2",
+    "mpirun_config": "accelerate starts the ranks, not mpirun",
+    "fp8_config": "fp8 is not supported; use mixed_precision: bf16",
 }
 _A_SLIP: Final = 0.8  # how much like a known key an unknown one is, to be taken for it
-_ON: Final = "jobs run on NVIDIA GPUs, or on CPU ranks"
+_ON: Final = "jobs run on NVIDIA GPUs or on CPU ranks"
 _TYPES: Final = {
-    "DEEPSPEED": "FSDP and DeepSpeed cannot be enabled simultaneously. It is for DeepSpeed; use a "
-    "file for FSDP, or none",
+    "DEEPSPEED": "FSDP and DeepSpeed cannot be enabled simultaneously. The file is for DeepSpeed; "
+    "use one for FSDP, or none",
     "MEGATRON_LM": FOREIGN["megatron_lm_config"],
-    "XLA": f"it is for TPUs, and {_ON}",
-    "TPU": f"it is for TPUs, and {_ON}",
+    "XLA": f"the file is for TPUs, and {_ON}",
+    "TPU": f"the file is for TPUs, and {_ON}",
 }
 _LOCAL_TYPES: Final = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
 _PARALLEL: Final = {
@@ -86,7 +86,7 @@ def lay_over(
         if as_none(merged.get(key)) is None:
             merged[key] = value
         elif not agree(key, merged[key], value):
-            notes.append(f"{KEY}: {name} says {key}: {value}; the job's {merged[key]} counts")
+            notes.append(f"{KEY}: {name} says {key}: {value}; the job's {merged[key]} is used")
     if rest:
         merged[KEY] = rest
     return merged, notes
@@ -124,7 +124,7 @@ def _read(key: str, value: Any, name: str, notes: list[str]) -> dict[str, Any]:
     """One setting of the file as keys of the job."""
     if key == "compute_environment":
         if str(value).upper() != "LOCAL_MACHINE":
-            raise SpecError(f"{KEY}: {name} is for {value}; jobs run on the machine itself")
+            raise SpecError(f"{KEY}: {name} is for {value}; jobs run on this machine")
         return {}
     if key == "distributed_type":
         return _distributed_type(str(value).upper().rpartition(".")[2], name)
@@ -167,7 +167,7 @@ def _parallelism(config: dict[str, Any], name: str) -> dict[str, Any]:
             found[_PARALLEL[key]] = value
         elif key in ("tp_size", "sp_size") and str(value) != "1":
             raise SpecError(
-                f"{KEY}: {name} has {word}: {value}; of these, jobs have context_parallel_size"
+                f"{KEY}: {name} has {word}: {value}; only context_parallel_size is supported"
             )
     if str(found.get("dp_replicate_size", 1)) == "1":
         found.pop("dp_replicate_size", None)
@@ -210,10 +210,10 @@ def _fitting(
         same = key in own and agree(key, own[key], value)
         if not same and not (key == "num_processes" and _count(own) == value):
             said = ", ".join(f"{mine}: {shown}" for mine, shown in own.items())
-            notes.append(f"{KEY}: {name} says {key}: {value}; the job's {said} counts")
+            notes.append(f"{KEY}: {name} says {key}: {value}; the job's {said} is used")
     strategy = as_none(mine.get("strategy")) or "auto"
     if strategy != "auto" and fits.pop("fsdp_enable", None) and strategy not in SHARDING:
-        notes.append(f"{KEY}: {name} is for FSDP; the job's strategy: {strategy} counts")
+        notes.append(f"{KEY}: {name} is for FSDP; the job's strategy: {strategy} is used")
     return fits
 
 
@@ -238,8 +238,8 @@ def _check(theirs: dict[str, Any], name: str) -> None:
     known = {key: value for key, value in theirs.items() if key in JobSpec.model_fields}
     wrong = [key for key in theirs if key not in known]
     if wrong:
-        meant = did_you_mean(wrong[0], JobSpec.model_fields) or "; leave it out"
-        raise SpecError(f"{KEY}: {name}: {wrong[0]} is not known here{meant}")
+        meant = did_you_mean(wrong[0], JobSpec.model_fields) or "; remove it"
+        raise SpecError(f"{KEY}: {name}: {wrong[0]} is not supported{meant}")
     try:
         JobSpec.model_validate(known)
     except ValidationError as error:
@@ -252,7 +252,7 @@ def _look_at_unknown(key: str, name: str, notes: list[str]) -> None:
     best = nearest(key, (*SAME, *REST, *READ, *FOREIGN), least=_A_SLIP)
     if best is not None:
         raise SpecError(f'{KEY}: {name} has an unknown key "{key}" (did you mean "{best}"?)')
-    notes.append(f'{KEY}: {name}: "{key}" is handed to accelerate as it is')
+    notes.append(f'{KEY}: {name}: "{key}" is passed to accelerate unchanged')
 
 
 def _of_fsdp(word: str) -> str:

@@ -80,7 +80,7 @@ def _value_of(name: str, rest: list[str]) -> tuple[str, str]:
     if follows and (not is_switch(name) or _is_setting(name, rest[0])):
         return name, rest.pop(0)
     if name in JobSpec.model_fields and not is_switch(name):
-        raise SpecError(f"flags: {name}: no value; write --{name}={_example(name)}")
+        raise SpecError(f"flags: {name}: no value; use --{name}={_example(name)}")
     return name, "true"
 
 
@@ -102,12 +102,12 @@ def _check_stray(word: str, listed: str) -> None:
     key, equals, value = word.partition("=")
     name = normal_key(key)
     if equals and name in JobSpec.model_fields:
-        raise SpecError(f'flags: "{word}" is no flag; write --{name}={value}')
+        raise SpecError(f'flags: "{word}" is not a flag; use --{name}={value}')
     if word.startswith("-"):
-        raise SpecError(f'flags: "{word}" is no flag; flags begin with two dashes')
+        raise SpecError(f'flags: "{word}" is not a flag; flags start with two dashes')
     if listed and not Path(word).suffix and "/" not in word:
         raise SpecError(
-            f'flags: {listed}: "{word}" is left over; several values go with commas, '
+            f'flags: {listed}: "{word}" is an extra value; separate several with commas: '
             f"--{listed}={_example(listed)}"
         )
 

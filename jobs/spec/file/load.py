@@ -85,7 +85,7 @@ def load_spec(
         key for key, value in values.items() if key not in known or _is_no_text(key, value)
     ]:
         if key in known:
-            problems.append(f"{_at(lines, key)}{key} holds a character that no text or path has")
+            problems.append(f"{_at(lines, key)}{key} has an invalid character")
         del values[key]
     try:
         values, more = _with_accelerate(values, roots)

@@ -39,9 +39,9 @@ _NEEDLESS: Final = {
     "fsdp_sync_module_states": "every rank reads its own shard of the same files",
 }
 _REFUSED: Final = {
-    "fsdp_activation_checkpointing_offload": "activations are not offloaded here; set "
-    "gradient_checkpointing: true, and for less memory a higher context_parallel_size",
-    "fsdp_ignored_modules": "every module is sharded; the blocks are chosen with "
+    "fsdp_activation_checkpointing_offload": "activation offload is not supported; set "
+    "gradient_checkpointing: true, or raise context_parallel_size to save memory",
+    "fsdp_ignored_modules": "every module is sharded; choose the blocks with "
     "fsdp_transformer_layer_cls_to_wrap",
 }
 
@@ -71,7 +71,7 @@ class Translation:
                 self.problems.append((
                     old,
                     f"{old}: {_shown(written)} means {said}, which contradicts {key}: "
-                    f"{_shown(mine)}; keep the latter alone",
+                    f"{_shown(mine)}; keep only the latter",
                 ))  # fmt: skip
                 return
         self.values |= new
@@ -115,7 +115,7 @@ def read_value(key: str, value: Any) -> Any:
 def _renamed(done: Translation, key: str, written: Any) -> None:
     new = RENAMED[key]
     if new == "gpus" and str(written).strip().lower() == "all":
-        done.notes.append("gpu_ids: all has no effect; gpus: N takes so many free ones")
+        done.notes.append("gpu_ids: all has no effect; gpus: N uses any N free GPUs")
         return
     before = len(done.notes)
     done.put(key, written, {new: written})
@@ -136,7 +136,7 @@ def _sharding(done: Translation, key: str, written: Any) -> None:
         why = "; fsdp_enable is left out" if as_bool(done.values.get("fsdp_enable")) is True else ""
         done.values["fsdp_enable"] = None
     if name.startswith("HYBRID") and as_none(done.values.get("dp_replicate_size")) is None:
-        why = "; dp_replicate_size says how many replicas there are, such as one per machine"
+        why = "; set dp_replicate_size to the number of replicas, such as one per machine"
     done.put(key, name, _STRATEGIES[name], why)
 
 
@@ -162,7 +162,7 @@ def _reshard(done: Translation, key: str, written: Any) -> None:
 
 def _backward(done: Translation, key: str, written: Any) -> None:
     if as_choice(written, _PREFETCH) in _PREFETCH:
-        done.put(key, written, {key: 0}, ", with which FSDP2 gathers the next unit by itself")
+        done.put(key, written, {key: 0}, ", FSDP2's implicit prefetch of the next unit")
 
 
 def _forward(done: Translation, key: str, written: Any) -> None:

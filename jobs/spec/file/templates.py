@@ -97,7 +97,7 @@ def save_template(name: str, values: Mapping[str, Any]) -> Path:
     name = _plain(name)
     if not _NAME.fullmatch(name):
         raise UserError(
-            f'"{name}" cannot be the name of a template: letters, digits, spaces and . _ + - can'
+            f'"{name}" is not a valid template name; use letters, digits, spaces and . _ + -'
         )
     path = path_of(name)
     ensure_private_dir(path.parent)
@@ -123,7 +123,7 @@ def _own() -> tuple[list[Template], list[str]]:
             continue
         values = translate(written).values
         if unknown := [str(key) for key in values if key not in field_names()]:
-            problems.append(f"{path.name}: left out what no job has: {', '.join(unknown)}")
+            problems.append(f"{path.name}: ignored unknown keys: {', '.join(unknown)}")
         kept = {key: value for key, value in values.items() if key in field_names()}
         found.append(Template(path.stem, _about(kept), kept, path))
     return found, problems

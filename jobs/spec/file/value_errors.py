@@ -21,11 +21,11 @@ _ENTRIES: Final[dict[str, type[BaseModel]]] = {
 }
 # Pydantic's kinds of mistakes, in words of ours.
 _PLAIN: Final = {
-    "int_type": "a whole number is needed",
-    "int_parsing": "a whole number is needed",
-    "int_from_float": "a whole number is needed",
-    "float_type": "a number is needed",
-    "float_parsing": "a number is needed",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
 }
 
 
@@ -55,7 +55,7 @@ def in_words(error: ErrorDetails) -> str:
     message = error["msg"][0].lower() + error["msg"][1:]
     message = _PLAIN.get(error["type"], message)
     if error["type"] == "string_pattern_mismatch":
-        message = "use letters, digits, dot, dash and underscore, beginning with a letter or digit"
+        message = "use letters, digits, dot, dash and underscore, starting with a letter or digit"
     place = f"entry {' '.join(inner)}: " if inner else ""
     shown = repr(value)
     shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"

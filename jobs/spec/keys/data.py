@@ -30,64 +30,66 @@ class DataKeys(BaseModel):
         "weight, trigger_word, caption_column, image_column, split.",
     )  # fmt: skip
     max_upscale: float = field(
-        2.0, "data", "Leave out pictures that would have to be enlarged more than this.", ge=1
+        2.0, "data", "Skip images that would have to be upscaled more than this.", ge=1
     )
     crop: Annotated[Crop, choice(Crop)] = field(
-        "center", "data", "Where a picture is cut to the shape of its bucket."
+        "center", "data", "Where an image is cropped to the shape of its bucket."
     )
     crop_variants: int = field(
-        4, "data", "Cuts of each picture that are cached with crop: random.", ge=1, le=64
+        4, "data", "Crops of each image that are cached with crop: random.", ge=1, le=64
     )
-    random_flip: Bool = field(False, "data", "Mirror half of the samples; both sides are cached.")
+    random_flip: Bool = field(
+        False, "data", "Mirror half of the samples; both versions are cached."
+    )
     num_frames: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, "data", "Frames of a video sample; a video's own length, up to 81, when left out.",
+        None, "data", "Frames per video sample (default: the video's length, up to 81).",
         ge=1, le=4096,
     )  # fmt: skip
-    fps: float = field(16.0, "data", "Frames per second that videos are read at.", gt=0, le=240)
+    fps: float = field(16.0, "data", "Frame rate at which videos are read.", gt=0, le=240)
 
     # -- captions --------------------------------------------------------------------------
     caption_lines: Annotated[CaptionLines, choice(CaptionLines)] = field(
         "variants", "data",
-        "variants: each line of a caption file is a caption of its own, and every use of the "
-        "picture takes the next; joined: all lines are one caption.",
+        "variants: each line of a caption file is a separate caption, used in turn; joined: all "
+        "lines form one caption.",
     )  # fmt: skip
     missing_captions: Annotated[MissingCaptions, choice(MissingCaptions)] = field(
-        "skip", "data", "Pictures without a caption: leave them out, or train with an empty one."
+        "skip", "data", "Images without a caption: skip them, or train with an empty caption."
     )
     trigger_word: OptionalText = field(
         None, "data",
-        "Put in place of [trigger] in captions and prompts, and in front of captions without it.",
+        "Replaces [trigger] in captions and prompts; prepended to captions without it.",
     )  # fmt: skip
     shuffle_captions: Bool = field(
-        False, "data", "Also train with the parts between commas in other orders."
+        False, "data", "Also train with the comma-separated parts in other orders."
     )
     caption_shuffles: int = field(
-        4, "data", "Orders of each caption that are encoded, the written one included.", ge=2, le=64
+        4, "data", "Orders of each caption to encode, including the original.", ge=2, le=64
     )
     keep_tags: int = field(
-        0, "data", "So many parts at the beginning of a caption stay where they are.", ge=0
+        0, "data", "Number of leading parts of a caption that stay in place.", ge=0
     )
 
     # -- text encoders and caches ----------------------------------------------------------
     cache_text_embeddings: OptionalBool = field(
         None, "data",
-        "Keep encoded captions on disk. On unless turned off; several ranks, and freed encoders, "
-        "always do.",
+        "Cache encoded captions on disk. On by default; always on with several ranks or unloaded "
+        "encoders.",
     )  # fmt: skip
     unload_text_encoder: OptionalBool = field(
         None, "data",
-        "Encode every caption before training, then free the text encoders. On unless turned "
-        "off; several ranks always do.",
+        "Encode every caption before training, then free the text encoders. On by default; always "
+        "on with several ranks.",
     )  # fmt: skip
     shard_text_encoders: OptionalBool = field(
         None, "data",
-        "Share the text encoders out over the ranks while captions are encoded; by itself only "
-        "where they would not fit whole.",
+        "Shard the text encoders over the ranks while captions are encoded (default: only if they "
+        "do not fit on one GPU).",
     )  # fmt: skip
     cache_dir: OptionalText = field(
-        None, "data", "Where latents and embeddings are kept; the user cache when left out."
+        None,
+        "data",
+        "Directory for cached latents and embeddings (default: the user's cache directory).",
     )
-    max_sequence_length: int = field(512, "data", "Text tokens given to the model.", ge=1)
-    prefetch_steps: int = field(
-        2, "data", "Steps whose data is read ahead of the training.", ge=1, le=64
-    )
+    max_sequence_length: int = field(512, "data", "Maximum number of text tokens.", ge=1)
+    prefetch_steps: int = field(2, "data", "Steps of data to prefetch.", ge=1, le=64)

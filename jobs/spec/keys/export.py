@@ -36,10 +36,10 @@ class ExportKeys(BaseModel):
 
     export_formats: Annotated[list[ExportFormat] | None, BeforeValidator(read_formats)] = field(
         None, "export",
-        "Names that a LoRA is exported under: diffusers, kohya (for ComfyUI and others), or both; "
-        "all that the family has when left out.",
+        "Key names of an exported LoRA: diffusers, kohya (for ComfyUI and others), or both "
+        "(default: all that the family has).",
     )  # fmt: skip
     export_dtype: Annotated[ExportDtype, BeforeValidator(read_dtype)] = field(
         "auto", "export",
-        "Precision of exports: auto is the base model's own for a whole model, fp32 for a LoRA.",
+        "Precision of exports; auto: the base model's for a full model, fp32 for a LoRA.",
     )  # fmt: skip

@@ -17,17 +17,17 @@ class JobKeys(BaseModel):
         min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )  # fmt: skip
     model_type: Annotated[ModelType, choice(ModelType)] = field(
-        "lora", "job", "What is trained: a LoRA adapter, or every weight of the denoiser."
+        "lora", "job", "What to train: a LoRA adapter, or all weights of the denoiser."
     )
     model_family: Annotated[str, BeforeValidator(read_family)] = field(
         "flux", "job", "Model family; `fsdp-tui families` lists them."
     )
     model_flavour: OptionalText = field(None, "job", "Published variant of the family.")
     pretrained_model_name_or_path: str = field(
-        "", "job", "Diffusers model directory, or a hub id that is already in the local cache."
+        "", "job", "Diffusers model directory, or a hub id in the local cache."
     )
     dataset: str = field(
         "", "job",
-        "Folder of pictures, each with a .txt caption of the same name beside it or a row in "
-        "metadata.jsonl or .csv; or a directory of the `datasets` library.",
+        "Folder of images, each with a .txt caption of the same name or a row in metadata.jsonl "
+        "or .csv; or a directory of the `datasets` library.",
     )  # fmt: skip

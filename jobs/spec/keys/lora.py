@@ -15,14 +15,14 @@ class LoraKeys(BaseModel):
 
     lora_rank: int = field(16, "lora", "Rank of the adapter.", ge=1, le=4096)
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None, "lora", "Scale numerator; the rank when left out.", gt=0
+        None, "lora", "Alpha, the numerator of the scale (default: the rank).", gt=0
     )
-    lora_dropout: float = field(0.0, "lora", "Dropout in front of the adapter.", ge=0, lt=1)
+    lora_dropout: float = field(0.0, "lora", "Dropout before the adapter.", ge=0, lt=1)
     lora_placement: Annotated[Placement, choice(Placement)] = field(
         "replicated", "lora",
-        "replicated: whole on every rank, gradients averaged in one bucket; sharded: split "
+        "replicated: a full copy on every rank, gradients averaged in one bucket; sharded: split "
         "like the base weights.",
     )  # fmt: skip
     lora_target_modules: OptionalTextList = field(
-        None, "lora", "Module name endings that get an adapter; the family's choice when left out."
+        None, "lora", "Suffixes of module names that get an adapter (default: the family's)."
     )

@@ -14,24 +14,25 @@ class OutputKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     checkpointing_steps: int = field(
-        500, "output", "Save every so many steps; the end and a stop always save. 0: only then.",
+        500, "output", "Steps between checkpoints; 0: only at the end and at a stop, which always "
+                       "save.",
         ge=0,
     )  # fmt: skip
     checkpoints_total_limit: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, "output", "Keep only the newest so many checkpoints.", ge=1
+        None, "output", "Number of newest checkpoints to keep.", ge=1
     )
     checkpointing_async: OptionalBool = field(
         None, "output",
-        "Copy what is saved to host memory and write it while training goes on; by itself where "
-        "there is room for the copy.",
+        "Copy checkpoints to host memory and write them while training continues (default: if "
+        "there is room for the copy).",
     )  # fmt: skip
     on_save_failure: Annotated[SaveFailure, choice(SaveFailure)] = field(
         "stop", "output",
-        "When a checkpoint cannot be written, as on a full disk: stop the job, or warn and go on. "
-        "Older checkpoints stay either way.",
+        "If a checkpoint cannot be written, for example on a full disk: stop the job, or warn and "
+        "continue. Older checkpoints are kept either way.",
     )  # fmt: skip
     resume_from_checkpoint: OptionalText = field(
         None, "output",
-        "Begin after a checkpoint of another job: ID, ID:STEP, or the path of a checkpoint or of "
-        "a run directory. The job's own checkpoints, once there are any, come first.",
+        "Start from another job's checkpoint: ID, ID:STEP, or the path of a checkpoint or run "
+        "directory. The job's own checkpoints take precedence.",
     )  # fmt: skip

@@ -44,7 +44,7 @@ def read_size(value: Any) -> Any:
             return width if width == height else f"{width}x{height}"
     raise PydanticCustomError(
         "size",
-        f"use a side such as 768, or WIDTHxHEIGHT such as 768x512, from {_LEAST_SIDE} to "
+        f"use a side such as 768 or WIDTHxHEIGHT such as 768x512, from {_LEAST_SIDE} to "
         f"{_LARGEST_SIDE} pixels",
     )
 

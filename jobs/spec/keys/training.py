@@ -29,20 +29,18 @@ class TrainingKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     resolution: int = field(
-        1024, "training", "Pictures are resized to about this many pixels squared, in buckets "
-        "of similar aspect ratio.", ge=16, le=8192,
+        1024, "training", "Images are resized to about this many pixels squared, in buckets of "
+        "similar aspect ratio.", ge=16, le=8192,
     )  # fmt: skip
-    train_batch_size: int = field(1, "training", "Pictures per rank in one forward.", ge=1)
-    gradient_accumulation_steps: int = field(
-        1, "training", "Forwards per optimizer step; exact, not approximate.", ge=1
-    )
+    train_batch_size: int = field(1, "training", "Samples per rank in one forward.", ge=1)
+    gradient_accumulation_steps: int = field(1, "training", "Forwards per optimizer step.", ge=1)
     max_train_steps: int = field(
-        1000, "training", "Optimizer steps of the whole job.", ge=1, le=1_000_000_000
+        1000, "training", "Number of optimizer steps.", ge=1, le=1_000_000_000
     )
     learning_rate: float = field(1e-4, "training", "Peak learning rate.", gt=0, le=10)
     optimizer: Annotated[Optimizer, choice(Optimizer)] = field(
         "adamw", "training",
-        "adamw runs fused on GPUs; adamw_8bit, prodigy and lion come with the extra "
+        "Optimizer; adamw_8bit, prodigy and lion need the extra "
         "`fsdp-tui[optimizers]`.",
     )  # fmt: skip
     adam_beta1: float = field(0.9, "training", "Beta 1 of adamw, adamw_8bit, prodigy.", ge=0, lt=1)
@@ -52,79 +50,84 @@ class TrainingKeys(BaseModel):
     adam_epsilon: float = field(1e-8, "training", "Epsilon of adamw, adamw_8bit, prodigy.", gt=0)
     weight_decay: float = field(0.0, "training", "Weight decay of the optimizer.", ge=0)
     lr_scheduler: Annotated[LRScheduler, choice(LRScheduler)] = field(
-        "constant", "training", "Learning-rate schedule; advances once per optimizer step."
+        "constant", "training", "Learning-rate schedule."
     )
     lr_warmup_steps: int = field(0, "training", "Steps of linear warm-up.", ge=0)
     max_grad_norm: float = field(
         1.0, "training", "Clip the global gradient norm to this; 0 turns clipping off.", ge=0
     )
     mixed_precision: Annotated[Precision, choice(Precision)] = field(
-        "bf16", "training", "Compute precision; trained weights stay in fp32 either way."
+        "bf16", "training", "Compute precision; trained weights always stay in fp32."
     )
     gradient_checkpointing: Bool = field(
-        False, "training", "Recompute activations in backward: less memory, about 30 % slower."
+        False, "training", "Recompute activations in backward: less memory, about 30% slower."
     )
     gradient_checkpointing_policy: Annotated[CheckpointPolicy, choice(CheckpointPolicy)] = field(
         "full", "training",
-        "full recomputes whole blocks; selective keeps the results of matrix products and "
-        "attention, and recomputes the cheap rest.",
+        "full: recompute whole blocks; selective: keep results of matrix products and attention, "
+        "recompute the rest.",
     )  # fmt: skip
     gradient_checkpointing_interval: int = field(
-        1, "training", "Recompute every n-th block only: 1 is all of them; a larger number takes "
-        "more memory and less time.", ge=1,
+        1, "training", "Recompute only every n-th block; 1: all blocks. Larger: faster, more "
+        "memory.", ge=1,
     )  # fmt: skip
     torch_compile: Bool = field(
-        False, "training", "Compile each repeated block: slow first steps, faster ones after."
+        False, "training", "Compile each repeated block: slow first steps, then faster ones."
     )
     torch_compile_backend: str = field(
         "inductor", "training", "Backend of torch.compile.", min_length=1
     )
     attention_backend: Annotated[AttentionBackend, BeforeValidator(read_attention)] = field(
         "auto", "training",
-        "Kernel of scaled-dot-product attention; auto lets torch choose. flash3 is FlashAttention "
-        "3, for Hopper GPUs, where its package is installed.",
+        "Attention kernel; auto lets torch choose. flash3: FlashAttention 3 for Hopper GPUs, if "
+        "its package is installed.",
     )  # fmt: skip
     allow_tf32: Bool = field(
-        True, "training", "Let GPUs round fp32 matrix products to TF32 (mixed_precision: no)."
+        True, "training", "Use TF32 for fp32 matrix products on GPUs (mixed_precision: no)."
     )
     deterministic: Bool = field(
-        False, "training", "Only kernels that give the same bits every time; slower on GPUs."
+        False, "training", "Use only deterministic kernels; slower on GPUs."
     )
     on_nonfinite: Annotated[NonFinite, choice(NonFinite)] = field(
         "fail", "training",
-        "When a loss or gradient is not finite, on any rank: fail ends the job, skip leaves the "
-        "step out on all ranks and goes on (20 in a row end the job).",
+        "If a loss or gradient is not finite on any rank. fail: end the job; skip: skip the step "
+        "on all ranks (20 in a row end the job).",
     )  # fmt: skip
-    seed: int = field(42, "training", "Seed of everything that is drawn.", ge=0, le=2**31 - 1)
+    seed: int = field(42, "training", "Random seed.", ge=0, le=2**31 - 1)
     timestep_sampling: Annotated[TimestepSampling, choice(TimestepSampling)] = field(
         "logit_normal", "training",
-        "How sigma is drawn: uniform, logit-normal, or logit-normal with the family's "
+        "Distribution of sigma: uniform, logit-normal, or logit-normal with the family's "
         "resolution-dependent shift.",
     )  # fmt: skip
     logit_mean: float = field(0.0, "training", "Mean of the logit-normal sigma.")
     logit_std: float = field(1.0, "training", "Standard deviation of the logit-normal.", gt=0)
     flow_shift: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None, "training", "Shift of sigma; the family's own, by resolution, when left out.", gt=0
+        None, "training", "Shift of sigma (default: the family's, by resolution).", gt=0
     )
     loss_type: Annotated[Loss, BeforeValidator(read_loss)] = field(
-        "mse", "training", "What is minimised: mse, huber or smooth_l1."
+        "mse", "training", "Loss function."
     )
     huber_c: float = field(
-        0.1, "training", "Where huber and smooth_l1 turn from square to linear.", gt=0
+        0.1,
+        "training",
+        "Threshold at which huber and smooth_l1 switch from square to linear.",
+        gt=0,
     )
     snr_gamma: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None, "training", "Min-SNR weighting of epsilon and v-prediction models, 5 is usual.", gt=0
+        None, "training", "Min-SNR gamma for epsilon and v-prediction models; usually 5.", gt=0
     )
     caption_dropout_probability: float = field(
-        0.0, "training", "Share of samples trained with an empty caption.", ge=0, le=1
+        0.0, "training", "Fraction of samples trained with an empty caption.", ge=0, le=1
     )
     use_ema: Bool = field(
-        False, "training", "Keep a moving average of what is trained; samples and export use it."
+        False,
+        "training",
+        "Keep a moving average (EMA) of the trained weights; samples and exports use it.",
     )
     ema_decay: float = field(0.999, "training", "Decay of the moving average per step.", ge=0, lt=1)
     ema_device: Annotated[EmaDevice, choice(EmaDevice)] = field(
-        "accelerator", "training", "Where the moving average is kept."
+        "accelerator", "training", "Device that holds the moving average."
     )
     train_guidance: float = field(
-        1.0, "training", "Guidance fed to guidance-distilled models while training.", ge=0
+        1.0, "training", "Guidance input of guidance-distilled models while training.", ge=0
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _SHARDED: Final = "needs strategy: fsdp2 or hsdp"
-_ONE_RANK: Final = "no effect on one rank"
+_ONE_RANK: Final = "no effect on 1 rank"
 _NO_PROMPTS: Final = "needs validation_prompts"
 
 # Of FSDP's own keys, those that are not about how to shard.
@@ -67,7 +67,7 @@ def _not_split(spec: JobSpec) -> str:
     if spec.device == "cpu":
         return "needs GPUs, not device: cpu"
     if family is not None and not family.context_parallel:
-        return f"{family.title} has no plan for it in diffusers"
+        return f"{family.title} has no context-parallel plan in diffusers"
     return ""
 
 
@@ -88,7 +88,7 @@ def _one_machine(spec: JobSpec) -> str:
 
 
 def _no_deepspeed(spec: JobSpec) -> str:
-    return "DeepSpeed is not run here"
+    return "DeepSpeed is not supported"
 
 
 def _policy_other_than(policy: str) -> Callable[[JobSpec], str]:
@@ -160,14 +160,14 @@ def _sharded_average(spec: JobSpec) -> str:
 def _takes_no_guidance(spec: JobSpec) -> str:
     family = _family(spec)
     distilled = family is None or family.guidance_of(spec.model_flavour) == "embedded"
-    return "" if distilled else "of guidance-distilled models only"
+    return "" if distilled else "only for guidance-distilled models"
 
 
 # -- data and samples ----------------------------------------------------------------------
 
 
 def _several_datasets(spec: JobSpec) -> str:
-    return "datasets says it" if spec.datasets else ""
+    return "set by datasets" if spec.datasets else ""
 
 
 def _centred(spec: JobSpec) -> str:
@@ -176,7 +176,7 @@ def _centred(spec: JobSpec) -> str:
 
 def _pictures(spec: JobSpec) -> str:
     family = _family(spec)
-    return f"{family.title} trains on pictures" if family and not family.frame_step else ""
+    return f"{family.title} trains on images" if family and not family.frame_step else ""
 
 
 def _in_order(spec: JobSpec) -> str:
@@ -196,7 +196,7 @@ def _no_true_cfg(spec: JobSpec) -> str:
     fits = family is None or (
         family.true_cfg and family.guidance_of(spec.model_flavour) == "embedded"
     )
-    return _no_samples(spec) or ("" if fits else "of guidance-distilled models only")
+    return _no_samples(spec) or ("" if fits else "only for guidance-distilled models")
 
 
 def _nothing_to_validate(spec: JobSpec) -> str:

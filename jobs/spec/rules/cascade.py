@@ -89,10 +89,10 @@ def find_overruled(spec: JobSpec) -> list[str]:
     why = (
         f"{world_size(spec)} ranks"
         if world_size(spec) > 1
-        else "unload_text_encoder: true, after which no caption can be encoded"
+        else "unload_text_encoder: true frees the encoders before training"
     )
     return [
-        f"{key}: on all the same, because of {why}"
+        f"{key}: forced on because of {why}"
         for key in ("cache_text_embeddings", "unload_text_encoder")
         if getattr(spec, key) is False and getattr(settled, key)
     ]

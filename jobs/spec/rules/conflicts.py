@@ -26,15 +26,15 @@ __all__ = ["Conflict", "find_conflicts", "find_warnings"]
 
 # Optimizers whose numbers on shards are not those on whole tensors, and why.
 WHOLE_ONLY: Final = {
-    "adafactor": "its row and column means run over whole tensors",
-    "prodigy": "it estimates the rate over all parameters at once, and each rank sees only its own",
+    "adafactor": "its row and column means need full tensors",
+    "prodigy": "it estimates the rate over all parameters, and each rank sees only its own",
 }
 _LEAST_PRODIGY_RATE: Final = 0.05
 
 # Keys that stay on whatever a job says, and why.
 _ALWAYS: Final = {
-    "fsdp_cpu_ram_efficient_loading": "every rank reads only its own shard from disk, always",
-    "fsdp_limit_all_gathers": "FSDP2 always gathers few units ahead",
+    "fsdp_cpu_ram_efficient_loading": "every rank always reads only its own shard from disk",
+    "fsdp_limit_all_gathers": "FSDP2 always limits how many units it gathers ahead",
 }
 
 GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
@@ -58,15 +58,15 @@ def find_warnings(spec: JobSpec) -> list[str]:
     ]
     if spec.optimizer == "prodigy" and spec.learning_rate < _LEAST_PRODIGY_RATE:
         warnings.append(
-            f"learning_rate: prodigy multiplies it with its own estimate, so 1.0 is usual and "
-            f"{spec.learning_rate:g} trains next to nothing"
+            f"learning_rate: prodigy multiplies it by its own estimate; {spec.learning_rate:g} "
+            f"trains almost nothing, use 1.0"
         )
     if not shards(spec) and (ignored := _of_fsdp(spec)):
         strategy, _ = chosen_strategy(spec)
         warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
     if spec.model_type == "full" and "kohya" in (spec.export_formats or ()):
         warnings.append(
-            "export_formats: kohya names are for a LoRA; a whole model is exported as a diffusers "
+            "export_formats: kohya applies to LoRAs only; a full model is exported as a diffusers "
             "pipeline"
         )
     return warnings + validation_warnings(spec) + find_overruled(spec)
@@ -138,7 +138,7 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
             key, "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"
         )
     if spec.deepspeed_config:
-        return Conflict(key, "Context parallelism requires FSDP2. Leave out deepspeed_config")
+        return Conflict(key, "Context parallelism requires FSDP2. Remove deepspeed_config")
     if world_size(spec) % size:
         return Conflict(key, f"{key} {size} does not divide the {world_size(spec)} ranks")
     if spec.device == "cpu":
@@ -160,14 +160,15 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
     if spec.context_parallel_comm_strategy == "allgather" and spec.mixed_precision == "no":
         return Conflict(
             "context_parallel_comm_strategy",
-            "allgather needs flash attention, which has no fp32; set mixed_precision: bf16, or "
+            "allgather needs flash attention, which does not support fp32; set mixed_precision: "
+            "bf16, or "
             "context_parallel_comm_strategy: alltoall",
         )
     if spec.context_parallel_comm_strategy == "allgather" and family and family.masks_text:
         return Conflict(
             "context_parallel_comm_strategy",
-            f"allgather needs flash attention, which takes no masks, and {family.title} masks "
-            "texts of other lengths; use alltoall",
+            f"allgather needs flash attention, which supports no masks, and {family.title} masks "
+            "padded captions; use alltoall",
         )
     if (family is None or family.splits_text) and spec.max_sequence_length % size:
         return Conflict(
@@ -189,7 +190,9 @@ def _reshard(spec: JobSpec) -> Conflict | None:
             "between 1 and all of them",
         )
     if spec.fsdp_cpu_offload:
-        return Conflict(key, f"{key}: {number} keeps weights on the GPU, fsdp_cpu_offload does not")
+        return Conflict(
+            key, f"{key}: {number} keeps weights on the GPU but fsdp_cpu_offload moves them off"
+        )
     return None
 
 
@@ -233,8 +236,8 @@ def _fp16(spec: JobSpec) -> Conflict | None:
     ):
         return Conflict(
             "mixed_precision",
-            f"some weights of {family.title} are kept whole beside the shards, which fp16's loss "
-            "scale cannot handle; use mixed_precision: bf16",
+            f"some weights of {family.title} are not sharded, which fp16's loss scale cannot "
+            "handle; use mixed_precision: bf16",
         )
     return None
 
@@ -244,8 +247,8 @@ def _state_dict(spec: JobSpec) -> Conflict | None:
     if eight_bit and spec.checkpointing_async:
         return Conflict(
             "checkpointing_async",
-            "checkpointing_async: the 8-bit state of optimizer: adamw_8bit is written while "
-            "training waits; leave checkpointing_async out",
+            "checkpointing_async: the 8-bit state of optimizer: adamw_8bit cannot be written in "
+            "the background; remove checkpointing_async",
         )
     if spec.fsdp_state_dict_type != "FULL_STATE_DICT":
         return None
@@ -253,13 +256,13 @@ def _state_dict(spec: JobSpec) -> Conflict | None:
         return Conflict(
             "fsdp_state_dict_type",
             "FULL_STATE_DICT cannot hold the 8-bit state of optimizer: adamw_8bit; use "
-            "SHARDED_STATE_DICT (the export is whole either way)",
+            "SHARDED_STATE_DICT (the export is complete either way)",
         )
     if spec.checkpointing_async:
         return Conflict(
             "checkpointing_async",
-            "checkpointing_async: FULL_STATE_DICT is gathered while training waits; use "
-            "SHARDED_STATE_DICT, or leave checkpointing_async out",
+            "checkpointing_async: FULL_STATE_DICT cannot be written in the background; use "
+            "SHARDED_STATE_DICT, or remove checkpointing_async",
         )
     return None
 
@@ -304,7 +307,7 @@ def _attention(spec: JobSpec) -> Conflict | None:
     if backend in ("flash", "flash3", "cudnn") and spec.mixed_precision == "no":
         return Conflict(
             "attention_backend",
-            f"attention_backend: {backend} has no fp32; set mixed_precision: bf16",
+            f"attention_backend: {backend} does not support fp32; set mixed_precision: bf16",
         )
     return None
 
@@ -313,8 +316,8 @@ def _ema(spec: JobSpec) -> Conflict | None:
     if spec.use_ema and spec.ema_device == "cpu" and shards(spec):
         return Conflict(
             "ema_device",
-            "ema_device: cpu cannot be used with FSDP; leave it out, the average is sharded, "
-            "or set strategy: ddp",
+            "ema_device: cpu cannot be used with FSDP, which shards the moving average; remove "
+            "it, or set strategy: ddp",
         )
     return None
 

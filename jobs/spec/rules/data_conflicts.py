@@ -24,7 +24,7 @@ def no_dataset(spec: JobSpec) -> Conflict | None:
     if spec.datasets is not None and not spec.datasets:
         return Conflict("datasets", "datasets is an empty list")
     if spec.datasets and spec.dataset:
-        return Conflict("datasets", "dataset and datasets exclude each other; keep one")
+        return Conflict("datasets", "dataset and datasets cannot be combined; keep one")
     if spec.datasets or spec.dataset:
         return None
     return Conflict("dataset", "dataset is missing")
@@ -34,17 +34,15 @@ def datasets(spec: JobSpec) -> Conflict | None:
     entries = spec.datasets or []
     paths = [(entry.path, entry.split) for entry in entries]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
-        return Conflict("datasets", f"datasets names {twice[0]} twice; give it repeats instead")
+        return Conflict("datasets", f"datasets names {twice[0]} twice; use repeats instead")
     if unweighted := [entry.path for entry in entries if entry.weight is None]:
         if len(unweighted) < len(entries):
             return Conflict(
                 "datasets",
-                f"datasets: {unweighted[0]} has no weight and others have; weigh all or none",
+                f"datasets: {unweighted[0]} has no weight but others do; set it for all or none",
             )
     elif repeated := [entry.path for entry in entries if entry.repeats > 1]:
-        return Conflict(
-            "datasets", f"datasets: {repeated[0]} has a weight and repeats; keep one of them"
-        )
+        return Conflict("datasets", f"datasets: {repeated[0]} has a weight and repeats; keep one")
     return None
 
 
@@ -71,7 +69,7 @@ def videos(spec: JobSpec) -> Conflict | None:
         return None
     if not family.frame_step:
         if spec.num_frames is not None:
-            return Conflict("num_frames", f"num_frames: {family.title} trains on pictures")
+            return Conflict("num_frames", f"num_frames: {family.title} trains on images")
         return None
     step = family.frame_step
     if spec.num_frames is not None and (spec.num_frames - 1) % step:

@@ -31,12 +31,12 @@ _OURS: Final = {
 }
 _FOREIGN: Final = {
     "dynamo_": "the engine compiles blocks itself; set torch_compile: true",
-    "megatron_": "Megatron-LM is not run here",
-    "use_megatron_lm": "Megatron-LM is not run here",
-    "module": "the engine is what is started",
-    "no_python": "the engine is what is started",
-    "tpu": "jobs run on NVIDIA GPUs, or on CPU ranks",
-    "fsdp_": "FSDP is set up by the keys fsdp_* of the job",
+    "megatron_": "Megatron-LM is not supported",
+    "use_megatron_lm": "Megatron-LM is not supported",
+    "module": "the job always starts the engine",
+    "no_python": "the job always starts the engine",
+    "tpu": "jobs run on NVIDIA GPUs or on CPU ranks",
+    "fsdp_": "FSDP is set by the job's fsdp_* keys",
 }
 
 
@@ -61,11 +61,11 @@ def extra_args(spec: JobSpec) -> Conflict | None:
         if name in _KNOWN:
             continue
         if name in type(spec).model_fields or name in _OURS:
-            return _conflict(f"--{name} is said by the key {_OURS.get(name, name)} of the job")
+            return _conflict(f"--{name} is set by the job key {_OURS.get(name, name)}")
         if why := next((why for start, why in _FOREIGN.items() if name.startswith(start)), ""):
             return _conflict(f"--{name} cannot be used: {why}")
         known = did_you_mean(name, _KNOWN) or f"; known: {', '.join(_KNOWN)}"
-        return _conflict(f'"{name}" is no flag that can be handed on{known}')
+        return _conflict(f'"{name}" is not a flag that can be passed on{known}')
     return None
 
 

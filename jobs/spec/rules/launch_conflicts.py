@@ -17,16 +17,16 @@ def gpu_count(spec: JobSpec) -> Conflict | None:
         return None
     asked = spec.gpus if isinstance(spec.gpus, int) else len(spec.gpus)
     if spec.device == "cpu":
-        return Conflict("gpus", "gpus and device: cpu exclude each other")
+        return Conflict("gpus", "gpus and device: cpu cannot be combined")
     if asked < 1:
-        return Conflict("gpus", "gpus asks for none; leave it out, or write [0] for GPU number 0")
+        return Conflict("gpus", "gpus is 0; remove it, or use [0] for GPU 0")
     if isinstance(spec.gpus, list) and len(set(spec.gpus)) != len(spec.gpus):
         return Conflict("gpus", "gpus names the same GPU twice")
     if spec.num_processes is not None and spec.num_processes != asked:
         return Conflict(
             "num_processes",
-            f"num_processes is {spec.num_processes} but gpus names {asked}; "
-            "give one of them, or the same number",
+            f"num_processes is {spec.num_processes} but gpus names {asked}; set only one, or make "
+            "them equal",
         )
     return None
 
@@ -36,12 +36,13 @@ def machines(spec: JobSpec) -> Conflict | None:
     if spec.num_machines > 1:
         return Conflict(
             "num_machines",
-            f"num_machines: {spec.num_machines} cannot be run: a job's ranks are watched and "
-            "stopped from the machine they run on; use the GPUs of one machine, num_machines: 1",
+            f"num_machines: {spec.num_machines} is not supported: a job runs on one machine; set "
+            "num_machines: 1",
         )
     if spec.machine_rank:
         return Conflict(
-            "machine_rank", f"machine_rank: {spec.machine_rank} is none of 1 machine; leave it out"
+            "machine_rank",
+            f"machine_rank: {spec.machine_rank} is not valid with 1 machine; remove it",
         )
     return None
 
@@ -52,11 +53,11 @@ def deepspeed(spec: JobSpec) -> Conflict | None:
     if shards(spec):
         return Conflict(
             "deepspeed_config",
-            "FSDP and DeepSpeed cannot be enabled simultaneously. Leave out deepspeed_config",
+            "FSDP and DeepSpeed cannot be enabled simultaneously. Remove deepspeed_config",
         )
     return Conflict(
         "deepspeed_config",
-        "DeepSpeed is not run here; leave out deepspeed_config and use strategy: fsdp2",
+        "DeepSpeed is not supported; remove deepspeed_config and use strategy: fsdp2",
     )
 
 

@@ -83,18 +83,20 @@ def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
         return settled
     ranks = world_size(spec)
     if room is None:
-        return "fsdp2", f"there are {ranks} ranks, so that each holds 1/{ranks} of the weights"
+        return "fsdp2", f"{ranks} ranks, each holds 1/{ranks} of the weights"
     if room.whole is not None:
         share = f"{room.whole.needed / 2**30:.1f} of {room.whole.free / 2**30:.1f} GiB"
         if room.whole.fits:
-            return "ddp", f"a whole copy fits (predicted: at most {share}), which is faster"
-        return "fsdp2", f"a whole copy may not fit (predicted: up to {share})"
+            return "ddp", f"a full copy fits (predicted: at most {share}), which is faster"
+        return "fsdp2", f"a full copy may not fit (predicted: up to {share})"
     needed = room.parameters * _bytes_per_parameter(spec)
     what = "frozen weights" if spec.model_type == "lora" else "weights, gradients and Adam's state"
-    share = f"{what}: about {needed / 2**30:.1f} of {room.gpu_bytes / 2**30:.1f} GiB, a rough rule"
+    share = (
+        f"{what}: about {needed / 2**30:.1f} of {room.gpu_bytes / 2**30:.1f} GiB, rough estimate"
+    )
     if needed <= _ROOM_FOR_WEIGHTS * room.gpu_bytes:
-        return "ddp", f"a whole copy fits on every GPU ({share}), which is faster"
-    return "fsdp2", f"a whole copy would fill a GPU ({share})"
+        return "ddp", f"a full copy fits on every GPU ({share}), which is faster"
+    return "fsdp2", f"a full copy would fill a GPU ({share})"
 
 
 def depends_on_memory(spec: JobSpec) -> bool:
@@ -105,14 +107,14 @@ def depends_on_memory(spec: JobSpec) -> bool:
 def _settled(spec: JobSpec) -> tuple[str, str] | None:
     """The strategy and the reason, where the job's own settings decide."""
     if spec.strategy != "auto":
-        return spec.strategy, "as asked"
+        return spec.strategy, "set in job"
     if spec.fsdp_enable:
         return "fsdp2", "fsdp_enable is on"
     ranks = world_size(spec)
     if ranks <= 1:
-        return "single", "there is one rank"
+        return "single", "1 rank"
     if spec.fsdp_enable is False:
-        return "ddp", f"fsdp_enable is off and there are {ranks} ranks"
+        return "ddp", f"fsdp_enable is off, {ranks} ranks"
     if spec.context_parallel_size > 1:
         return "fsdp2", "context parallelism requires it"
     if spec.fsdp_cpu_offload:

@@ -30,7 +30,7 @@ def shared_tokens(spec: JobSpec) -> Conflict | None:
                 "validation_prompts" if spec.validation_resolution is None
                 else "validation_resolution",
                 f"context_parallel_size {ranks} does not divide the {tokens} tokens of samples of "
-                f"{request.width}x{request.height}; change one of the two",
+                f"{request.width}x{request.height}; change one",
             )  # fmt: skip
     return None
 
@@ -46,7 +46,7 @@ def validation_warnings(spec: JobSpec) -> list[str]:
 
 def _trigger(spec: JobSpec) -> str:
     if spec.trigger_word is None and any(TRIGGER in p.prompt for p in spec.validation_prompts):
-        return f"validation_prompts: {TRIGGER} stays as it is without a trigger_word"
+        return f"validation_prompts: {TRIGGER} is not replaced without a trigger_word"
     return ""
 
 
@@ -59,8 +59,8 @@ def _negative_prompts(spec: JobSpec) -> str:
     if family is not None and kind == "classifier_free":
         if any(request.true_cfg_scale > 1 for request in requests):
             return (
-                f"validation_prompts: true_cfg_scale has no effect with {family.title}, whose "
-                "guidance is classifier-free by itself; set validation_guidance"
+                f"validation_prompts: true_cfg_scale has no effect with {family.title}, which "
+                "uses classifier-free guidance; set validation_guidance"
             )
         if any(r.negative_prompt is not None and not r.guided for r in requests):
             return (
@@ -75,8 +75,8 @@ def _negative_prompts(spec: JobSpec) -> str:
         )
     if any(request.true_cfg_scale > 1 for request in asked):
         return (
-            "validation_prompts: true_cfg_scale has no effect without a negative_prompt; "
-            'negative_prompt: "" is an empty one'
+            "validation_prompts: true_cfg_scale has no effect without a negative_prompt; set "
+            'negative_prompt: "" for an empty one'
         )
     return ""
 
@@ -91,7 +91,7 @@ def _takes_no_negatives(requests: list[SampleRequest], family: Family, kind: Gui
     if kind == "none" and any(request.guidance > 1 for request in requests):
         return (
             "validation_guidance: no effect with this model of "
-            f"{family.title}, which is distilled to do without"
+            f"{family.title}, which is distilled to run without guidance"
         )
     return ""
 
@@ -108,7 +108,7 @@ def _sizes(spec: JobSpec) -> str:
         if str(resolution) not in (f"{width}x{height}", str(width)):
             step = latent_step_of(spec)
             return (
-                f"validation_resolution: {resolution} is not made of multiples of {step}; samples "
+                f"validation_resolution: {resolution} is not a multiple of {step}; samples "
                 f"are {width}x{height}"
             )
     return ""
@@ -124,7 +124,7 @@ def _lengths(spec: JobSpec) -> str:
         if asked is None or (made := frames_of(asked, spec.model_family)) == asked:
             continue
         if not family.frame_step:
-            return f"validation_num_frames: no effect, {family.title} makes pictures"
+            return f"validation_num_frames: no effect, {family.title} samples images"
         return (
             f"validation_num_frames: {asked} is not {family.frame_step}n + 1; samples have {made}"
         )
@@ -134,7 +134,7 @@ def _lengths(spec: JobSpec) -> str:
 def _nothing_to_do(spec: JobSpec) -> str:
     if not spec.validation_fraction:
         if spec.validation_loss_steps is not None:
-            return "validation_loss_steps: no effect without a validation_fraction"
+            return "validation_loss_steps: no effect without validation_fraction"
         if spec.validation_on_startup and not spec.validation_prompts:
             return "validation_on_startup: no effect without validation_prompts"
     return ""

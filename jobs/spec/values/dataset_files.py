@@ -95,7 +95,7 @@ def _sort_in(found: Listing, path: Path) -> None:
     elif suffix in FOREIGN_SUFFIXES:
         found.foreign.append(path)
     elif path.suffix not in CAPTION_SUFFIXES:
-        found.others[f"{suffix} files" if suffix else "files without a suffix"] += 1
+        found.others[f"{suffix} files" if suffix else "files without an extension"] += 1
 
 
 def _is_picture(name: str) -> bool:

@@ -141,7 +141,7 @@ def _parts(text: str) -> list[str]:
     parts, place = [], 0
     while place < len(text):
         match = _PART.match(text, place)
-        assert match is not None, "a bare part may be empty"
+        assert match is not None, "an unquoted part may be empty"
         double, single, bare = match.groups()
         parts.append(unquoted(double or bare or "") if single is None else single)
         place = match.end()

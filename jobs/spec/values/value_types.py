@@ -174,7 +174,7 @@ def _gpu(name: Any) -> int | str:
         return int(word)
     if _GPU.fullmatch(word):
         return word
-    raise refuse(name, (), "a GPU; give numbers as in 0,1 or UUIDs as in GPU-5f2c, or how many")
+    raise refuse(name, (), "a GPU; use indices such as 0,1, UUIDs such as GPU-5f2c, or a count")
 
 
 def read_names(value: Any) -> Any:

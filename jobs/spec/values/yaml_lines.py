@@ -57,8 +57,8 @@ def parse_mapping(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]
         name = normal_key(str(key_node.value))
         if name in lines:
             raise SpecError(
-                f'{path}: line {key_node.start_mark.line + 1}: "{name}" is given twice '
-                f"(first on line {lines[name]})"
+                f'{path}: line {key_node.start_mark.line + 1}: "{name}" is set twice (first on '
+                f"line {lines[name]})"
             )
         lines[name] = key_node.start_mark.line + 1
     values = {normal_key(str(key)): value for key, value in data.items()}

@@ -237,5 +237,5 @@ def test_a_job_that_cannot_go_on_from_a_checkpoint_is_told_why(
     spec = toy_spec(tmp_path)
     save(trained(spec), spec, run_dir, **DATA)
     other = toy_spec(tmp_path, pretrained_model_name_or_path=str(tmp_path / "another"))
-    with pytest.raises(UserError, match="cannot go on from step-2: pretrained_model_name_or_path"):
+    with pytest.raises(UserError, match="cannot resume from step-2: pretrained_model_name_or_path"):
         begin(other, run_dir, telemetry)

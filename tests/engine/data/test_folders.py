@@ -146,7 +146,7 @@ def test_files_without_a_suffix_are_one_kind(folder: Path) -> None:
     for name in ("LICENSE", "NOTICE", "x1", "x2"):
         (folder / name).write_text("")
     source = read_folder(Dataset(path=str(folder)), videos=False)
-    assert source.others == {"files without a suffix": 4}
+    assert source.others == {"files without an extension": 4}
 
 
 def test_sizes_that_no_context_group_can_share_are_refused(folder: Path) -> None:

@@ -160,7 +160,7 @@ def test_earlier_runs_say_how_right_predictions_are(store: Store) -> None:
     found = read_calibration()
     assert found.peak == (1.01, 1.02, 1.1)
     assert found.phases["forward"] == (1.1, 1.1, 1.1)
-    assert found.in_words() == "on this machine runs took 2 % more than predicted (3 runs)"
+    assert found.in_words() == "runs on this machine used 2% more than predicted (3 runs)"
     assert found.factor == 1.1
 
 
@@ -180,7 +180,7 @@ def test_a_damaged_or_odd_file_counts_as_far_as_it_can(store: Store) -> None:
     found = read_calibration()
     assert found.peak == (0.95, 0.95)
     assert found.factor == 1.0
-    assert found.in_words() == "on this machine runs took 5 % less than predicted (2 runs)"
+    assert found.in_words() == "runs on this machine used 5% less than predicted (2 runs)"
 
 
 def test_the_file_does_not_grow_for_ever(store: Store) -> None:
@@ -271,7 +271,7 @@ def test_a_restart_goes_on_with_what_auto_came_to(
     first, told = launch(spec, gpus)
     assert first == "ddp"
     assert [launch(spec, gpus) for _ in range(2)] == [
-        ("ddp", f"{told}, as at its first launch")
+        ("ddp", f"{told}, as on its first launch")
     ] * 2
     more = spec.model_copy(update={"num_processes": 4})
     assert launch(more, [*gpus, "GPU-2", "GPU-3"])[0] == "fsdp2", "it is decided anew"

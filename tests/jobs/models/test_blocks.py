@@ -233,8 +233,8 @@ def test_a_config_without_a_class_is_that_of_the_family(model: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ({}, "nothing to look at"),
-        ({"model_flavour": "dev"}, "says nothing without a model_family"),
+        ({}, "no model given"),
+        ({"model_flavour": "dev"}, "needs a model_family"),
         ({"model_family": "fluks"}, 'unknown model_family "fluks" .did you mean "flux"'),
         ({"model_family": "flux", "model_flavour": "def"}, 'did you mean "dev"'),
         ({"pretrained_model": "/no/such/place"}, "no such model directory: /no/such/place"),
@@ -251,7 +251,7 @@ def test_what_is_no_model_is_told(model: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read as a JSON object"):
         find_target(pretrained_model=str(tmp_path / "x.json"))
     (model / "transformer/config.json").unlink()
-    with pytest.raises(SpecError, match="it has text_encoder; give one of them"):
+    with pytest.raises(SpecError, match="it has text_encoder; use one of them"):
         find_target(pretrained_model=str(model))
     with pytest.raises(SpecError, match="is a t5, not the FluxTransformer2DModel"):
         find_target("flux", pretrained_model=str(model / "text_encoder"))

@@ -48,8 +48,8 @@ def write(path: Path, header: Any, data: bytes = b"", length: int | None = None)
         ([1], 4, None, "its header is damaged"),
         (b"[" * 100_000, 4, None, "its header is damaged"),
         (b"\xff\xff", 4, None, "its header is damaged"),
-        ({}, 0, 2**63, "it is cut off, or no safetensors file"),
-        ({}, 0, 0, "it is cut off, or no safetensors file"),
+        ({}, 0, 2**63, "it is truncated, or not a safetensors file"),
+        ({}, 0, 0, "it is truncated, or not a safetensors file"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_found(
@@ -60,10 +60,10 @@ def test_a_damaged_file_is_found(
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert find_damage(tmp_path / "pipe") == "it is no regular file"
+    assert find_damage(tmp_path / "pipe") == "it is not a regular file"
     assert find_damage(tmp_path / "none") == "it cannot be read: No such file or directory"
     (tmp_path / "empty").touch()
-    assert find_damage(tmp_path / "empty") == "it is cut off, or no safetensors file"
+    assert find_damage(tmp_path / "empty") == "it is truncated, or not a safetensors file"
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])

@@ -171,9 +171,7 @@ def test_a_desktop_does_not_use_a_gpu_and_a_renderer_does() -> None:
 
 def test_memory_held_by_nobody_who_can_be_seen_is_foreign() -> None:
     present = [card(0, used=70 * GIB), card(1, used=200 * 2**20), card(2, used=None)]
-    assert foreign_users(present, ours=()) == {
-        uuid(0): "processes that cannot be seen from here (70.0 GiB)"
-    }
+    assert foreign_users(present, ours=()) == {uuid(0): "hidden processes (70.0 GiB)"}
 
 
 def test_the_line_names_the_largest_and_counts_the_rest() -> None:

@@ -70,7 +70,7 @@ def test_a_model_directory_that_is_not_there(job_values: dict[str, Any]) -> None
 def test_a_hub_id_that_is_not_in_the_local_cache(job_values: dict[str, Any]) -> None:
     spec = read(job_values, pretrained_model_name_or_path="nobody-at-all/no-such-model")
     text = complaint(spec)
-    assert "nobody-at-all/no-such-model is neither a directory here nor in the hub cache" in text
+    assert "nobody-at-all/no-such-model is neither a directory nor in the hub cache" in text
     assert "hf download nobody-at-all/no-such-model" in text
 
 
@@ -115,7 +115,7 @@ def test_pickled_weights_are_not_loaded(
 ) -> None:
     old = make_model("old", suffix=".bin")
     text = complaint(read(job_values, pretrained_model_name_or_path=str(old)))
-    assert f"{old / 'transformer'} holds no .safetensors weights" in text
+    assert f"{old / 'transformer'} has no .safetensors weights" in text
     assert "convert the .bin files" in text
 
 
@@ -124,7 +124,7 @@ def test_weights_that_are_missing(
 ) -> None:
     model = make_model("empty", suffix=".txt")
     text = complaint(read(job_values, pretrained_model_name_or_path=str(model)))
-    assert text.endswith("holds no .safetensors weights")
+    assert text.endswith("has no .safetensors weights")
 
 
 def test_a_local_directory_comes_before_a_hub_id(
@@ -147,7 +147,7 @@ def test_no_model_name_crashes(name: str) -> None:
 def test_a_dataset_that_is_a_file(job_values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "data.zip").touch()
     text = complaint(read(job_values, dataset=str(tmp_path / "data.zip")))
-    assert text == f"the dataset {tmp_path / 'data.zip'} is a file, not a folder of pictures"
+    assert text == f"the dataset {tmp_path / 'data.zip'} is a file, not a folder of images"
 
 
 def test_no_pictures(job_values: dict[str, Any], tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_gpus_on_a_machine_without(
     job_values: dict[str, Any], no_gpus: None, asked: dict[str, Any]
 ) -> None:
     spec = read(job_values, **{"device": "auto"} | asked)
-    assert "the job asks for GPUs, and this machine shows none" in complaint(spec)
+    assert "the job asks for GPUs, and this machine has none" in complaint(spec)
 
 
 def test_a_job_that_does_not_mind_runs_on_the_cpu(
@@ -301,7 +301,7 @@ def test_a_job_on_gpus_that_compiles_needs_a_c_compiler(
     spec = read(job_values, device="auto", gpus=1, num_processes="left out", **changes)
     assert complaint(spec) == (
         f"{key} compiles kernels while it runs, and there is no gcc or clang (PATH); "
-        "apt install gcc python3-dev, or the like"
+        "apt install gcc python3-dev, or the equivalent"
     )
     add_tool(tools, "clang")
     assert check_job.check(spec) == 1
@@ -340,7 +340,7 @@ def test_flash_attention_3_is_looked_for(
 ) -> None:
     spec = read(job_values, device="auto", gpus=1, num_processes="left out", mixed_precision="bf16",
                 attention_backend="flash-attention-3")  # fmt: skip
-    assert "needs the package flash_attn_3, and it is not installed" in complaint(spec)
+    assert "needs the package flash_attn_3; it is not installed" in complaint(spec)
     (tmp_path / "flash_attn_interface.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert check_job.check(spec) == 1

@@ -233,7 +233,7 @@ def test_both_experts_are_looked_for(
     assert complaint("wan", root, model_flavour=flavour) is None
     next((root / lacking).glob("*.safetensors")).unlink()
     assert complaint("wan", root, model_flavour=flavour) == (
-        f"{root / lacking} holds no .safetensors weights"
+        f"{root / lacking} has no .safetensors weights"
     )
     (root / lacking / "config.json").unlink()
     text = complaint("wan", root, model_flavour=flavour)
@@ -276,7 +276,7 @@ def test_a_text_encoder_that_is_not_there(
     index = {"text_encoder": ["transformers", "CLIPTextModel"]}
     root = model("FluxPipeline", index=index, transformer={}, text_encoder={})
     next((root / "text_encoder").glob("*.safetensors")).unlink()
-    assert "text_encoder holds no weights" in (complaint("flux", root) or "")
+    assert "text_encoder has no weights" in (complaint("flux", root) or "")
     (root / "text_encoder" / "pytorch_model.bin").touch()
     assert complaint("flux", root) is None
     (root / "text_encoder" / "config.json").unlink()

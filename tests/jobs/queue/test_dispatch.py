@@ -111,7 +111,7 @@ def test_a_gpu_that_vanished_is_waited_for(
     job = add(["GPU-7"])
     dispatch(store)
     assert started == []
-    assert "GPU-7, which this machine does not show" in store.get(job).reason
+    assert "GPU-7, which this machine does not have" in store.get(job).reason
 
 
 def test_a_held_job_and_a_paused_queue_start_nothing(

@@ -151,7 +151,7 @@ def test_all_that_hold_a_named_gpu_are_told() -> None:
 
 def test_a_gpu_that_is_not_there_is_named() -> None:
     (decision,) = place([Request(1, ["GPU-x"])], {}, [A])
-    assert decision == Wait(1, "waits for GPU GPU-x, which this machine does not show")
+    assert decision == Wait(1, "waits for GPU GPU-x, which this machine does not have")
 
 
 def test_a_gpu_in_foreign_hands_is_only_for_a_job_that_shares() -> None:

@@ -497,7 +497,7 @@ def test_a_state_directory_that_others_can_get_at_is_narrowed(
     home.chmod(0o777)
     Store()
     assert home.stat().st_mode & 0o777 == 0o700
-    said = f"fsdp-tui: others could read or write {home}; its mode was 777 and is 700 now\n"
+    said = f"fsdp-tui: others could read or write {home}; its mode was 777 and is now 700\n"
     assert capsys.readouterr().err == said
     Store()
     assert capsys.readouterr().err == ""

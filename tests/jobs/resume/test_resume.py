@@ -170,7 +170,7 @@ def test_who_takes_which_samples_of_a_step_does_not_matter(
 )
 def test_another_global_batch_is_told(new: dict[str, Any]) -> None:
     assert conflicts({"num_processes": 2}, new).changes == [
-        "the global batch: 2 → 4, so that steps now train on other samples"
+        "the global batch: 2 → 4, so steps train on other samples"
     ]
 
 
@@ -258,7 +258,7 @@ def test_a_model_that_has_moved_is_the_same(tmp_path: Path) -> None:
     moved = conflicts({key: "/gone/model"}, {key: str(new)})
     assert not moved.impossible
     assert moved.changes == [
-        f"{key}: /gone/model → {new}, where it is taken for the same model in a new place"
+        f"{key}: /gone/model → {new}, assumed to be the same model in a new place"
     ]
     link = tmp_path / "link"
     link.symlink_to(new)
@@ -276,7 +276,7 @@ def test_the_order_of_target_modules_does_not_matter() -> None:
 def test_alpha_scales_what_is_trained_already() -> None:
     assert conflicts({"lora_alpha": None}, {"lora_alpha": 16}) == conflicts(), "the rank is meant"
     assert conflicts({"lora_alpha": 8}, {"lora_alpha": 12}).changes == [
-        "lora_alpha: 8 → 12, so that the adapter is 1.5 times as strong at once"
+        "lora_alpha: 8 → 12, so that the adapter is 1.5 times as strong from here on"
     ]
 
 
@@ -297,7 +297,7 @@ def test_a_list_of_one_dataset_is_the_dataset() -> None:
     both = {"dataset": "", "datasets": ["/data/cats", "/data/dogs"]}
     assert conflicts({}, both).changes == ["datasets: /data/cats → /data/cats, /data/dogs"]
     thrice = {"dataset": "", "datasets": [{"path": "/data/cats", "repeats": 3}]}
-    assert conflicts(listed, thrice).changes == ["datasets: the same ones with other settings"]
+    assert conflicts(listed, thrice).changes == ["datasets: same datasets, other settings"]
 
 
 # -- checkpoints of other versions -----------------------------------------------------------

@@ -192,7 +192,7 @@ def test_all_are_listed_with_their_condition(run_dir: RunDir) -> None:
         "step-20.rewound": "set aside (rewound)",
         "step-30": "complete",
         "step-40": "damaged: __0_0.distcp has 5 bytes, not 1000",
-        "step-60": "damaged: no manifest that can be read",
+        "step-60": "damaged: no readable manifest",
     }
     assert list(found) == sorted(found)
     assert [name for name, one in found.items() if one.next] == ["step-30"]
@@ -208,7 +208,7 @@ def test_verifying_reads_every_byte_and_says_so(run_dir: RunDir) -> None:
     found = [verify(one, read.append) for one in list_all(run_dir)]
     assert [one.health for one in found] == [
         "verified",
-        "damaged: __0_0.distcp has other contents than when it was written",
+        "damaged: __0_0.distcp has changed since it was written",
         "verified",
     ]
     files = [path for one in found[::2] for path in one.path.glob("[!m]*")]
@@ -221,7 +221,7 @@ def test_verifying_reads_every_byte_and_says_so(run_dir: RunDir) -> None:
 def test_one_that_is_deleted_while_it_is_verified_is_not_called_damaged(run_dir: RunDir) -> None:
     listed = list_all(run_dir)
     delete(run_dir.checkpoint(10))
-    with pytest.raises(NotFoundError, match="step-10 was deleted meanwhile"):
+    with pytest.raises(NotFoundError, match="step-10 has been deleted"):
         verify(listed[0])
 
 
@@ -319,14 +319,14 @@ def test_a_job_begins_anew(store: Store, ended: Callable[..., Job]) -> None:
     job = ended(10, 20)
     service.resume(store, job.id, back_to=0)
     assert names(job.run_dir) == ["step-10.rewound", "step-20.rewound"]
-    assert any("started again from the beginning" in c.reason for c in store.history(job.id))
+    assert any("restarted from step 0" in c.reason for c in store.history(job.id))
 
 
 @pytest.mark.parametrize(
     ("changes", "back_to", "said"),
     [
         ({}, 25, "job 1 has no checkpoint of step 25; there are 10, 20, 30"),
-        ({"lora_rank": "4"}, 10, "cannot go on from step-10: lora_rank: .* set lora_rank to 16"),
+        ({"lora_rank": "4"}, 10, "cannot resume from step-10: lora_rank: .* set lora_rank to 16"),
         ({"optimizer": "sgd", "model_type": "full"}, 10, "optimizer: .*; model_type: |model_type"),
         ({"dataset": "/no/such"}, 10, "no such dataset folder"),
         ({"max_train_steps": "5"}, 10, "has already trained 10 of 5 steps"),
@@ -404,7 +404,7 @@ def test_what_a_resume_changes_is_found_from_the_checkpoint(
     assert plan_resume(store, job.id).changes == []
     assert plan_resume(store, job.id, back_to=20).changes == [
         "learning_rate: 0.001 → 0.0005",
-        "the global batch: 2 → 4, so that steps now train on other samples",
+        "the global batch: 2 → 4, so steps train on other samples",
     ]
 
 
@@ -455,7 +455,7 @@ def test_a_path_is_found_from_the_working_directory(
         ("1:20", r"job 1: step-20 is damaged \(__0_0.distcp is missing\)"),
         ("2", "job 2 has no checkpoint"),
         ("latest", "goes on from its own newest checkpoint by itself"),
-        ("/no/such/path", "there is no checkpoint /no/such/path; give ID, ID:STEP or a path"),
+        ("/no/such/path", "there is no checkpoint /no/such/path; use ID, ID:STEP or a path"),
         ("DATA", "is neither a complete checkpoint nor a run directory"),
         ("BROKEN", r"step-20 is damaged \(__0_0.distcp is missing\)"),
     ],
@@ -480,7 +480,7 @@ def test_a_new_job_must_fit_the_checkpoint(
 ) -> None:
     ended(10, 20, learning_rate=1e-3)
     begin = {"resume_from_checkpoint": "1", "max_train_steps": 100}
-    with pytest.raises(UserError, match="cannot go on from step-20: lora_rank"):
+    with pytest.raises(UserError, match="cannot resume from step-20: lora_rank"):
         service.submit(store, job_spec.model_copy(update=begin | {"lora_rank": 4}))
     with pytest.raises(UserError, match="max_train_steps: 20 is not more than the 20 steps"):
         service.submit(store, job_spec.model_copy(update=begin | {"max_train_steps": 20}))
@@ -528,7 +528,7 @@ def waiting(store: Store, ended: Callable[..., Job], job_spec: JobSpec) -> tuple
 
 def test_what_a_waiting_job_begins_from_stays(store: Store, waiting: tuple[Job, Job]) -> None:
     source, job = waiting
-    said = rf"job {job.id} \(queued\) is to begin from .*step-20; stop job {job.id} first"
+    said = rf"job {job.id} \(queued\) is set to start from .*step-20; stop job {job.id} first"
     with pytest.raises(StateError, match=said):
         service.remove(store, source.id)
     ended_later = service.submit(store, load_spec(source.run_dir.job_file))
@@ -565,7 +565,7 @@ def test_a_resume_that_may_delete_what_another_begins_from_is_told(
     source, job = waiting
     assert plan_resume(store, source.id).warnings == []
     (warning,) = plan_resume(store, source.id, {"checkpoints_total_limit": 2}).warnings
-    assert warning.startswith(f"job {job.id} is to begin from step-20 of this job")
+    assert warning.startswith(f"job {job.id} is set to start from step-20 of this job")
     save_checkpoint(job.run_dir, 25)
     assert plan_resume(store, source.id, {"checkpoints_total_limit": 2}).warnings == []
 

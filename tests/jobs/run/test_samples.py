@@ -222,5 +222,5 @@ def test_diff_on_the_command_line(store: Store, job_values: dict[str, Any]) -> N
     assert lines[1].split()[:4] == ["changed", "lora_rank", "8", "16"]
     found = json.loads(run(cli, ["diff", "1", "2", "--json"]).output)
     assert found[0]["key"] == "lora_rank"
-    assert run(cli, ["diff", "1", "1"]).output == "jobs 1 and 1 were told the same\n"
+    assert run(cli, ["diff", "1", "1"]).output == "jobs 1 and 1 have the same settings\n"
     assert "no job 9" in str(run(cli, ["diff", "1", "9"]).exception)

@@ -236,7 +236,7 @@ def test_what_is_wrong_with_a_template_is_told_and_the_others_are_there(home: ob
     found, problems = list_templates()
     assert [one.title for one in found if one.path] == ["good", "odd"]
     assert "bad.yaml" in problems[0]
-    assert problems[1] == "odd.yaml: left out what no job has: learnig_rate"
+    assert problems[1] == "odd.yaml: ignored unknown keys: learnig_rate"
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden"])

@@ -98,7 +98,7 @@ def test_a_submission_that_failed_is_not_in_the_way_of_the_next(
 def test_a_job_that_waits_is_taken_out_of_the_queue(store: Store, job_spec: JobSpec) -> None:
     service.submit(store, job_spec)
     waiting = service.submit(store, job_spec)
-    assert "taken out of the queue" in service.stop(store, waiting.id)
+    assert "removed from the queue" in service.stop(store, waiting.id)
     assert store.get(waiting.id).state is State.STOPPED
     with pytest.raises(StateError, match=r"has already ended \(stopped\)"):
         service.stop(store, waiting.id)
@@ -137,7 +137,7 @@ def test_an_ended_job_goes_on_after_its_newest_checkpoint(
 def test_without_a_checkpoint_it_starts_again(store: Store, job_spec: JobSpec) -> None:
     job = ended(store, job_spec, step=None)
     service.resume(store, job.id)
-    assert store.history(job.id)[-2].reason == "started again from the beginning"
+    assert store.history(job.id)[-2].reason == "restarted from step 0"
 
 
 def test_a_job_that_has_not_ended_cannot_be_resumed(store: Store, job_spec: JobSpec) -> None:

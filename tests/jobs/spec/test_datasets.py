@@ -125,7 +125,7 @@ def test_every_file_of_a_folder_is_sorted_and_counted(tmp_path: Path) -> None:
     assert [p.name for p in found.metadata] == ["metadata.csv"]
     assert [p.name for p in found.lonely] == ["lost.txt"]
     assert [p.name for p in found.folders] == ["folder.png"]
-    assert found.others == {".md files": 1, "files without a suffix": 1}
+    assert found.others == {".md files": 1, "files without an extension": 1}
 
 
 def test_each_dataset_is_looked_at_before_the_job_starts(

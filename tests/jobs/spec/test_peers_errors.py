@@ -41,7 +41,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, started: list[int]) -> None:
 
 ROWS: list[tuple[dict[str, Any], str]] = [
     (TWO_GPUS | {"strategy": "fsdp2", "deepspeed_config": "ds.json"},
-     "FSDP and DeepSpeed cannot be enabled simultaneously. Leave out deepspeed_config"),
+     "FSDP and DeepSpeed cannot be enabled simultaneously. Remove deepspeed_config"),
     (TWO_GPUS | {"strategy": "ddp", "context_parallel_size": 2},
      "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"),
     (TWO_GPUS | {"fsdp_version": 1, "context_parallel_size": 2},

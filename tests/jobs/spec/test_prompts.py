@@ -126,7 +126,7 @@ def test_a_prompt_says_what_it_says_and_the_job_the_rest() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"validation_prompts": ["[trigger]"]}, "stays as it is without a trigger_word"),
+        ({"validation_prompts": ["[trigger]"]}, "is not replaced without a trigger_word"),
         ({"validation_prompts": [{"prompt": "a", "negative_prompt": "b"}]}, "prompt has no effect"),
         ({"validation_prompts": ["a"], "validation_negative_prompt": "b",
           "validation_true_cfg_scale": 1.0}, "prompt has no effect"),

@@ -95,7 +95,7 @@ def test_each_level_of_a_stop_asks_those_whom_it_should(
         assert job.state is State.STOPPING
         return watch.stop_level, job.reason, watch.deadline
 
-    assert after(1) == (1, "stops after this step and a checkpoint", world.now + 7.0)
+    assert after(1) == (1, "stops after the current step, with a checkpoint", world.now + 7.0)
     assert watch.job.run_dir.requested("stop")
     assert world.signals == []
     assert after(2)[::2] == (2, world.now + TERM_GRACE)

@@ -119,7 +119,7 @@ def write_facts(job: Job, ranks: int = 2) -> None:
         job,
         event("sharding", ranks=ranks, units={"FluxTransformerBlock": 19,
               "FluxSingleTransformerBlock": 38}, local_bytes=11 * GIB, root_bytes=265 << 20),
-        event("start", step=0, strategy="fsdp2", strategy_reason="a whole copy would fill a GPU"),
+        event("start", step=0, strategy="fsdp2", strategy_reason="a full copy would fill a GPU"),
         event("memory", measure="allocated", step=3,
               peaks={name: [size * GIB + rank for rank in range(ranks)]
                      for name, size in phases.items()}),

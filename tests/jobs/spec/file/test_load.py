@@ -158,7 +158,7 @@ def test_a_flag_that_replaces_a_key_takes_its_line_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("resolution: tall", "resolution: a whole number is needed"),
+        ("resolution: tall", "resolution: expected a whole number"),
         ("resolution: 4", "resolution: input should be greater than or equal to 16 (got 4)"),
         (
             "optimizer: adam",
@@ -200,7 +200,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 
 def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
     path = write(tmp_path, PATHS + "seed: 1\nSEED: 2\n")
-    assert complaint(path) == f'{path}: line 4: "seed" is given twice (first on line 3)'
+    assert complaint(path) == f'{path}: line 4: "seed" is set twice (first on line 3)'
 
 
 @pytest.mark.parametrize(

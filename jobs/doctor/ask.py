@@ -99,7 +99,7 @@ def _end(process: subprocess.Popen[bytes], run_id: str) -> None:
 def _broken_off(errors: IO[bytes], silent: float, status: int | None) -> Finding:
     errors.seek(0)
     lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
-    word = lines[-1] if lines else f"no word for {silent:g} s" if status is None else str(status)
+    word = lines[-1] if lines else f"no answer for {silent:g} s" if status is None else str(status)
     return fail(
-        "doctor", f"broke off: {word}", "try again with --quick, and report it if that breaks too"
+        "doctor", f"stopped: {word}", "try again with --quick, and report it if that fails too"
     ).plain("doctor")

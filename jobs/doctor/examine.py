@@ -34,7 +34,7 @@ class Check:
     run: Callable[[Patient], Iterable[Finding]]
     seconds: float = 20.0
     stage: int = 0
-    when_late: str = "something it asks hangs (a network file system, a busy disk); try again"
+    when_late: str = "something hangs (a network file system, a busy disk); try again"
 
 
 def examine(checks: Sequence[Check], patient: Patient) -> Iterator[Finding]:
@@ -97,6 +97,6 @@ def _late(check: Check) -> Finding:
 def _broken(check: Check, error: Exception) -> Finding:
     return fail(
         check.name,
-        f"this check broke ({type(error).__name__}: {error})",
-        "please report it; the other checks went on",
+        f"this check failed ({type(error).__name__}: {error})",
+        "please report it; the other checks continued",
     )

@@ -50,8 +50,8 @@ def check_all_reduce(patient: Patient) -> Iterator[Finding]:
     if not gpus:
         yield warn(
             "all-reduce",
-            "left out: every GPU is in use, or none of the named is usable",
-            "name GPUs with --gpus to measure beside what runs there",
+            "skipped: every GPU is in use, or none of those named is usable",
+            "name GPUs with --gpus to measure beside running jobs",
         )
         return
     outcome = _measure(patient, [gpu.uuid for gpu in gpus], len(gpus))
@@ -82,7 +82,7 @@ def judge(outcome: Outcome, gpus: Sequence[Gpu], *, nvlink: bool, ranks: int) ->
         yield fail(
             "left over",
             f"processes {', '.join(map(str, outcome.left))} cannot be killed",
-            "the driver holds them; only a restart of the machine ends them",
+            "the driver holds them; only a reboot ends them",
         )
     if not outcome.sizes:
         more = f"; NCCL says: {outcome.warning}" if outcome.warning else ""
@@ -98,7 +98,7 @@ def judge(outcome: Outcome, gpus: Sequence[Gpu], *, nvlink: bool, ranks: int) ->
     latency = f"{1e6 * small.seconds:.0f} µs for {size(small.bytes)}"
     if ranks == 1:
         finding = ok(
-            "all-reduce", f"{where}: one rank has nobody to exchange with, but starts", **facts
+            "all-reduce", f"{where}: one rank starts, with no peer to exchange with", **facts
         )
     else:
         words = f"{where}: {large.bus / 1e9:.1f} GB/s bus, {latency}"
@@ -109,8 +109,8 @@ def judge(outcome: Outcome, gpus: Sequence[Gpu], *, nvlink: bool, ranks: int) ->
         if gpus and large.bus < least:
             finding = warn(
                 "all-reduce",
-                f"{words}; {'NVLink' if nvlink else 'PCIe'} gives {least / 1e9:g} or more",
-                "see topology and peer access above, and whether others use the GPUs",
+                f"{words}; expected over {'NVLink' if nvlink else 'PCIe'}: {least / 1e9:g} or more",
+                "check topology and peer access above, and whether others use the GPUs",
                 **facts,
             )
     yield Finding(**vars(finding) | {"lines": tuple(_table(outcome)) if ranks > 1 else ()})
@@ -123,13 +123,13 @@ def _measure(patient: Patient, gpus: list[str], ranks: int) -> Outcome:
 def _advice(outcome: Outcome, gpus: Sequence[Gpu]) -> str:
     if outcome.silent and gpus:
         named = ",".join(str(gpu.index) for n, gpu in enumerate(gpus) if n in outcome.silent)
-        return f"try again without GPU {named}, and with NCCL_P2P_DISABLE=1 to find out why"
+        return f"try again without GPU {named}, and with NCCL_P2P_DISABLE=1 to narrow it down"
     if outcome.silent:
-        return "see whether the machine is busy, and `dmesg` for processes that were killed"
+        return "check the machine's load, and `dmesg` for killed processes"
     return (
-        "`fsdp-tui doctor` again with NCCL_DEBUG=INFO may say more"
+        "run `fsdp-tui doctor` again with NCCL_DEBUG=INFO"
         if gpus
-        else "see the checks above; ranks need torch, gloo and a host name that resolves"
+        else "check the results above; ranks need torch, gloo and a host name that resolves"
     )
 
 

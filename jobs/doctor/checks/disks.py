@@ -93,7 +93,7 @@ def check_state_disk(_: Patient) -> Iterator[Finding]:
     elif disk.kind in _VOLATILE:
         yield warn(
             "state",
-            f"{state_home()} is in memory ({disk.kind}) and gone after a restart",
+            f"{state_home()} is in memory ({disk.kind}) and is lost at a reboot",
             "point FSDP_TUI_HOME at a disk",
         )
     yield from judge_clock(disk)
@@ -119,29 +119,29 @@ def judge_disk(name: str, place: Path, disk: Disk) -> Iterator[Finding]:
     if disk.problem is not None:
         yield fail(
             name,
-            f"{disk.path} cannot be written: {disk.problem}",
-            "point FSDP_TUI_HOME, or cache_dir of the job, somewhere else",
+            f"{disk.path} is not writable: {disk.problem}",
+            "point FSDP_TUI_HOME, or cache_dir of the job, elsewhere",
             **facts,
         )
     elif disk.free < _FULL:
         yield fail(
             name,
             f"only {size(disk.free)} free ({place})",
-            "make room: `fsdp-tui cache list`, `fsdp-tui prune --keep-last N`",
+            "free space: `fsdp-tui cache list`, `fsdp-tui prune --keep-last N`",
             **facts,
         )
     elif disk.free < _TIGHT:
         yield warn(
             name,
             room,
-            "make room before training: a checkpoint of a whole model takes tens of GiB",
+            "free space before training: a checkpoint of a full model takes tens of GiB",
             **facts,
         )
     elif disk.inodes is not None and disk.inodes < _FEW_INODES:
         yield warn(
             name,
             f"only {disk.inodes} more files can be made there ({place})",
-            "delete small files; every cached picture is one",
+            "delete small files; every cached image is one",
             **facts,
         )
     else:
@@ -157,7 +157,7 @@ def judge_clock(disk: Disk) -> Iterator[Finding]:
         yield warn(
             "clock",
             f"the file system's is {abs(disk.skew):.0f} s {way} this machine's",
-            "let both follow the same time server (chrony or systemd-timesyncd)",
+            "sync both to the same time server (chrony or systemd-timesyncd)",
             skew=disk.skew,
         )
     else:
@@ -174,10 +174,15 @@ def judge_room(spec: JobSpec, free: int) -> Iterator[Finding]:
     words = f"about {size(each)} each, {count} of them, and {size(free)} are free"
     if each > free:
         yield fail(
-            "checkpoints", words, "make room, or point FSDP_TUI_HOME at a larger disk", **facts
+            "checkpoints", words, "free space, or point FSDP_TUI_HOME at a larger disk", **facts
         )
     elif each * count > free:
-        yield warn("checkpoints", words, "set checkpoints_total_limit, or save less often", **facts)
+        yield warn(
+            "checkpoints",
+            words,
+            "set checkpoints_total_limit, or raise checkpointing_steps",
+            **facts,
+        )
     else:
         yield ok("checkpoints", words, **facts)
 

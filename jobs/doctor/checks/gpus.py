@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _LOWERED: Final = 0.95  # of the usual power limit; below it someone has lowered it
 _NO_DRIVER: Final = (  # part of NVML's words, in lower case → what to do
-    ("mismatch", "the driver was updated under a running system: restart the machine"),
-    ("permission", "ask for access to /dev/nvidia* (often: membership in a group)"),
+    ("mismatch", "the driver was updated while the system was running: reboot"),
+    ("permission", "get access to /dev/nvidia* (often by group membership)"),
 )
 
 
@@ -55,9 +55,9 @@ def check_names(patient: Patient) -> Iterator[Finding]:
         match = find(name, nvml.gpus)
         if match is None:
             have = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in nvml.gpus) or "none"
-            yield fail("--gpus", f"there is no GPU {name} here", f"choose from: {have}")
+            yield fail("--gpus", f"no GPU {name} on this machine", f"choose from: {have}")
         elif match[0].unusable is not None:
-            yield fail("--gpus", f"GPU {match[0].index} {match[0].unusable}", "choose another one")
+            yield fail("--gpus", f"GPU {match[0].index} {match[0].unusable}", "choose another")
 
 
 def judge_presence(nvml: Nvml, setting: str | None) -> Iterator[Finding]:
@@ -65,8 +65,8 @@ def judge_presence(nvml: Nvml, setting: str | None) -> Iterator[Finding]:
     if nvml.on_the_bus and not nvml.installed:
         yield warn(
             "GPUs",
-            f"{nvml.on_the_bus} on the PCI bus, and no NVIDIA driver here",
-            "install it, or start the container with --gpus all; without, jobs run on CPU ranks",
+            f"{nvml.on_the_bus} on the PCI bus, but no NVIDIA driver",
+            "install it, or start the container with --gpus all; without it, jobs run on CPU ranks",
         )
         return
     if nvml.on_the_bus and nvml.problem is not None:
@@ -76,7 +76,7 @@ def judge_presence(nvml: Nvml, setting: str | None) -> Iterator[Finding]:
         )
         yield fail(
             "GPUs",
-            f"{nvml.on_the_bus} on the PCI bus, and the driver does not answer ({nvml.problem})",
+            f"{nvml.on_the_bus} on the PCI bus, but the driver does not answer ({nvml.problem})",
             advice,
         )
         return
@@ -85,7 +85,7 @@ def judge_presence(nvml: Nvml, setting: str | None) -> Iterator[Finding]:
             yield warn(
                 "GPUs",
                 f"CUDA_VISIBLE_DEVICES={setting!r} hides all {nvml.counted}",
-                "unset CUDA_VISIBLE_DEVICES, or let it name some",
+                "unset CUDA_VISIBLE_DEVICES, or name GPUs in it",
             )
         else:
             yield ok("GPUs", "none on this machine; jobs run on CPU ranks", gpus=[])
@@ -102,8 +102,8 @@ def judge_presence(nvml: Nvml, setting: str | None) -> Iterator[Finding]:
         yield warn(
             "GPUs",
             words,
-            "let a job have GPUs of one kind: all wait for the slowest, and "
-            "the smallest decides what fits",
+            "give a job GPUs of one model: all wait for the slowest, and the smallest limits "
+            "memory",
             gpus=facts,
         )
     else:
@@ -117,13 +117,13 @@ def judge_use(gpus: Sequence[Gpu], claims: dict[str, int]) -> Iterator[Finding]:
             yield fail(
                 f"GPU {gpu.index}",
                 gpu.unusable,
-                "see `dmesg` for Xid errors; give jobs other GPUs until it is mended",
+                "see `dmesg` for Xid errors; use other GPUs until it is fixed",
             )
         elif gpu.unusable is not None:
             yield warn(
                 f"GPU {gpu.index}",
                 gpu.unusable,
-                f"sudo nvidia-smi -i {gpu.index} -mig 0 makes it whole again",
+                f"sudo nvidia-smi -i {gpu.index} -mig 0 turns MIG off",
             )
     others = foreign_users(gpus, (), claims)
     for gpu in gpus:
@@ -131,12 +131,12 @@ def judge_use(gpus: Sequence[Gpu], claims: dict[str, int]) -> Iterator[Finding]:
             yield warn(
                 f"GPU {gpu.index}",
                 f"is used by others: {others[gpu.uuid]}",
-                "jobs wait for it, unless they say share_gpus: true",
+                "jobs wait for it unless they set share_gpus: true",
             )
     held = [gpu for gpu in gpus if gpu.uuid in claims]
     if held:
         jobs = ", ".join(f"GPU {gpu.index} (job {claims[gpu.uuid]})" for gpu in held)
-        yield ok("in use", f"by jobs of yours: {jobs}")
+        yield ok("in use", f"by your jobs: {jobs}")
 
 
 def judge_health(nvml: Nvml) -> Iterator[Finding]:
@@ -153,48 +153,48 @@ def judge_health(nvml: Nvml) -> Iterator[Finding]:
     if off:
         yield warn(
             "persistence",
-            f"off on GPU {_indices(off)}: the driver starts anew for every job",
+            f"off on GPU {_indices(off)}: the driver reloads for every job",
             "sudo nvidia-smi -pm 1, or start nvidia-persistenced",
         )
     asked = [board for board in nvml.boards.values() if board.errors is not None]
     if not sick and asked:
-        yield ok("health", "no memory errors, heat or lowered limits")
+        yield ok("health", "no memory errors, overheating or lowered limits")
 
 
 def _judge_board(gpu: Gpu, board: Board) -> Iterator[Finding]:
     name = f"GPU {gpu.index}"
     if board.remapping == "failed":
-        yield fail(name, "has bad memory and no spare left for it", "have it replaced")
+        yield fail(name, "has bad memory and no spare rows left", "replace it")
     elif board.remapping == "pending":
         yield warn(
             name,
-            "has bad memory that is replaced at its next reset",
-            f"when it is idle: sudo nvidia-smi -i {gpu.index} -r, or restart",
+            "has bad memory that is remapped at the next reset",
+            f"when it is idle: sudo nvidia-smi -i {gpu.index} -r, or reboot",
         )
     if board.errors:
         yield fail(
             name,
-            f"had {board.errors} memory errors that could not be corrected",
-            "restart the machine; if they come back, have the GPU replaced",
+            f"had {board.errors} uncorrectable memory errors",
+            "reboot; if they come back, replace the GPU",
         )
     if gpu.power_limit and board.usual_limit and gpu.power_limit < _LOWERED * board.usual_limit:
         yield warn(
             name,
-            f"may take {gpu.power_limit:.0f} W instead of {board.usual_limit:.0f} W",
-            f"sudo nvidia-smi -i {gpu.index} -pl {board.usual_limit:.0f}, if it may",
+            f"is limited to {gpu.power_limit:.0f} W instead of {board.usual_limit:.0f} W",
+            f"sudo nvidia-smi -i {gpu.index} -pl {board.usual_limit:.0f}, if allowed",
         )
     slowed = [word for word in (gpu.throttle or "").split(", ") if word not in ("", "power limit")]
     if slowed:
         yield warn(
             name,
             f"is slowed down ({', '.join(slowed)})",
-            "look after its cooling and power supply; the other ranks wait for it",
+            "check its cooling and power supply; the other ranks wait for it",
         )
     if board.links_up < board.links and board.links_up:
         yield warn(
             name,
             f"{board.links_up} of its {board.links} NVLinks work",
-            "see `nvidia-smi nvlink -e`; reset the GPU or restart the machine",
+            "see `nvidia-smi nvlink -e`; reset the GPU or reboot",
         )
 
 

@@ -41,7 +41,7 @@ def judge_token(token: str | None, file: Path, environ: dict[str, str]) -> Itera
     if token is None:
         yield ok(
             "token",
-            "none; only downloads of gated models need one (`hf auth login`)",
+            "none; only gated models need one (`hf auth login`)",
             present=False,
         )
         return
@@ -50,19 +50,19 @@ def judge_token(token: str | None, file: Path, environ: dict[str, str]) -> Itera
     if not token.isascii() or any(character.isspace() for character in token):
         yield fail(
             "token",
-            f"there is one in {source}, with characters that no token has",
-            "make it anew: `hf auth login`",
+            f"the one in {source} has invalid characters",
+            "create a new one: `hf auth login`",
             present=True,
         )
     elif where is None and file.exists() and file.stat().st_mode & _OTHERS_MAY_READ:
         yield warn(
             "token",
-            f"there is one, and others may read it in {file}",
+            f"set, but other users can read it in {file}",
             f"chmod 600 {file}",
             present=True,
         )
     else:
-        yield ok("token", f"there is one, from {source}", present=True)
+        yield ok("token", f"set, from {source}", present=True)
 
 
 def _judge_cache(place: Path) -> Finding:
@@ -73,8 +73,8 @@ def _judge_cache(place: Path) -> Finding:
     if not os.access(folder, os.W_OK | os.X_OK):
         return warn(
             "hub cache",
-            f"{words}, where you may not write",
-            "point HF_HOME somewhere else before you download models",
+            f"{words}, not writable",
+            "point HF_HOME elsewhere before downloading models",
             **facts,
         )
     return ok("hub cache", words, **facts)

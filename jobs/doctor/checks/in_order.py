@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 _LEARN: Final = 0
 _JUDGE: Final = 1
 _MEASURE: Final = 2
-_DRIVER_HANGS: Final = "the driver hangs: `nvidia-smi` would too; see `dmesg` for Xid, restart"
+_DRIVER_HANGS: Final = (
+    "the driver hangs, and so would `nvidia-smi`; check `dmesg` for Xid errors, then reboot"
+)
 
 CHECKS: Final[Sequence[Check]] = (
     Check("software", "Python", check_python),

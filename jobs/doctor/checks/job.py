@@ -62,7 +62,7 @@ def check_job(patient: Patient) -> Iterator[Finding]:
     if model[0].verdict is Verdict.OK:  # else there is nothing to look for blocks in
         yield from _tried("blocks", check_block_names, spec)
     yield from _tried("wrap policy", check_wrap_policy, spec)
-    yield from _tried("dataset", check_dataset, spec, "{} pictures and videos")
+    yield from _tried("dataset", check_dataset, spec, "{} images and videos")
     if patient.nvml is not None:  # else the driver hangs, and would again
         yield from check_job_gpus(spec, patient.nvml.gpus)
         on_gpus = spec.device != "cpu" and bool(patient.nvml.gpus)

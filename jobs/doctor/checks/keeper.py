@@ -30,7 +30,7 @@ def check_database(_: Patient) -> Iterator[Finding]:
     """Whether the jobs database can be read and is whole. Nothing is created."""
     path = state_home() / "jobs.db"
     if not path.exists():
-        yield ok("database", f"none yet in {path.parent}; the first job makes it")
+        yield ok("database", f"none yet in {path.parent}; the first job creates it")
         return
     try:
         uri = f"{path.as_uri()}?mode=ro"
@@ -42,7 +42,7 @@ def check_database(_: Patient) -> Iterator[Finding]:
         yield fail(
             "database",
             f"{path} cannot be read: {said}",
-            "`fsdp-tui doctor --repair` makes a new one from the run directories, keeps the old",
+            "`fsdp-tui doctor --repair` rebuilds it from the run directories and keeps the old one",
         )
         return
     store = Store(path.parent)  # a newer version's is a UserError
@@ -52,7 +52,7 @@ def check_database(_: Patient) -> Iterator[Finding]:
     words = f"{len(everything)} jobs, {active} running, {queued} queued ({path})"
     yield ok("database", words, jobs=len(everything), active=active, queued=queued)
     if store.paused and queued:
-        yield warn("queue", "is paused", "`fsdp-tui pause --off` lets it go on")
+        yield warn("queue", "is paused", "`fsdp-tui pause --off` resumes it")
 
 
 def check_keeper(_: Patient) -> Iterator[Finding]:
@@ -64,19 +64,19 @@ def check_keeper(_: Patient) -> Iterator[Finding]:
         if waiting:
             yield warn(
                 "queue keeper",
-                f"is not there, and {waiting} jobs are queued or running",
+                f"is not running, and {waiting} jobs are queued or running",
                 f"`fsdp-tui list` starts it; see {home / 'runner.log'}",
             )
         else:
-            yield ok("queue keeper", "not running, as there is nothing to do", pid=None)
+            yield ok("queue keeper", "not running: nothing to do", pid=None)
         return
     started = psutil.Process(pid).create_time()
     facts = {"pid": pid, "started": started}
     if newest_code() > started:
         yield warn(
             "queue keeper",
-            f"pid {pid} began before the code of fsdp-tui was last changed",
-            f"kill {pid}, then `fsdp-tui list`; jobs are not touched",
+            f"pid {pid} started before fsdp-tui was last updated",
+            f"kill {pid}, then `fsdp-tui list`; jobs keep running",
             **facts,
         )
     else:

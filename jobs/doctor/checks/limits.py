@@ -54,13 +54,13 @@ def judge_shared_memory(total: int, free: int, *, writable: bool, ranks: int) ->
     larger = "docker run --shm-size=16g (or --ipc=host); else remount it larger"
     facts = {"total": total, "free": free}
     if not writable:
-        return fail("/dev/shm", "may not be written by you", "sudo chmod 1777 /dev/shm", **facts)
+        return fail("/dev/shm", "is not writable", "sudo chmod 1777 /dev/shm", **facts)
     if free < needed:
         return fail(
             "/dev/shm", f"{words}, and {ranks} ranks may need {size(needed)}", larger, **facts
         )
     if total < _ROOMY_SHM:
-        return warn("/dev/shm", f"{words}, which is little", larger, **facts)
+        return warn("/dev/shm", f"{words}, which is low", larger, **facts)
     return ok("/dev/shm", words, **facts)
 
 
@@ -73,7 +73,7 @@ def judge_open_files(soft: int, hard: int) -> Finding:
     """Pure; -1 is unlimited."""
     facts = {"soft": soft, "hard": hard}
     if soft == resource.RLIM_INFINITY or soft >= _ENOUGH_FILES:
-        return ok("open files", f"at most {_count(soft)}", **facts)
+        return ok("open files", f"limit {_count(soft)}", **facts)
     enough = hard == resource.RLIM_INFINITY or hard >= _ENOUGH_FILES
     advice = (
         f"ulimit -n {_count(hard) if hard > 0 else 65536} before fsdp-tui starts"
@@ -81,7 +81,7 @@ def judge_open_files(soft: int, hard: int) -> Finding:
         else "raise nofile in /etc/security/limits.conf (docker run --ulimit nofile=65536)"
     )
     verdict = fail if soft < _FEW_FILES else warn
-    return verdict("open files", f"at most {soft} for each process", advice, **facts)
+    return verdict("open files", f"limit {soft} per process", advice, **facts)
 
 
 def check_locked_memory(_: Patient) -> Iterator[Finding]:
@@ -92,11 +92,11 @@ def check_locked_memory(_: Patient) -> Iterator[Finding]:
 
 def judge_locked_memory(soft: int, *, infiniband: bool) -> Finding:
     """Pure; -1 is unlimited."""
-    words = "no limit" if soft == resource.RLIM_INFINITY else f"at most {size(soft)}"
+    words = "no limit" if soft == resource.RLIM_INFINITY else f"limit {size(soft)}"
     if infiniband and soft != resource.RLIM_INFINITY:
         return warn(
             "locked memory",
-            f"{words}, and InfiniBand locks all that it sends",
+            f"{words}, and InfiniBand locks all buffers it sends",
             "raise memlock in /etc/security/limits.conf (docker run --ulimit memlock=-1)",
             limit=soft,
         )
@@ -117,9 +117,11 @@ def judge_memory(available: int, total: int, container: tuple[int, int] | None) 
     left = available
     if container is not None:
         left = min(left, container[0])
-        words += f"; the container may take {size(container[0])} more of {size(container[1])}"
+        words += f"; the container may use {size(container[0])} more of {size(container[1])}"
     if left < _LITTLE_MEMORY:
-        return fail("memory", words, "end other processes, or give the container more", **facts)
+        return fail(
+            "memory", words, "stop other processes, or raise the container's limit", **facts
+        )
     if left < _MODEST_MEMORY:
         return warn(
             "memory", words, "large text encoders may not fit while captions are encoded", **facts

@@ -47,7 +47,7 @@ def check_python(_: Patient) -> Iterator[Finding]:
         yield fail(
             "Python",
             f"{version} ({sys.executable}) is not {wanted}",
-            f"make an environment with Python {wanted} and install fsdp-tui there",
+            f"create an environment with Python {wanted} and install fsdp-tui there",
             **facts,
         )
 
@@ -60,7 +60,7 @@ def check_packages(_: Patient) -> Iterator[Finding]:
     if not problems:
         yield ok(
             "packages",
-            f"all {len(wanted.needed)} are in the ranges that fsdp-tui takes",
+            f"all {len(wanted.needed)} match fsdp-tui's requirements",
             versions=_versions(wanted.needed),
         )
 
@@ -98,7 +98,7 @@ def read_wanted() -> Wanted:
         python = str(metadata.metadata(_NAME).json.get("requires_python", ">=3.11"))
     except metadata.PackageNotFoundError:
         raise UserError(
-            "fsdp-tui is not installed, so what it needs is not known", "pip install fsdp-tui"
+            "fsdp-tui is not installed, so its requirements are unknown", "pip install fsdp-tui"
         ) from None
     extras = {
         name: tuple(text for text in texts if _applies(text, name) and not _applies(text, ""))
@@ -127,7 +127,7 @@ def check_compilers(_: Patient) -> Iterator[Finding]:
     if lack := what_lacks(on_gpus=True):
         yield warn(
             "C compiler",
-            f"torch_compile and optimizer: adamw_8bit compile kernels on GPUs, and {lack}",
+            f"torch_compile and optimizer: adamw_8bit compile kernels on GPUs, but {lack}",
             hint(on_gpus=True),
         )
     else:
@@ -146,7 +146,7 @@ def _judge(text: str, *, needed: bool) -> Finding | None:
     facts = {"version": version, "wanted": str(wanted.specifier)}
     lower = [one for one in wanted.specifier if not one.operator.startswith("<")]
     if all(one.contains(version, prereleases=True) for one in lower):
-        found = f"{version} is newer than what fsdp-tui was tested with ({wanted.specifier})"
+        found = f"{version} is newer than fsdp-tui was tested with ({wanted.specifier})"
         return warn(wanted.name, found, install, **facts)
     found = f"{version} is too old ({wanted.specifier})"
     return (fail if needed else warn)(wanted.name, found, install, **facts)

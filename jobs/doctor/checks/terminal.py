@@ -33,9 +33,7 @@ def check_terminal() -> Iterator[Finding]:
     """What this process's terminal can do."""
     environ = environment_at_start()
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        yield ok(
-            "terminal", "none here; the dashboard needs one (`ssh -t`), jobs do not", tty=False
-        )
+        yield ok("terminal", "none; the dashboard needs one (`ssh -t`), jobs do not", tty=False)
         return
     size = shutil.get_terminal_size()
     tmux = ask_tmux() if environ.get("TMUX") else None
@@ -67,7 +65,7 @@ def judge_terminal(
         yield warn(
             "terminal",
             f"TERM is {term or 'not set'}, so nothing can be drawn",
-            "export TERM=xterm-256color, if your terminal is like that",
+            "export TERM=xterm-256color, if your terminal supports it",
         )
         return
     columns, lines = size
@@ -75,7 +73,7 @@ def judge_terminal(
     if columns < _LEAST[0] or lines < _LEAST[1]:
         yield warn(
             "terminal",
-            f"{words} characters is small",
+            f"{words} characters is too small",
             f"make it {_LEAST[0]} × {_LEAST[1]} or larger",
             size=list(size),
         )
@@ -83,13 +81,12 @@ def judge_terminal(
         yield ok("terminal", f"{words} characters", size=list(size))
     yield _judge_colours(environ, term)
     if is_utf8(environ):
-        yield ok("locale", "takes UTF-8")
+        yield ok("locale", "UTF-8 works")
     else:
         name = next((name for name in _LOCALE if environ.get(name)), "LANG")
         yield warn(
             "locale",
-            f"{name} is {environ.get(name) or 'not set'}: lines and bars may be drawn "
-            "with wrong characters",
+            f"{name} is {environ.get(name) or 'not set'}: lines and bars may show wrong characters",
             f"export {name}=C.UTF-8",
         )
     if tmux is not None:
@@ -97,22 +94,22 @@ def judge_terminal(
     elif environ.get("STY") or term.startswith("screen."):
         yield warn(
             "screen",
-            "GNU screen shows 256 colours at most and no mouse wheel",
-            "use tmux, or nothing: jobs go on without a terminal",
+            "GNU screen shows at most 256 colors and no mouse wheel",
+            "use tmux, or nothing: jobs run without a terminal",
         )
 
 
 def _judge_colours(environ: Mapping[str, str], term: str) -> Finding:
     if environ.get("NO_COLOR"):
-        return ok("colours", "NO_COLOR is set: shades of grey")
+        return ok("colours", "NO_COLOR is set: shades of gray")
     if environ.get("COLORTERM", "").lower() in _TRUE_COLOUR or term.endswith("-direct"):
         return ok("colours", "all (COLORTERM)")
     few = "256" if "256color" in term else "16"
-    ssh = ", as sshd does not pass it on" if environ.get("SSH_CONNECTION") else ""
+    ssh = ", because sshd does not forward it" if environ.get("SSH_CONNECTION") else ""
     return warn(
         "colours",
         f"only {few}: COLORTERM is not set{ssh}",
-        "export COLORTERM=truecolor, if your terminal can (most can)",
+        "export COLORTERM=truecolor, if your terminal supports it (most do)",
     )
 
 
@@ -120,13 +117,13 @@ def _judge_tmux(tmux: Tmux) -> Iterator[Finding]:
     if tmux.true_colour is False:
         yield warn(
             "tmux",
-            "does not pass true colour through",
+            "does not pass true color through",
             "set -as terminal-features ',*:RGB' in ~/.tmux.conf",
         )
     if tmux.mouse is False:
-        yield warn("tmux", "keeps the mouse to itself", "set -g mouse on in ~/.tmux.conf")
+        yield warn("tmux", "does not pass the mouse through", "set -g mouse on in ~/.tmux.conf")
     if tmux == Tmux(true_colour=True, mouse=True):
-        yield ok("tmux", "passes true colour and the mouse through")
+        yield ok("tmux", "passes true color and the mouse through")
 
 
 def ask_tmux() -> Tmux:

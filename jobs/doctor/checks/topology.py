@@ -56,8 +56,8 @@ def judge_paths(gpus: Sequence[Gpu], paths: Mapping[tuple[str, str], str]) -> Fi
     elif "NVLink" in kinds and far:
         finding = warn(
             "topology",
-            f"{_pairs(far)} have only {_WORDS[slow[-1]]} between them",
-            "give a job GPUs that NVLinks connect; all wait for the slowest pair",
+            f"{_pairs(far)} are connected only by {_WORDS[slow[-1]]}",
+            "use GPUs connected by NVLink; all ranks wait for the slowest pair",
             **facts,
         )
     else:
@@ -77,11 +77,11 @@ def judge_peers(gpus: Sequence[Gpu], torch: TorchFacts) -> Finding:
         if first < second
     ]
     if not apart:
-        return ok("peer access", "every GPU reaches every other's memory", apart=[])
+        return ok("peer access", "every GPU can access every other GPU's memory", apart=[])
     return warn(
         "peer access",
-        f"{_pairs(apart)} cannot reach each other's memory directly",
-        "data goes through host memory; on a server, see ACS and IOMMU in the BIOS",
+        f"{_pairs(apart)} cannot access each other's memory",
+        "data goes through host memory; on a server, check ACS and IOMMU in the BIOS",
         apart=[list(pair) for pair in apart],
     )
 

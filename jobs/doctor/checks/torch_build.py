@@ -23,7 +23,7 @@ _CUDA_ERRORS: Final = (  # part of CUDA's words, in lower case → what to do
     ("not yet initialized", "start the fabric manager: sudo systemctl start nvidia-fabricmanager"),
     ("driver version is insufficient", "update the NVIDIA driver"),
     ("found no nvidia driver", "install the NVIDIA driver, or start the container with --gpus all"),
-    ("out of memory", "another process has filled the GPU: see `fsdp-tui gpus`"),
+    ("out of memory", "another process fills the GPU: see `fsdp-tui gpus`"),
 )
 
 
@@ -74,23 +74,23 @@ def ask_torch(patient: Patient) -> Iterator[Finding]:
             apart=tuple((one, other) for one, other in facts.get("apart", ())),
         )
     if said.status is None:
-        where = "while it looked for GPUs" if "torch" in facts else "while it was imported"
+        where = "while looking for GPUs" if "torch" in facts else "during import"
         yield fail(
             "torch",
             f"hung {where}, for {SECONDS:g} s",
-            "see `dmesg` for errors of the driver (Xid) or of the disk",
+            "check `dmesg` for driver (Xid) or disk errors",
         )
     elif said.status != 0 and "torch" in facts:
         yield fail(
             "torch",
-            f"died while it looked for GPUs: {said.last_line or said.status}",
-            "see `dmesg` for errors of the driver (Xid)",
+            f"died while looking for GPUs: {said.last_line or said.status}",
+            "check `dmesg` for driver (Xid) errors",
         )
     elif said.status != 0:
         yield fail(
             "torch",
             f"cannot be imported: {said.last_line or said.status}",
-            f"install it anew in this environment; {_INSTALL}",
+            f"reinstall it in this environment; {_INSTALL}",
         )
 
 
@@ -104,7 +104,7 @@ def judge_torch(torch: TorchFacts, nvml: Nvml | None) -> Iterator[Finding]:
     """Pure."""
     present = nvml.counted if nvml is not None else 0
     facts = {"version": torch.version, "cuda": torch.cuda, "seconds": torch.seconds}
-    build = f"built for CUDA {torch.cuda}" if torch.cuda else "a build for the CPU only"
+    build = f"built for CUDA {torch.cuda}" if torch.cuda else "a CPU-only build"
     if torch.hip:
         yield warn(
             "torch",
@@ -116,7 +116,7 @@ def judge_torch(torch: TorchFacts, nvml: Nvml | None) -> Iterator[Finding]:
     if torch.cuda is None and present:
         yield fail(
             "torch",
-            f"{torch.version} is {build}, and this machine has {gpus(present)}",
+            f"{torch.version} is {build}, but this machine has {gpus(present)}",
             f"install a CUDA build of torch; {_INSTALL}",
             **facts,
         )
@@ -125,7 +125,7 @@ def judge_torch(torch: TorchFacts, nvml: Nvml | None) -> Iterator[Finding]:
     if torch.seconds > _SLOW_IMPORT:
         yield warn(
             "torch import",
-            f"took {torch.seconds:.0f} s, and every rank does it at once",
+            f"took {torch.seconds:.0f} s, and every rank does it",
             "keep the Python environment on a local disk",
         )
     if torch.cuda is not None:
@@ -140,7 +140,8 @@ def _judge_cuda(
     if knows and knows[0] < int(built_for.split(".")[0]):
         yield fail(
             "driver",
-            f"{driver} knows CUDA up to {knows[0]}.{knows[1]}, and torch is built for {built_for}",
+            f"{driver} supports CUDA up to {knows[0]}.{knows[1]}, but torch is built for "
+            f"{built_for}",
             f"update the driver, or install torch for CUDA {knows[0]}; {_INSTALL}",
             **facts,
         )
@@ -148,7 +149,7 @@ def _judge_cuda(
         error = torch.error.lower()
         advice = next(
             (what for words, what in _CUDA_ERRORS if words in error),
-            "see `nvidia-smi` and `dmesg`; a restart of the machine often mends it",
+            "see `nvidia-smi` and `dmesg`; a reboot often fixes it",
         )
         yield fail("driver", f"torch cannot use the GPUs: {torch.error}", advice, **facts)
     elif driver is not None and knows:
@@ -158,7 +159,7 @@ def _judge_cuda(
         yield fail(
             "CUDA",
             f"torch sees {len(torch.devices)} of {gpus(shown)}",
-            "see `nvidia-smi`; a GPU that is lost or divided by MIG cannot be used",
+            "see `nvidia-smi`; a GPU that is lost or in MIG mode cannot be used",
         )
     for index, device in enumerate(torch.devices or ()):
         if not _runs_on(torch.architectures, tuple(device["capability"])):
@@ -166,7 +167,7 @@ def _judge_cuda(
             yield fail(
                 "kernels",
                 f"this torch has none for {device['name']} (device {index}, sm_{major}{minor})",
-                f"install a build of torch for it; {_INSTALL}",
+                f"install a torch build with them; {_INSTALL}",
             )
 
 
@@ -195,15 +196,15 @@ def check_backends(patient: Patient) -> Iterator[Finding]:
     if not torch.gloo:
         yield fail(
             "gloo",
-            "this torch was built without it, and ranks agree through it",
-            f"install a usual build of torch; {_INSTALL}",
+            "this torch was built without it, and ranks need it",
+            f"install a standard torch build; {_INSTALL}",
         )
     if torch.nccl is None:
         if torch.cuda is not None:
             yield fail(
                 "NCCL",
                 "this torch was built without it, and ranks on GPUs need it",
-                f"install a usual build of torch; {_INSTALL}",
+                f"install a standard torch build; {_INSTALL}",
             )
         elif torch.gloo:
             yield ok("NCCL", "none, which CPU ranks do not need: they use gloo")
@@ -213,8 +214,8 @@ def check_backends(patient: Patient) -> Iterator[Finding]:
     if wheel is not None and wheel.split(".")[:3] != list(map(str, torch.nccl[:3])):
         yield warn(
             "NCCL",
-            f"{loaded} is loaded, and {wheel} is what came with torch",
-            "another libnccl.so.2 is found first: see LD_LIBRARY_PATH and LD_PRELOAD",
+            f"{loaded} is loaded, but torch came with {wheel}",
+            "another libnccl.so.2 comes first: check LD_LIBRARY_PATH and LD_PRELOAD",
             loaded=loaded,
             installed=wheel,
         )

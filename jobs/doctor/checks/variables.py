@@ -31,7 +31,7 @@ class _Rule(NamedTuple):
     name: str
     bites: Callable[[str], bool]
     what: str
-    advice: str = "unset it, unless you know why it is there"
+    advice: str = "unset it unless you need it"
 
 
 def _on(value: str) -> bool:
@@ -40,15 +40,15 @@ def _on(value: str) -> bool:
 
 _RULES: Final = (
     _Rule("CUDA_LAUNCH_BLOCKING", _on, "makes the GPU wait for every single kernel"),
-    _Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _on, "makes every allocation ask the driver"),
-    _Rule("NCCL_P2P_DISABLE", _on, "keeps GPUs from reaching each other's memory, NVLink included"),
+    _Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _on, "makes every allocation go to the driver"),
+    _Rule("NCCL_P2P_DISABLE", _on, "blocks direct GPU-to-GPU memory access, including NVLink"),
     _Rule("NCCL_SHM_DISABLE", _on, "sends data between GPUs over the network"),
-    _Rule("NCCL_IB_DISABLE", _on, "keeps machines from talking over InfiniBand"),
+    _Rule("NCCL_IB_DISABLE", _on, "disables InfiniBand"),
     _Rule(
         "NCCL_DEBUG",
         lambda v: v.upper() in ("INFO", "TRACE"),
         "fills the logs of ranks",
-        "unset it when you have found what you look for",
+        "unset it when you are done debugging",
     ),
     _Rule(
         "TORCH_DISTRIBUTED_DEBUG",
@@ -58,10 +58,10 @@ _RULES: Final = (
     _Rule("TORCH_NCCL_BLOCKING_WAIT", _on, "makes every collective wait for the GPU"),
     _Rule("NCCL_BLOCKING_WAIT", _on, "makes every collective wait for the GPU"),
     _Rule("TORCH_SHOW_DISPATCH_TRACE", _on, "prints every operation"),
-    _Rule("TORCHDYNAMO_DISABLE", _on, "turns torch_compile off in silence"),
-    _Rule("TORCH_COMPILE_DISABLE", _on, "turns torch_compile off in silence"),
+    _Rule("TORCHDYNAMO_DISABLE", _on, "silently turns torch_compile off"),
+    _Rule("TORCH_COMPILE_DISABLE", _on, "silently turns torch_compile off"),
     _Rule("PYTHONHOME", lambda v: bool(v), "makes Python look for its library elsewhere"),
-    _Rule("PYTHONOPTIMIZE", _on, "takes the engine's own checks out"),
+    _Rule("PYTHONOPTIMIZE", _on, "disables the engine's checks"),
     *(
         _Rule(
             name,
@@ -108,9 +108,7 @@ def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> 
     bad += _judge_python_path(environ.get("PYTHONPATH", ""))
     bad += _judge_library_path(environ.get("LD_LIBRARY_PATH", ""))
     if (folder := environ.get("TMPDIR")) and not os.access(folder, os.W_OK | os.X_OK):
-        bad.append(
-            fail("TMPDIR", f"{folder} is no directory that you may write to", "unset TMPDIR")
-        )
+        bad.append(fail("TMPDIR", f"{folder} is not a writable directory", "unset TMPDIR"))
     yield from bad
     told = {finding.name for finding in bad}
     shown = {
@@ -129,7 +127,7 @@ def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> 
     if dropped:
         yield ok("not passed on", f"{', '.join(dropped)}: the job decides", names=dropped)
     if not bad and not shown and not dropped:
-        yield ok("variables", "none is set that changes what jobs do")
+        yield ok("variables", "none set that affects jobs")
 
 
 def _judge_interfaces(environ: Mapping[str, str], there: Collection[str]) -> Iterator[Finding]:
@@ -148,7 +146,7 @@ def _judge_interfaces(environ: Mapping[str, str], there: Collection[str]) -> Ite
         if wanted and not fits:
             yield fail(
                 name,
-                f"is {_short(value)}, and there is no such network interface",
+                f"is {_short(value)}, but there is no such network interface",
                 f"unset it, or choose from {', '.join(sorted(there))}",
             )
 
@@ -165,13 +163,13 @@ def _judge_python_path(value: str) -> Iterator[Finding]:
             yield fail(
                 "PYTHONPATH",
                 f"{entry} has {', '.join(ours)}, which hides fsdp-tui's own",
-                "take it out of PYTHONPATH",
+                "remove it from PYTHONPATH",
             )
         elif hidden:
             yield warn(
                 "PYTHONPATH",
-                f"{entry} has {', '.join(hidden)}, which come before those that are installed",
-                "take it out of PYTHONPATH",
+                f"{entry} has {', '.join(hidden)}, which shadow the installed ones",
+                "remove it from PYTHONPATH",
             )
 
 
@@ -185,14 +183,14 @@ def _judge_library_path(value: str) -> Iterator[Finding]:
         if any(name.startswith("libcuda.") for name in names) and Path(entry).name == "stubs":
             yield fail(
                 "LD_LIBRARY_PATH",
-                f"{entry} has a libcuda.so that only linkers can use",
-                "take the stubs directory out of LD_LIBRARY_PATH",
+                f"{entry} has a stub libcuda.so, for linking only",
+                "remove the stubs directory from LD_LIBRARY_PATH",
             )
         elif kinds := sorted({name.split(".")[0] for name in names} - {"libcuda"}):
             yield warn(
                 "LD_LIBRARY_PATH",
-                f"{entry} has {', '.join(kinds)}, which come before those of torch",
-                "take it out, unless torch was built with them",
+                f"{entry} has {', '.join(kinds)}, which shadow torch's",
+                "remove it, unless torch was built with them",
             )
 
 

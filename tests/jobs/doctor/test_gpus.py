@@ -168,9 +168,9 @@ def test_health_and_connections_as_a_driver_tells_them(
     assert found.paths[uuid(2), uuid(3)] == "NV11"
     assert found.paths[uuid(1), uuid(2)] == "SYS"
     health = told(judge_health(found))
-    assert ("fail", "GPU 0", "had 5 memory errors that could not be corrected") in health
-    assert ("warn", "GPU 1", "has bad memory that is replaced at its next reset") in health
-    assert ("fail", "GPU 2", "has bad memory and no spare left for it") in health
+    assert ("fail", "GPU 0", "had 5 uncorrectable memory errors") in health
+    assert ("warn", "GPU 1", "has bad memory that is remapped at the next reset") in health
+    assert ("fail", "GPU 2", "has bad memory and no spare rows left") in health
     assert ("warn", "GPU 3", "11 of its 12 NVLinks work") in health
     assert ("warn", "GPU 0", "may take 700 W instead of 900 W") in health
     assert any(name == "persistence" and "GPU 2, 3" in text for _, name, text in health)
@@ -216,7 +216,7 @@ def test_the_matrix_of_eight_gpus_fits_80_columns() -> None:
 
 def test_our_own_jobs_are_not_strangers() -> None:
     found = told(judge_use([Gpu(0, "a", "H", 1, memory_used=9 * GIB)], {"a": 4}))
-    assert found == [("ok", "in use", "by jobs of yours: GPU 0 (job 4)")]
+    assert found == [("ok", "in use", "by your jobs: GPU 0 (job 4)")]
 
 
 def test_devices_that_are_named_must_exist() -> None:
@@ -248,10 +248,10 @@ CPU_BUILD = TorchFacts("2.13.0+cpu")
         (torch(), NEW, "ok", "580.1, for CUDA up to 13.0"),
         (torch(cuda="12.8"), NEW, "ok", "2.13.0, built for CUDA 12.8"),
         (torch(cuda="12.8"), OLD, "ok", "535.1, for CUDA up to 12.2"),  # any 12 will do
-        (torch(), OLD, "fail", "knows CUDA up to 12.2, and torch is built for 13.0"),
-        (CPU_BUILD, NEW, "fail", "a build for the CPU only, and this machine has 2 GPUs"),
-        (CPU_BUILD, NO_GPUS, "ok", "2.13.0+cpu, a build for the CPU only"),
-        (CPU_BUILD, None, "ok", "2.13.0+cpu, a build for the CPU only"),
+        (torch(), OLD, "fail", "supports CUDA up to 12.2, but torch is built for 13.0"),
+        (CPU_BUILD, NEW, "fail", "a CPU-only build, but this machine has 2 GPUs"),
+        (CPU_BUILD, NO_GPUS, "ok", "2.13.0+cpu, a CPU-only build"),
+        (CPU_BUILD, None, "ok", "2.13.0+cpu, a CPU-only build"),
         (torch(devices=None, error="x"), NO_GPUS, "ok", "2.13.0, built for CUDA 13.0"),
         (torch(devices=None, error="Error 802: system not yet initialized"), NEW, "fail",
          "torch cannot use the GPUs: Error 802"),

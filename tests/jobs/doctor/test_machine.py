@@ -87,7 +87,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ("2.13.0+cpu", "ok", "all 2"),
         ("2.14.0.dev20260101+cu130", "ok", "all 2"),
         ("2.10.1", "fail", "2.10.1 is too old"),
-        ("3.0.0", "warn", "3.0.0 is newer than what fsdp-tui was tested with"),
+        ("3.0.0", "warn", "3.0.0 is newer than fsdp-tui was tested with"),
         (None, "fail", "is not installed"),
     ],
 )

@@ -95,11 +95,11 @@ def import_script(words: Sequence[str]) -> Imported:
 def _finish(tool: str, source: str, draft: Draft) -> Imported:
     known = [e for e in draft.report.entries if e.kind is not Kind.UNKNOWN]
     if not known:
-        raise UserError(f"{source} has no key that {tool} knows", "is it of another tool?")
+        raise UserError(f"{source} has no keys of {tool}", "is it from another tool?")
     spec = _spec_of(draft)
     report = draft.report
     if not any(text.startswith("model_family") for text in [*draft.values, *report.to_fill_in]):
-        report.to_fill_in.append("model_family: not said; the job is written as one of flux")
+        report.to_fill_in.append("model_family: not set; the job uses flux")
     report.to_fill_in += [conflict.message for conflict in find_conflicts(spec)] + _missing(spec)
     report.to_fill_in[:] = dict.fromkeys(report.to_fill_in)
     report.warnings += find_warnings(spec)
@@ -112,7 +112,7 @@ def _spec_of(draft: Draft) -> JobSpec:
         return JobSpec.model_validate(draft.values)
     except ValidationError as error:
         wrong = {str(one["loc"][0]) for one in error.errors() if one["loc"]}
-        draft.report.to_fill_in += [f"{key}: could not be read" for key in sorted(wrong)]
+        draft.report.to_fill_in += [f"{key}: unreadable" for key in sorted(wrong)]
         return JobSpec.model_validate({k: v for k, v in draft.values.items() if k not in wrong})
 
 

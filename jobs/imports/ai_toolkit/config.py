@@ -47,16 +47,14 @@ def read(path: Path) -> Draft:
     theirs = {str(k): v for k, v in flatten(process, keep=("datasets",)).items()}
     draft = Draft(around | theirs, path.absolute().parent, defaults=_defaults(process))
     for number in range(1, others + 1):
-        draft.unsupported(
-            f"process[{number}]", "one job trains one thing; put it into its own file"
-        )
+        draft.unsupported(f"process[{number}]", "a job runs one training; put it into its own file")
     draft.apply(_RULES, _PREFIXES, _FIRST)
     if "resolution" not in draft.values and process.get("datasets"):
         draft.values["resolution"] = 512
         draft.assume("datasets.resolution", "", resolution=512)
     if not isinstance(process.get("network"), dict):
         draft.values["model_type"] = "full"
-        draft.assume("network", "without one, the whole model is trained", model_type="full")
+        draft.assume("network", "without one, the full model is trained", model_type="full")
     return draft
 
 
@@ -70,12 +68,14 @@ def _process(path: Path, values: Any) -> tuple[dict[str, Any], dict[str, Any], i
     processes = config.get("process") if isinstance(config, dict) else None
     if not isinstance(config, dict) or not isinstance(processes, list) or not processes:
         raise UserError(
-            f"{path} is no configuration of ai-toolkit: config.process is missing",
-            "it holds a list with the training",
+            f"{path} is not an ai-toolkit config: config.process is missing",
+            "it must be a list with the training",
         )
     kind = str(values.get("job", "extension")).strip().lower()
     if kind not in ("extension", "train") or not isinstance(processes[0], dict):
-        raise UserError(f"{path} is no training: job is {kind}", "give a file with job: extension")
+        raise UserError(
+            f"{path} is not a training config: job is {kind}", "use a file with job: extension"
+        )
     # The tool itself does so in the whole file.
     name = str(config.get("name", ""))
     first = json.loads(
@@ -107,32 +107,35 @@ _MODEL: Final[dict[str, Rule]] = {
     "trigger_word": same,
     "datasets": ai_toolkit_data.read_datasets,
     "config.name": training_keys.job_name,
-    **all_of("job meta config", needless("a training, as here")),
+    **all_of("job meta config", needless("training is the default")),
     "model.name_or_path": models.set_model,
     "model.arch": rules.architecture,
     **all_of(rules.SWITCHES, rules.switch),
-    "model.is_v_pred": needless("the model's own scheduler_config.json says it"),
+    "model.is_v_pred": needless("set by the model's scheduler_config.json"),
     "model.quantize": without(training_keys.QUANTISED),
     "model.quantize_te": needless(training_keys.TEXT_ENCODERS_FREED),
     **all_of(
         "model.qtype model.qtype_te model.accuracy_recovery_adapter model.text_encoder_bits "
         "model.quantize_kwargs",
-        needless("nothing is quantised"),
+        needless("nothing is quantized"),
     ),
     **all_of(
         "model.assistant_lora_path model.lora_path model.inference_lora_path",
-        without("no other LoRA is loaded; fuse it into the model (`fuse_lora`, `save_pretrained`)"),
+        without(
+            "a second LoRA cannot be loaded; fuse it into the model (`fuse_lora`, "
+            "`save_pretrained`)"
+        ),
     ),
     **all_of(
         "model.only_if_contains model.ignore_if_contains",
-        without("all of the denoiser is trained"),
+        without("the full denoiser is trained"),
     ),
     **all_of(
         "model.vae_path model.unet_path model.te_name_or_path model.extras_name_or_path "
         "model.refiner_name_or_path",
         without(training_keys.ONE_DIRECTORY),
     ),
-    "model.model_kwargs.train_high_noise": needless("model_flavour says which expert is trained"),
+    "model.model_kwargs.train_high_noise": needless("model_flavour selects the expert"),
     "model.model_kwargs.train_low_noise": rules.low_noise,
     "model.compile": named("torch_compile"),
     "model.layer_offloading": without("fsdp_cpu_offload: true keeps shards in host memory"),
@@ -142,7 +145,7 @@ _MODEL: Final[dict[str, Rule]] = {
         "model.te_device model.use_text_encoder_1 model.use_text_encoder_2 model.attn_masking "
         "model.use_flux_cfg model.layer_offloading_text_encoder_percent "
         "model.layer_offloading_transformer_percent",
-        needless("precision is mixed_precision; what does not fit is sharded"),
+        needless("mixed_precision sets the precision; large models are sharded"),
     ),
     "network.type": rules.network,
     **all_of("network.linear network.rank", named("lora_rank")),
@@ -150,16 +153,17 @@ _MODEL: Final[dict[str, Rule]] = {
     "network.dropout": named("lora_dropout"),
     **all_of(
         "network.conv network.conv_alpha",
-        without("convolutions get no adapter; linear layers do"),
+        without("only linear layers get an adapter"),
     ),
     **all_of(
         "network.network_kwargs.only_if_contains network.network_kwargs.ignore_if_contains",
-        without("set lora_target_modules: endings of module names of diffusers' model"),
+        without("set lora_target_modules: suffixes of module names of the diffusers model"),
     ),
     **all_of(
-        "network.lokr_full_rank network.lokr_factor", needless("only of LoKr, which is not here")
+        "network.lokr_full_rank network.lokr_factor",
+        needless("only for LoKr, which is not supported"),
     ),
-    "network.transformer_only": needless("the denoiser alone is trained"),
+    "network.transformer_only": needless("only the denoiser is trained"),
     "network.split_multistage_loras": needless("a job trains one expert"),
     "network.pretrained_lora_path": without(training_keys.NO_BEGINNING),
 }
@@ -180,7 +184,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     **all_of(
         "train.lr_scheduler_params.total_iters train.lr_scheduler_params.T_max",
-        needless("schedules end with max_train_steps"),
+        needless("schedules end at max_train_steps"),
     ),
     "train.dtype": training_keys.precision,
     **all_of("train.gradient_checkpointing train.max_grad_norm", same),
@@ -189,7 +193,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     "train.ema_config": needless("off"),
     **all_of("train.ema_config.use_ema train.ema_config.ema_decay", same),
     "train.ema_config.use_feedback": without(training_keys.NO_METHOD),
-    "train.noise_scheduler": needless("the family's own objective"),
+    "train.noise_scheduler": needless("set by the family"),
     "train.timestep_type": rules.timesteps,
     **all_of(
         "train.linear_timesteps train.linear_timesteps2 train.content_or_style",
@@ -197,7 +201,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     **all_of("train.min_snr_gamma train.snr_gamma", training_keys.snr),
     "train.loss_type": rules.loss,
-    "train.loss_target": without("the loss is on what the model predicts", "noise"),
+    "train.loss_target": without("the loss is on the model's prediction", "noise"),
     **all_of(
         "train.noise_offset train.dynamic_noise_offset train.random_noise_shift "
         "train.noise_multiplier",
@@ -205,12 +209,12 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     "train.cache_text_embeddings": same,
     "train.unload_text_encoder": without(
-        "captions are not trained with there; here they are, and the encoders are freed as well"
+        "trains without captions there; here captions are used, and the encoders are freed as well"
     ),
     "train.skip_first_sample": rules.first_sample,
     "train.disable_sampling": ai_toolkit_data.no_samples,
     "train.switch_boundary_every": needless("a job trains one expert"),
-    "train.bypass_guidance_embedding": without("train_guidance is fed to the model"),
+    "train.bypass_guidance_embedding": without("set train_guidance"),
     **all_of(
         "train.diff_output_preservation train.do_prior_divergence train.inverted_mask_prior "
         "train.do_guidance_loss train.train_turbo train.do_cfg train.blank_prompt_preservation "
@@ -223,13 +227,13 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     **all_of(
         "train.prompt_dropout_prob train.prompt_saturation_chance",
-        without("caption_dropout_probability trains with empty captions"),
+        without("set caption_dropout_probability to train with empty captions"),
     ),
     **all_of(
         "train.min_denoising_steps train.max_denoising_steps",
         without("all noise levels are trained", "999", "1000"),
     ),
-    "train.start_step": without("`fsdp-tui resume ID` goes on after a checkpoint"),
+    "train.start_step": without("`fsdp-tui resume ID` resumes from a checkpoint"),
     **all_of(
         "train.xformers train.sdp train.force_first_sample train.text_encoder_lr "
         "train.embedding_lr train.adapter_lr train.refiner_lr train.attention_backend "
@@ -241,7 +245,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     "train.dist_mode": rules.parallel,
     **all_of(
         "train.distributed train.dist_backend train.fsdp_mixed_precision train.fsdp_auto_wrap",
-        needless("jobs are launched with what their keys say"),
+        needless("the launch follows the job's keys"),
     ),
 }
 
@@ -249,7 +253,7 @@ _OUTPUT: Final[dict[str, Rule]] = {
     "save.dtype": rules.export_dtype,
     "save.save_every": named("checkpointing_steps"),
     "save.max_step_saves_to_keep": named("checkpoints_total_limit"),
-    "save.save_format": needless("exports are of the layout that stock tools load"),
+    "save.save_format": needless("exports have the layout that stock tools load"),
     **all_of(
         "save.push_to_hub save.hf_repo_id save.hf_private", needless(training_keys.NO_UPLOADS)
     ),
@@ -264,10 +268,10 @@ _RULES: Final[dict[str, Rule]] = {**_MODEL, **_TRAINING, **_OUTPUT, **ai_toolkit
 _PREFIXES: Final[dict[str, Rule]] = {
     **all_of("train.fsdp_ fsdp_", rules.fsdp),
     "logging.": needless(training_keys.NO_TRACKERS),
-    **all_of("meta. config.", needless("only for the files there")),
-    "slider": without("sliders are not trained"),
-    "adapter.": without("other adapters than LoRA are not trained"),
-    "embedding.": without("textual inversion is not trained"),
+    **all_of("meta. config.", needless("only for files there")),
+    "slider": without("sliders are not supported"),
+    "adapter.": without("adapters other than LoRA are not supported"),
+    "embedding.": without("textual inversion is not supported"),
 }
 
 _FIRST: Final = (

@@ -36,7 +36,7 @@ _SETTINGS: Final = {
     "prompt": "prompt", "neg": "negative_prompt", "seed": "seed", "guidance_scale": "guidance",
     "sample_steps": "steps", "num_frames": "num_frames",
 }  # fmt: skip
-_NO_CONTROLS: Final = "control pictures and masks are not trained on"
+_NO_CONTROLS: Final = "control images and masks are not supported"
 
 
 def read_datasets(draft: Draft, key: str, value: Any) -> None:
@@ -48,7 +48,9 @@ def read_datasets(draft: Draft, key: str, value: Any) -> None:
         if not isinstance(entry, dict):
             draft.unreadable(place, "not a dataset")
         elif not is_off(entry.get("is_reg")):
-            draft.record(Kind.UNSUPPORTED, place, why="regularisation pictures are not told apart")
+            draft.record(
+                Kind.UNSUPPORTED, place, why="regularization images are treated like all others"
+            )
         else:
             part = data.Part(draft, f"{place}.", flatten({str(k): v for k, v in entry.items()}))
             part.apply(_DATASET, _DATASET_PREFIXES, ("folder_path", "resolution"))
@@ -66,17 +68,17 @@ def _resolution(part: Draft, key: str, value: Any) -> None:
         part.take(key, "resolution", known[0])
     else:
         part.take(
-            key, "resolution", max(known), "the largest: a job has one, and pictures that are "
-            "smaller are enlarged up to max_upscale times",
+            key, "resolution", max(known), "the largest: a job has one resolution; smaller images "
+            "are upscaled up to max_upscale times",
         )  # fmt: skip
 
 
 def _caption_suffix(part: Draft, key: str, value: Any) -> None:
     suffix = "." + str(value).strip().lstrip(".")
     if suffix in CAPTION_SUFFIXES:
-        part.unneeded(key, f"captions are in {suffix} files, as here")
+        part.unneeded(key, f"{suffix} caption files are the default")
     else:
-        part.unsupported(key, "captions are in .txt or .caption files; rename these")
+        part.unsupported(key, "captions must be in .txt or .caption files; rename these")
 
 
 def _default_caption(part: Draft, key: str, value: Any) -> None:
@@ -88,36 +90,36 @@ def _default_caption(part: Draft, key: str, value: Any) -> None:
 
 def _kept(part: Draft, key: str, value: Any) -> None:
     if part.on("shuffle_tokens") and not is_off(value):
-        part.take(key, "keep_tags", value, "the key for it here")
+        part.take(key, "keep_tags", value, "the equivalent key")
     else:
         part.unneeded(key, "shuffle_tokens is off, or nothing is kept")
 
 
 _DATASET: Final[dict[str, Rule]] = {
     **all_of("folder_path dataset_path", data.folder),
-    "type": needless("pictures and videos are told apart by their names"),
+    "type": needless("images and videos are recognized by file name"),
     "resolution": _resolution,
     **all_of("caption_ext caption_type", _caption_suffix),
     "caption_dropout_rate": named("caption_dropout_probability"),
     "default_caption": _default_caption,
     "trigger_word": same,
-    "shuffle_tokens": unless_off("shuffle_captions", True, "in a few orders, encoded once each"),
+    "shuffle_tokens": unless_off("shuffle_captions", True, "in a few orders, each encoded once"),
     "keep_tokens": _kept,
     "num_repeats": named("repeats"),
     "flip_x": named("random_flip"),
     "random_crop": unless_off("crop", "random"),
     "num_frames": data.frames,
     "fps": same,
-    "shrink_video_to_frames": without("frames are read at fps, one after the other"),
-    "do_i2v": without("models are trained as text-to-video"),
-    "flip_y": without("pictures are mirrored sideways alone (random_flip)"),
+    "shrink_video_to_frames": without("consecutive frames are read at fps"),
+    "do_i2v": without("only text-to-video is supported"),
+    "flip_y": without("images are only flipped horizontally (random_flip)"),
     "token_dropout_rate": without("caption_dropout_probability trains with empty captions"),
-    **all_of("network_weight loss_multiplier", without("give all datasets a weight", "1")),
-    "scale": without("pictures are resized to fill their bucket", "1"),
+    **all_of("network_weight loss_multiplier", without("set a weight for all datasets", "1")),
+    "scale": without("images are resized to fill their bucket", "1"),
     **all_of(
         "random_scale square_crop random_triggers augments augmentations standardize_images poi "
         "use_short_captions replacements",
-        without("pictures and captions are used as they are"),
+        without("images and captions are used unchanged"),
     ),
     **all_of(
         "control_path control_path_1 control_path_2 control_path_3 inpaint_path mask_path "
@@ -126,7 +128,7 @@ _DATASET: Final[dict[str, Rule]] = {
     ),
     "buckets": needless(training_keys.BUCKETS),
     "is_reg": needless("off"),
-    "prior_reg": without("regularisation pictures are not told apart"),
+    "prior_reg": without("regularization images are treated like all others"),
     **all_of(
         "cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk",
         needless(training_keys.OWN_CACHES),
@@ -147,7 +149,7 @@ _DATASET_PREFIXES: Final[dict[str, Rule]] = {"clip_image_": without(_NO_CONTROLS
 
 def no_samples(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
-        draft.unneeded(key, "off, as it is here")
+        draft.unneeded(key, "off is the default")
     else:
         draft.record(Kind.TRANSLATED, key, why="no validation_prompts")
 
@@ -168,10 +170,10 @@ def _prompts(draft: Draft, key: str, value: Any) -> None:
             lost += other
         except ValidationError as error:
             draft.unreadable(f"{key}[{number}]", error.errors()[0]["msg"])
-    seeds = "with seeds that count up" if draft.on("sample.walk_seed") else "the key for it here"
+    seeds = "with increasing seeds" if draft.on("sample.walk_seed") else "the equivalent key"
     draft.take(key, "validation_prompts", made, seeds)
     for name in dict.fromkeys(lost):
-        draft.unsupported(f"{key}: {name}", "the stock pipeline samples what is trained alone")
+        draft.unsupported(f"{key}: {name}", "samples use only the trained model")
 
 
 def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -217,19 +219,19 @@ def _negative(draft: Draft, key: str, value: Any) -> None:
     elif models.takes_negatives(draft):
         draft.take(key, "validation_negative_prompt", value)
     else:
-        draft.unneeded(key, "no effect with models whose guidance is distilled")
+        draft.unneeded(key, "no effect with guidance-distilled models")
 
 
 def _sample_frames(draft: Draft, key: str, value: Any) -> None:
     if models.family_of(draft).frame_step and (as_number(value) or 1) > 1:
         draft.take(key, "validation_num_frames", value)
     else:
-        draft.unneeded(key, "samples are pictures")
+        draft.unneeded(key, "samples are images")
 
 
 def _height(draft: Draft, key: str, value: Any) -> None:
     if "sample.width" in {**draft.theirs, **draft.defaults}:
-        draft.unneeded(key, "validation_resolution has it")
+        draft.unneeded(key, "set by validation_resolution")
     else:
         _width(draft, key, value)
 
@@ -244,11 +246,11 @@ SAMPLES: Final[dict[str, Rule]] = {
     "sample.guidance_scale": named("validation_guidance"),
     "sample.sample_steps": named("validation_num_inference_steps"),
     "sample.num_frames": _sample_frames,
-    "sample.walk_seed": needless("each prompt has the seed that this gives it"),
-    "sample.sampler": needless("samples come from the stock pipeline, with its scheduler"),
-    "sample.network_multiplier": without("samples are of what is trained", "1"),
+    "sample.walk_seed": needless("each prompt has the resulting seed"),
+    "sample.sampler": needless("the stock pipeline samples, with its scheduler"),
+    "sample.network_multiplier": without("samples use the trained weights", "1"),
     "sample.guidance_rescale": without("the stock pipeline's guidance is used"),
-    "sample.sample_start_step": without("samples are made from the first validation_steps on"),
+    "sample.sample_start_step": without("samples start at the first multiple of validation_steps"),
     **all_of(
         "sample.fps sample.format sample.ext sample.extra_values sample.refiner_start_at "
         "sample.adapter_conditioning_scale",

@@ -54,14 +54,10 @@ _DTYPES: Final = {
 
 def process_type(draft: Draft, key: str, value: Any) -> None:
     if str(value).strip().lower() in _TRAINERS:
-        draft.unneeded(key, "a training, as here")
+        draft.unneeded(key, "training is the default")
     else:
-        draft.unsupported(
-            key, "the job trains a LoRA, or the whole model, on pictures and captions"
-        )
-        draft.report.to_fill_in.append(
-            f"{key}: {value} is not done here; look at what the job says"
-        )
+        draft.unsupported(key, "the job trains a LoRA or the full model on images and captions")
+        draft.report.to_fill_in.append(f"{key}: {value} is not supported; check the job")
 
 
 def architecture(draft: Draft, key: str, value: Any) -> None:
@@ -86,7 +82,7 @@ def switch(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
         draft.unneeded(key, "off")
     elif draft.get("model.arch"):
-        draft.unneeded(key, "arch says it")
+        draft.unneeded(key, "set by arch")
     else:
         models.set_family(draft, key, _OLDER.get(key.rpartition(".")[2]))
 
@@ -94,7 +90,7 @@ def switch(draft: Draft, key: str, value: Any) -> None:
 def low_noise(draft: Draft, key: str, value: Any) -> None:
     high = draft.theirs.get("model.model_kwargs.train_high_noise", True)
     if is_off(value) or is_off(high):
-        draft.unneeded(key, "model_flavour says which expert is trained")
+        draft.unneeded(key, "model_flavour selects the expert")
     else:
         draft.unsupported(
             key, "a job trains one expert: submit it again with model_flavour: 2.2-t2v-a14b-low"
@@ -104,9 +100,9 @@ def low_noise(draft: Draft, key: str, value: Any) -> None:
 def network(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     if word == "lora":
-        draft.take(key, "model_type", "lora", "attention and feed-forward layers, without norms'")
+        draft.take(key, "model_type", "lora", "attention and feed-forward layers, without norms")
     else:
-        draft.unsupported(key, f"{word} is not here; the job trains a LoRA of peft instead")
+        draft.unsupported(key, f"{word} is not supported; the job trains a peft LoRA instead")
 
 
 # -- training --------------------------------------------------------------------------------
@@ -121,14 +117,14 @@ def device(draft: Draft, key: str, value: Any) -> None:
     elif word == "cuda":
         draft.unneeded(key, "the queue chooses a free GPU; gpus: [0] asks for this one")
     else:
-        draft.unsupported(key, "jobs run on NVIDIA GPUs, or on CPU ranks")
+        draft.unsupported(key, "jobs run on NVIDIA GPUs or on CPU ranks")
 
 
 def parallel(draft: Draft, key: str, value: Any) -> None:
     if str(value).strip().lower() == "fsdp":
         draft.take(key, "fsdp_enable", True, "FSDP2")
     else:
-        draft.unneeded(key, "strategy: auto chooses, and says in the log why")
+        draft.unneeded(key, "strategy: auto chooses and logs why")
 
 
 def fsdp(draft: Draft, key: str, value: Any) -> None:
@@ -136,11 +132,11 @@ def fsdp(draft: Draft, key: str, value: Any) -> None:
     ours = {"fsdp_sharding": "fsdp_reshard_after_forward"}.get(key.rpartition(".")[2])
     if ours is not None:
         value = {"full": True, "shard_grad_op": False}.get(str(value).lower(), value)
-        draft.take(key, ours, value, "the key for it here")
+        draft.take(key, ours, value, "the equivalent key")
         return
     rule = launch.RULES.get(key.rpartition(".")[2])
     if rule is None:
-        draft.record(Kind.UNKNOWN, key, why="no key of it that is known here")
+        draft.record(Kind.UNKNOWN, key, why="not a known key")
     else:
         rule(draft, key, value)
 
@@ -150,7 +146,7 @@ def accumulation(draft: Draft, key: str, value: Any) -> None:
     if number is not None and number < 1:
         draft.unsupported(key, "set gradient_accumulation_steps, a number of forwards")
     elif number == 1 and draft.values.get("gradient_accumulation_steps", 1) != 1:
-        draft.unneeded(key, "the other key for it counts")
+        draft.unneeded(key, "overridden by its other key")
     else:
         draft.take(key, "gradient_accumulation_steps", value)
 
@@ -159,9 +155,9 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     ours = {"sigmoid": "logit_normal", "linear": "uniform", "shift": "shift", "flux_shift": "shift"}
     if models.family_of(draft).objective != "flow":
-        draft.unneeded(key, "only of flow-matching models")
+        draft.unneeded(key, "only for flow-matching models")
     elif word in ours:
-        draft.take(key, "timestep_sampling", ours[word], "the word for it here")
+        draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
     else:
         draft.unsupported(key, "timestep_sampling: logit_normal is used; others: uniform, shift")
 
@@ -189,9 +185,9 @@ def first_sample(draft: Draft, key: str, value: Any) -> None:
 
 def denoiser(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
-        draft.unsupported(key, "the denoiser is what is trained")
+        draft.unsupported(key, "only the denoiser is trained")
     else:
-        draft.unneeded(key, "on, as it is here")
+        draft.unneeded(key, "on is the default")
 
 
 def loss(draft: Draft, key: str, value: Any) -> None:
@@ -201,7 +197,7 @@ def loss(draft: Draft, key: str, value: Any) -> None:
     elif word == "mae":
         draft.take(key, "loss_type", "smooth_l1", "the nearest")
     else:
-        draft.unsupported(key, "the loss is on what the model predicts: mse, huber or smooth_l1")
+        draft.unsupported(key, "the loss is on the model's prediction: mse, huber or smooth_l1")
 
 
 def export_dtype(draft: Draft, key: str, value: Any) -> None:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _LARGEST: Final = ("resolution", "num_frames", "max_upscale", "caption_dropout_probability")
 _ONLY_CAPTION: Final = (
-    "with missing_captions: empty it is the whole caption of pictures that have none; move .txt "
-    "files away, if there are any"
+    "with missing_captions: empty it is the full caption of images without one; move any .txt "
+    "files away"
 )
-_HUB: Final = "a dataset of the hub: `hf download --repo-type dataset {0} --local-dir {0}` first"
+_HUB: Final = "a hub dataset; first run `hf download --repo-type dataset {0} --local-dir {0}`"
 
 
 class Part(Draft):
@@ -72,9 +72,9 @@ def frames(draft: Draft, key: str, value: Any) -> None:
     if number is None or number < 1:
         draft.unreadable(key, "not a number of frames")
     elif number == 1:
-        draft.unneeded(key, "pictures are videos of one frame")
+        draft.unneeded(key, "images are videos of one frame")
     elif not family.frame_step:
-        draft.unneeded(key, f"{family.title} trains on pictures")
+        draft.unneeded(key, f"{family.title} trains on images")
     else:
         fits = frames_of(int(number), family.name)
         why = "" if fits == number else f"{family.title} takes {family.frame_step}n + 1"
@@ -128,7 +128,7 @@ def _merge(draft: Draft, parts: Sequence[Part]) -> list[dict[str, Any]]:
             continue
         entries[key]["repeats"] = entries[key].get("repeats", 1) + entry.get("repeats", 1)
         draft.report.warnings.append(
-            f"datasets: {entry['path']} is named more than once there; here it is one dataset with "
+            f"datasets: {entry['path']} is listed more than once; it becomes one dataset with "
             f"repeats: {entries[key]['repeats']}"
         )
     return list(entries.values())
@@ -142,5 +142,5 @@ def _agree(draft: Draft, name: str, values: list[Any]) -> None:
         which = "largest" if name in _LARGEST else "first"
         asked = ", ".join(dict.fromkeys(str(value) for value in values))
         draft.report.warnings.append(
-            f"{name}: the datasets ask for {asked}; a job has one, so it is the {which}"
+            f"{name}: the datasets ask for {asked}; a job has one, so the job uses the {which}"
         )

@@ -94,12 +94,10 @@ class Draft:
             (rule for start, rule in prefixes.items() if key.startswith(start)), None
         )
         if is_secret(key, value):
-            self.unneeded(
-                key, "secrets are not copied; `hf auth login` and the environment keep them"
-            )
+            self.unneeded(key, "secrets are not copied; use `hf auth login` or the environment")
         elif rule is None:
             near = did_you_mean(key, rules)
-            self.record(Kind.UNKNOWN, key, why=f"no key of it that is known here{near}")
+            self.record(Kind.UNKNOWN, key, why=f"not a known key{near}")
         elif is_unset(value):
             self.unneeded(key, "not set")
         else:
@@ -228,7 +226,7 @@ def without(why: str, *neutral: str) -> Rule:
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if is_off(value) or str(value).strip().lower() in neutral or as_number(value) in numbers:
-            draft.unneeded(key, "off, as it is here")
+            draft.unneeded(key, "off is the default")
         else:
             draft.unsupported(key, why)
 
@@ -253,12 +251,12 @@ def chosen(ours: str, words: Mapping[str, tuple[Any, str]], otherwise: str) -> R
     return rule
 
 
-def unless_off(ours: str, value: Any, why: str = "the word for it here") -> Rule:
+def unless_off(ours: str, value: Any, why: str = "the equivalent value") -> Rule:
     """A switch that is a value of one of our keys."""
 
     def rule(draft: Draft, key: str, theirs: Any) -> None:
         if is_off(theirs):
-            draft.unneeded(key, "off, as it is here")
+            draft.unneeded(key, "off is the default")
         else:
             draft.take(key, ours, value, why)
 

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from jobs.imports.common.draft import Rule
 
 _ONE_MACHINE: Final = "jobs run on one machine"
-_NO_DEEPSPEED: Final = "DeepSpeed is not run here; strategy: fsdp2 shards all that ZeRO 3 does"
-_BY_ITSELF: Final = "FSDP2 does so by itself"
+_NO_DEEPSPEED: Final = "DeepSpeed is not supported; strategy: fsdp2 shards what ZeRO 3 does"
+_BY_ITSELF: Final = "FSDP2 always does this"
 
 
 def gpus(draft: Draft, key: str, value: Any) -> None:
     """GPUs by number, before it is asked for a number of processes."""
     if str(value).strip().lower() == "all":
-        draft.unneeded(key, "gpus: N takes so many free ones")
+        draft.unneeded(key, "gpus: N uses any N free GPUs")
         return
     found = as_list(value) if isinstance(value, str) else value
     draft.take(key, "gpus", found if isinstance(found, list) else [found])
@@ -45,9 +45,9 @@ def processes(draft: Draft, key: str, value: Any) -> None:
     if not named_ones:
         draft.take(key, "num_processes", value)
     elif number is not None and 1 <= number < len(named_ones):
-        draft.take(key, "gpus", named_ones[: int(number)], "the first of them")
+        draft.take(key, "gpus", named_ones[: int(number)], "the first")
     else:
-        draft.unneeded(key, "as many as there are gpus")
+        draft.unneeded(key, "defaults to the number of gpus")
 
 
 def _sharding(draft: Draft, key: str, value: Any) -> None:
@@ -79,21 +79,21 @@ def _distributed_type(draft: Draft, key: str, value: Any) -> None:
     elif word == "DEEPSPEED":
         draft.unsupported(key, _NO_DEEPSPEED)
     elif word in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        draft.unneeded(key, "strategy: auto chooses, and says in the log why")
+        draft.unneeded(key, "strategy: auto chooses and logs why")
     else:
-        draft.unsupported(key, "jobs run on NVIDIA GPUs, or on CPU ranks")
+        draft.unsupported(key, "jobs run on NVIDIA GPUs or on CPU ranks")
 
 
 def _use_cpu(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
-        draft.unneeded(key, "off, as it is here")
+        draft.unneeded(key, "off is the default")
     else:
-        draft.take(key, "device", "cpu", "the word for it here")
+        draft.take(key, "device", "cpu", "the equivalent value")
 
 
 def _dynamo(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
-        draft.unneeded(key, "off, as it is here")
+        draft.unneeded(key, "off is the default")
     elif draft.take(
         key, "torch_compile_backend", str(value).strip().lower(), "torch_compile: true"
     ):
@@ -135,7 +135,7 @@ RULES: Final[dict[str, Rule]] = {
         ("machine_rank", "main_process_ip", "same_network", "rdzv_backend"),
         needless(_ONE_MACHINE),
     ),
-    "main_process_port": needless("a free port is taken"),
+    "main_process_port": needless("a free port is chosen"),
 }  # fmt: skip
 
 _LAUNCH: Final[dict[str, Rule]] = {
@@ -149,7 +149,7 @@ _LAUNCH: Final[dict[str, Rule]] = {
          "compute_environment", "downcast_bf16", "enable_cpu_affinity", "num_cpu_threads",
          "quiet", "module", "no_python", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tee",
          "log_dir", "max_restarts", "monitor_interval", "standalone", "fsdp_config"),
-        needless("jobs are launched with what their keys say"),
+        needless("the launch follows the job's keys"),
     ),
     "nproc_per_node": processes,
     "nnodes": without(_ONE_MACHINE, "1"),

@@ -64,15 +64,15 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
     name = address["id"] if address else text
     if name.lower().endswith(_SINGLE_FILES):
         draft.unsupported(
-            key, "one file; give a directory in the layout of diffusers, as `from_single_file` "
-            "and `save_pretrained` of its pipeline write it",
+            key, "a single file; use a directory in diffusers layout (load with "
+            "`from_single_file`, then `save_pretrained`)",
         )  # fmt: skip
         return
     if "://" in name:
-        draft.unreadable(key, "an address; give a hub id or a directory")
+        draft.unreadable(key, "a URL; use a hub id or a directory")
         return
     place = find_beside(draft.folder, name)
-    why = "the hub id of it" if name != text else ""
+    why = "its hub id" if name != text else ""
     draft.take(key, _MODEL, str(place) if place else name, why)
     found = by_pipeline(place) if place else by_hub_id(name)
     if found is None or found.family != draft.values.setdefault("model_family", found.family):
@@ -84,10 +84,10 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
 def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = None) -> bool:
     """The family that a tool's word stands for; what is not here is said."""
     if name is None or name not in FAMILIES:
-        draft.unsupported(key, f"no family that is here: {', '.join(FAMILIES)}")
+        draft.unsupported(key, f"not a supported family: {', '.join(FAMILIES)}")
         draft.report.to_fill_in.append(
-            f"model_family: {draft.get(key)} stands for none that is here; the job is written as "
-            f"one of {family_of(draft).name}"
+            f"model_family: {draft.get(key)} is not a supported family; the job "
+            f"uses {family_of(draft).name}"
         )
         return False
     draft.take(key, "model_family", name)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 Words = dict[str, tuple[Any, str]]
 
 _EIGHT_BIT: Final = "8-bit AdamW of torchao, with blocks of 256 values"
-_NEAREST: Final = "the nearest that is here"
+_NEAREST: Final = "the closest equivalent"
 
 OPTIMIZERS: Final[Words] = {
     **dict.fromkeys(("adamw", "adamw_torch", "bnb_adamw", "optimi_adamw"), ("adamw", "")),
-    "adamw_bf16": ("adamw", "what is trained stays in fp32, which needs no stochastic rounding"),
+    "adamw_bf16": ("adamw", "trained weights stay in fp32, which needs no stochastic rounding"),
     "bnb_adamw_paged": ("adamw", "state is not paged to host memory"),
     **dict.fromkeys(("adam", "bnb_adam", "optimi_adam"), ("adamw", "with decoupled weight decay")),
     **dict.fromkeys(
@@ -41,10 +41,10 @@ OPTIMIZERS: Final[Words] = {
     **dict.fromkeys(("sgd", "optimi_sgd"), ("sgd", "without momentum")),
 }  # fmt: skip
 
-_NO_RESTARTS: Final = "one half wave without restarts"
+_NO_RESTARTS: Final = "one half cosine without restarts"
 SCHEDULES: Final[Words] = {
     **{name: (name, "") for name in ("constant", "constant_with_warmup", "linear", "cosine")},
-    "polynomial": ("linear", "a polynomial of power 1; there it may bend and stop above 0"),
+    "polynomial": ("linear", "a polynomial of power 1; there it may curve and end above 0"),
     "cosine_with_restarts": ("cosine", _NO_RESTARTS),
     "sine": ("cosine", _NO_RESTARTS),
 }
@@ -57,42 +57,45 @@ PRECISIONS: Final[Words] = {
 
 optimizer: Final = chosen(
     "optimizer", OPTIMIZERS,
-    "not here; adamw is used. Others: adamw_8bit, adafactor, prodigy, lion, sgd",
+    "not supported; adamw is used. Others: adamw_8bit, adafactor, prodigy, lion, sgd",
 )  # fmt: skip
 schedule: Final = chosen(
-    "lr_scheduler", SCHEDULES, "not here; the rate stays constant. Others: linear, cosine"
+    "lr_scheduler", SCHEDULES, "not supported; the rate stays constant. Others: linear, cosine"
 )
-precision: Final = chosen("mixed_precision", PRECISIONS, "not here; bf16 is used. Others: fp16, no")
+precision: Final = chosen(
+    "mixed_precision", PRECISIONS, "not supported; bf16 is used. Others: fp16, no"
+)
 
 QUANTISED: Final = (
-    "base weights are not quantised; they stay in bf16. Shard them over GPUs instead (gpus: 4, "
+    "base weights are not quantized; they stay in bf16. Shard them over GPUs instead (gpus: 4, "
     "strategy: fsdp2), and use gradient_checkpointing: true"
 )
-TEXT_ENCODERS_FREED: Final = "captions are encoded first and kept; then the text encoders are freed"
-ONE_DIRECTORY: Final = "one directory holds all of the model; put together one that holds this"
-NOISE: Final = "noise is drawn as the model was trained with"
-NO_METHOD: Final = "this method is not here"
+TEXT_ENCODERS_FREED: Final = (
+    "captions are encoded and cached first; then the text encoders are freed"
+)
+ONE_DIRECTORY: Final = "the model is one directory; build one that contains this"
+NOISE: Final = "noise follows the model's own training"
+NO_METHOD: Final = "not supported"
 OTHER_CHECKPOINTS: Final = (
-    "checkpoints of other tools cannot be gone on from; `fsdp-tui resume ID` goes on after its own"
+    "cannot resume from other tools' checkpoints; `fsdp-tui resume ID` resumes the job's own"
 )
 NO_BEGINNING: Final = (
-    "a LoRA cannot be begun from a file; resume_from_checkpoint begins from another job's "
-    "checkpoint"
+    "cannot start from a LoRA file; resume_from_checkpoint starts from another job's checkpoint"
 )
-NO_EFFECT: Final = "decides nothing that is trained here"
-BUCKETS: Final = "pictures go into buckets of similar shape, and are resized and cut to fill them"
-OWN_DIRECTORIES: Final = "every job has a run directory of its own; `fsdp-tui show ID` says where"
-OWN_CACHES: Final = "caches are kept by content, for all jobs together (cache_dir)"
-NO_UPLOADS: Final = "nothing is uploaded; `fsdp-tui export ID`, then `hf upload REPO DIR`"
-NO_TRACKERS: Final = "losses are in the run directory and the dashboard; no tracker is told"
-NO_TEXT_ENCODERS: Final = "text encoders are not trained; only the denoiser is"
+NO_EFFECT: Final = "has no effect on training"
+BUCKETS: Final = "images are resized and cropped to buckets of similar shape"
+OWN_DIRECTORIES: Final = "every job has its own run directory; `fsdp-tui show ID` prints it"
+OWN_CACHES: Final = "caches are keyed by content and shared by all jobs (cache_dir)"
+NO_UPLOADS: Final = "no uploads; run `fsdp-tui export ID`, then `hf upload REPO DIR`"
+NO_TRACKERS: Final = "no trackers; losses are in the run directory and the dashboard"
+NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"
 
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:
     """Steps of warm-up, which a constant rate has neither there nor here."""
     word = str(draft.get("lr_scheduler") or "constant").strip().lower()
     if not is_off(value) and SCHEDULES.get(word, ("constant", ""))[0] == "constant":
-        draft.unneeded(key, "lr_scheduler: constant has no warm-up, there neither")
+        draft.unneeded(key, "lr_scheduler: constant has no warm-up there either")
     else:
         draft.take(key, "lr_warmup_steps", value)
 
@@ -111,7 +114,7 @@ def _curve(of: str, why: str) -> Rule:
         if str(draft.get("lr_scheduler")).strip().lower() == of:
             draft.unsupported(key, why)
         else:
-            draft.unneeded(key, f"only of the schedule {of}")
+            draft.unneeded(key, f"only for the schedule {of}")
 
     return rule
 
@@ -125,15 +128,15 @@ def rate(draft: Draft, key: str, value: Any, *, scaled: bool = False, root: bool
     batch = global_batch(draft)
     factor = math.sqrt(batch) if root else batch
     how = f"times {'the root of ' if root else ''}the global batch of {batch:g}"
-    draft.take(key, "learning_rate", number * factor, f"{how}, as scaling asks for there")
+    draft.take(key, "learning_rate", number * factor, f"{how}, as the scaling option does there")
 
 
 def snr(draft: Draft, key: str, value: Any) -> None:
     """Min-SNR, which weights only what predicts noise or v."""
     if is_off(value):
-        draft.unneeded(key, "off, as it is here")
+        draft.unneeded(key, "off is the default")
     elif family_of(draft).objective == "flow":
-        draft.unneeded(key, "only of epsilon and v-prediction models, which this is not")
+        draft.unneeded(key, "only for epsilon and v-prediction models")
     else:
         draft.take(key, "snr_gamma", value)
 
@@ -179,7 +182,7 @@ def size(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "not set")
         return
     ours, text, number = "validation_resolution", sizes[0], as_number(sizes[0])
-    more = f"of {len(sizes)} sizes the first" if len(sizes) > 1 else ""
+    more = f"the first of {len(sizes)} sizes" if len(sizes) > 1 else ""
     if number is not None and 0 < number < 16:  # megapixels
         draft.take(key, ours, side_of(number), more or "megapixels → the side in pixels")
     else:
@@ -203,7 +206,7 @@ def epochs(draft: Draft, key: str, value: Any, samples: int | None) -> None:
         how = f"{number:g} epochs of {samples} samples in global batches of {batch:g}"
         draft.take(key, "max_train_steps", steps, how)
         return
-    draft.unsupported(key, "jobs count steps; set max_train_steps")
+    draft.unsupported(key, "jobs count steps, not epochs; set max_train_steps")
     draft.report.to_fill_in.append(
         f"max_train_steps: {number:g} epochs are {number:g} × samples / {batch:g} steps, and the "
         f"samples could not be counted; {batch:g} is train_batch_size × "

@@ -71,9 +71,7 @@ def read_command(words: Sequence[str]) -> tuple[str, Command]:
     if exists(path) and path.is_file():
         return path.name, split(_training(read_text(path), str(path)), path.absolute().parent)
     if " " not in text.strip() and not text.startswith("-"):
-        raise UserError(
-            f"no such file: {text}", "name a shell script, or give the command in quotes"
-        )
+        raise UserError(f"no such file: {text}", "pass a shell script, or the command in quotes")
     return "the command line", split(_training(text, "the command line"), Path.cwd())
 
 
@@ -162,9 +160,9 @@ def _training(text: str, where: str) -> list[str]:
     if not chosen:
         raise UserError(
             f"{where} has no training command",
-            "looked for `accelerate launch …`, `torchrun …`, `python ….py …` or flags with --",
+            "expected `accelerate launch …`, `torchrun …`, `python ….py …` or flags with --",
         )
-    raise UserError(f"{where} has {len(chosen)} training commands", "give one of them in quotes")
+    raise UserError(f"{where} has {len(chosen)} training commands", "pass one of them in quotes")
 
 
 def _is_training(words: Sequence[str]) -> bool:

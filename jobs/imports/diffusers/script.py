@@ -70,7 +70,7 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     launch.read_environment(draft, command.environment)
     launch.read_flags(draft, "accelerate launch --", command.launch)
     for word in command.strays:
-        draft.unreadable(word, "it belongs to no flag")
+        draft.unreadable(word, "belongs to no flag")
     draft.defaults = _defaults(draft, command)
     several = [key for key, value in draft.theirs.items() if isinstance(value, list)]
     odd = dict.fromkeys(set(several) - set(_TAKE_SEVERAL), _several)
@@ -90,18 +90,16 @@ def _set_script(draft: Draft, command: Command) -> None:
     draft.values["model_type"] = "lora" if is_lora else "full"
     if command.script is None:
         draft.values |= {} if family is None else {"model_family": family}
-        draft.assume("the script", "by the model's name and the flags", **draft.values)
+        draft.assume("the script", "from the model's name and the flags", **draft.values)
         return
     part = Draft({"script": command.script}, draft.folder, above=draft)
     part.values = draft.values
     if _OTHER_TASKS.search(stem):
         draft.values |= {} if family is None else {"model_family": family}
-        part.unsupported("script", "the job trains from text alone, a LoRA or the whole model")
-        draft.report.to_fill_in.append(
-            f"{stem}.py does what is not done here; look at what the job says"
-        )
+        part.unsupported("script", "the job trains a LoRA or the full model from text only")
+        draft.report.to_fill_in.append(f"{stem}.py is not fully supported; check the job")
     elif models.set_family(part, "script", family):
-        draft.assume("script", "by its name", model_type=draft.values["model_type"])
+        draft.assume("script", "from its name", model_type=draft.values["model_type"])
 
 
 def _defaults(draft: Draft, command: Command) -> dict[str, Any]:
@@ -128,13 +126,12 @@ def _warn(draft: Draft) -> None:
     rank = draft.number("rank")
     if draft.values["model_type"] == "lora" and rank != 4 and "lora_alpha" not in draft.theirs:
         draft.report.warnings.append(
-            "lora_alpha: newer versions of the scripts take 4 where it is left out, older ones the "
-            "rank, as the job does"
+            "lora_alpha: not set; newer scripts default to 4, older ones and this job to the rank"
         )
 
 
 def _open(draft: Draft, key: str, value: Any) -> None:
-    draft.unreadable(key, "a variable in it is not set; set the key, or write the value out")
+    draft.unreadable(key, "uses a variable that is not set; set the key, or write out the value")
 
 
 def _several(draft: Draft, key: str, value: Any) -> None:
@@ -143,7 +140,7 @@ def _several(draft: Draft, key: str, value: Any) -> None:
 
 def _epochs(draft: Draft, key: str, value: Any) -> None:
     if draft.get("max_train_steps"):
-        draft.unneeded(key, "max_train_steps counts")
+        draft.unneeded(key, "max_train_steps is used")
     else:
         training_keys.epochs(draft, key, value, data.count_samples(draft))
 
@@ -157,9 +154,9 @@ def _optimizer(draft: Draft, key: str, value: Any) -> None:
 
 def _eight_bit(draft: Draft, key: str, value: Any) -> None:
     if is_off(value) or str(draft.get("optimizer") or "adamw").lower() != "adamw":
-        draft.unneeded(key, "off, or of another optimizer")
+        draft.unneeded(key, "off, or for another optimizer")
     else:
-        draft.take(key, "optimizer", "adamw_8bit", "8-bit AdamW of torchao")
+        draft.take(key, "optimizer", "adamw_8bit", "8-bit AdamW from torchao")
 
 
 def _rate(draft: Draft, key: str, value: Any) -> None:
@@ -168,24 +165,24 @@ def _rate(draft: Draft, key: str, value: Any) -> None:
 
 def _crop(draft: Draft, key: str, value: Any) -> None:
     how = "center" if not is_off(value) else "random"
-    draft.take(key, "crop", how, f"{how} cuts, to the shape of a bucket and not to a square")
+    draft.take(key, "crop", how, f"{how} crops, to the shape of a bucket instead of a square")
 
 
 def _layers(draft: Draft, key: str, value: Any) -> None:
     if draft.values["model_type"] == "lora":
-        draft.take(key, "lora_target_modules", value, "endings of module names")
+        draft.take(key, "lora_target_modules", value, "suffixes of module names")
     else:
-        draft.unneeded(key, "only of a LoRA")
+        draft.unneeded(key, "only for a LoRA")
 
 
 def _weighting(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     if models.family_of(draft).objective != "flow":
-        draft.unneeded(key, "only of flow-matching models")
+        draft.unneeded(key, "only for flow-matching models")
     elif word == "none":
-        draft.take(key, "timestep_sampling", "uniform", "every noise level as often")
+        draft.take(key, "timestep_sampling", "uniform", "every noise level equally often")
     elif word == "logit_normal" and models.family_of(draft).name == "sd3":
-        draft.take(key, "timestep_sampling", "shift", "with the shift of the model's scheduler")
+        draft.take(key, "timestep_sampling", "shift", "with the model scheduler's shift")
     elif word == "logit_normal":
         draft.take(key, "timestep_sampling", "logit_normal")
     else:
@@ -203,9 +200,9 @@ def _mean(draft: Draft, key: str, value: Any) -> None:
 
 def _guidance(draft: Draft, key: str, value: Any) -> None:
     if models.family_of(draft).guidance == "embedded":
-        draft.take(key, "train_guidance", value, "the guidance fed to the model")
+        draft.take(key, "train_guidance", value, "the model's guidance input")
     else:
-        draft.unneeded(key, "only of guidance-distilled models")
+        draft.unneeded(key, "only for guidance-distilled models")
 
 
 def _prompt(draft: Draft, key: str, value: Any) -> None:
@@ -223,7 +220,7 @@ def _dataset(draft: Draft, key: str, value: Any) -> None:
     if key == "dataset_name":
         data.hub_id(part, key, value)
     elif "dataset_name" in draft.theirs:
-        part.unneeded(key, "dataset_name counts")
+        part.unneeded(key, "dataset_name is used")
     else:
         data.folder(part, key, value)
     if "path" in part.values:
@@ -235,7 +232,7 @@ def _dataset(draft: Draft, key: str, value: Any) -> None:
 def _with_dataset(draft: Draft, key: str, value: Any) -> None:
     """What `_dataset` has reported, if there was a dataset."""
     if not {"dataset", "datasets"} & set(draft.values):
-        draft.unsupported(key, "it belongs to a dataset, and none could be read")
+        draft.unsupported(key, "it needs a dataset, and none could be read")
 
 
 def _instance_prompt(part: Draft, key: str, value: Any) -> None:
@@ -261,12 +258,12 @@ _RULES: Final[dict[str, Rule]] = {
     "lora_layers": _layers,
     **dict.fromkeys(_FOLDERS, _dataset),
     **dict.fromkeys(_OF_DATASET, _with_dataset),
-    "dataset_config_name": without("name the directory of this configuration as dataset"),
+    "dataset_config_name": without("set dataset to the directory of this config"),
     **all_of("with_prior_preservation class_data_dir class_prompt",
-             without("class pictures are not told apart; add them as a dataset of their own")),
+             without("class images are not supported; add them as a separate dataset")),
     **all_of("num_class_images prior_loss_weight prior_generation_precision sample_batch_size",
-             needless("only of prior preservation, which is not here")),
-    "max_train_samples": without("put the samples into a folder of their own"),
+             needless("only for prior preservation, which is not supported")),
+    "max_train_samples": without("put the samples into a separate folder"),
     "proportion_empty_prompts": named("caption_dropout_probability"),
     "resolution": same,
     "center_crop": _crop,
@@ -279,7 +276,7 @@ _RULES: Final[dict[str, Rule]] = {
              "checkpoints_total_limit allow_tf32 logit_std seed validation_steps", same),
     "num_train_epochs": _epochs,
     "learning_rate": _rate,
-    "scale_lr": needless("learning_rate is what it makes of it"),
+    "scale_lr": needless("already applied to learning_rate"),
     "adam_weight_decay": named("weight_decay"),
     "optimizer": _optimizer,
     "use_8bit_adam": _eight_bit,
@@ -290,12 +287,12 @@ _RULES: Final[dict[str, Rule]] = {
     "guidance_scale": _guidance,
     "weighting_scheme": _weighting,
     "logit_mean": _mean,
-    "mode_scale": needless("only of weighting_scheme: mode"),
+    "mode_scale": needless("only for weighting_scheme: mode"),
     "snr_gamma": training_keys.snr,
-    "precondition_outputs": without("the loss is on the velocity that the model predicts"),
-    "prediction_type": needless("the model's own scheduler_config.json says it"),
+    "precondition_outputs": without("the loss is on the predicted velocity"),
+    "prediction_type": needless("set by the model's scheduler_config.json"),
     "noise_offset": without(training_keys.NOISE),
-    "timestep_bias_strategy": without("noise levels are drawn alike", "none"),
+    "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
     **all_of("train_text_encoder train_text_encoder_ti", without(training_keys.NO_TEXT_ENCODERS)),
     **all_of("do_fp8_training bnb_quantization_config_path", without(training_keys.QUANTISED)),
     **all_of("use_dora do_edm_style_training lora_bias complex_human_instruction system_prompt",
@@ -306,8 +303,8 @@ _RULES: Final[dict[str, Rule]] = {
     "output_dir": training_keys.job_name,
     "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS, "latest"),
     **all_of("validation_prompt validation_prompts final_validation_prompt", _prompt),
-    "validation_epochs": without("set validation_steps; at the end samples are made in any case"),
-    "num_validation_images": without("give a prompt several times, with another seed each", "1"),
+    "validation_epochs": without("set validation_steps; samples are always made at the end"),
+    "num_validation_images": without("list a prompt several times with different seeds", "1"),
     **all_of("push_to_hub hub_model_id hub_private_repo", needless(training_keys.NO_UPLOADS)),
     "report_to": needless(training_keys.NO_TRACKERS),
     "logging_dir": needless(training_keys.OWN_DIRECTORIES),
@@ -321,7 +318,7 @@ _RULES: Final[dict[str, Rule]] = {
 
 _PREFIXES: Final[dict[str, Rule]] = {
     "prodigy_": needless("prodigy has bias correction and safeguard_warmup on"),
-    "timestep_bias_": needless("only of timestep_bias_strategy"),
+    "timestep_bias_": needless("only for timestep_bias_strategy"),
 }
 
 _TAKE_SEVERAL: Final = ("validation_prompts", "report_to")

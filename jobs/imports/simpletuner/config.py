@@ -56,7 +56,7 @@ def read(path: Path) -> Draft:
     """
     values = parse(path)
     if not isinstance(values, dict):
-        raise UserError(f"{path} is no configuration of SimpleTuner: it has no keys")
+        raise UserError(f"{path} is not a SimpleTuner config: it has no keys")
     theirs: dict[str, Any] = {}
     twice = []
     for key, value in values.items():
@@ -67,7 +67,7 @@ def read(path: Path) -> Draft:
     draft.apply(_RULES, _PREFIXES, _FIRST)
     rules.use_published(draft)
     for name in twice:
-        draft.report.warnings.append(f"{name}: given twice in {path.name}; the later one counts")
+        draft.report.warnings.append(f"{name}: set twice in {path.name}; the later one is used")
     return draft
 
 
@@ -93,17 +93,17 @@ _MODEL: Final[dict[str, Rule]] = {
     **all_of("lora_rank lora_alpha lora_dropout", same),
     "flux_lora_target": rules.target,
     "lora_format": rules.lora_format,
-    "lora_init_type": without("adapters begin as peft's do", "default", "true"),
+    "lora_init_type": without("adapters are initialized as in peft", "default", "true"),
     "peft_lora_mode": without(training_keys.NO_METHOD, "standard"),
     "init_lora": without(training_keys.NO_BEGINNING),
-    "controlnet": without("ControlNets are not trained"),
-    "control": without("models with control pictures are not trained"),
-    "prediction_type": needless("the model's own scheduler_config.json says it"),
+    "controlnet": without("ControlNets are not supported"),
+    "control": without("models with control images are not supported"),
+    "prediction_type": needless("set by the model's scheduler_config.json"),
     "base_model_precision": without(training_keys.QUANTISED, "no_change", "bf16", "fp32"),
     "quantize_activations": without(training_keys.QUANTISED),
     "mixed_precision": training_keys.precision,
     "attention_mechanism": chosen(
-        "attention_backend", rules.KERNELS, "torch's own kernels are used; others: flash, cudnn"
+        "attention_backend", rules.KERNELS, "torch's kernels are used; others: flash, cudnn"
     ),
     **all_of(
         "revision variant pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path "
@@ -112,10 +112,10 @@ _MODEL: Final[dict[str, Rule]] = {
     ),
     **all_of(
         "pretrained_transformer_subfolder pretrained_unet_subfolder",
-        needless("the directory is laid out as diffusers has it"),
+        needless("the directory has diffusers' layout"),
     ),
-    **all_of("quantize_via base_model_default_dtype", needless("nothing is quantised")),
-    **all_of("lycoris_config init_lokr_norm", needless("only of LyCORIS")),
+    **all_of("quantize_via base_model_default_dtype", needless("nothing is quantized")),
+    **all_of("lycoris_config init_lokr_norm", needless("only for LyCORIS")),
 }
 
 _TRAINING: Final[dict[str, Rule]] = {
@@ -137,12 +137,12 @@ _TRAINING: Final[dict[str, Rule]] = {
     "lr_scheduler": training_keys.schedule,
     "lr_warmup_steps": training_keys.warm_up,
     **training_keys.curves(),
-    **all_of("lr_scale lr_scale_sqrt", needless("learning_rate is what it makes of it")),
+    **all_of("lr_scale lr_scale_sqrt", needless("already applied to learning_rate")),
     "grad_clip_method": rules.clip_method,
     "gradient_checkpointing_backend": without("activations are recomputed", "torch"),
     "ema_device": rules.ema_device,
-    "ema_update_interval": without("the average is updated in every step", "1"),
-    "ema_validation": without("samples are of the average", "ema_only"),
+    "ema_update_interval": without("the average is updated every step", "1"),
+    "ema_validation": without("samples use the average", "ema_only"),
     "huber_schedule": without("huber_c is the same at all noise levels", "constant"),
     "snr_gamma": training_keys.snr,
     "flow_schedule_shift": rules.shift,
@@ -162,8 +162,8 @@ _TRAINING: Final[dict[str, Rule]] = {
         "timestep_bias_strategy flow_use_beta_schedule flux_fast_schedule",
         without("set timestep_sampling, logit_mean and logit_std", "none"),
     ),
-    "flux_attention_masked_training": without("as the stock pipeline attends"),
-    "t5_padding": without("as the stock pipeline pads", "unmodified"),
+    "flux_attention_masked_training": without("as in the stock pipeline"),
+    "t5_padding": without("as in the stock pipeline", "unmodified"),
     "layer_freeze_strategy": without("all layers of the denoiser are trained", "none"),
     **all_of(
         "distillation_method refiner_training use_dora use_soft_min_snr slider_lora_target "
@@ -219,9 +219,9 @@ _SAMPLES: Final[dict[str, Rule]] = {
     "validation_resolution": training_keys.size,
     "validation_negative_prompt": rules.negative,
     "validation_num_video_frames": named("validation_num_frames"),
-    "num_validation_images": without("give a prompt twice, with another seed", "1"),
+    "num_validation_images": without("list a prompt twice with different seeds", "1"),
     "validation_guidance_rescale": without("the stock pipeline's guidance is used"),
-    "validation_randomize": without("every prompt begins with the noise of validation_seed"),
+    "validation_randomize": without("every prompt starts from the noise of validation_seed"),
     "validation_method": without("samples come from the stock pipeline", "simpletuner-local"),
     **all_of(
         "validation_using_datasets validation_no_cfg_until_timestep validation_lycoris_strength "
@@ -232,7 +232,7 @@ _SAMPLES: Final[dict[str, Rule]] = {
         "disable_benchmark validation_disable_unconditional validation_noise_scheduler "
         "evaluation_type validation_seed_source num_eval_images validation_torch_compile_mode "
         "pretrained_evaluation_model_name_or_path validation_stitch_input_location",
-        needless("samples come from the stock pipeline, and no scores are computed"),
+        needless("samples come from the stock pipeline; no scores are computed"),
     ),
 }
 
@@ -271,26 +271,26 @@ _RULES: Final[dict[str, Rule]] = {
 # Groups of keys that belong to one thing.
 _PREFIXES: Final[dict[str, Rule]] = {
     "crepa_": without(training_keys.NO_METHOD),
-    "nsfw_": without("data is not checked for what it shows"),
-    "enable_nsfw": without("data is not checked for what it shows"),
-    "sd3_": without("captions are dropped to an encoded empty text", "empty_string"),
+    "nsfw_": without("image contents are not checked"),
+    "enable_nsfw": without("image contents are not checked"),
+    "sd3_": without("dropped captions become an encoded empty caption", "empty_string"),
     "eval_": needless("validation_fraction measures the loss on held-out samples"),
-    "validation_adapter_": without("samples are of what is trained alone"),
-    "validation_external_": without("no script is called"),
+    "validation_adapter_": without("samples use only the trained model"),
+    "validation_external_": without("no scripts are called"),
     "validation_guidance_skip_": without("the stock pipeline's guidance is used"),
-    "validation_preview": needless("samples are shown when they are made"),
-    "controlnet_": needless("only of ControlNets, which are not trained"),
-    "ltx_": needless("only of ltx_train_mode: i2v, which is not here"),
-    "hidream_": needless("only of the load-balancing loss, which is not here"),
-    "scheduled_sampling_": needless("only of scheduled sampling, which is not here"),
-    "group_offload_": needless("only of group offload, which is not here"),
-    "ramtorch_": needless("only of RamTorch, which is not here"),
-    "musubi_": needless("only of block swapping, which is not here"),
-    "distillation_": needless("only of distillation, which is not here"),
-    "refiner_": needless("only of refiners, which are not trained"),
-    "timestep_bias_": needless("only of timestep_bias_strategy"),
-    "flow_beta_schedule_": needless("only of flow_use_beta_schedule"),
-    "flux_guidance_m": needless("only of flux_guidance_mode: random-range"),
+    "validation_preview": needless("samples are shown as they are made"),
+    "controlnet_": needless("only for ControlNets, which are not supported"),
+    "ltx_": needless("only for ltx_train_mode: i2v, which is not supported"),
+    "hidream_": needless("only for the load-balancing loss, which is not supported"),
+    "scheduled_sampling_": needless("only for scheduled sampling, which is not supported"),
+    "group_offload_": needless("only for group offload, which is not supported"),
+    "ramtorch_": needless("only for RamTorch, which is not supported"),
+    "musubi_": needless("only for block swapping, which is not supported"),
+    "distillation_": needless("only for distillation, which is not supported"),
+    "refiner_": needless("only for refiners, which are not supported"),
+    "timestep_bias_": needless("only for timestep_bias_strategy"),
+    "flow_beta_schedule_": needless("only for flow_use_beta_schedule"),
+    "flux_guidance_m": needless("only for flux_guidance_mode: random-range"),
     "freeze_encoder_": needless(training_keys.NO_TEXT_ENCODERS),
 }
 

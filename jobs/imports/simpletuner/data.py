@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from jobs.imports.common.draft import Draft, Rule
 
 _CACHES: Final = ("text_embeds", "image_embeds", "conditioning_image_embeds")
-_STORES: Final = "only folders are read: copy it here (`hf download`, `aws s3 sync`) and name it"
+_STORES: Final = (
+    "only local folders are supported: copy it (`hf download`, `aws s3 sync`) and set the path"
+)
 _METADATA: Final = (
     'write a metadata.jsonl into the folder, a line {"file_name": …, "text": …} for each picture'
 )
-_DELETING: Final = without("files are never deleted; what cannot be used is named in the report")
+_DELETING: Final = without("files are never deleted; the report lists unusable ones")
 # Keys of the configuration that datasets have where they say nothing else.
 _INHERITED: Final = (
     "resolution", "resolution_type", "caption_strategy", "instance_prompt", "crop", "crop_style",
@@ -73,13 +75,13 @@ def _left_out(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
     """Why a dataset is not taken over as a whole."""
     kind = str(theirs.get("dataset_type") or "image").strip().lower()
     if not is_off(theirs.get("disabled", theirs.get("disable"))):
-        return Kind.UNNEEDED, "it is disabled"
+        return Kind.UNNEEDED, "disabled"
     if kind in _CACHES:
         return Kind.UNNEEDED, training_keys.OWN_CACHES
     if kind == "eval":
-        return Kind.UNSUPPORTED, "set validation_fraction, a share of the samples that is held out"
+        return Kind.UNSUPPORTED, "set validation_fraction, the fraction of samples to hold out"
     if kind not in ("image", "video"):
-        return Kind.UNSUPPORTED, f"datasets of {kind} are not trained on"
+        return Kind.UNSUPPORTED, f"datasets of {kind} are not supported"
     if str(theirs.get("type") or "local").strip().lower() not in ("local", "huggingface"):
         return Kind.UNSUPPORTED, _STORES
     return None
@@ -87,7 +89,7 @@ def _left_out(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
 
 def _for_datasets(draft: Draft, key: str, value: Any) -> None:
     """A key that holds for datasets which do not say otherwise."""
-    draft.record(Kind.TAKEN, key, why="for the datasets that do not say otherwise")
+    draft.record(Kind.TAKEN, key, why="for datasets that do not set their own")
 
 
 def _resolution(part: Draft, key: str, value: Any) -> None:
@@ -102,7 +104,10 @@ def _resolution(part: Draft, key: str, value: Any) -> None:
         )
     elif kind == "pixel":
         part.take(
-            key, "resolution", value, "the shorter side there; here about so many pixels squared"
+            key,
+            "resolution",
+            value,
+            "the shorter side there; the square root of the pixel count here",
         )
     else:
         part.take(key, "resolution", value)
@@ -110,7 +115,7 @@ def _resolution(part: Draft, key: str, value: Any) -> None:
 
 def _general_resolution(draft: Draft, key: str, value: Any) -> None:
     if "resolution" in draft.values:
-        draft.unneeded(key, "the datasets say their own")
+        draft.unneeded(key, "the datasets set their own")
     else:
         _resolution(draft, key, value)
 
@@ -120,26 +125,26 @@ def _repeats(part: Draft, key: str, value: Any) -> None:
     if number is None or number != int(number):
         part.unreadable(key, "not a number of repeats")
     else:
-        part.take(key, "repeats", int(number) + 1, "counted with the first time here")
+        part.take(key, "repeats", int(number) + 1, "here the first pass counts too")
 
 
 def _captions(part: Draft, key: str, value: Any) -> None:
     """Where captions come from."""
     word = str(value).strip().lower().replace("_", "").replace("-", "")
     if word == "textfile":
-        part.unneeded(key, "captions are in .txt files beside the pictures, as here")
+        part.unneeded(key, ".txt caption files are the default")
     elif word == "huggingface":
-        part.unneeded(key, "captions are in a column, as here")
+        part.unneeded(key, "captions are in a column")
     elif word == "instanceprompt":
         part.unneeded(key, "instance_prompt is the caption")
     elif word == "parquet" and _is_metadata(part):
-        part.unneeded(key, "captions are in a metadata file, as here")
+        part.unneeded(key, "captions are in a metadata file")
     elif word == "parquet":
         part.unsupported(key, _METADATA)
     else:
         part.unsupported(
-            key, "captions are not made of file names; write them into .txt files beside the "
-            "pictures",
+            key, "captions cannot be made from file names; write .txt "
+            "files",
         )  # fmt: skip
 
 
@@ -155,7 +160,7 @@ def _instance_prompt(part: Draft, key: str, value: Any) -> None:
     if strategy == "instanceprompt" or part.on("only_instance_prompt"):
         data.only_caption(part, key, value)
     elif part.on("prepend_instance_prompt"):
-        part.take(key, "trigger_word", value, "in front of captions, with a comma behind it")
+        part.take(key, "trigger_word", value, "before each caption, with a comma")
     else:
         part.unneeded(key, "prepend_instance_prompt and only_instance_prompt are off")
 
@@ -167,7 +172,7 @@ def _crop_style(part: Draft, key: str, value: Any) -> None:
     elif word in ("random", "center", "centre"):
         part.take(key, "crop", "random" if word == "random" else "center", "")
     else:
-        part.unsupported(key, "crop: center is used; random is the other way to cut")
+        part.unsupported(key, "crop: center is used; random is the alternative")
 
 
 def _crop_aspect(part: Draft, key: str, value: Any) -> None:
@@ -178,14 +183,14 @@ def _crop_aspect(part: Draft, key: str, value: Any) -> None:
 
 
 def _smallest(part: Draft, key: str, value: Any) -> None:
-    """Pictures below a size are left out: they would be enlarged more than so much."""
+    """Pictures below a size are left out: they would be upscaled more than so much."""
     least, wanted = as_number(value), as_number(part.get("resolution")) or 1024
     if is_off(value) or least is None or least <= 0:
-        part.unneeded(key, "what would be enlarged more than max_upscale is left out")
+        part.unneeded(key, "images that need more than max_upscale are skipped")
         return
     ratio = wanted / least if least >= 16 or wanted >= 16 else (wanted / least) ** 0.5  # areas
     largest = max(1.0, round(ratio, 3))
-    part.take(key, "max_upscale", largest, f"pictures below {least:g} would be enlarged more")
+    part.take(key, "max_upscale", largest, f"images below {least:g} would be upscaled more")
 
 
 def _shuffles(part: Draft, key: str, value: Any) -> None:
@@ -205,31 +210,31 @@ def _kept(part: Draft, key: str, value: Any) -> None:
 
 def _lines(part: Draft, key: str, value: Any) -> None:
     if is_off(value):
-        part.unneeded(key, "each line is a caption, as here")
+        part.unneeded(key, "one caption per line is the default")
     else:
-        part.take(key, "caption_lines", "joined", "lines of a file are one caption")
+        part.take(key, "caption_lines", "joined", "all lines form one caption")
 
 
 _DATASET: Final[dict[str, Rule]] = {
-    "id": needless("datasets are told apart by their paths"),
+    "id": needless("datasets are identified by path"),
     "type": needless("read from a directory"),
-    "dataset_type": needless("pictures and videos are told apart by their names"),
+    "dataset_type": needless("images and videos are recognized by file name"),
     "instance_data_dir": data.folder,
     "dataset_name": data.hub_id,
     "resolution": _resolution,
-    "resolution_type": needless("resolution says it in pixels"),
+    "resolution_type": needless("resolution is in pixels"),
     "repeats": _repeats,
     "caption_strategy": _captions,
     "instance_prompt": _instance_prompt,
-    **all_of("prepend_instance_prompt only_instance_prompt", needless("instance_prompt has it")),
+    **all_of("prepend_instance_prompt only_instance_prompt", needless("set by instance_prompt")),
     "disable_multiline_split": _lines,
     "caption_shuffle.enable": unless_off("shuffle_captions", True),
     "caption_shuffle.count": _shuffles,
     "caption_shuffle.position_start": _kept,
     "caption_shuffle.split_on": without("captions are split at commas", "comma"),
-    "caption_shuffle.include_original": without("the written order is one of them", "true"),
-    "caption_shuffle.seed": needless("orders depend on the caption alone"),
-    "caption_filter_list": without("captions are trained on as they are written"),
+    "caption_shuffle.include_original": without("the original order is included", "true"),
+    "caption_shuffle.seed": needless("orders depend only on the caption"),
+    "caption_filter_list": without("captions are used unchanged"),
     "crop_style": _crop_style,
     "crop_aspect": _crop_aspect,
     "minimum_image_size": _smallest,
@@ -241,23 +246,23 @@ _DATASET: Final[dict[str, Rule]] = {
         "minimum_aspect_ratio maximum_aspect_ratio",
         without("there are buckets for all shapes up to 2:1"),
     ),
-    "probability": without("give all datasets a weight instead of repeats", "1"),
-    "max_num_samples": without("put the samples into a folder of their own"),
-    **all_of("start_epoch start_step", without("datasets are used from the beginning", "1")),
+    "probability": without("set a weight for all datasets instead of repeats", "1"),
+    "max_num_samples": without("put the samples into a separate folder"),
+    **all_of("start_epoch start_step", without("datasets are used from the start", "1")),
     **all_of("end_epoch end_step", without("datasets are used to the end")),
     **all_of(
         "is_regularisation_data is_regularization_data slider_strength conditioning "
         "conditioning_data conditioning_type timestep_sampling_offset audio",
-        without("every dataset is trained on alike"),
+        without("all datasets are trained the same way"),
     ),
     **all_of("delete_unwanted_images delete_problematic_images delete_nsfw_images", _DELETING),
     "video.num_frames": data.frames,
-    "video.min_frames": needless("videos shorter than a sample are left out, and named"),
+    "video.min_frames": needless("videos shorter than a sample are skipped and listed"),
     "video.max_frames": without("samples are cut from videos of any length"),
-    "video.is_i2v": without("models are trained as text-to-video"),
+    "video.is_i2v": without("only text-to-video is supported"),
     "video.bucket_strategy": needless("videos go into buckets by shape and length"),
-    "video.frame_interval": needless("lengths are what the family takes"),
-    "parquet.path": needless("only of caption_strategy: parquet"),
+    "video.frame_interval": needless("the family sets the lengths"),
+    "parquet.path": needless("only for caption_strategy: parquet"),
     **all_of(
         "parquet.caption_column huggingface.caption_column config.caption_column",
         named("caption_column"),
@@ -279,11 +284,11 @@ _DATASET_PREFIXES: Final[dict[str, Rule]] = {
     **all_of(
         "skip_file_discovery preserve_data_backend_cache metadata_ hash_filenames ignore_epochs "
         "default text_encoder_batch_size",
-        needless("folders are listed anew for every job"),
+        needless("every job lists its folders"),
     ),
-    "parquet.": needless("sizes are read from the files themselves"),
+    "parquet.": needless("sizes are read from the files"),
     **all_of("huggingface. config.", without("all rows of the split are used")),
-    **all_of("aws_ csv_", needless("only of other stores")),
+    **all_of("aws_ csv_", needless("only for other stores")),
 }
 
 RULES: Final[dict[str, Rule]] = {
@@ -308,12 +313,12 @@ RULES: Final[dict[str, Rule]] = {
     **all_of(
         "debug_aspect_buckets debug_dataset_loader print_filenames print_sampler_statistics "
         "ignore_missing_files",
-        needless("`fsdp-tui data JOB.yaml` tells all of the data"),
+        needless("`fsdp-tui data JOB.yaml` reports on the data"),
     ),
     **all_of("delete_unwanted_images delete_problematic_images", _DELETING),
     "conditioning_multidataset_sampling": needless("there are no conditioning datasets"),
     **all_of(
         "parquet_caption_column parquet_filename_column",
-        needless("datasets say their own columns"),
+        needless("datasets set their own columns"),
     ),
 }

@@ -51,7 +51,7 @@ _FLUX_TARGETS: Final[dict[str, list[str] | None]] = {
 
 KERNELS: Final[training_keys.Words] = {
     "diffusers": ("auto", ""),
-    "xformers": ("efficient", "torch's own kernel of the same method"),
+    "xformers": ("efficient", "torch's kernel for the same method"),
     "cudnn": ("cudnn", ""),
     **{f"native_{name}": (name, "") for name in ("flash", "efficient", "math")},
     **dict.fromkeys(("flash_attn", "flash_attn_2"), ("flash", "torch's own")),
@@ -70,9 +70,7 @@ def flavour(draft: Draft, key: str, value: Any) -> None:
     if flavour is None and str(value).strip() in getattr(FAMILIES.get(family), "flavours", {}):
         flavour = str(value).strip()
     if flavour is None:
-        draft.unsupported(
-            key, "no published model of this name here; `fsdp-tui families` lists them"
-        )
+        draft.unsupported(key, "not a published model here; `fsdp-tui families` lists them")
     else:
         draft.take(key, "model_flavour", flavour, "" if flavour == value else "its name here")
 
@@ -91,39 +89,39 @@ def use_published(draft: Draft) -> None:
         draft.assume("model_flavour", "", model_flavour=usual)
     hub_id = FAMILIES[name].flavours[draft.values["model_flavour"]].hub_id
     draft.values[key] = hub_id
-    draft.assume(key, "the published model of the flavour", **{key: hub_id})
+    draft.assume(key, "the flavour's published model", **{key: hub_id})
 
 
 def lora_type(draft: Draft, key: str, value: Any) -> None:
     if str(value).strip().lower() == "standard":
-        draft.unneeded(key, "LoRA of peft, as here")
+        draft.unneeded(key, "a peft LoRA is the default")
     else:
-        draft.unsupported(key, "LyCORIS is not here; the job trains a LoRA of peft instead")
+        draft.unsupported(key, "LyCORIS is not supported; the job trains a peft LoRA instead")
 
 
 def lora_format(draft: Draft, key: str, value: Any) -> None:
     """Names of tensors in exports; those of kohya are what ComfyUI reads."""
     if str(value).strip().lower() == "comfyui":
-        draft.take(key, "export_formats", ["kohya"], "ComfyUI reads them")
+        draft.take(key, "export_formats", ["kohya"], "works in ComfyUI")
     else:
-        draft.take(key, "export_formats", value, "names of tensors in exports")
+        draft.take(key, "export_formats", value, "key names of exports")
 
 
 def target(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     if word not in _FLUX_TARGETS:
-        draft.unsupported(key, "set lora_target_modules; the family's own are used")
+        draft.unsupported(key, "set lora_target_modules; the family's are used")
     elif (modules := _FLUX_TARGETS[word]) is None:
-        draft.unneeded(key, "attention and feed-forward layers are adapted here too")
+        draft.unneeded(key, "the family's default also adapts attention and feed-forward layers")
     else:
         flux = draft.values.get("model_family", "flux") == "flux"
         targets = modules if flux else _ATTENTION
-        draft.take(key, "lora_target_modules", targets, "attention layers alone, as there")
+        draft.take(key, "lora_target_modules", targets, "attention layers only, as there")
 
 
 def steps(draft: Draft, key: str, value: Any) -> None:
     if is_off(value):
-        draft.unneeded(key, "num_train_epochs counts")
+        draft.unneeded(key, "num_train_epochs is used")
     else:
         draft.take(key, "max_train_steps", value)
 
@@ -131,7 +129,7 @@ def steps(draft: Draft, key: str, value: Any) -> None:
 def epochs(draft: Draft, key: str, value: Any) -> None:
     """Epochs, once the datasets are known."""
     if is_off(value) or not is_off(draft.get("max_train_steps")):
-        draft.unneeded(key, "max_train_steps counts")
+        draft.unneeded(key, "max_train_steps is used")
     else:
         training_keys.epochs(draft, key, value, data.count_samples(draft))
 
@@ -145,22 +143,22 @@ def rate(draft: Draft, key: str, value: Any) -> None:
 
 def clip(draft: Draft, key: str, value: Any) -> None:
     by_norm = str(draft.get("grad_clip_method") or "value").strip().lower() == "norm"
-    draft.take(key, "max_grad_norm", value, "" if by_norm else "of the norm, not of each value")
+    draft.take(key, "max_grad_norm", value, "" if by_norm else "by norm, not by value")
 
 
 def clip_method(draft: Draft, key: str, value: Any) -> None:
     if str(value).strip().lower() == "norm":
-        draft.unneeded(key, "gradients are clipped by their norm, as here")
+        draft.unneeded(key, "gradients are clipped by norm")
     else:
-        draft.unsupported(key, "gradients are clipped by their norm, not each by its value")
+        draft.unsupported(key, "gradients are clipped by norm, not by value")
 
 
 def shift(draft: Draft, key: str, value: Any) -> None:
     """The shift of sigma, which also applies to the uniform schedule there."""
     if models.family_of(draft).objective != "flow":
-        draft.unneeded(key, "only of flow-matching models")
+        draft.unneeded(key, "only for flow-matching models")
     elif draft.on("flow_schedule_auto_shift"):
-        draft.unneeded(key, "flow_schedule_auto_shift counts")
+        draft.unneeded(key, "flow_schedule_auto_shift is used")
     elif draft.on("flow_use_uniform_schedule"):
         draft.unsupported(key, "timestep_sampling: uniform has no shift; use shift instead")
     elif is_off(value) or as_number(value) == 1:
@@ -180,9 +178,9 @@ def ema_device(draft: Draft, key: str, value: Any) -> None:
 
 def trained_guidance(draft: Draft, key: str, value: Any) -> None:
     if str(draft.get("flux_guidance_mode") or "constant").lower() == "constant":
-        draft.take(key, "train_guidance", value, "the guidance fed to the model")
+        draft.take(key, "train_guidance", value, "the model's guidance input")
     else:
-        draft.unneeded(key, "flux_guidance_mode is another")
+        draft.unneeded(key, "flux_guidance_mode is different")
 
 
 # -- samples ---------------------------------------------------------------------------------
@@ -205,7 +203,7 @@ def library(draft: Draft, key: str, value: Any) -> None:
         draft.unreadable(key, str(error))
         return
     if not isinstance(found, dict):
-        draft.unreadable(key, "no such file of prompts here; list them as validation_prompts")
+        draft.unreadable(key, "no such prompt file; list the prompts as validation_prompts")
         return
     prompts = [one.get("prompt") if isinstance(one, dict) else one for one in found.values()]
     texts = [str(one) for one in prompts if one]
@@ -234,4 +232,4 @@ def disabled(draft: Draft, key: str, value: Any) -> None:
     if as_bool(value) is True:
         draft.record(Kind.TRANSLATED, key, why="no validation_prompts")
     else:
-        draft.unneeded(key, "off, as it is here")
+        draft.unneeded(key, "off is the default")

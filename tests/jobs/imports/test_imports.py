@@ -204,7 +204,7 @@ def test_simpletuner_video() -> None:
     assert job["caption_lines"] == "joined"
     assert job["validation_resolution"] == "832x480"
     assert (job["context_parallel_size"], job["num_processes"]) == (2, 4)
-    assert imported.spec.seed == 42  # theirs could not be read
+    assert imported.spec.seed == 42  # theirs unreadable
     assert [e.key for e in imported.report.of(Kind.UNREADABLE)] == ["seed"]
 
 

@@ -90,7 +90,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
             spec, family, model_root, run_dir, world, barrier, telemetry, control.wants_stop
         )
     except StoppedError as stopped:
-        telemetry.say(f"asked to stop while preparing data ({stopped}); what is cached stays")
+        telemetry.say(f"stopped while preparing data ({stopped}); cached files are kept")
         end("stopped", world, barrier, telemetry)
         return
     model = build_model(spec, family, model_root, world, telemetry)

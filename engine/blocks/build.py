@@ -45,7 +45,7 @@ def build(config: dict[str, Any], directory: Path) -> torch.nn.Module:
         words = " ".join(str(error).split())
         raise CannotBuildError(
             f"{name} cannot be built from its config ({type(error).__name__}: {words[:300]})",
-            "check the numbers in it, or give the config of a published model",
+            "check its values, or use the config of a published model",
         ) from error
 
 

@@ -62,7 +62,7 @@ def choose_start(
         what = "; ".join(f"{path.name}: {damage}" for path, damage in damaged[:_MOST_NAMED])
         raise UserError(
             f"all checkpoints of this run are damaged ({what})",
-            "`fsdp-tui resume ID --from 0` sets them aside and begins anew",
+            "`fsdp-tui resume ID --from 0` sets them aside and restarts at step 0",
         )
     if named is None:
         return None
@@ -71,7 +71,7 @@ def choose_start(
     if damage is not None:
         raise UserError(
             f"resume_from_checkpoint: {path} cannot be used: {damage}",
-            "name another checkpoint, or leave resume_from_checkpoint out",
+            "choose another checkpoint, or remove resume_from_checkpoint",
         )
     return path
 
@@ -80,7 +80,7 @@ def _put_out_of_the_way(damaged: list[tuple[Path, str]], tell: Callable[[str], N
     """So that the run can write these steps again; kept for whoever wants them."""
     for path, damage in damaged:
         aside = set_aside(path, "damaged")
-        tell(f"the checkpoint {path.name} is damaged ({damage}), now {aside.name}")
+        tell(f"the checkpoint {path.name} is damaged ({damage}), renamed to {aside.name}")
 
 
 def _damage(path: Path, world: World, progress: Callable[[int], None]) -> str | None:

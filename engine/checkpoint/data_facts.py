@@ -30,5 +30,5 @@ def tell_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
         return None
     samples = f"{before.get('samples')} → {now['samples']} samples"
     if before.get("samples") == now["samples"]:
-        samples = f"other ones among the {now['samples']} samples"
-    return f"the data: {samples}, so that steps now train on other ones"
+        samples = f"different ones among the {now['samples']} samples"
+    return f"the data: {samples}, so steps train on other samples"

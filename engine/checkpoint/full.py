@@ -75,7 +75,7 @@ def read_tensors(tensors: dict[str, Any], directory: Path) -> None:
             if place is None or tuple(place.shape) != tuple(target.shape):
                 has = f"has it as {tuple(place.shape)}" if place else "does not have it"
                 raise UserError(
-                    f"{name} of {part} is {tuple(target.shape)} here, and the checkpoint "
+                    f"{name} of {part} is {tuple(target.shape)} here, but the checkpoint "
                     f"{directory.name} {has}"
                 )
             readings.append(reading_of(name, place, target))

@@ -41,7 +41,7 @@ def resume(
         data: What the data is, see `data_facts`.
 
     Raises:
-        UserError: The checkpoint is of a job that this one cannot go on from.
+        UserError: The checkpoint is of a job that this one cannot resume from.
     """
     with telemetry.phase("resume") as progress:
         read = 0
@@ -60,7 +60,7 @@ def resume(
     telemetry.moved(training.step)
     telemetry.say(f"resumed after step {training.step} from {path}")
     for change in changes:
-        telemetry.warn(f"not as when {path.name} was saved: {change}")
+        telemetry.warn(f"changed since {path.name} was saved: {change}")
 
 
 def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> list[str]:
@@ -72,6 +72,6 @@ def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> list[str]:
     state = read_state(path)
     found = find_resume_conflicts(state.get("spec") or {}, spec, done=int(state.get("step", 0)))
     if found.impossible:
-        raise UserError(f"cannot go on from {path.name}: {'; '.join(found.impossible)}")
+        raise UserError(f"cannot resume from {path.name}: {'; '.join(found.impossible)}")
     other = tell_difference(state.get("data") or {}, data)
     return [*found.changes, *([other] if other else [])]

@@ -48,7 +48,7 @@ _LOOK_EVERY: Final = 0.5  # seconds; how far a save is, while training waits for
 _SPARE_DISK: Final = 4 * 2**20  # bytes of file headers, JSON and the file system's own
 _RESCUE_SECONDS: Final = 60.0  # without a byte; hashing what was written takes its time, too
 _SPARE_MEMORY: Final = 0.5  # of the free host memory may hold a copy of what is saved
-_HINT: Final = "free some space, or set on_save_failure: warn to train on without this checkpoint"
+_HINT: Final = "free some space, or set on_save_failure: warn to continue without this checkpoint"
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Saver:
         """
         _, lack = self._look_at_disk(expected_bytes(training, self._spec))
         if lack is not None:
-            self._fail(f"there is no room for a checkpoint: {lack}", last=False)
+            self._fail(f"no room for a checkpoint: {lack}", last=False)
 
     # -- how -------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Saver:
         self, training: TrainState, failed: Path, first: SaveError, *, last: bool
     ) -> None:
         """Save the present step while training waits, in place of a save that failed."""
-        self._telemetry.say(f"cannot save {failed.name}: {first}; trying once more, and waiting")
+        self._telemetry.say(f"cannot save {failed.name}: {first}; retrying synchronously")
         went_on, self._behind = self._behind, False
         self._forget_copy()
         final = self._run_dir.checkpoint(training.step)
@@ -246,8 +246,7 @@ class Saver:
             self._fail(f"cannot save {failed.name}: {first} ({what})", last=last)
         else:
             self._telemetry.warn(
-                f"could not save {failed.name} at first: {first}; saved {final.name} "
-                "while training waited"
+                f"could not save {failed.name} at first: {first}; saved {final.name} synchronously"
             )
 
     def _agreed(self, act: Callable[[], _T]) -> _T:
@@ -293,7 +292,7 @@ class Saver:
         rest = f"{newest[1].name} is intact" if newest else "there is no other checkpoint"
         if last or self._spec.on_save_failure == "stop":
             raise UserError(f"{what}; {rest}", None if last else _HINT)
-        self._telemetry.warn(f"{what}; {rest}; training goes on")
+        self._telemetry.warn(f"{what}; {rest}; training continues")
 
     # -- room ------------------------------------------------------------------------------
 
@@ -314,7 +313,7 @@ class Saver:
             return None
         if total + _SPARE_DISK <= free:
             return None
-        return f"it takes {_size(total)}, and {_size(free)} are free on the disk of {where}"
+        return f"it takes {_size(total)}; {_size(free)} free on the disk of {where}"
 
     def _goes_on(self, contents: Contents) -> bool:
         """Whether training goes on while this is written; decided at the first save."""
@@ -326,7 +325,7 @@ class Saver:
             )
             # One rank without room is enough, so all decide alike.
             self._behind = wanted is not False and not self._world.any([not fits])[0]
-            how = "while training goes on" if self._behind else "while training waits"
+            how = "while training continues" if self._behind else "while training waits"
             self._telemetry.say(f"checkpoints are written {how}")
         return self._behind
 

@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = OneLineParser(prog="python -m engine.data", description=__doc__)
     parser.add_argument("job", type=Path, metavar="JOB.yaml")
-    parser.add_argument("--sheet", type=Path, help="write a contact sheet here (PNG)")
-    parser.add_argument("--strips", type=Path, help="write a PNG for each bucket into this folder")
+    parser.add_argument("--sheet", type=Path, help="path of a contact sheet to write (PNG)")
+    parser.add_argument("--strips", type=Path, help="folder for one PNG per bucket")
     options = parser.parse_args(arguments)
     try:
         # Data can be looked at before there is a model; only tokens are not counted then.

@@ -215,15 +215,15 @@ def _tell(
     for line in summary(report):
         telemetry.say(line)
     for one in index.skipped:
-        telemetry.say(f"left out {one.name}: {one.why}")
+        telemetry.say(f"skipped {one.name}: {one.why}")
     if index.skipped:
         first = index.skipped[0]
         telemetry.warn(
-            f"{len(index.skipped)} of {len(index.skipped) + len(index.samples)} pictures are left "
-            f"out, such as {first.name} ({first.why})"
+            f"{len(index.skipped)} of {len(index.skipped) + len(index.samples)} images skipped, "
+            f"such as {first.name} ({first.why})"
         )
     if before is not None and (changes := changed_since(before, index)):
-        telemetry.warn(f"the data is not what it was at the last attempt: {changes}")
+        telemetry.warn(f"the data has changed since the last attempt: {changes}")
     telemetry.emit(
         "data", samples=report.samples, held_out=report.held_out, skipped=len(report.skipped),
         texts=report.texts,

@@ -34,9 +34,9 @@ class Denoising:
     def __post_init__(self) -> None:
         if self.prediction not in ("epsilon", "v_prediction"):
             raise UserError(
-                f"the model's scheduler_config.json says prediction_type: {self.prediction}, with "
-                "which no training is tested here",
-                "use a model of epsilon or v_prediction",
+                f"the model's scheduler_config.json has prediction_type: {self.prediction}, which "
+                "is not supported",
+                "use a model with epsilon or v_prediction",
             )
 
     @property

@@ -78,9 +78,9 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
     settings = read_json(model_root / "scheduler" / "scheduler_config.json") or {}
     if "beta_schedule" not in settings:  # DDPM's own would be taken, in silence
         raise UserError(
-            f"the model's scheduler ({settings.get('_class_name', 'none')}) has another noise "
-            "schedule than the one of betas that epsilon- and v-prediction are trained with here",
-            "use a model that is trained with such a schedule",
+            f"the model's scheduler ({settings.get('_class_name', 'none')}) has a noise schedule "
+            "other than betas, which epsilon and v-prediction need here",
+            "use a model trained with a beta schedule",
         )
     # Of whatever class the model's own is: all keep the noise schedule in the same settings.
     scheduler = DDPMScheduler.from_pretrained(model_root, subfolder="scheduler")

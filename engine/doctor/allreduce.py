@@ -78,7 +78,7 @@ def join(kind: str, limit: float, folder: Path) -> torch.device:
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
-        raise RuntimeError(f"torch sees {torch.cuda.device_count()} GPUs, and needs {local + 1}")
+        raise RuntimeError(f"torch sees {torch.cuda.device_count()} GPUs, but needs {local + 1}")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)  # as jobs do
@@ -213,8 +213,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m engine.doctor.allreduce", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
-    parser.add_argument("--limit", type=float, default=120.0, help="how long to live")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds to measure")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds until exit")
     return parser.parse_args(arguments)
 
 

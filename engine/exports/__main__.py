@@ -43,9 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m engine.exports", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--dtype", choices=get_args(ExportDtype), help="the job's if left out")
+    parser.add_argument("--dtype", choices=get_args(ExportDtype), help="default: the job's")
     parser.add_argument("--format", action="append", choices=get_args(ExportFormat))
-    parser.add_argument("--no_ema", action="store_true", help="not the moving average")
+    parser.add_argument("--no_ema", action="store_true", help="export the raw weights")
     options = parser.parse_args(arguments)
     try:
         found = _export(options)
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except FileNotFoundError as error:
         print(
-            f"fsdp-tui: {error.filename} is gone: the job may have deleted this checkpoint "
+            f"fsdp-tui: {error.filename} is gone; the job may have deleted this checkpoint "
             "(checkpoints_total_limit); export a newer one",
             file=sys.stderr,
         )
@@ -81,7 +81,7 @@ def _export(options: Namespace) -> dict[str, Any]:
     state = read_state(checkpoint.path)
     known = {k: v for k, v in (state.get("spec") or {}).items() if k in field_names()}
     if not known:
-        raise UserError(f"{checkpoint.path} does not say what job it is of")
+        raise UserError(f"{checkpoint.path} does not name its job")
     spec = JobSpec.model_validate(known)
     ema = bool(state.get("ema")) and not options.no_ema
     root = find_model(spec.pretrained_model_name_or_path)

@@ -49,7 +49,7 @@ def files_of(root: Path, trained: str) -> list[Copy]:
     """
     index = read_json(root / INDEX)
     if index is None:
-        raise UserError(f"{root} has no {INDEX} that can be read", "fetch the model again")
+        raise UserError(f"{root} has no readable {INDEX}", "download the model again")
     found = [Copy((root / INDEX).resolve(), INDEX)]
     found += [
         Copy(path.resolve(), path.name)
@@ -58,7 +58,7 @@ def files_of(root: Path, trained: str) -> list[Copy]:
     ]
     for name in components_of(index):
         if not (root / name).is_dir():
-            raise UserError(f"{root} lacks {name}, which its {INDEX} names", "fetch it again")
+            raise UserError(f"{root} lacks {name}, listed in its {INDEX}", "download it again")
         paths = [path for path in sorted((root / name).rglob("*")) if path.is_file()]
         if name == trained:
             paths = [
@@ -115,7 +115,7 @@ def take_over(copy: Copy, directory: Path) -> None:
     finally:
         os.close(descriptor)
     if not filecmp.cmp(copy.source, target, shallow=False):
-        raise OSError(errno.EIO, "it differs from what it was copied from", str(target))
+        raise OSError(errno.EIO, "it differs from its source", str(target))
 
 
 def _clone(source: Path, target: Path) -> bool:

@@ -52,8 +52,8 @@ class LoraOutput:
         wanted = {n: tuple(p.shape) for n, p in adapters.lora_parameters(self._model).items()}
         if odd := [n for n in wanted | dict(facts) if wanted.get(n) != _shape(facts, n)]:
             raise UserError(
-                f"the adapter does not fit the job: {odd[0]} is {_shape(facts, odd[0])} there "
-                f"and {wanted.get(odd[0])} by lora_rank and lora_target_modules"
+                f"the adapter does not fit the job: {odd[0]} is {_shape(facts, odd[0])} in the "
+                f"checkpoint and {wanted.get(odd[0])} by lora_rank and lora_target_modules"
             )
         self._formats = _formats(recipe, self.warnings.append)
         self.pieces = len(facts) * len(self._formats)
@@ -94,11 +94,11 @@ class LoraOutput:
         """Refuse what cannot be an adapter: A is drawn, and B leaves zero with the first step."""
         empty = [n for n, t in layers.items() if ".lora_A." in n and not t.any()]
         if empty:
-            raise DamagedError(f"the adapter is not whole: {empty[0]} is zero")
+            raise DamagedError(f"the adapter is incomplete: {empty[0]} is zero")
         if self._recipe.step and not any(t.any() for n, t in layers.items() if ".lora_B." in n):
             self.warnings.append(
-                f"after {self._recipe.step} steps the adapter still changes nothing: every B is "
-                "zero; look at the learning rate and its warmup"
+                f"after {self._recipe.step} steps the adapter still has no effect: every B is "
+                "zero; check the learning rate and warm-up"
             )
 
     def _write_diffusers(
@@ -144,7 +144,7 @@ class LoraOutput:
         except UserError as error:
             if "diffusers" not in self._formats:
                 raise
-            self.warnings.append(f"no file for kohya: {error}")
+            self.warnings.append(f"no kohya file: {error}")
             return
         facts = {
             "ss_network_dim": str(spec.lora_rank),
@@ -194,7 +194,7 @@ def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
     if recipe.family.KOHYA is not None:
         return list(recipe.formats or ("diffusers", _KOHYA))
     if _KOHYA in (recipe.formats or ()):
-        warn(f"{recipe.spec.model_family} has no kohya names: this is for diffusers only")
+        warn(f"{recipe.spec.model_family} has no kohya names; exported for diffusers only")
     return ["diffusers"]
 
 

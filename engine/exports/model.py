@@ -52,7 +52,7 @@ class ModelOutput:
         self.warnings: list[str] = []
         if recipe.formats is not None and recipe.formats != ["diffusers"]:
             # No error: this may be the end of days of training.
-            self.warnings.append("kohya's names are for LoRAs: this is a pipeline of diffusers")
+            self.warnings.append("kohya applies to LoRAs only; exported as a diffusers pipeline")
         model, self._stored = weights.build_on_meta(
             recipe.family.transformer_class(), recipe.root / recipe.family.component, recipe.spec
         )
@@ -139,8 +139,8 @@ def _check_fit(model: torch.nn.Module, facts: Mapping[str, Fact]) -> None:
         if has.get(name) != tuple(shape):
             there = f"has it as {has[name]}" if name in has else "does not have it"
             raise UserError(
-                f"what was trained does not fit the base model: {name} is {tuple(shape)}, and the "
-                f"transformer of the base model {there}",
+                f"the trained weights do not fit the base model: {name} is {tuple(shape)}, but "
+                f"the base model's transformer {there}",
                 "is pretrained_model_name_or_path still the model that was trained?",
             )
 

@@ -55,11 +55,11 @@ class VerifiedFile:
         if not _finite(stored):
             if _finite(tensor):
                 raise UserError(
-                    f"{name} holds a number that is too large for float16",
+                    f"{name} contains a value too large for float16",
                     "export in bf16 or fp32 (export_dtype, --dtype)",
                 )
             raise UserError(
-                f"{name} holds numbers that are not finite: the training has diverged",
+                f"{name} contains non-finite values: training has diverged",
                 "export an earlier checkpoint (fsdp-tui export ID --step N)",
             )
         self._writer.add(name, stored)

@@ -123,12 +123,12 @@ def open_checkpoint(checkpoint: Checkpoint, *, ema: bool) -> Source:
     """The tensors of a checkpoint of either layout.
 
     Raises:
-        UserError: It holds no trained tensors.
+        UserError: It has no trained tensors.
     """
     kind = FullCheckpoint if checkpoint.layout == "full" else ShardedCheckpoint
     source = kind(checkpoint, ema=ema)
     if not source.facts:
-        raise UserError(f"the checkpoint {checkpoint.path} holds no trained tensors")
+        raise UserError(f"the checkpoint {checkpoint.path} has no trained tensors")
     return source
 
 

@@ -62,7 +62,7 @@ def check_lora(recipe: Recipe, file: Path, layers: Mapping[str, torch.Tensor], m
     (adapter,) = model.peft_config
     shapes = {n: t.shape for n, t in get_peft_model_state_dict(model, adapter_name=adapter).items()}
     if shapes != {name: tensor.shape for name, tensor in layers.items()}:
-        raise DamagedError(f"{stock} puts the adapter of {file.name} into other modules")
+        raise DamagedError(f"{stock} applies the adapter of {file.name} to other modules")
     scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
     for module in model.modules():
         if isinstance(module, LoraLayer) and module.scaling[adapter] != scale:

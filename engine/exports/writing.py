@@ -132,7 +132,7 @@ class Writing:
         if wanted + _SPARE_BYTES > free:
             raise UserError(
                 f"the export to {self._target} takes {wanted / 1e9:.2f} GB, and "
-                f"{free / 1e9:.2f} GB are free there",
+                f"{free / 1e9:.2f} GB are free",
                 _HINT,
             )
 

@@ -71,8 +71,8 @@ def _check_size(longest: int | None, noisy: torch.Tensor) -> None:
     height, width = (side * _CELL for side in noisy.shape[-2:])
     if longest is not None and max(height, width) > longest:
         raise UserError(
-            f"pictures of {width}x{height} are larger than this model's table of positions, which "
-            f"ends at {longest} pixels a side",
+            f"images of {width}x{height} exceed this model's position table, which ends "
+            f"at {longest} pixels a side",
             "lower resolution",
         )
 

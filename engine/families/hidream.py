@@ -85,8 +85,8 @@ class HiDream(Family):
         tokens = self.tokens_of(height, width)
         if height != width and tokens > transformer.max_seq:
             raise UserError(
-                f"a picture of {width * 8}x{height * 8} has {tokens} tokens, and the model takes "
-                f"at most {transformer.max_seq} of one that is not square",
+                f"an image of {width * 8}x{height * 8} has {tokens} tokens; the model takes at "
+                f"most {transformer.max_seq} for a non-square one",
                 f"set resolution: {16 * math.isqrt(transformer.max_seq)}",
             )
         call_every_expert(transformer)

@@ -51,8 +51,8 @@ class Lumina2(Family):
         """
         if max_sequence_length >= self._positions:
             raise UserError(
-                f"max_sequence_length {max_sequence_length} is more than the "
-                f"{self._positions - 1} text tokens that the model has positions for",
+                f"max_sequence_length {max_sequence_length} is more than the model's "
+                f"{self._positions - 1} text positions",
                 "set max_sequence_length: 256",
             )
         if negative:

@@ -36,9 +36,8 @@ class SD3(Family):
         known = (read_json(root / "model_index.json") or {}).get("text_encoder_3") or [None]
         if known[0] is None and components.get("text_encoder_3") is None:
             raise UserError(
-                f"{root} has no T5 (text_encoder_3), and captions are encoded with all three "
-                "encoders",
-                "fetch the whole model",
+                f"{root} has no T5 (text_encoder_3); captions need all three encoders",
+                "download the complete model",
             )
         return super().load_text_pipeline(root, dtype, **components)
 

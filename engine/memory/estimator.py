@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _KEPT: Final = 24  # traces; a few hundred KB each
 _NO_MODEL: Final = (
-    "the model is not on this machine: text encoders and autoencoder are not counted, and files "
-    "are taken to hold bf16"
+    "the model is not on this machine: text encoders and VAE are not counted; its files are "
+    "assumed to be bf16"
 )
 # Kernels of forward and backward of FLUX.1's blocks in bf16, and what they keep: 448 → 210 and
 # 8 % less for a LoRA, 407 → 105 and 28 % less for all weights (Inductor for CPUs, torch 2.13).
@@ -153,9 +153,9 @@ def _resident(spec: JobSpec, root: Path | None, ranks: int) -> int:
 def _notes(spec: JobSpec, root: Path | None, *, sampled: bool, compiles: bool) -> list[str]:
     said = [] if root is not None else [_NO_MODEL]
     if spec.validation_prompts and not sampled:
-        said.append("samples of this model cannot be traced, and are not counted")
+        said.append("sampling this model cannot be traced and is not counted")
     if spec.torch_compile:
-        said.append("torch_compile keeps less than is counted here, and its workspaces are not")
+        said.append("torch_compile keeps less than counted here; its workspaces are not counted")
     elif compiles and spec.device != "cpu" and spec.context_parallel_size == 1:
         share, less = _COMPILED[spec.model_type]
         said.append(
@@ -165,9 +165,9 @@ def _notes(spec: JobSpec, root: Path | None, *, sampled: bool, compiles: bool) -
         )
     if spec.context_parallel_size > 1:
         said.append(
-            "context parallelism is counted as activations divided by its ranks; what attention "
-            "exchanges is not"
+            "context parallelism is counted as activations divided by its ranks; attention's "
+            "communication buffers are not counted"
         )
     if spec.attention_backend == "math":
-        said.append("the math kernel of attention is counted as on a CPU")
+        said.append("the math attention kernel is counted as on a CPU")
     return said

@@ -93,7 +93,7 @@ def choose_attention(model: Any, spec: JobSpec) -> None:
     processors = [getattr(module, "processor", None) for module in model.modules()]
     if not any(getattr(p, "_attention_backend", None) == name for p in processors):
         raise UserError(
-            f"attention_backend: {type(model).__name__} does not let its kernel be chosen",
+            f"attention_backend: {type(model).__name__} does not support choosing a kernel",
             "set attention_backend: auto",
         )
 

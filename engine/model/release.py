@@ -92,7 +92,7 @@ class Watch:
         ]
         holders = self._holders() or ["nothing that Python's collector knows of"]
         raise RuntimeError(
-            f"still in memory, though no longer needed: {', '.join(left)}; the first is referred "
+            f"still in memory although no longer needed: {', '.join(left)}; the first is referred "
             f"to by {', '.join(holders[:_NAMED])}"
         )
 

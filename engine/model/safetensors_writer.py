@@ -164,7 +164,7 @@ def _layout(
     for name in sorted(facts, key=lambda name: (-facts[name][0].itemsize, name)):
         dtype, shape = facts[name]
         if dtype not in DTYPE_NAMES:
-            raise UserError(f"{name} is {dtype}, which a safetensors file cannot hold")
+            raise UserError(f"{name} is {dtype}, which safetensors does not support")
         end = at + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {
             "dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, end],

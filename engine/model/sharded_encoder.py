@@ -72,7 +72,7 @@ def load_encoder(
     units = _shard(model, mesh)
     materialise(model, device)
     if obstacle:
-        say(f"{directory.name}: {obstacle}, so rank 0 loads it whole and hands out the shards")
+        say(f"{directory.name}: {obstacle}, so rank 0 loads all of it and sends out the shards")
         _hand_out(model, model_class, directory, dtype, device, mesh, moved)
     else:
         stream(model, stored, progress=lambda done: moved())
@@ -131,7 +131,7 @@ def _build(model_class: Any, directory: Path, dtype: torch.dtype) -> Any:
     """
     if is_quantised(directory):
         raise UserError(
-            f"{directory} is quantised, and quantised text encoders are not sharded",
+            f"{directory} is quantized; quantized text encoders cannot be sharded",
             "set shard_text_encoders: false, or use its bf16 weights",
         )
     config = model_class.config_class.from_pretrained(directory)
@@ -178,7 +178,7 @@ def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, Store
         if renamed not in expected:
             continue  # as `from_pretrained`: a head that this class does not have, old buffers
         if converter is not None:
-            return {}, f"{name} is not stored as the model holds it"
+            return {}, f"{name} is stored differently than in the model"
         found.setdefault(renamed, files[name])
         tensor = expected[renamed]
         if owners.setdefault(id(tensor), renamed) != renamed and tensor.is_meta:

@@ -82,15 +82,15 @@ def shards_encoders(
         world: The ranks.
     """
     if world.size == 1:
-        return False, "a single rank has nobody to share them with"
+        return False, "there is only one rank"
     if wish is not None:
-        return wish, "as the job asks"
+        return wish, "set in job"
     try:
         needed = encoder_bytes(root, dtype)
     except UserError as error:
-        return False, f"their size is not known ({error})"
+        return False, f"their size is unknown ({error})"
     if quantised := [name for name in encoder_names(root) if is_quantised(root / name)]:
-        return False, f"{quantised[0]} is quantised"
+        return False, f"{quantised[0]} is quantized"
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         where = "are free on a GPU"
@@ -103,8 +103,8 @@ def shards_encoders(
         )
     return (
         needed > _CROWDED * free,
-        f"they take {needed / 2**30:.1f} GiB, {needed / free:.0%} of the {free / 2**30:.1f} GiB "
-        f"that {where}; from {_CROWDED:.0%} on they are sharded",
+        f"they need {needed / 2**30:.1f} GiB, {needed / free:.0%} of the {free / 2**30:.1f} GiB "
+        f"that {where}; sharded from {_CROWDED:.0%}",
     )
 
 
@@ -179,7 +179,7 @@ def load_sharded(
     read = count(1)
     for name, model_class in _classes(root).items():
         if model_class is None:
-            say(f"{name} is not of transformers, so each rank loads it whole")
+            say(f"{name} is not a transformers model, so each rank loads all of it")
             continue
         encoders[name] = load_encoder(
             model_class,
@@ -326,7 +326,7 @@ def _free(pipeline: Any, world: World, before: int) -> Released:
     if cuda and loaded - after < watch.held - _SLACK:
         raise RuntimeError(
             f"the text encoders held {watch.held / 2**20:.0f} MiB and are gone, but only "
-            f"{(loaded - after) / 2**20:.0f} MiB became free"
+            f"{(loaded - after) / 2**20:.0f} MiB were freed"
         )
     return Released("allocated" if cuda else "rss", before, loaded, after, watch.held)
 
@@ -355,7 +355,7 @@ def _entries(root: Path) -> dict[str, tuple[str, str]]:
             if _NAME.fullmatch(name) and entry and entry[0] and entry[1]
         }
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error})", "fetch the model again") from None
+        raise UserError(f"{path} cannot be read ({error})", "download the model again") from None
 
 
 def _classes(root: Path) -> dict[str, type[PreTrainedModel] | None]:

@@ -42,7 +42,7 @@ _STANDARD: Final = (
 )
 _PICKLED: Final = (".bin", ".pt", ".pth", ".ckpt")
 _LONGEST_HEADER: Final = 100_000_000  # bytes; the format's own limit
-_AGAIN: Final = "fetch the model again"
+_AGAIN: Final = "download the model again"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 found[tensor.name] = tensor
     if lost := sorted(index.keys() - found.keys()):
         raise UserError(
-            f"{source} says that {lost[0]} is in {index[lost[0]].name}, and it is not", _AGAIN
+            f"{source} lists {lost[0]} in {index[lost[0]].name}, but it is not there", _AGAIN
         )
     return found
 
@@ -111,23 +111,23 @@ def _chosen(directory: Path) -> Path:
         return directory / (indices + single)[0]
     if indices or single:
         raise UserError(
-            f"{directory} holds several sets of weights ({', '.join(indices + single)})",
-            "keep one, or name it diffusion_pytorch_model.safetensors; weights in several files "
-            "need their .safetensors.index.json",
+            f"{directory} has several sets of weights ({', '.join(indices + single)})",
+            "keep one, or name it diffusion_pytorch_model.safetensors; sharded weights need their "
+            ".safetensors.index.json",
         )
     if pickled := sorted(n for n in names if n.endswith(_PICKLED)):
         raise UserError(
-            f"{directory} holds only pickled weights ({pickled[0]}), and unpickling runs whatever "
-            "code the file brings along",
+            f"{directory} has only pickled weights ({pickled[0]}), and unpickling runs any code "
+            "in the file",
             "convert them: load with from_pretrained, then save_pretrained",
         )
     if quantised := sorted(n for n in names if n.endswith(".gguf")):
         raise UserError(
-            f"{directory} holds only GGUF weights ({quantised[0]}): training on that quantisation "
-            "is not tested",
+            f"{directory} has only GGUF weights ({quantised[0]}); training on them is not "
+            "supported",
             "use the model's bf16 weights",
         )
-    raise UserError(f"{directory} holds no .safetensors weights", _AGAIN)
+    raise UserError(f"{directory} has no .safetensors weights", _AGAIN)
 
 
 def _read_index(file: Path) -> dict[str, Path]:
@@ -138,7 +138,7 @@ def _read_index(file: Path) -> dict[str, Path]:
         raise UserError(f"{file} is damaged ({error})", _AGAIN) from None
     for name in sorted(set(names.values())):
         if os.path.basename(name) != name:
-            raise UserError(f"{file} is damaged (it names {name}, which is no file beside it)")
+            raise UserError(f"{file} is damaged (it lists {name}, which is not a file next to it)")
         if not (file.parent / name).is_file():
             raise UserError(f"{file.parent / name} is missing; {file.name} lists it", _AGAIN)
     return {tensor: file.parent / name for tensor, name in names.items()}
@@ -158,7 +158,7 @@ def read_header(file: Path) -> list[StoredTensor]:
                 raise UserError(f"{file} is a Git LFS pointer, not weights", "run `git lfs pull`")
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise ValueError("its header does not fit into it")
+                raise ValueError("its header exceeds the file")
             header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         return [_entry(file, name, header[name], 8 + length, size) for name in header]
@@ -173,8 +173,8 @@ def _entry(file: Path, name: str, entry: dict[str, Any], base: int, size: int) -
     kind = entry["dtype"]
     if kind not in _DTYPES:
         raise UserError(
-            f"{file}: {name} is stored as {kind}, with which training is not tested",
-            "supported are float32, bfloat16, float16, float64 and unscaled fp8",
+            f"{file}: {name} is stored as {kind}, which is not supported",
+            "supported: float32, bfloat16, float16, float64, unscaled fp8",
         )
     begin, end = (int(offset) for offset in entry["data_offsets"])
     tensor = StoredTensor(

@@ -130,7 +130,7 @@ class _Reader:
             except OSError as error:
                 raise UserError(f"cannot read {file} ({error.strerror})") from None
             if got == 0:
-                raise UserError(f"{file} became shorter while it was read")
+                raise UserError(f"{file} was truncated while being read")
             done += got
 
     def _buffer(self, device: torch.device) -> torch.Tensor:
@@ -148,6 +148,6 @@ class _Reader:
 def _check_finite(part: torch.Tensor, source: StoredTensor) -> None:
     if not torch.isfinite(part).all():
         raise UserError(
-            f"{source.file}: {source.name} holds a number that is too large for float16",
+            f"{source.file}: {source.name} contains a value too large for float16",
             "set mixed_precision: bf16",
         )

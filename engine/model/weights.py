@@ -86,8 +86,8 @@ def build_on_meta(
     if quantisation := config.get("quantization_config"):
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
         raise UserError(
-            f"{directory} is quantised ({method or quantisation}), and no training on a quantised "
-            "base is tested here",
+            f"{directory} is quantized ({method or quantisation}); training on a quantized base "
+            "is not supported",
             _BASE_HINT,
         )
     files = stored_tensors(directory)
@@ -282,8 +282,8 @@ def _fit(
     ]
     if scales := [name for name in extra if _QUANTISED.search(name)]:
         raise UserError(
-            f"{directory} is quantised: it holds {scales[0]}, and weights that need scales are "
-            "not supported",
+            f"{directory} is quantized: it has {scales[0]}, and weights that need scales are not "
+            "supported",
             _BASE_HINT,
         )
     problems = []
@@ -317,8 +317,8 @@ def _check_kind(
         isinstance(tensor, torch.nn.Parameter) and not place.dtype.is_floating_point
     ):
         raise UserError(
-            f"{place.file}: {place.name} is stored as {what}, and no training on a quantised base "
-            "is tested here",
+            f"{place.file}: {place.name} is stored as {what}; training on a quantized base is not "
+            "supported",
             _BASE_HINT,
         )
     wanted = compute_dtype(spec)
@@ -330,7 +330,7 @@ def _check_kind(
         and place.dtype.itemsize < wanted.itemsize
     ):
         raise UserError(
-            f"{place.file.parent} holds {what} weights, and mixed_precision: no computes in fp32",
+            f"{place.file.parent} has {what} weights, but mixed_precision: no computes in fp32",
             "set mixed_precision: bf16; base weights are never upcast",
         )
 
@@ -345,11 +345,11 @@ def _kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
 def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_fp32: bool) -> str:
     """What becomes of a tensor that is not kept as it is in the file, and why."""
     if spec.model_type == "full":
-        reason = "full training keeps fp32 masters"
+        reason = "full training keeps fp32 master weights"
     elif keep_fp32:
         reason = "the model asks for fp32 there"
     elif in_file.itemsize == 1:
-        reason = "nothing computes in fp8 here: they take twice what they take on disk"
+        reason = "fp8 is not a compute precision here, so they take twice their size on disk"
     else:
         reason = "the compute precision"
     stored, kept = (str(dtype).removeprefix("torch.") for dtype in (in_file, kept_in))

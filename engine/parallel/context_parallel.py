@@ -59,7 +59,7 @@ def require_cuda(device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise UserError(
-            f"Context parallelism runs on CUDA GPUs only, and the ranks run on {device.type}",
+            f"Context parallelism runs on CUDA GPUs only, but the ranks run on {device.type}",
             "set context_parallel_size: 1",
         )
 
@@ -141,7 +141,7 @@ def check_tokens(tokens: int, size: int, what: str) -> None:
     if tokens % size:
         raise UserError(
             f"context_parallel_size {size} does not divide the {tokens} tokens of {what}",
-            "change one of the two",
+            "change one of them",
         )
 
 

@@ -164,9 +164,9 @@ def _check_agreement(
         if answer != answers[0]:
             other = set(answer) ^ set(answers[0])
             raise UserError(
-                "fsdp_auto_wrap_policy: it chose other modules on rank "
-                f"{rank} than on rank 0: {', '.join(sorted(other)[:3]) or 'in another order'}",
-                "it must decide by the module alone",
+                f"fsdp_auto_wrap_policy: it chose different modules on rank {rank} than on rank 0: "
+                f"{', '.join(sorted(other)[:3]) or 'in another order'}",
+                "it must depend only on the module",
             )
 
 

@@ -63,7 +63,7 @@ class ShardingSummary:
             f"{1 - wrapped:.1%} in the root ({_mebibytes(self.root_bytes)})"
         )
         if self.replicated_parameters:
-            text += f"; {self.replicated_parameters:,} trained parameters whole on every rank"
+            text += f"; {self.replicated_parameters:,} trained parameters replicated on every rank"
         return text
 
 
@@ -103,7 +103,7 @@ def check_sharding(
             replicated_count += parameter.numel()
             continue
         if not isinstance(parameter, DTensor):
-            raise RuntimeError(f"{name} is not sharded, though {world.strategy} was asked for")
+            raise RuntimeError(f"{name} is not sharded, although strategy is {world.strategy}")
         expected_placements = (Replicate(), Shard(0)) if replicas > 1 else (Shard(0),)
         if parameter.placements != expected_placements:
             raise RuntimeError(

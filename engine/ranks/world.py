@@ -149,8 +149,7 @@ def start_world(spec: JobSpec) -> World:
     state = PartialState(cpu=on_cpu, **options)
     if state.num_processes != world_size(spec):
         raise UserError(
-            f"the job asks for {world_size(spec)} ranks and the launcher started "
-            f"{state.num_processes}",
+            f"the job has {world_size(spec)} ranks but the launcher started {state.num_processes}",
             "launch with the same --num_processes",
         )
     # All CPU ranks compute on the one CPU, which accelerate numbers. Of a single GPU it leaves the
@@ -185,9 +184,9 @@ def _check_gpus(spec: JobSpec) -> None:
         return
     if (seen := torch.cuda.device_count()) < needed:
         raise UserError(
-            f"torch {torch.__version__} sees {seen} of the {needed} GPUs that this job was given"
+            f"torch {torch.__version__} sees {seen} of the {needed} GPUs assigned to this job"
             f"{f' ({given})' if given else ''}",
-            "`fsdp-tui doctor` says what is wrong with the driver or with torch",
+            "`fsdp-tui doctor` checks the driver and torch",
         )
 
 

@@ -76,8 +76,8 @@ class Forwards:
         """
         if self.made != expected:
             raise RuntimeError(
-                f"{type(pipeline).__name__} made {self.made} forwards of the denoiser where "
-                f"{expected} were planned; forwards_per_step of the family, or its scheduler, is "
+                f"{type(pipeline).__name__} made {self.made} forwards of the denoiser instead of "
+                f"{expected}; forwards_per_step of the family, or its scheduler, is "
                 "not what this version of diffusers does"
             )
 

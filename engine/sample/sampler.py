@@ -117,7 +117,7 @@ class Sampler:
             give_back(self.world.device)
             *written, others = self.world.any([*written, failed])
         if others and not failed:
-            self.telemetry.warn("another rank could not write its samples; its log says why")
+            self.telemetry.warn("another rank could not write its samples; see its log")
         return [sample_name(number) for number, there in enumerate(written) if there]
 
     def _number(self, numbers: list[int]) -> int | None:
@@ -237,7 +237,7 @@ class _Studio:
         if self.pipeline._execution_device != device:
             raise RuntimeError(
                 f"{type(self.pipeline).__name__} computes on {self.pipeline._execution_device}, "
-                f"and the transformer on {device}"
+                f"but the transformer on {device}"
             )
 
     def denoise(self, request: SampleRequest, condition: Any, negative: Any) -> torch.Tensor:
@@ -267,8 +267,8 @@ class _Studio:
             give_back(self.device)
             self.pipeline.vae.enable_tiling()
             self._say(
-                f"no memory to decode {request.width}x{request.height} as a whole: from here on "
-                "samples are decoded in tiles, which may show"
+                f"not enough memory to decode {request.width}x{request.height} at once; decoding "
+                "in tiles from now on, which may leave seams"
             )
             return self._family.decode(self.pipeline, latents.float(), request)
         finally:

@@ -130,7 +130,7 @@ def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:
         ("hidden_scale", hidden_scale, 1, 64),
     ):
         if not low <= value <= high:
-            raise UserError(f"{name} is {value}", f"give a number from {low} to {high}")
+            raise UserError(f"{name} is {value}", f"use a number from {low} to {high}")
 
 
 def _check_place(path: Path) -> None:

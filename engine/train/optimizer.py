@@ -194,7 +194,7 @@ def explain_load_failure(error: CheckpointException) -> UserError | None:
         return None
     return UserError(
         "the 8-bit optimizer state of this checkpoint cannot be split over this number of ranks",
-        "resume on as many ranks as saved it, or on a number that divides the layers evenly",
+        "resume on the number of ranks that saved it, or on one that divides the layers evenly",
     )
 
 

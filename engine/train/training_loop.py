@@ -124,9 +124,9 @@ class Trainer:
             f"lr {result.rate:.3g}  grad norm {result.norm:.4f}  {result.seconds:.2f} s"
         )
         if result.skipped:
-            scale = f"; the loss scale is now {result.scale:g}" if result.scale is not None else ""
+            scale = f"; loss scale now {result.scale:g}" if result.scale is not None else ""
             self.telemetry.warn(
-                f"step {step} was left out: loss {result.loss}, gradient norm {result.norm}{scale}"
+                f"step {step} was skipped: loss {result.loss}, gradient norm {result.norm}{scale}"
             )
 
     def _after_step(self) -> None:
@@ -172,7 +172,7 @@ class Trainer:
     def sample_now(self) -> None:
         """Do what was asked for, or say why it cannot be done; a collective."""
         if not self.spec.validation_prompts:
-            self.telemetry.warn("there is nothing to sample: the job has no validation_prompts")
+            self.telemetry.warn("nothing to sample: the job has no validation_prompts")
         self.sample()
 
     def validate(self) -> None:

@@ -76,9 +76,9 @@ def test_reasons_are_those_for_which_pictures_were_spoilt(zoo: Zoo, run: RunDir)
             case "folder":
                 assert why == "a folder"
             case "heic" | "svg" | "psd":
-                assert why == f".{animal.kind} pictures cannot be read"
+                assert why == f".{animal.kind} images cannot be read"
             case "broken link":
-                assert why in ("a link to nothing", "no caption", "caption is not UTF-8")
+                assert why in ("a broken link", "no caption", "caption is not UTF-8")
             case _ if animal.caption == "latin-1":
                 assert why == "caption is not UTF-8"
             case _ if not animal.text and animal.caption != "utf-16":
@@ -86,7 +86,7 @@ def test_reasons_are_those_for_which_pictures_were_spoilt(zoo: Zoo, run: RunDir)
             case "1x1 png" | "1:40 png":
                 assert why.startswith("too small: 1")
             case kind if kind.startswith("truncated") or "half zeros" in kind:
-                assert "truncated" in why or "damaged" in why or "not a picture" in why, (kind, why)
+                assert "truncated" in why or "damaged" in why or "not an image" in why, (kind, why)
             case "empty file":
                 assert why == "empty file"
             case kind if "bomb" in kind:
@@ -103,7 +103,7 @@ def test_what_was_done_to_read_pictures_is_counted(zoo: Zoo, run: RunDir) -> Non
     report = report_of(run)
     assert sorted(one["count"] for one in report["handled"]) == sorted(expected.values())
     cautions = {one["text"]: one["count"] for one in report["cautions"]}
-    assert cautions["of which more than a quarter is cut off"] > 20
+    assert cautions["cropped by more than a quarter"] > 20
     assert len(report["buckets"]) == 3
 
 

@@ -303,7 +303,7 @@ def test_the_processes_of_a_run_and_what_becomes_of_it_without_some(untouched: B
 def test_a_job_whose_pictures_are_all_broken_fails_with_the_reason(
     bench: Bench, tmp_path: Path
 ) -> None:
-    (tmp_path / "x.png").write_text("not a picture")
+    (tmp_path / "x.png").write_text("not an image")
     (tmp_path / "x.txt").write_text("a caption")
     done = bench.cli("run", str(bench.job_file(name="broken", dataset=str(tmp_path))))
     assert done.returncode == 1

@@ -103,8 +103,8 @@ def to_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
             frames = [fit(decode(_content(sample, spec)), view)]
     except OSError as error:
         raise UserError(
-            f"{sample.name} cannot be read any more ({error.strerror or error})",
-            "start the job again: it looks at its data anew",
+            f"{sample.name} is no longer readable ({error.strerror or error})",
+            "resume the job: it reads its data again",
         ) from None
     pixels = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.float32) for frame in frames]))
     pixels = pixels.permute(3, 0, 1, 2).unsqueeze(0) / 127.5 - 1.0
@@ -129,7 +129,7 @@ def _check(sample: Sample, digest: str) -> None:
     # Else latents of one content would lie under the name of another.
     if digest != sample.digest:
         raise UserError(
-            f"{sample.name} was changed while the job prepared its data", "start the job again"
+            f"{sample.name} changed while the job was preparing its data", "resume the job"
         )
 
 

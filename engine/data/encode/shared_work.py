@@ -87,7 +87,7 @@ def find_missing(cache: TensorCache, keys: Sequence[str], team: Team) -> list[st
     damaged = [key for key in keys if states.get(key) == "damaged"]
     if damaged:
         telemetry.warn(
-            f"{len(damaged)} cached {cache.kind} files are damaged and computed anew, such as "
+            f"{len(damaged)} cached {cache.kind} files are damaged and will be recomputed, such as "
             f"{cache.path(damaged[0])}"
         )
     return [key for key in keys if key in states]

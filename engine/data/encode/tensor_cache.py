@@ -86,7 +86,7 @@ class TensorCache:
         except OSError as error:
             raise UserError(
                 f"cannot write to the cache {self.root} ({error.strerror or error})",
-                "make room there, or set cache_dir to another place; what is cached is kept",
+                "free space, or set cache_dir to another directory; cached files are kept",
             ) from error
         finally:
             with suppress(OSError):
@@ -106,14 +106,14 @@ class TensorCache:
             content = path.read_bytes()
         except OSError as error:
             raise CacheError(
-                f"{path} cannot be read ({error.strerror}), and the job has cached it; resume the "
-                "job: what is missing is computed anew"
+                f"{path} cannot be read ({error.strerror}) although the job cached it; resume the "
+                "job to recompute it"
             ) from None
         if not _sound(content):
             path.unlink(missing_ok=True)
             raise CacheError(
-                f"{path} was damaged after the job had checked it, and is removed; check the disk, "
-                "and resume the job: it is computed anew"
+                f"{path} was damaged after the job checked it, and was deleted; check the disk, "
+                "then resume the job to recompute it"
             )
         return load(content)
 

@@ -109,7 +109,7 @@ class ResidentTexts:
             )
         )  # fmt: skip
         self._remember = lru_cache(maxsize=_REMEMBERED)(self._encode)
-        telemetry.say("the text encoders stay in memory while the job trains")
+        telemetry.say("the text encoders stay in memory during training")
 
     def encoded(self, text: Text) -> dict[str, torch.Tensor]:
         if self._cache is None:
@@ -207,7 +207,7 @@ def _agree(spec: JobSpec, root: Path, team: Team) -> bool:
         spec.shard_text_encoders, root, compute_dtype(spec), team.world, team.telemetry.run_dir,
         team.barrier,
     )  # fmt: skip
-    team.telemetry.say(f"text encoders {'are sharded' if sharded else 'stay whole'}: {reason}")
+    team.telemetry.say(f"text encoders {'are sharded' if sharded else 'are not sharded'}: {reason}")
     return sharded
 
 
@@ -231,7 +231,7 @@ def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
     mib = {name: f"{size / 2**20:.0f} MiB" for name, size in asdict(memory).items()
            if isinstance(size, int)}  # fmt: skip
     telemetry.say(
-        f"text encoders are freed: {mib['held']} of weights; {memory.measure} {mib['before']} "
+        f"text encoders freed: {mib['held']} of weights; {memory.measure} {mib['before']} "
         f"before, {mib['loaded']} with them, {mib['after']} after"
     )
     telemetry.emit("freed", what="text encoders", **asdict(memory))

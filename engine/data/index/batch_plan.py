@@ -81,9 +81,9 @@ def _checked(shares: list[Share], key: str) -> list[Share]:
     draws = sum(share.draws for share in shares)
     if draws > _LONGEST_EPOCH:
         raise UserError(
-            f"datasets: with these values of {key} an epoch has {draws:,} samples, more than "
+            f"datasets: with these values of {key}, an epoch has {draws:,} samples, more than "
             f"{_LONGEST_EPOCH:,}",
-            "bring them closer together",
+            "choose closer values",
         )
     return shares
 

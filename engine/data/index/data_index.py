@@ -159,7 +159,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
         if len(samples) == usable:
             first = next((one for one in skipped if one.dataset == number), None)
             raise UserError(
-                f"no usable picture in {dataset.path}",
+                f"no usable image in {dataset.path}",
                 f"{first.name}: {first.why}" if first else "it is empty",
             )
     return DataIndex(samples, skipped, others)
@@ -216,7 +216,7 @@ class Fitting:
         factor = enlargement(facts.width, facts.height, size)
         if factor > self._spec.max_upscale:
             return (
-                f"too small: {facts.width}x{facts.height} would be enlarged {factor:.1f} times "
+                f"too small: {facts.width}x{facts.height} would be upscaled {factor:.1f} times "
                 f"(max_upscale {self._spec.max_upscale:g})"
             )
         bucket: tuple[int, ...] = size
@@ -252,9 +252,8 @@ def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
     sizes = divisible(bucket_sizes(spec.resolution, step), step, ranks)
     if not sizes:
         raise UserError(
-            f"context_parallel_size {ranks} divides no picture size of resolution "
-            f"{spec.resolution}",
-            "change one of the two",
+            f"context_parallel_size {ranks} divides no bucket size of resolution {spec.resolution}",
+            "change one of them",
         )
     return sizes
 
@@ -269,7 +268,7 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
             if not isinstance(known, str):  # a refusal may be of the moment, or of a library
                 memo.put(entry.name, stamp, known)
     except FileNotFoundError:
-        return "a link to nothing" if entry.path.is_symlink() else "it has gone"
+        return "a broken link" if entry.path.is_symlink() else "it is gone"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     if isinstance(known, str):

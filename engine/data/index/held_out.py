@@ -50,7 +50,7 @@ def hold_out(index: DataIndex, spec: JobSpec) -> tuple[DataIndex, list[Sample]]:
     if not chosen:
         raise UserError(
             f"validation_fraction: {spec.validation_fraction:g} would hold out "
-            + ("the only sample" if len(samples) == 1 else "all that a dataset has"),
+            + ("the only sample" if len(samples) == 1 else "all samples of a dataset"),
             "add samples, or set validation_fraction: 0",
         )
     trained = [sample for sample in samples if sample.digest not in chosen]

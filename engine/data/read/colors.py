@@ -87,7 +87,7 @@ def _from_integers(picture: Image.Image, bits: int, white_is_zero: bool) -> Imag
     top = 4095 if bits == 12 else 65535
     stored = np.asarray(picture)
     if stored.dtype.itemsize > 2 and (stored.min() < 0 or stored.max() > top):
-        raise RangeError(f"grey values outside 0..{top}")
+        raise RangeError(f"gray values outside 0..{top}")
     values = stored.astype(np.uint32)
     grey = (values * 255 + top // 2) // top
     if white_is_zero:

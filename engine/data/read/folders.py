@@ -95,25 +95,25 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
     entries = []
     for path in sorted(files.pictures + files.videos):
         unfit = not videos and path.suffix.lower() in VIDEO_SUFFIXES
-        problem = "a video, and the model has none" if unfit else ""
+        problem = "a video, but the model trains on images" if unfit else ""
         captions, wrong = _captions_of(path, rows) if not problem else (None, "")
         entries.append(Entry(_shown(path, root), path, captions, problem or wrong))
     for path in files.foreign:
-        problem = f"{path.suffix.lower()} pictures cannot be read"
+        problem = f"{path.suffix.lower()} images cannot be read"
         entries.append(Entry(_shown(path, root), path, problem=problem))
     entries += [Entry(_shown(p, root), p, problem="a folder") for p in files.folders]
     entries += [
-        Entry(_shown(p, root), p, problem=f"a folder that cannot be read ({why})")
+        Entry(_shown(p, root), p, problem=f"an unreadable folder ({why})")
         for p, why in files.unreadable
     ]
     known = {os.path.normpath(entry.path) for entry in entries}
     for file, name in places.items():
         if file not in known:
             what = os.path.relpath(file, root)
-            lost.append(Entry(name, root, problem=f"names what is no picture here: {what}"))
+            lost.append(Entry(name, root, problem=f"does not name an image here: {what}"))
     others = Counter(files.others)
     if files.lonely:
-        others["captions without a picture"] = len(files.lonely)
+        others["captions without an image"] = len(files.lonely)
     return Source([*entries, *lost], others)
 
 

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 DECODER: Final = 1  # part of cache keys: raise it when what `decode` returns changes
 
 NOTES: Final[dict[str, str]] = {
-    "16-bit": "more than 8 bits a channel, reduced to 8",
-    "animated": "several frames or pages, only the first is used",
+    "16-bit": "more than 8 bits per channel, reduced to 8",
+    "animated": "several frames or pages, only the first used",
     "cmyk": "CMYK, converted to RGB",
     "float": "floating point, scaled from 0..1",
-    "grey": "grey, without colour",
-    "palette": "a palette of at most 256 colours",
-    "profile": "colours converted to sRGB by the embedded profile",
-    "rotated": "turned or mirrored, as its orientation tag says",
-    "transparent": "transparent parts put on white",
+    "grey": "grayscale, converted to RGB",
+    "palette": "palette of up to 256 colors, converted to RGB",
+    "profile": "converted to sRGB with the embedded profile",
+    "rotated": "rotated or flipped by its orientation tag",
+    "transparent": "transparent, placed on white",
 }
 
 _FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TIFF", "WEBP")

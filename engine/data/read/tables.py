@@ -95,7 +95,7 @@ class Table:
             return cell
         path = self._path(cell)
         if path is None:
-            raise RowError("no picture in this row")
+            raise RowError("no image in this row")
         return path.read_bytes()
 
     def stamp_of(self, row: int) -> str:
@@ -134,7 +134,7 @@ class Table:
         known = [name for name in _IMAGE_COLUMNS if name in names]
         column = wanted or next(iter(pictures + known), None)
         if column is None:
-            raise UserError(f"{self.root} has no column of pictures", f"it has {', '.join(names)}")
+            raise UserError(f"{self.root} has no image column", f"it has {', '.join(names)}")
         return column
 
 
@@ -218,7 +218,7 @@ def _open_arrow(root: Path, split: str | None) -> _Opened:
     found = datasets.load_from_disk(str(root), keep_in_memory=False)
     if not isinstance(found, dict):
         if split not in (None, _TRAIN):
-            raise UserError(f"{root} has no splits, and split {split} was asked for")
+            raise UserError(f"{root} has no splits, but split {split} is set")
         return _Opened(found, stamp, Counter())
     name = _choose(root, list(found), split)
     # Who asked for a split by its name knows that there are others.
@@ -270,7 +270,7 @@ def _choose(root: Path, names: list[str], split: str | None) -> str:
     if split is None:
         if _TRAIN not in names and len(names) > 1:
             raise UserError(
-                f"{root} has several splits, and none is called {_TRAIN}",
+                f"{root} has several splits but no {_TRAIN}",
                 f"set split to one of {', '.join(names)}",
             )
         return _TRAIN if _TRAIN in names else names[0]
@@ -310,7 +310,7 @@ def _copy(root: Path, split: str, files: list[Path]) -> Path:
             if not copy.is_file():
                 needed = sum(path.stat().st_size for path in files)
                 if (free := shutil.disk_usage(place).free) < needed:
-                    room = f"it takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+                    room = f"it needs {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free"
                     raise _no_copy(place, root, room)
                 _write(copy, place / f"{name}.part", _batches(root, files))
                 for old in place.glob(f"{name}-*.arrow"):
@@ -349,7 +349,7 @@ def _batches(root: Path, files: list[Path]) -> Iterator[Any]:
         for path, schema in zip(files, schemas, strict=True):
             if set(schema.names) != set(schemas[0].names):
                 raise UserError(
-                    f"{path} has other columns than {files[0]}",
+                    f"{path} has different columns than {files[0]}",
                     f"{', '.join(schema.names)} instead of {', '.join(schemas[0].names)}",
                 )
         # A column that is empty in one file has no type there.
@@ -372,8 +372,8 @@ def _unreadable(root: Path, error: Exception) -> UserError:
 
 def _no_copy(place: Path, root: Path, why: str) -> UserError:
     return UserError(
-        f"cannot keep a copy of {root} in {place} ({why})",
-        "make room there, or set XDG_CACHE_HOME to a directory that has it",
+        f"cannot write a copy of {root} to {place} ({why})",
+        "free space, or set XDG_CACHE_HOME to a larger disk",
     )
 
 

@@ -28,13 +28,13 @@ _FOREIGN: Final = (  # what else is found under the name of a picture
     (re.compile(rb"8BPS"), "PSD is not supported"),
     (re.compile(rb"\xc5\xd0\xd3\xc6|%!PS"), "EPS is not supported"),
     (re.compile(rb"\0\0[\1\2]\0[^\0]\0"), "ICO is not supported"),
-    (re.compile(rb"%PDF"), "a PDF, not a picture"),
-    (re.compile(rb".{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ", re.DOTALL), "a video, not a picture"),
+    (re.compile(rb"%PDF"), "a PDF, not an image"),
+    (re.compile(rb".{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ", re.DOTALL), "a video, not an image"),
     (re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)", re.IGNORECASE),
-     "a web page, not a picture"),
+     "a web page, not an image"),
     (re.compile(rb"[^\0]{0,1000}<svg[\s>]", re.DOTALL), "SVG is not supported"),
-    (re.compile(rb"version https://git-lfs"), "a Git LFS pointer, not the picture itself"),
-    (re.compile(rb"\0{16}"), "zeros, not a picture"),
+    (re.compile(rb"version https://git-lfs"), "a Git LFS pointer, not the image itself"),
+    (re.compile(rb"\0{16}"), "zeros, not an image"),
 )  # fmt: skip
 
 
@@ -43,18 +43,18 @@ def why_unreadable(error: Exception, content: bytes) -> str:
     if isinstance(error, Image.DecompressionBombError):
         return TOO_MANY_PIXELS
     if isinstance(error, MemoryError):
-        return "needs more memory than there is"
+        return "needs more memory than available"
     kind = next((name for begins, name in _READ if begins.match(content)), None)
     if kind is None:
         foreign = (what for begins, what in _FOREIGN if begins.match(content))
-        return next(foreign, "not a picture")
+        return next(foreign, "not an image")
     says = str(error).lower()
     if "decompressed data too large" in says:  # Pillow's guard against bombs beside the pixels
-        return "texts or a profile in it are too large"
+        return "its text or profile is too large"
     if "truncated" in says or _breaks_off(content, kind):
         return "truncated"
     if isinstance(error, UnidentifiedImageError):
-        return f"damaged, or a kind of {kind} that cannot be read"
+        return f"damaged, or an unsupported kind of {kind}"
     return f"damaged ({str(error)[:80] or type(error).__name__})"
 
 

@@ -237,7 +237,7 @@ def _kind(container: InputContainer) -> str:
 
 def _time(frame: VideoFrame) -> Fraction:
     if frame.pts is None or frame.time_base is None:
-        raise VideoError("frames without times")
+        raise VideoError("frames without timestamps")
     return frame.pts * frame.time_base
 
 
@@ -314,10 +314,10 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
         still = av.stream.Disposition.attached_pic  # the cover of an audio file
         videos = [stream for stream in container.streams.video if not stream.disposition & still]
         if not videos:
-            raise VideoError("no video in it")
+            raise VideoError("no video stream")
         if getattr(videos[0], "codec_context", None) is None:
             # Cut off before its first frame. PyAV before 18.1 crashes when it decodes such a one.
-            raise VideoError("truncated or damaged, or of an unknown codec")
+            raise VideoError("truncated or damaged, or an unknown codec")
         videos[0].thread_type = "AUTO"
         try:
             yield container, videos[0]

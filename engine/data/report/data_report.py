@@ -170,16 +170,16 @@ def summary(report: DataReport) -> list[str]:
     held = f" and {report.held_out} held out" if report.held_out else ""
     lines = [
         f"{_plural(report.samples, 'sample')}{held} in {_plural(len(report.buckets), 'bucket')}, "
-        f"{_plural(report.texts, 'text')}; {_plural(report.steps_per_epoch, 'step')} of "
-        f"{report.global_batch} an epoch, {report.epochs:g} epochs"
+        f"{_plural(report.texts, 'caption')}; {_plural(report.steps_per_epoch, 'step')} of "
+        f"{report.global_batch} per epoch, {report.epochs:g} epochs"
     ]
     for bucket in report.buckets:
         size = "x".join(map(str, bucket.size))
         lines.append(
-            f"bucket {size}: {bucket.samples} samples, {bucket.batches} steps an epoch, "
-            f"{bucket.cut_mean:.0%} cut off on average, {bucket.cut_most:.0%} at most"
+            f"bucket {size}: {bucket.samples} samples, {bucket.batches} steps per epoch, "
+            f"{bucket.cut_mean:.0%} cropped on average, {bucket.cut_most:.0%} max"
         )
-    for kind, found in (("left out", report.reasons), ("read", report.handled)):
+    for kind, found in (("skipped", report.reasons), ("read", report.handled)):
         lines += [f"{kind}: {_in_words(one)}" for one in found]
     return lines + [f"note: {_in_words(one)}" for one in report.cautions]
 
@@ -230,8 +230,8 @@ def _cautions(
     copies = [s for s in samples if first.setdefault(s.digest, s) is not s]
     candidates = [
         ([s for s in samples if not s.captions], "without a caption"),
-        (long, f"with captions of more than {spec.max_sequence_length} tokens, cut off there"),
-        (cut, "of which more than a quarter is cut off"),
+        (long, f"with captions longer than {spec.max_sequence_length} tokens, truncated"),
+        (cut, "cropped by more than a quarter"),
         (enlarged, "enlarged"),
         (copies, "with the same content as another"),
     ]
@@ -239,7 +239,7 @@ def _cautions(
     for number, dataset in enumerate(index.others):
         folder = Path(datasets_of(spec)[number].path).name
         for kind, count in sorted(dataset.items()):
-            found.append(Found(count, f"{kind} in {folder}, which are no samples"))
+            found.append(Found(count, f"{kind} in {folder}, which are not samples"))
     return found
 
 

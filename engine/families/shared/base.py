@@ -169,7 +169,9 @@ class Family(ABC):
         _, name = _parts(root)["vae"]  # the library is not imported for being named there
         vae_class = getattr(import_module("diffusers"), name, None)
         if vae_class is None:
-            raise UserError(f"{root}/model_index.json: diffusers has no {name}", "fetch it again")
+            raise UserError(
+                f"{root}/model_index.json: diffusers has no {name}", "download it again"
+            )
         return vae_class.from_pretrained(root, subfolder="vae", dtype=dtype)
 
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ def _renamed(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
         else:
             raise UserError(
                 f"export_formats: kohya has no name for {module}",
-                "leave it out of lora_target_modules, or export for diffusers only",
+                "remove it from lora_target_modules, or export for diffusers only",
             )
     for owner, members in parts.items():
         found[owner] = _fuse(_FUSED[_NUMBER.sub("#", owner, count=1)], members)

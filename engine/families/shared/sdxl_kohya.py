@@ -90,7 +90,7 @@ def _renamed(module: str) -> str:
             return f"{_place(match)}.conv"
     raise UserError(
         f"export_formats: kohya has no name for {module}",
-        "leave it out of lora_target_modules, or export for diffusers only",
+        "remove it from lora_target_modules, or export for diffusers only",
     )
 
 

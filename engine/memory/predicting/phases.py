@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
-_TEXT_NOTE: Final = "weights of the text encoders; their activations are small beside them"
-_CROWDED_NOTE: Final = "of text encoders in shards; where a GPU has room for them they stay whole"
+_TEXT_NOTE: Final = "weights of the text encoders; their activations are small in comparison"
+_CROWDED_NOTE: Final = "sharded text encoders; not sharded if a GPU has room for them"
 # A block's tensors have its number in their names, the first one there.
 _BLOCK: Final = re.compile(r"(.*?\.\d+)\.")
 

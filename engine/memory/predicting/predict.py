@@ -241,7 +241,9 @@ def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: in
     if bool(layout.shards) != trace.shape.sharded:
         raise ValueError(f"{strategy} needs a trace of {'sharded' if layout.shards else 'whole'}")
     if strategy == "single" and ranks > 1:
-        raise UserError(f"strategy: single is one rank, not {ranks}", "set strategy: ddp or fsdp2")
+        raise UserError(
+            f"strategy: single runs one rank, not {ranks}", "set strategy: ddp or fsdp2"
+        )
     sharded = [w for unit in trace.units for w in unit.weights if w.trained]
     if spec.optimizer in WHOLE_ONLY and any(layout.is_sharded(w) for w in sharded):
         raise UserError(

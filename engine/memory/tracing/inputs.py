@@ -119,7 +119,7 @@ def caption_shapes(
                 "prompt_embeds_t5": ((length, t5), dtype),
                 "prompt_embeds_llama3": ((_LLAMA_LAYERS, length, llama), dtype),
             } | pooled(config["text_emb_dim"])
-    raise UserError(f"what {spec.model_family} is fed is not known to the memory prediction")
+    raise UserError(f"the memory prediction does not support {spec.model_family}")
 
 
 def training_size(spec: JobSpec) -> tuple[int, int]:

@@ -181,8 +181,8 @@ def _units(
     spec = shape.spec
     if (policy := own_policy(spec)) and not may_import(policy):
         raise UserError(
-            f"fsdp_auto_wrap_policy: {policy} is imported by ranks alone, so that the memory "
-            "cannot be predicted",
+            f"fsdp_auto_wrap_policy: {policy} is imported by ranks only, so memory cannot be "
+            "predicted",
             f"if you trust it, set {POLICIES_VARIABLE}={policy.rpartition('.')[0]}",
         )
     whole = set(kept_whole(model, spec))

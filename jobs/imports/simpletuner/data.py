@@ -29,7 +29,7 @@ _STORES: Final = (
     "only local folders are supported: copy it (`hf download`, `aws s3 sync`) and set the path"
 )
 _METADATA: Final = (
-    'write a metadata.jsonl into the folder, a line {"file_name": …, "text": …} for each picture'
+    'write a metadata.jsonl into the folder, a line {"file_name": …, "text": …} for each image'
 )
 _DELETING: Final = without("files are never deleted; the report lists unusable ones")
 # Keys of the configuration that datasets have where they say nothing else.

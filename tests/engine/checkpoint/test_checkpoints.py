@@ -490,7 +490,7 @@ def test_a_save_without_room_is_not_begun(
 ) -> None:
     spec = toy_spec(toy)
     training, saver = training_of(toy, spec), saver_of(spec)
-    with pytest.raises(UserError, match=r"there is no room for a checkpoint: it takes .* 1\.0 MiB"):
+    with pytest.raises(UserError, match=r"no room for a checkpoint: it takes .* 1\.0 MiB"):
         saver.check_room(training)
     with pytest.raises(UserError, match=r"cannot save step-0: it takes .*on_save_failure: warn"):
         saver.save(training)
@@ -564,7 +564,7 @@ def test_a_job_may_train_on_without_a_checkpoint_but_not_end(
     messages = [e["message"] for e in events(run_dir, "warning")]
     assert len(messages) == 2
     assert "cannot save step-0" in messages[1]
-    assert messages[1].endswith("there is no other checkpoint; training goes on")
+    assert messages[1].endswith("there is no other checkpoint; training continues")
     with pytest.raises(UserError, match="cannot save step-0"):
         saver.save(training, last=True)
 
@@ -660,7 +660,7 @@ def test_whatever_a_save_raises_the_next_try_saves_what_was_trained(
     (warning,) = events(run_dir, "warning")
     assert warning["message"].startswith("could not save step-0 at first: ")
     assert "bad" in warning["message"]
-    assert warning["message"].endswith("; saved step-0 while training waited")
+    assert warning["message"].endswith("; saved step-0 synchronously")
     saver.save(training)
     advance(training, toy)
     saver.save(training)
@@ -713,7 +713,7 @@ def test_a_job_trains_on_whatever_a_save_raises_if_it_is_to_warn_only(
     assert len(raised) == 2
     (warning,) = events(run_dir, "warning")
     assert warning["message"].endswith(
-        "bad (tried twice); there is no other checkpoint; training goes on"
+        "bad (tried twice); there is no other checkpoint; training continues"
     )
     saver.save(training)
     saver.finish()

@@ -87,7 +87,7 @@ def test_rows_that_name_no_picture_of_the_folder_are_named(folder: Path) -> None
     write_rows(folder, *rows, {"text": "no file"})
     found = problems(folder)
     assert set(found) == {f"metadata.jsonl line {number}" for number in range(2, 8)}
-    assert found["metadata.jsonl line 2"] == "names what is no picture here: .hidden/h.png"
+    assert found["metadata.jsonl line 2"] == "does not name an image here: .hidden/h.png"
     index = build_index(job(folder))
     report = make_report(job(folder), index, None)
     assert {one.text: one.count for one in report.reasons} == {
@@ -134,7 +134,7 @@ def test_a_folder_that_may_not_be_read_is_named(
         return stock(path)
 
     monkeypatch.setattr("os.scandir", scandir)
-    assert problems(folder) == {"locked": "a folder that cannot be read (Permission denied)"}
+    assert problems(folder) == {"locked": "an unreadable folder (Permission denied)"}
 
 
 def test_control_characters_in_names_are_shown_as_such(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_refusal_is_not_remembered(
 
     def out_of_memory(content: bytes) -> Any:
         if content == (folder / "1.png").read_bytes():
-            raise PictureError("needs more memory than there is")
+            raise PictureError("needs more memory than available")
         return stock(content)
 
     monkeypatch.setattr(module, "look", out_of_memory)

@@ -141,8 +141,8 @@ def test_grey_of_16_bits_keeps_its_range(stored: int, shown: int) -> None:
 
 def test_numbers_without_a_known_white_are_refused() -> None:
     assert to_rgb(Image.new("I", (1, 1), 32768))[0].getpixel((0, 0)) == (128, 128, 128)
-    assert refusal(saved(Image.new("I", (1, 1), 70_000), "TIFF")) == "grey values outside 0..65535"
-    assert refusal(saved(Image.new("I", (1, 1), -1), "TIFF")) == "grey values outside 0..65535"
+    assert refusal(saved(Image.new("I", (1, 1), 70_000), "TIFF")) == "gray values outside 0..65535"
+    assert refusal(saved(Image.new("I", (1, 1), -1), "TIFF")) == "gray values outside 0..65535"
     assert colour(saved(Image.new("F", (1, 1), 0.5), "TIFF")) == (128, 128, 128)
     for wrong in (1.01, -0.01, 255.0, float("nan"), float("inf")):
         content = saved(Image.new("F", (1, 1), wrong), "TIFF")
@@ -287,20 +287,20 @@ def test_damage_behind_the_first_frame_does_no_harm() -> None:
     ("content", "why"),
     [
         (b"", "empty file"),
-        (b"hello", "not a picture"),
-        (b"\0" * 500, "zeros, not a picture"),
-        (b"\n<!doctype HTML><html>", "a web page, not a picture"),
+        (b"hello", "not an image"),
+        (b"\0" * 500, "zeros, not an image"),
+        (b"\n<!doctype HTML><html>", "a web page, not an image"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the picture"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC is not supported"),
-        (b"\0\0\0\x18ftypmp42\0\0\0\0", "a video, not a picture"),
+        (b"\0\0\0\x18ftypmp42\0\0\0\0", "a video, not an image"),
         (b"<?xml version='1.0'?>\n<!-- x -->\n<svg width='3'>", "SVG is not supported"),
         (b"8BPS\0\1", "PSD is not supported"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n", "EPS is not supported"),
-        (b"%PDF-1.7", "a PDF, not a picture"),
+        (b"%PDF-1.7", "a PDF, not an image"),
         (b"\xff\xd8", "truncated"),
         (b"GIF89a" + b"\0" * 7 + b";", "damaged, or a kind of GIF"),
         (png(1, 1, 8, 2, bytes(3), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2_000_000)))),
-         "texts or a profile in it are too large"),
+         "its text or profile is too large"),
         (tiff((1, 1), bytes(12), {258: (32,) * 3, 262: (2,), 277: (3,), 339: (3,) * 3}),
          "damaged, or a kind of TIFF that cannot be read"),
     ],

@@ -125,7 +125,7 @@ def test_rows_of_metadata_files_name_pictures_beside_them(
     }
     assert left_out(index) == {
         "5.png": "no caption",
-        "train/metadata.jsonl line 4": "names what is no picture here: train/gone.png",
+        "train/metadata.jsonl line 4": "does not name an image here: train/gone.png",
         "train/metadata.jsonl line 5": "is not a JSON object",
         "train/metadata.jsonl line 6": "is not a JSON object",
     }
@@ -198,7 +198,7 @@ def test_nothing_disappears_in_silence(
 ) -> None:
     whole = picture("d/whole.png")
     for name, content in {
-        "torn.png": whole.read_bytes()[:60], "empty.jpg": b"", "words.png": b"not a picture"
+        "torn.png": whole.read_bytes()[:60], "empty.jpg": b"", "words.png": b"not an image"
     }.items():  # fmt: skip
         (tmp_path / "d" / name).write_bytes(content)
         (tmp_path / "d" / name).with_suffix(".txt").write_text("x")
@@ -215,14 +215,14 @@ def test_nothing_disappears_in_silence(
         "torn.png", "empty.jpg", "words.png", "tiny.png", "phone.heic", "clip.mp4", "loose.png"
     }  # fmt: skip
     assert reasons["tiny.png"] == "too small: 8x8 would be enlarged 8.0 times (max_upscale 4)"
-    assert reasons["phone.heic"] == ".heic pictures cannot be read"
-    assert reasons["clip.mp4"] == "a video, and the model has none"
-    assert reasons["loose.png"] == "a link to nothing"
+    assert reasons["phone.heic"] == ".heic images cannot be read"
+    assert reasons["clip.mp4"] == "a video, but the model trains on images"
+    assert reasons["loose.png"] == "a broken link"
     report = make_report(job("d"), index, None)
     assert sum(one.count for one in report.reasons) == 7
     assert [(one.count, one.text[:9]) for one in report.cautions] == [(1, ".md files")]
     said = "\n".join(summary(report))
-    for word in ("too small", "a link to nothing", ".heic", "1 .md files"):
+    for word in ("too small", "a broken link", ".heic", "1 .md files"):
         assert word in said
 
 
@@ -231,7 +231,7 @@ def test_each_dataset_must_have_something_to_train_on(
 ) -> None:
     picture("good/a.png")
     picture("bad/b.png", None)
-    with pytest.raises(UserError, match=r"no usable picture in .*bad; b\.png: no caption"):
+    with pytest.raises(UserError, match=r"no usable image in .*bad; b\.png: no caption"):
         build_index(job("good", "bad"))
 
 
@@ -359,7 +359,7 @@ def test_the_report_counts_what_a_person_should_know(
     assert {one.text.split(",")[0]: one.count for one in report.cautions} == {
         "without a caption": 1,
         "with captions of more than 16 tokens": 1,
-        "of which more than a quarter is cut off": 1,
+        "cropped by more than a quarter": 1,
         "enlarged": 2,
         "with the same content as another": 1,
     }

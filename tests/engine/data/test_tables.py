@@ -202,7 +202,7 @@ def test_one_of_several_splits_must_be_named_unless_one_is_for_training(
     root = parquet("test.parquet", "a")
     assert captions(root) == [("a",)], "the only one"
     parquet("validation.parquet", "b")
-    message = "has several splits, and none is called train; set split to one of test, validation"
+    message = "has several splits but no train; set split to one of test, validation"
     with pytest.raises(UserError, match=message):
         Table(str(root), None, None)
     assert captions(root, split="validation") == [("b",)]
@@ -298,7 +298,7 @@ def test_a_row_without_a_picture_is_a_matter_of_that_row(parquet: Callable[..., 
     root = parquet("a.parquet", "a", "b", "c", image=cells)
     found = Table(str(root), None, None)
     for row in (0, 1):
-        with pytest.raises(RowError, match=r"^no picture in this row$"):
+        with pytest.raises(RowError, match=r"^no image in this row$"):
             found.content(row)
     assert found.content(2) == png()
     words = Table(str(root), None, "text")
@@ -413,4 +413,4 @@ def test_a_row_without_a_picture_is_left_out_and_the_others_stay(
     )  # fmt: skip
     index = build_index(spec)
     assert [sample.name for sample in index.samples] == ["row 0", "row 2"]
-    assert [(one.name, one.why) for one in index.skipped] == [("row 1", "no picture in this row")]
+    assert [(one.name, one.why) for one in index.skipped] == [("row 1", "no image in this row")]

@@ -223,7 +223,7 @@ def test_the_cover_of_a_song_is_no_video(tmp_path: Path) -> None:
         for stream, frame in ((cover, picture), (song, sound)):
             container.mux(stream.encode(frame))
             container.mux(stream.encode())
-    assert refusal(path) == "no video in it"
+    assert refusal(path) == "no video stream"
 
 
 def test_a_frame_that_repeats_a_time_is_dropped(tmp_path: Path) -> None:

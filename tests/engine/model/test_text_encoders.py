@@ -291,7 +291,7 @@ def test_every_rank_does_what_rank_0_decided(toy: Path, tmp_path: Path) -> None:
         one.start()
     for one in ranks:
         one.join()
-    assert decided[0] == decided[1] == (True, "as the job asks")
+    assert decided[0] == decided[1] == (True, "set in job")
 
 
 def test_the_watch_finds_what_is_left_and_who_holds_it() -> None:

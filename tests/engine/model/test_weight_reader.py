@@ -75,7 +75,7 @@ def test_a_file_that_became_shorter_is_named(tmp_path: Path) -> None:
     reading = stored(tmp_path)
     file = reading.source.file
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(UserError, match=rf"{file} became shorter while it was read"):
+    with pytest.raises(UserError, match=rf"{file} was truncated while being read"):
         read_all([reading], lambda done: None)
 
 
@@ -91,7 +91,7 @@ def test_a_number_too_large_for_fp16_is_found_in_any_piece(
     numbers[-1, -1] = 1e5
     reading = stored(tmp_path, numbers)
     half = Reading(reading.source, 0, torch.zeros(10, 6, dtype=torch.float16))
-    with pytest.raises(UserError, match="x holds a number that is too large for float16"):
+    with pytest.raises(UserError, match="x contains a value too large for float16"):
         read_all([half], lambda done: None)
     infinite = stored(tmp_path, torch.full((2,), float("inf"), dtype=torch.float16))
     read_all([infinite], lambda done: None)  # as it is in the file

@@ -221,7 +221,7 @@ def test_a_model_without_such_a_choice_is_refused() -> None:
 
     model = UNet2DModel(sample_size=8, block_out_channels=(32,), down_block_types=("DownBlock2D",),
                         up_block_types=("UpBlock2D",))  # fmt: skip
-    with pytest.raises(UserError, match="does not let its kernel be chosen"):
+    with pytest.raises(UserError, match="does not support choosing a kernel"):
         choose_attention(model, JobSpec(attention_backend="math"))
     with pytest.raises(UserError, match="torch_compile"):
         compile_blocks(model, JobSpec(torch_compile=True))

@@ -123,7 +123,7 @@ def test_every_sample_has_its_chance() -> None:
     ("samples", "words"),
     [
         ([sample_of(0)], "would hold out the only sample"),
-        ([sample_of(0), sample_of(1, content=0)], "would hold out all that a dataset has"),
+        ([sample_of(0), sample_of(1, content=0)], "would hold out all samples of a dataset"),
     ],
 )
 def test_a_dataset_that_can_spare_none_is_refused(samples: list[Sample], words: str) -> None:

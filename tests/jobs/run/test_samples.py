@@ -174,7 +174,7 @@ def test_phases_that_train_are_no_moment() -> None:
     [
         ("rank 1 ran out of GPU memory in the forward pass of step 4: x", "gradient_checkpointing"),
         ("rank 0 was killed by the kernel at step 2: the machine ran out of memory", "fewer ranks"),
-        ("there is no room for a checkpoint: 3 GiB", "fsdp-tui prune"),
+        ("no room for a checkpoint: 3 GiB", "fsdp-tui prune"),
         ("the loss or gradient is not finite at step 7", "learning_rate"),
         ("hang: no rank moved on for 600 s; stacks are in logs/rank*.log", "stacks"),
         ("rank 1 failed at step 1 during forward: DistBackendError: NCCL error", "doctor"),

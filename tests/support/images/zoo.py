@@ -292,7 +292,7 @@ _KINDS: Final[list[tuple[str, str, str | None, Maker]]] = [
     ("40:1 jpeg", ".jpg", "", lambda p, r: _jpeg(paint(r, 1600, 40))),
     ("1:40 png", ".png", "", lambda p, r: _png(paint(r, 12, 480))),
     ("empty file", ".png", None, lambda p, r: b""),
-    ("text called png", ".png", None, _words("not a picture")),
+    ("text called png", ".png", None, _words("not an image")),
     ("web page called jpg", ".jpg", None, _words("<!DOCTYPE html>\n<html><body>404</body></html>")),
     ("git lfs pointer", ".png", None, _words("version https://git-lfs.github.com/spec/v1\noid ")),
     ("noise called jpg", ".jpg", None, lambda p, r: b"\1" + r.randbytes(3000)),

@@ -57,7 +57,7 @@ def messy(tmp_path: Path) -> Path:
     cut = put(root / "a-cut-one-with-a-long-name-of-many-words-about-what-it-shows.png")
     cut.write_bytes(cut.read_bytes()[:60])
     put(root / "bare.png").with_suffix(".txt").unlink()
-    (root / "notes.md").write_text("not a picture")
+    (root / "notes.md").write_text("not an image")
     return root
 
 

@@ -184,7 +184,7 @@ def test_a_checkpoint_that_the_job_deletes_meanwhile_is_one_line(
     last = err.splitlines()[-1]
     assert out == ""
     assert last.startswith(f"fsdp-tui: {tmp_path / 'step-2'}/")
-    assert "is gone: the job may have deleted this checkpoint" in last
+    assert "is gone; the job may have deleted this checkpoint" in last
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 

@@ -97,7 +97,7 @@ def script_of(facts: dict[str, Any], what: str) -> str:
         facts: Of `launch_facts`.
         what: The job, as its first line calls it.
     """
-    lines = [f"# {what} by hand: no queue, no supervisor, a directory of its own."]
+    lines = [f"# {what} by hand: no queue, no supervisor, its own directory."]
     folders = dict.fromkeys(str(Path(name).parent) for name in facts["files"])
     lines += [f"mkdir -p {shlex.quote(folder)}" for folder in folders]
     for name, text in facts["files"].items():

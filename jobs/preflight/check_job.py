@@ -102,7 +102,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             f"0 {what} in the dataset folder {root}",
             f"it has {found[0].name}, which is not supported; supported: {' '.join(sorted(kinds))}"
             if found
-            else f"looked for {' '.join(sorted(kinds))}",
+            else f"supported: {' '.join(sorted(kinds))}",
         )
     if takes_videos and files.videos:
         _check_videos(f"{root} holds videos")

@@ -155,7 +155,9 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
         fits = [name for name in fits if family.latent_step_of(name) == step]
     if said in fits or not fits:
         return
-    named = f"model_flavour: {said}" if spec.model_flavour else f"the usual {family.title}, {said}"
+    named = (
+        f"model_flavour: {said}" if spec.model_flavour else f"the default {family.title}, {said}"
+    )
     raise SpecError(
         f"{root} is not {named}, according to its files",
         f"set model_flavour: {' or '.join(fits)}",

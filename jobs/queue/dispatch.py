@@ -51,7 +51,7 @@ def dispatch(store: Store) -> None:
         if not queue:
             return
         paused = store.paused
-        reasons = {job.id: "held until it is released" for job in queue if job.held}
+        reasons = {job.id: "held until released" for job in queue if job.held}
         if paused:
             reasons |= {job.id: "the queue is paused" for job in queue if not job.held}
         # One for GPUs that has come since then is served by whoever queued it.
@@ -98,9 +98,9 @@ def _mend(store: Store) -> None:
     now_boot = boot_id()
     for job in store.in_states(ACTIVE):
         if job.boot_id is not None and now_boot is not None and job.boot_id != now_boot:
-            lost = store.change(job.id, State.LOST, "the machine was restarted", only_from=ACTIVE)
+            lost = store.change(job.id, State.LOST, "the machine rebooted", only_from=ACTIVE)
             if lost and job.auto_resume and not job.stop_level:
-                store.requeue(job.id, "resumed after the machine was restarted")
+                store.requeue(job.id, "resumed after a reboot")
         elif _unsupervised(job):
             _start_supervisor(job)
         elif job.supervisor is not None and job.supervisor.suspended():
@@ -118,7 +118,7 @@ def _do_without(store: Store, job: Job, supervisor: ProcessId) -> None:
         if not processes.end([supervisor], grace=0, timeout=_KILLED_WITHIN):
             _start_supervisor(job)
         return
-    what = f"{_SUSPENDED}{supervisor.pid}) is suspended and does not answer; its ranks go on"
+    what = f"{_SUSPENDED}{supervisor.pid}) is suspended and does not answer; its ranks keep running"
     store.explain(job.id, what, State.RUNNING)
 
 

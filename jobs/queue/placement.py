@@ -77,7 +77,7 @@ def place(
                 decisions.append(Start(request.job, ()))
                 on_cpu.append(request.job)
             else:
-                waits = f"waits for {_jobs(on_cpu[:cpu_slots])} to leave the CPU"
+                waits = f"waiting for {_jobs(on_cpu[:cpu_slots])} to free the CPU"
                 decisions.append(Wait(request.job, waits))
         elif isinstance(request.wanted, int):
             decisions.append(board.any(request, request.wanted))
@@ -108,12 +108,12 @@ class _Board:
         usable = self._free if request.shares else self._undisturbed
         if len(usable) >= count:
             return self._start(request.job, list(islice(usable, count)))
-        reason = f"waits for {count} free GPUs; {len(usable)} now"
+        free = f"{len(usable)} available"
         self._reserve(request.job, list(usable))
         disturbed = next(iter(self._free), None)  # what is left is used by others
         if disturbed is not None:
-            reason += f" ({self._used_by_others(disturbed)})"
-        return Wait(request.job, reason)
+            free += f"; {self._used_by_others(disturbed)}"
+        return Wait(request.job, f"waiting for {count} GPU{'s' * (count != 1)} ({free})")
 
     def named(self, request: Request, wanted: Sequence[str]) -> Start | Wait:
         missing = [uuid for uuid in wanted if uuid not in self._index]
@@ -122,13 +122,13 @@ class _Board:
         if not (missing or busy or others):
             return self._start(request.job, wanted)
         if missing:
-            reason = f"waits for GPU {missing[0]}, which this machine does not have"
+            reason = f"waiting for GPU {missing[0]}, which this machine does not have"
         elif busy:
             blockers = [self._holder.get(u) or self._reserved[u] for u in busy]
             where = ", ".join(str(self._index[uuid]) for uuid in busy)
-            reason = f"waits for {_jobs(blockers)} on GPU {where}"
+            reason = f"waiting for {_jobs(blockers)} on GPU {where}"
         else:
-            reason = f"waits: {self._used_by_others(others[0])}"
+            reason = f"waiting: {self._used_by_others(others[0])}"
         self._reserve(request.job, wanted)
         return Wait(request.job, reason)
 

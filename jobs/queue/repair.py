@@ -35,7 +35,7 @@ Row = dict[str, Any]
 _RUN: Final = re.compile(r"([1-9]\d{0,17})-(.+)")
 _TABLES: Final = ("jobs", "history", "settings", "claims")
 _SIDES: Final = ("", "-wal", "-shm")
-_HELD: Final = "restored by doctor --repair; release it, and it runs"
+_HELD: Final = "restored by doctor --repair; release it to run"
 _SUPERVISOR: Final = b"jobs.supervise"
 _WAITS: Final = 5.0  # seconds for others to leave the queue
 
@@ -187,7 +187,7 @@ def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, s
     if errors := run_dir.rank_errors():
         first = errors[0]
         return State.FAILED, f"rank {first['rank']}: {first['type']}: {first['message']}"[:300]
-    return State.LOST, f"its end was lost with the database; {where}"
+    return State.LOST, f"how it ended was lost with the database; {where}"
 
 
 def _terms(run_dir: RunDir) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Store:
                 if version > VERSION:
                     raise UserError(
                         f"{self.path} was written by a newer version of fsdp-tui",
-                        "upgrade, or point FSDP_TUI_HOME somewhere else",
+                        "upgrade, or point FSDP_TUI_HOME elsewhere",
                     )
                 if version < VERSION:
                     create_tables(db, self.home / "jobs.lock")
@@ -91,7 +91,7 @@ class Store:
     def check_writable(self) -> None:
         """Raises `StateError` where jobs are only looked at."""
         if self.read_only:
-            raise StateError("read-only: nothing is changed", "open it without --read-only")
+            raise StateError("read-only: nothing changed", "open it without --read-only")
 
     def add(
         self, *, name: str, terms: Terms, run_id: str, prepare: Callable[[RunDir], None]
@@ -122,7 +122,7 @@ class Store:
             if run_dir.root.exists():
                 raise UserError(
                     f"{run_dir.root} already exists, from a database that is gone",
-                    "move it away; its checkpoints would be taken for the new job's",
+                    "move it away, or its checkpoints would be mistaken for the new job's",
                 )
             db.execute("UPDATE jobs SET run_dir=? WHERE id=?", (str(run_dir.root), job_id))
             db.execute(
@@ -363,14 +363,14 @@ class Store:
         if 0 < job_id < 2**63:  # what SQLite can hold
             row = db.execute("SELECT * FROM jobs WHERE id=?", (job_id,)).fetchone()
         if row is None:
-            raise NotFoundError(f"there is no job {job_id}", "`fsdp-tui list` shows the jobs")
+            raise NotFoundError(f"no job {job_id}", "`fsdp-tui list` shows the jobs")
         return job_of_row(row)
 
     @classmethod
     def _get_queued(cls, db: sqlite3.Connection, job_id: int) -> Job:
         job = cls._get(db, job_id)
         if job.state is not State.QUEUED:
-            raise StateError(f"job {job_id} is {job.state}, not in the queue")
+            raise StateError(f"job {job_id} is {job.state}, not queued")
         return job
 
     @staticmethod

@@ -81,5 +81,5 @@ def trouble(error: Exception, path: Path | None = None) -> str:
         if "full" in said:
             return f"{database} cannot be written: the disk is full"
         if any(word in said for word in ("malformed", "not a database", "no such table")):
-            return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
+            return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` rebuilds it"
     return f"cannot use {database} ({said})"

@@ -46,7 +46,7 @@ def space_warning(run_dir: RunDir) -> str | None:
     free = shutil.disk_usage(run_dir.root).free
     if free > needed + _ALWAYS_FREE:
         return None
-    return f"only {free >> 20} MiB free where checkpoints go; the next needs {needed >> 20} MiB"
+    return f"only {free >> 20} MiB free for checkpoints; the next one needs {needed >> 20} MiB"
 
 
 def directory_size(root: Path) -> int:

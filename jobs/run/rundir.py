@@ -33,7 +33,7 @@ _FOREVER: Final = 1e12  # seconds; no time that a rank tells is later
 PHASES: Final = {
     "start": "starting",
     "import": "importing libraries",
-    "index": "looking at the data",
+    "index": "reading the data",
     "check": "checking the caches",
     "encode": "encoding captions",
     "latents": "caching latents",
@@ -42,7 +42,7 @@ PHASES: Final = {
     "train": "training",
     "sample": "sampling",
     "validate": "measuring the validation loss",
-    "copy": "copying what is saved",
+    "copy": "copying the checkpoint",
     "save": "saving",
     "export": "exporting",
     "end": "ending",
@@ -139,7 +139,7 @@ class RankStatus:
             ValueError: A field is missing, or is not what it must be; the message says which.
         """
         if not isinstance(data, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         for one in fields(cls):
             if one.name not in data and one.default is MISSING:
                 raise ValueError(f"{one.name} is missing")
@@ -279,7 +279,7 @@ class RunDir:
             try:
                 status = RankStatus.from_dict(json.loads(read_regular(path, LARGEST_JSON)))
                 if status.rank != int(number):
-                    raise ValueError(f"it says that it is of rank {status.rank}")
+                    raise ValueError(f"it belongs to rank {status.rank}")
                 status = replace(
                     status, host=one_line(status.host), device=one_line(status.device),
                     phase=one_line(status.phase),

@@ -57,7 +57,7 @@ def in_words(kind: str, event: dict[str, Any]) -> str:
     match kind:
         case "start":
             step = int(event.get("step", 0))
-            place = f"after step {step}" if step else "from the beginning"
+            place = f"after step {step}" if step else "from step 0"
             ranks = event.get("world_size")
             return f"trains {place}" + (f" on {ranks} ranks" if ranks else "")
         case "phase":

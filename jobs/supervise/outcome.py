@@ -65,7 +65,7 @@ def judge(
     if hang is not None:
         return Outcome(State.FAILED, f"hang: {hang}; stacks are in logs/rank*.log", True)
     if attempt.child is None and not errors and not rank_exits(run_dir):
-        what = "the launcher was killed" if interrupted else "everything was killed"
+        what = "the launcher was killed" if interrupted else "all processes were killed"
         return Outcome(State.LOST, f"{what}; {resume}", True)
     reason = why_failed(
         run_dir,

@@ -102,7 +102,7 @@ class Supervisor:
             self._say(f"cannot read launch.json: {error}; launches again")
             return None
         if attempt is not None:
-            self._say("adopted the job of a supervisor that is gone")
+            self._say("took over from a supervisor that exited")
         return attempt
 
     def _launch(self, restarts: int) -> Attempt:
@@ -117,7 +117,7 @@ class Supervisor:
             try:
                 self._look(attempt)
             except (OSError, sqlite3.Error) as error:  # a full disk must not end the training
-                self._say(f"could not look: {error}")
+                self._say(f"cannot read the processes: {error}")
             except Exception as error:  # and neither must a mistake of ours
                 self._say_once(type(error).__name__, f"could not look: {traceback.format_exc()}")
             processes.reap()
@@ -251,7 +251,7 @@ class Supervisor:
         left = processes.with_run_id(self.job.run_id)
         if not left:
             return
-        self._say(f"the launcher is gone, ending what is left: {[p.pid for p in left]}")
+        self._say(f"the launcher is gone; ending remaining processes: {[p.pid for p in left]}")
         # Ranks that are all alive can still save; those that miss one only wait for it.
         healthy = len(left) >= self.job.ranks and self.failed_at is None and self.hang is None
         self.interrupted = healthy and self.stop_level < 2

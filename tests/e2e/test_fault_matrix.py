@@ -404,7 +404,7 @@ def test_everything_is_killed(lab: Lab, matrix: list[Row]) -> None:
     bed.go_on()
     bed.look_until_true()
     job = bed.until_the_end(State.LOST)
-    assert job.reason == f"everything was killed; resume continues after step {SEEDED}"
+    assert job.reason == f"all processes were killed; resume continues after step {SEEDED}"
 
 
 @pytest.mark.slow
@@ -494,10 +494,10 @@ def test_the_state_directory_of_a_machine_that_was_restarted(
     bed.look_until_true()
     if not auto_resume:
         job = bed.until_the_end(State.LOST)
-        assert job.reason == "the machine was restarted"
+        assert job.reason == "the machine rebooted"
         assert job.run_dir.latest_checkpoint() == (SEEDED, job.run_dir.checkpoint(SEEDED))
         return
-    assert "resumed after the machine was restarted" in lab.reasons(bed.job)
+    assert "resumed after a reboot" in lab.reasons(bed.job)
     bed.following_completes()
     lab.wait(bed.job, State.COMPLETED, look=True)
     job = bed.until_the_end(State.COMPLETED)

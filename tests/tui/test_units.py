@@ -147,7 +147,7 @@ def views(store: Store) -> tuple[JobView, ...]:
     long = "a-name-that-is-far-too-long-for-any-column-of-a-table"
     add_job(store, "done", state=State.COMPLETED)
     add_job(store, long, state=State.RUNNING, total_steps=100_000)
-    add_job(store, "waits", reason="waits for job 2 to leave the CPU")
+    add_job(store, "waits", reason="waiting for job 2 to free the CPU")
     return tuple(
         JobView(job, Progress(12_345, 0.41234, 0.4213, 4242.0), where_of(job, []))
         for job in in_order(store.all())
@@ -261,8 +261,8 @@ def test_how_the_ranks_share_the_work_is_told_where_there_is_room(store: Store) 
 
 
 def test_a_queued_job_says_why_it_waits(store: Store) -> None:
-    view = JobView(add_job(store, reason="waits for job 3 on GPU 0, 1"))
-    assert "queued: waits for job 3 on GPU 0, 1" in said(view)
+    view = JobView(add_job(store, reason="waiting for job 3 on GPU 0, 1"))
+    assert "queued: waiting for job 3 on GPU 0, 1" in said(view)
 
 
 # -- devices -------------------------------------------------------------------------------

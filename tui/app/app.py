@@ -195,7 +195,7 @@ class FsdpTui(App[None]):
             return wanted
         if wanted:
             meant = did_you_mean(wanted, self.available_themes)
-            self.problems.append(f'settings: there is no theme "{wanted}"{meant}')
+            self.problems.append(f'settings: no theme "{wanted}"{meant}')
         few = self.console.color_system in (None, "standard") and not self.is_headless
         if self.no_color or few:
             return ANSI.name

@@ -92,7 +92,7 @@ def settle_keymap(settings: Settings, known: Mapping[str, Known]) -> Keymap:
     wanted: dict[str, tuple[str, ...]] = {}
     for name, text in settings.keymap.items():
         if name not in known:
-            problems.append(f'keymap: there is no action "{name}"{did_you_mean(name, known)}')
+            problems.append(f'keymap: no action "{name}"{did_you_mean(name, known)}')
         elif not (chosen := _normal(text)):
             problems.append(f"keymap: {name} has no key; it keeps {_own(known[name])}")
         else:

@@ -79,7 +79,7 @@ class PlotsPanel(Lines, can_focus=True):
             False),
         Key("pan(0.25)", "greater_than_sign,full_stop", ">", "pan right",
             "Pan right by a quarter", False),
-        Key("whole", "0", "0", "whole", "Show the whole x axis", False),
+        Key("whole", "0", "0", "full", "Show the full x axis", False),
         Key("smoother(1)", "s", "s S", "average", "Smooth more"),
         Key("smoother(-1)", "S,shift+s", "S", "less average", "Smooth less", False),
         Key("flip('raw')", "r", "r", "raw", "Show or hide the raw values",

@@ -132,7 +132,7 @@ def usable(found: Detection, chosen: Sequence[str]) -> list[str]:
 def unusable(found: Detection, name: str) -> str:
     """Why a class that the field names cannot be a unit, and what may have been meant."""
     if name == found.model_class:
-        return f"{name}, named in the field, is the whole model and is ignored"
+        return f"{name}, named in the field, is the full model and is ignored"
     if name in found.parts.containers:
         return f"{name}, named in the field, has no forward method and is ignored"
     spelled = {one.class_name.lower(): one.class_name for one in found.classes}

@@ -159,7 +159,7 @@ class Parts:
         for name, own, children in data["parts"]:
             found = tuple((int(child), int(times)) for child, times in children)
             if any(not 0 <= child < len(parts) for child, _ in found):
-                raise ValueError("a part stands before what is in it")
+                raise ValueError("a part comes before its children")
             parts.append(Part(str(name), int(own), found))
         if not parts:
             raise ValueError("no parts")

@@ -66,7 +66,7 @@ def why_failed(
     if number := launcher_signal(run_dir):
         return f"somebody sent {number} to the launcher, which ended the ranks"
     if exit_code == 0:
-        return "the ranks ended without saying why; see logs/launcher.log"
+        return "the ranks exited without a reason; see logs/launcher.log"
     lines = read_tail(run_dir.launcher_log).splitlines()
     if lines and lines[-1].strip() == "KeyboardInterrupt":
         return "somebody sent SIGINT to the launcher while it started"

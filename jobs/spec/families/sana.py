@@ -11,7 +11,7 @@ FAMILY = Family(
     flavours={
         "1.5-1.6b": Flavour(
             "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
-            note="with normalised queries and keys",
+            note="with normalized queries and keys",
         ),
         "1.6b": Flavour("Efficient-Large-Model/Sana_1600M_1024px_diffusers"),
         "1.6b-bf16": Flavour(

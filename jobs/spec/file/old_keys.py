@@ -133,7 +133,7 @@ def _sharding(done: Translation, key: str, written: Any) -> None:
         return
     why = ""
     if name == "NO_SHARD":
-        why = "; fsdp_enable is left out" if as_bool(done.values.get("fsdp_enable")) is True else ""
+        why = "; fsdp_enable is ignored" if as_bool(done.values.get("fsdp_enable")) is True else ""
         done.values["fsdp_enable"] = None
     if name.startswith("HYBRID") and as_none(done.values.get("dp_replicate_size")) is None:
         why = "; set dp_replicate_size to the number of replicas, such as one per machine"

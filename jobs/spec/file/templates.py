@@ -83,7 +83,7 @@ def find_template(name: str) -> Template:
             return one
     names = [one.name for one in found]
     raise NotFoundError(
-        f'there is no template "{name}"{did_you_mean(name, names)}',
+        f'no template "{name}"{did_you_mean(name, names)}',
         "`fsdp-tui templates` lists them",
     )
 

@@ -80,7 +80,7 @@ def parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
     try:
         node = loader.get_single_node()
         if node is not None and _expanded(node, {}) > _MOST_VALUES:
-            raise ValueError(f"more than {_MOST_VALUES} values behind its aliases")
+            raise ValueError(f"more than {_MOST_VALUES} values through aliases")
         return node, None if node is None else loader.construct_document(node)
     finally:
         loader.dispose()

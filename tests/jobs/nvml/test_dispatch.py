@@ -37,10 +37,10 @@ def test_overlap_any_number_and_order(store: Store, nvml: StubNvml) -> None:
     assert store.get(named).gpus == [uuids[3], uuids[1]]
     assert store.get(named).reason == "starting on GPU 3, 1"
     assert store.get(overlapping).state is State.QUEUED
-    assert store.get(overlapping).reason == f"waits for job {named} on GPU 1"
+    assert store.get(overlapping).reason == f"waiting for job {named} on GPU 1"
     # Not GPU 2, for which the job before it waits.
     assert store.get(any_four).gpus == [uuids[n] for n in (0, 4, 5, 6)]
-    assert store.get(any_three).reason == "waits for 3 free GPUs; 1 now"
+    assert store.get(any_three).reason == "waiting for 3 GPUs (1 available)"
     store.change(named, State.STOPPED, "")
     dispatch(store)
     assert store.get(overlapping).gpus == [uuids[1], uuids[2]]
@@ -53,7 +53,7 @@ def test_strangers_are_left_alone_unless_the_job_shares(store: Store, nvml: Stub
     alone, two, sharing = add(store, 1), add(store, 2), add(store, 2, shares=True)
     dispatch(store)
     assert store.get(alone).gpus == [uuids[7]]
-    assert "waits for 2 free GPUs; 0 now (GPU 0 is used by" in store.get(two).reason
+    assert "waiting for 2 GPUs (0 available; GPU 0 is used by" in store.get(two).reason
     assert store.get(sharing).gpus == uuids[:2]
 
 

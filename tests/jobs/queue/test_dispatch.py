@@ -61,7 +61,7 @@ def test_one_job_at_a_time_runs_on_the_cpu(
     dispatch(store)
     assert started == [first]
     assert store.get(first).reason == "starting on CPU ranks"
-    assert store.get(second).reason == f"waits for job {first} to leave the CPU"
+    assert store.get(second).reason == f"waiting for job {first} to free the CPU"
     run_as_me(store, first)
     dispatch(store)
     assert started == [first], "nothing changed"
@@ -90,7 +90,7 @@ def test_jobs_get_gpus_of_their_own(
     assert started == [named, any_two]
     assert store.claims() == {"GPU-1": named, "GPU-0": any_two, "GPU-2": any_two}
     assert store.get(any_two).gpus == ["GPU-0", "GPU-2"]
-    assert store.get(late).reason == "waits for 1 free GPUs; 0 now"
+    assert store.get(late).reason == "waiting for 1 GPU (0 available)"
 
 
 def test_gpus_are_told_as_people_number_them(
@@ -101,7 +101,7 @@ def test_gpus_are_told_as_people_number_them(
     first, second = add(["GPU-3"]), add(["GPU-3"])
     dispatch(store)
     assert store.get(first).reason == "starting on GPU 3"
-    assert store.get(second).reason == f"waits for job {first} on GPU 3"
+    assert store.get(second).reason == f"waiting for job {first} on GPU 3"
 
 
 def test_a_gpu_that_vanished_is_waited_for(
@@ -217,7 +217,7 @@ def test_after_a_reboot_what_ran_is_lost_and_what_waited_starts(
     assert needs_attention(store)
     dispatch(store)
     job = store.get(lost.id)
-    assert (job.state, job.reason) == (State.LOST, "the machine was restarted")
+    assert (job.state, job.reason) == (State.LOST, "the machine rebooted")
     assert job.ended is not None
     assert started == [lost.id, waiting]
     assert store.get(waiting).boot_id == "another-boot"

@@ -60,7 +60,7 @@ def test_no_gpu_is_given_to_two_jobs(case: Case) -> None:
     for request, decision in zip(case.queue, case.decide(), strict=True):
         assert decision.job == request.job
         if not isinstance(decision, Start):
-            assert decision.reason.startswith("waits")
+            assert decision.reason.startswith("waiting")
             continue
         assert not taken & set(decision.gpus)
         assert set(decision.gpus) <= set(case.devices)
@@ -129,7 +129,7 @@ def test_the_same_question_gets_the_same_answer(case: Case) -> None:
 def test_the_first_in_the_queue_is_served_first() -> None:
     decisions = place([Request(1, 1), Request(2, 2), Request(3, 1)], {}, [A, B])
     assert decisions[0] == Start(1, (A,))
-    assert decisions[1] == Wait(2, "waits for 2 free GPUs; 1 now")
+    assert decisions[1] == Wait(2, "waiting for 2 GPUs (1 available)")
     assert isinstance(decisions[2], Wait), "the free GPU is kept for job 2"
 
 
@@ -137,21 +137,21 @@ def test_a_job_for_other_gpus_does_not_wait_behind_one_for_named_gpus() -> None:
     queue = [Request(2, [A, B]), Request(3, [C]), Request(4, 1), Request(5, [B])]
     decisions = place(queue, {A: 1}, [A, B, C, D])
     assert decisions == [
-        Wait(2, "waits for job 1 on GPU 0"),
+        Wait(2, "waiting for job 1 on GPU 0"),
         Start(3, (C,)),
         Start(4, (D,)),
-        Wait(5, "waits for job 2 on GPU 1"),
+        Wait(5, "waiting for job 2 on GPU 1"),
     ]
 
 
 def test_all_that_hold_a_named_gpu_are_told() -> None:
     (decision,) = place([Request(9, [A, B, C])], {A: 4, C: 2}, [A, B, C])
-    assert decision == Wait(9, "waits for jobs 2, 4 on GPU 0, 2")
+    assert decision == Wait(9, "waiting for jobs 2, 4 on GPU 0, 2")
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:
     (decision,) = place([Request(1, ["GPU-x"])], {}, [A])
-    assert decision == Wait(1, "waits for GPU GPU-x, which this machine does not have")
+    assert decision == Wait(1, "waiting for GPU GPU-x, which this machine does not have")
 
 
 def test_a_gpu_in_foreign_hands_is_only_for_a_job_that_shares() -> None:
@@ -168,19 +168,19 @@ def test_a_gpu_in_foreign_hands_is_only_for_a_job_that_shares() -> None:
 def test_who_uses_a_gpu_is_told_when_a_number_of_gpus_is_waited_for() -> None:
     (decision,) = place([Request(1, 2)], {}, [A, B], foreign={B: "ann's python"})
     assert isinstance(decision, Wait)
-    assert decision.reason.startswith("waits for 2 free GPUs; 1 now")
+    assert decision.reason.startswith("waiting for 2 GPUs (1 available")
     assert "ann's python" in decision.reason
 
 
 def test_one_job_at_a_time_on_the_cpu_unless_told_otherwise() -> None:
     queue = [Request(2, None), Request(3, None)]
     assert place(queue, {}, [], running_on_cpu=[1]) == [
-        Wait(2, "waits for job 1 to leave the CPU"),
-        Wait(3, "waits for job 1 to leave the CPU"),
+        Wait(2, "waiting for job 1 to free the CPU"),
+        Wait(3, "waiting for job 1 to free the CPU"),
     ]
     assert place(queue, {}, [], running_on_cpu=[1], cpu_slots=2) == [
         Start(2, ()),
-        Wait(3, "waits for jobs 1, 2 to leave the CPU"),
+        Wait(3, "waiting for jobs 1, 2 to free the CPU"),
     ]
 
 
@@ -244,9 +244,9 @@ def test_people_read_the_numbers_that_the_driver_shows_not_places_in_a_list() ->
     foreign = {B: "ann"}
     decided = place(queue, {A: 1}, [A, B], [], 1, foreign, indices=numbers)
     assert decided == [
-        Wait(10, "waits for job 1 on GPU 4"), Wait(11, "waits: GPU 7 is used by ann"),
+        Wait(10, "waiting for job 1 on GPU 4"), Wait(11, "waiting: GPU 7 is used by ann"),
     ]  # fmt: skip
     decided = place(queue, {A: 1}, [A, B], [], 1, foreign)
     assert [one.reason for one in decided if isinstance(one, Wait)] == [
-        "waits for job 1 on GPU 0", "waits: GPU 1 is used by ann",
+        "waiting for job 1 on GPU 0", "waiting: GPU 1 is used by ann",
     ]  # fmt: skip

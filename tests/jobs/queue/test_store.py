@@ -244,11 +244,11 @@ def test_the_queue_can_be_paused(store: Store) -> None:
 
 def test_the_reason_for_waiting_is_no_history(store: Store) -> None:
     job = add(store)
-    store.explain(job.id, "waits for job 3")
-    assert store.get(job.id).reason == "waits for job 3"
+    store.explain(job.id, "waiting for job 3")
+    assert store.get(job.id).reason == "waiting for job 3"
     assert len(store.history(job.id)) == 1
     bring(store, job, State.STARTING)
-    store.explain(job.id, "waits for job 3")
+    store.explain(job.id, "waiting for job 3")
     assert store.get(job.id).reason == "starting"
 
 
@@ -340,7 +340,7 @@ def test_who_only_looks_changes_nothing_and_is_told_what_to_do(store: Store) -> 
     store.read_only = True
     with pytest.raises(StateError) as caught:
         store.claim(job.id, [], "")
-    assert str(caught.value) == "read-only: nothing is changed; open it without --read-only"
+    assert str(caught.value) == "read-only: nothing changed; open it without --read-only"
     assert store.get(job.id).state is State.QUEUED
 
 

@@ -190,7 +190,7 @@ def test_failures_come_with_advice(reason: str, words: str) -> None:
 def test_what_went_well_needs_no_advice() -> None:
     assert advice(State.COMPLETED, "trained 5 steps") == ""
     assert advice(State.RUNNING, "out of GPU memory") == ""
-    assert "start it again" in advice(State.LOST, "the machine was restarted")
+    assert "resume it" in advice(State.LOST, "the machine rebooted")
 
 
 # -- command line --------------------------------------------------------------------------

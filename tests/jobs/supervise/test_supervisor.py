@@ -95,7 +95,7 @@ def test_the_next_in_the_queue_starts_by_itself(lab: Lab) -> None:
     """Nobody looks meanwhile: the supervisor that leaves starts the next."""
     first, second = lab.submit(), lab.submit()
     assert second.state is State.QUEUED
-    assert second.reason == f"waits for job {first.id} to leave the CPU"
+    assert second.reason == f"waiting for job {first.id} to free the CPU"
     second = lab.wait(second, State.COMPLETED)
     first = lab.get(first)
     assert first.state is State.COMPLETED
@@ -452,7 +452,7 @@ def test_everything_is_killed(lab: Lab) -> None:
     job = lab.running()
     lab.kill_everything(job)
     job = lab.wait(job, State.LOST, look=True)
-    assert job.reason == "everything was killed; no checkpoint"
+    assert job.reason == "all processes were killed; no checkpoint"
     again = service.resume(lab.store, job.id, {"max_train_steps": "3"})
     assert lab.wait(again, State.COMPLETED).attempt == 1
 
@@ -487,7 +487,7 @@ def test_the_machine_was_restarted(lab: Lab) -> None:
     lab.monkeypatch.setattr("jobs.queue.dispatch.boot_id", lambda: "another-boot")
     service.refresh(lab.store)
     job = lab.get(job)
-    assert (job.state, job.reason) == (State.LOST, "the machine was restarted")
+    assert (job.state, job.reason) == (State.LOST, "the machine rebooted")
     lab.wait(waiting, State.COMPLETED)
 
 
@@ -572,7 +572,8 @@ def test_a_suspended_supervisor_is_told_of_and_the_job_is_stopped_without_it(lab
     assert first.signal(signal.SIGSTOP)
     eventually(first.suspended)
     service.refresh(lab.store)
-    said = f"its supervisor (process {first.pid}) is suspended and does not answer; its ranks go on"
+    suspended = f"its supervisor (process {first.pid}) is suspended and does not answer"
+    said = f"{suspended}; its ranks keep running"
     assert lab.get(job).reason == said
     assert first.signal(signal.SIGCONT)
     eventually(lambda: not first.suspended())

@@ -94,8 +94,8 @@ def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
     )  # fmt: skip
     fill(running, spec, uuids[1:3])
     predict(running)
-    add_job(store, "flux-night-run", reason="waits for a GPU: 2 wanted, 1 free", wanted=2)
-    add_job(store, "sweep-lr3e-4", reason="waits for job 3 on GPU 1", wanted=[uuids[1]])
+    add_job(store, "flux-night-run", reason="waiting for 2 GPUs (1 available)", wanted=2)
+    add_job(store, "sweep-lr3e-4", reason="waiting for job 3 on GPU 1", wanted=[uuids[1]])
     if clock is not None:
         clock.pace = 0.0
         stamp(store.home, clock.now - 60)

@@ -323,7 +323,7 @@ def test_a_full_disk_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) 
 def test_what_waits_says_for_what(shell: Shell) -> None:
     shell.submit()
     waits = shell.submit()
-    assert shell.ok("show", waits, "--json").json["reason"] == "waits for job 1 to leave the CPU"
+    assert shell.ok("show", waits, "--json").json["reason"] == "waiting for job 1 to free the CPU"
 
 
 # -- list and show -------------------------------------------------------------------------

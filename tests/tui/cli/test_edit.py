@@ -180,7 +180,7 @@ def test_what_cannot_be_begun_from_is_told(shell: Shell, job_file: Path) -> None
     save_template("tiny", {"seed": 5})
     status, _, err = shell("submit", "--template", "tinny")
     assert status == 2
-    assert 'there is no template "tinny" (did you mean "tiny"' in err
+    assert 'no template "tinny" (did you mean "tiny"' in err
     status, _, err = shell("submit", str(job_file), "--template", "tiny")
     assert status == 2
     assert "cannot be combined" in err
@@ -206,7 +206,7 @@ def test_templates_are_listed(shell: Shell) -> None:
 
 def test_an_id_that_is_none_is_told_where_to_look(shell: Shell, store: Store, waiting: int) -> None:
     for words, told in [
-        (["show", "demo"], '"demo" is no job\'s number; `fsdp-tui list` shows the ids'),
+        (["show", "demo"], '"demo" is not a job id; `fsdp-tui list` shows the ids'),
         (["show", "t"], f"(job {waiting} has this name); `fsdp-tui list` shows the ids"),
         (["stop", "9" * 30], "is no job's number"),
         (["logs", "-1"], "-1"),

@@ -33,8 +33,8 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_job_in_words() -> None:
-    assert sentence(row(state="queued", reason="waits for job 2")) == (
-        "job 3 cats is queued, waits for job 2"
+    assert sentence(row(state="queued", reason="waiting for job 2")) == (
+        "job 3 cats is queued, waiting for job 2"
     )
     going = row(gpus=[0, 1, 3], step=40, loss=0.4123, seconds_per_step=1.5, eta=239.0)
     assert sentence(going) == (

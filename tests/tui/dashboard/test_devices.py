@@ -268,11 +268,11 @@ def test_ordinals() -> None:
 @pytest.mark.parametrize("width", [58, 74, 116, 196])
 def test_a_queued_job_says_its_place_and_why_it_waits(store: Store, width: int) -> None:
     running = JobView(add_job(store, "runs", state=State.RUNNING, total_steps=100_000))
-    queued = JobView(add_job(store, "next", reason="waits for job 1 on GPU 0"), where="0")
+    queued = JobView(add_job(store, "next", reason="waiting for job 1 on GPU 0"), where="0")
     shape = columns(Snapshot(t=0, jobs=(running, queued)), width)
     line = plain(job_row(queued, shape, "12th"))
     assert "queued 12th" in line
-    assert "waits for job" in line
+    assert "waiting for job" in line
     assert len(line) <= width
 
 

@@ -320,7 +320,7 @@ async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
         assert field(app, "gpus").value == [0, 2]
         await pilot.press("a")
         assert field(app, "gpus").value == [0, 1, 2, 3]
-        assert "waits for 1, 3" in text()
+        assert "waiting for 1, 3" in text()
         await pilot.press("a")
         assert field(app, "gpus").value is None
         await pilot.press("right", "right", "space", "left", "space")

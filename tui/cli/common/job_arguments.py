@@ -81,7 +81,7 @@ def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> i
         return int(digits)
     named = [str(job.id) for job in Store().all() if job.name == value][:_MOST_NAMED]
     meant = f" (job {' or '.join(named)} has this name)" if named else ""
-    raise click.BadParameter(f'"{value}" is no job\'s number{meant}; `fsdp-tui list` shows the ids')
+    raise click.BadParameter(f'"{value}" is not a job id{meant}; `fsdp-tui list` shows the ids')
 
 
 ID: Final = click.argument(

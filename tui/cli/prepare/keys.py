@@ -94,7 +94,7 @@ def tables(chosen: Iterable[str]) -> str:
         rows = [
             f"### {group}",
             "",
-            "| key | values | default | what it does |",
+            "| key | values | default | meaning |",
             "|---|---|---|---|",
         ]
         for name in names:

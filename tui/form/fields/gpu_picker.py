@@ -163,7 +163,7 @@ class GpuPicker(Static, can_focus=True):
         if not self.chosen:
             return "auto: any free GPUs"
         busy = [str(g.index) for g in self.gpus if g.index in self.chosen and g.uuid in self.users]
-        return f"waits for {', '.join(busy)}" if busy else ""
+        return f"waiting for {', '.join(busy)}" if busy else ""
 
 
 def users_of(snapshot: Snapshot) -> dict[str, str]:

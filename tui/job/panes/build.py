@@ -42,4 +42,4 @@ def build_pane(name: str, store: Store, job: Job) -> Pane:
             return ConfigPane(store)
         case "history":
             return HistoryPane(id="history")
-    raise ValueError(f"there is no tab {name!r}")
+    raise ValueError(f"no tab {name!r}")

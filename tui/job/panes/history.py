@@ -22,7 +22,7 @@ class HistoryPane(TextPane):
     KEYS: ClassVar = (
         *scrolling(),
         Key("toggle_events", "e", "e", "events", "Show or hide events of the run"),
-        Key("copy_all", "y", "y", "copy", "Copy the whole history as text"),
+        Key("copy_all", "y", "y", "copy", "Copy the full history as text"),
     )
     BINDINGS: ClassVar = bindings_of("history", KEYS)
 

@@ -22,7 +22,7 @@ class OverviewPane(TextPane):
     KEYS: ClassVar = (
         *scrolling(),
         Key("copy_path", "y", "y", "copy path", "Copy the run directory's path"),
-        Key("copy_all", "Y,shift+y", "Y", "copy all", "Copy the whole overview as text"),
+        Key("copy_all", "Y,shift+y", "Y", "copy all", "Copy the full overview as text"),
     )
     BINDINGS: ClassVar = bindings_of("overview", KEYS)
 

@@ -435,7 +435,7 @@ TRANSLATED: list[tuple[str, str]] = [
     ("--fsdp_sharding_strategy=2",
      f"fsdp_sharding_strategy: SHARD_GRAD_OP is read as {RESHARD}: false"),
     ("--fsdp_sharding_strategy=no-shard --fsdp_enable --num_processes=2",
-     "fsdp_sharding_strategy: NO_SHARD is read as strategy: ddp; fsdp_enable is left out"),
+     "fsdp_sharding_strategy: NO_SHARD is read as strategy: ddp; fsdp_enable is ignored"),
     ("--fsdp_sharding_strategy=HYBRID_SHARD --dp_replicate_size=2 --num_processes=4",
      f"fsdp_sharding_strategy: HYBRID_SHARD is read as strategy: hsdp, {RESHARD}: true"),
     (f"--{RESHARD}=SHARD_GRAD_OP", f"{RESHARD}: SHARD_GRAD_OP is read as {RESHARD}: false"),

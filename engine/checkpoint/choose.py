@@ -58,7 +58,7 @@ def choose_start(
             return path
         damaged.append((path, damage))
     if damaged:
-        # Begun anew without a word, the run would write over what somebody may still save.
+        # Restarted silently, the run would overwrite what somebody may still save.
         what = "; ".join(f"{path.name}: {damage}" for path, damage in damaged[:_MOST_NAMED])
         raise UserError(
             f"all checkpoints of this run are damaged ({what})",

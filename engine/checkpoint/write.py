@@ -69,7 +69,7 @@ def aside_of(final: Path) -> Path:
 
 
 def keep_newest(checkpoints: Iterable[tuple[int, Path]], limit: int | None) -> None:
-    """Delete all but the newest so many complete checkpoints (one rank)."""
+    """Delete all but the newest complete checkpoints (one rank)."""
     for _, path in list(checkpoints)[:-limit] if limit is not None else []:
         with suppress(Exception):  # somebody else may be deleting it; the new one is complete
             delete(path)

@@ -119,7 +119,7 @@ def take_over(copy: Copy, directory: Path) -> None:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Share blocks: as cheap as a link, and a change of one file is none of the other."""
+    """Share blocks: as cheap as a link, and a change of one file leaves the other alone."""
     with open(source, "rb") as old, open(target, "wb") as new:
         try:
             fcntl.ioctl(new, _FICLONE, old.fileno())

@@ -47,7 +47,7 @@ class Lumina2(Family):
         L is the prompt's own length: what the pipeline adds behind it is masked everywhere.
 
         Raises:
-            UserError: The model has no positions for so many tokens.
+            UserError: The model has fewer text positions.
         """
         if max_sequence_length >= self._positions:
             raise UserError(

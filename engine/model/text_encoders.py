@@ -138,7 +138,7 @@ def encoder_group(world: World) -> Iterator[DeviceMesh]:
     """All ranks as a one-dimensional mesh, in a process group of its own with a very long timeout.
 
     Ranks wait for each other in every gathering of weights, and the slowest may be slow for a
-    reason that is none of the others' business: the default group's timeout would end the job.
+    reason that does not concern the others: the default group's timeout would end the job.
     The ranks should enter together, as the group is made by way of the default group's store and
     within its timeout.
     """

@@ -148,7 +148,7 @@ def materialise(
         return placed[id(tensor)]
 
     model._apply(place)  # what `to_empty` does, without emptying the buffers
-    # `_apply` keeps the identity of a `DTensor`, and makes a plain meta parameter anew wherever
+    # `_apply` keeps the identity of a `DTensor`, and replaces a plain meta parameter wherever
     # it occurs.
     for _, names in shared.values():
         for name in names[1:]:

@@ -171,7 +171,7 @@ def _check_agreement(
 
 
 def _large_modules(bottom_up: Sequence[torch.nn.Module], least: int) -> list[torch.nn.Module]:
-    """Modules that hold at least so many parameters outside of units below them.
+    """Modules that hold at least a number of parameters outside of units below them.
 
     As torch's `size_based_auto_wrap_policy` counts. Accelerate's FSDP2 version of it counts what
     is in a unit again for every module around it, and tries containers that are never called.

@@ -82,7 +82,7 @@ class FileBarrier:
     def wait(
         self, place: str, *, ranks: int | None = None, waiting: Callable[[], None] | None = None
     ) -> None:
-        """Wait, however long it takes, until so many ranks (default: all) have arrived.
+        """Wait, however long it takes, until `count` ranks (default: all) have arrived.
 
         Args:
             place: The meeting point.

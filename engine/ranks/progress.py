@@ -35,7 +35,7 @@ class Progress:
         self.ranks: list[int] | None = None
 
     def __call__(self, done: int) -> None:
-        """Say that so many are done, in shared work: by this rank. The work has moved on."""
+        """Report how many are done, in shared work: by this rank. The work has moved on."""
         self._telemetry.moved()
         if self._shared:
             self._telemetry.done = done

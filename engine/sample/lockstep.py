@@ -82,7 +82,7 @@ class Forwards:
             )
 
     def fill_up(self, total: int) -> None:
-        """Make forwards with the inputs of the last one until there are so many; a collective."""
+        """Make forwards with the inputs of the last one until there are `count`; a collective."""
         while self.made < total:
             assert self._last is not None, "a pipeline has made at least one forward"
             model, positional, named = self._last

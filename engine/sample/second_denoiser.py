@@ -1,6 +1,6 @@
 """The other denoiser of a model that has two, each for some of the noise levels.
 
-It is not trained, and is in memory only while samples are made: read anew each time, sharded over
+It is not trained, and is in memory only while samples are made: read again each time, sharded over
 the ranks as the trained one is.
 """
 

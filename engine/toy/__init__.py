@@ -61,7 +61,7 @@ def write_toy(
         seed: Of weights and pictures; same seed, same bytes.
         dtype: Of the weights, one of `DTYPES`.
         hidden_scale: Makes the model this many times as wide (16: 2 GB in float32).
-        force: Write both anew.
+        force: Overwrite both.
 
     Raises:
         UserError: An argument is out of range, the directory cannot be written, or something

@@ -33,7 +33,7 @@ class Said:
 
 
 def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Said:
-    """Run `python -m module` for at most so many seconds."""
+    """Run `python -m module` for at most `seconds`."""
     environment = os.environ | {
         "PYTHONSAFEPATH": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as ranks number GPUs

@@ -91,7 +91,7 @@ def host() -> Host:
 
 
 class _Driver:
-    """The connection to NVML, and what need not be asked anew at every look."""
+    """The connection to NVML, and what need not be asked again at every look."""
 
     def __init__(self) -> None:
         self.ready = False

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import IO
 
-Progress = Callable[[int, int], None]  # looked at, of so many
+Progress = Callable[[int, int], None]  # done, of all
 
 _NOTICE_WITHIN: Final = 0.1  # seconds in which it is noticed that nobody wants the answer any more
 _GRACE: Final = 2.0  # seconds to end after SIGTERM

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST: Final = 2000  # files of some 4 KB; the oldest go
 _PACKAGES: Final = ("torch", "diffusers", "transformers", "peft", "fsdp-tui")
 
-# Keys that change no memory. One that is missing here costs a prediction that is made anew.
+# Keys that change no memory. One that is missing here costs another prediction.
 _INDIFFERENT: Final = frozenset({
     "name", "priority", "gpus", "share_gpus", "num_processes", "main_process_port",
     "main_process_ip", "machine_rank", "fsdp_enable", "fsdp_version", "learning_rate",
@@ -68,7 +68,7 @@ def remember(key: str, predicted: Predicted) -> None:
 
 
 def forget_old(most: int = _MOST) -> None:
-    """Delete the oldest predictions beyond so many."""
+    """Delete the oldest predictions beyond a number."""
     with suppress(OSError):
         files = sorted(folder().glob("*.json"), key=_written, reverse=True)
         for path in files[most:]:

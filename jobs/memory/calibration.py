@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1
 PHASES: Final = ("forward", "backward", "optimizer")  # what most jobs are as large as
 _NEWEST: Final = 50  # runs that count
-_LONGEST: Final = 400  # lines, beyond which the file is begun anew with the newest
+_LONGEST: Final = 400  # lines, beyond which the file is rewritten with the newest
 _BELIEVED: Final = (0.5, 2.0)  # ratios outside are of something else, such as a shared GPU
 _HIGH_SHARE: Final = 0.9  # of the runs stay below the upper end of the band
 

@@ -65,7 +65,7 @@ def fewest(fits: Callable[[int], bool], most: int = MOST_RANKS) -> int | None:
     Powers of two first, then between the last two: some dozen questions for any answer.
 
     Args:
-        fits: Whether a job fits on so many.
+        fits: Whether a job fits on this number.
         most: Beyond this nobody looks.
 
     Returns:

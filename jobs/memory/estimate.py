@@ -74,7 +74,7 @@ def place_of(
         present: GPUs of this machine.
         ours: Pids of our jobs' processes.
         claims: UUID → the job of ours that holds the GPU.
-        card: Hold it against GPUs of so many GB (see `CARDS`), whatever this machine has.
+        card: Fit it to GPUs with this many GB (see `CARDS`), whatever this machine has.
         imagine: Without GPUs, hold it against those that most people train on, and not against
             the CPU.
     """

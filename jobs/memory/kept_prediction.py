@@ -56,7 +56,7 @@ def read(run_dir: RunDir) -> Predicted | None:
 
 
 def keep(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> None:
-    """See that a run that has just begun gets its prediction. Returns at once, and never fails.
+    """See that a run that has just started gets its prediction. Returns at once, and never fails.
 
     What is not known already is predicted beside the run, in a thread; on CPU ranks it is not,
     since they need the processors themselves. The thread and its process end with ours.

@@ -34,7 +34,7 @@ class Refused:
 
 
 def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobSpec:
-    """The job with this strategy on so many ranks; what only concerned another one is gone.
+    """The job with this strategy on `ranks` ranks; what only concerned another one is gone.
 
     Raises:
         SpecError: A job cannot be so.
@@ -98,7 +98,7 @@ def predict(
         strategy: One of single, ddp, fsdp2, hsdp.
         ranks: Other than the job's own.
         on_gpus: Whether for GPUs, whatever this machine has.
-        refresh: Predict anew, and keep that instead.
+        refresh: Predict again, and keep that instead.
         cancelled: Asked many times a second, in the thread of the caller.
 
     Raises:

@@ -35,7 +35,7 @@ def ensure_runner(store: Store) -> None:
 
 
 def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
-    """Look after the queue until there has been nothing to do for a while.
+    """Look after the queue until there has been nothing to do for a time.
 
     Returns at once if another runner holds the lock.
     """

@@ -82,7 +82,7 @@ def _at(path: Path) -> Checkpoint:
 
 
 def origin_of(job: Job) -> Path | None:
-    """The checkpoint of another that a job is to begin from; None when it has begun already."""
+    """The checkpoint of another that a job starts from; None when it has started already."""
     if job.run_dir.latest_checkpoint() is not None:
         return None
     try:

@@ -134,7 +134,7 @@ def find_listed(listed: Sequence[Listed], name: str, whose: str) -> Listed:
     """The checkpoint that a person names: `30`, `step-30` or `step-30.rewound`.
 
     Raises:
-        NotFoundError: There is none of that name.
+        NotFoundError: No checkpoint has this name.
     """
     word = name.strip().rstrip("/")
     wanted = f"step-{int(word)}" if word.isdecimal() else word

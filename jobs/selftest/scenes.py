@@ -81,7 +81,7 @@ def _played(stage: Stage, name: str, play: Callable[[], Iterator[Finding]]) -> I
 
 
 def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
-    """Strategies that so many ranks can have. Pure."""
+    """Strategies that this number of ranks can have. Pure."""
     if ranks < 2:
         return {}
     found: dict[str, dict[str, Any]] = {"ddp": {"strategy": "ddp"}, "fsdp2": {"strategy": "fsdp2"}}

@@ -166,7 +166,7 @@ def resume(
         store: The jobs.
         job_id: Which one.
         overrides: Changed settings, e.g. a larger `max_train_steps`.
-        back_to: Go on after the checkpoint of this step, and set newer ones aside; 0: begin anew.
+        back_to: Resume from the checkpoint of this step, and set newer ones aside; 0: restart at step 0.
 
     Raises:
         StateError: The job has not ended, or has nothing left to train.
@@ -194,7 +194,7 @@ def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[List
         names: Steps, or names of directories, such as `step-30.rewound`.
 
     Raises:
-        NotFoundError: There is none of such a name.
+        NotFoundError: No checkpoint has this name.
         StateError: A job needs one.
     """
     job = store.get(job_id)
@@ -214,7 +214,7 @@ def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[
     """Delete checkpoints of a job; all that is wrong is raised before the first one goes.
 
     Raises:
-        NotFoundError: There is none of such a name.
+        NotFoundError: No checkpoint has this name.
         StateError: A job needs one.
         UserError: One cannot be deleted.
     """
@@ -239,7 +239,7 @@ def request(store: Store, job_id: int, name: str) -> None:
 
 
 def prune(store: Store, keep_last: int) -> list[Job]:
-    """Remove all ended jobs but the newest so many, with their files.
+    """Remove all ended jobs but the newest `keep`, with their files.
 
     Returns:
         The removed jobs.

@@ -72,7 +72,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
     Args:
         store: The jobs.
         names: Which; none or "all" means all.
-        force: Even if jobs use them, which then fail or compute anew what they need.
+        force: Even if jobs use them, which then fail or compute again what they need.
 
     Raises:
         UserError: There is no such cache, or something cannot be deleted.

@@ -160,7 +160,7 @@ class FsdpTui(App[None]):
             self._run("tend")
 
     def on_resize(self) -> None:
-        """Send every cell again when the layout has been made anew.
+        """Send every cell again when the layout has been rebuilt.
 
         A terminal may move or lose cells though it has its old size again, as after a window was
         dragged to and fro, for which Textual would paint nothing.

@@ -167,7 +167,7 @@ class JobsPanel(Lines, can_focus=True):
         self._keep_in_sight()
 
     def _row(self, view: JobView, shape: Columns, place: str, selected: bool) -> Row:
-        """The row of a job, made anew only when something about it changed."""
+        """The row of a job, rebuilt only when something about it changed."""
         known = self._made.get(view.job.id)
         facts = (id(view), shape, place, selected)
         if known is not None and known[0] == facts:

@@ -22,7 +22,7 @@ class Purpose:
     Attributes:
         heading: Its title.
         verb: What its main key does.
-        job: The queued job that is described anew; None for a new one.
+        job: The queued job that is edited; None for a new one.
         before: What that job was when the form was opened.
     """
 

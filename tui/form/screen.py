@@ -118,7 +118,7 @@ class NewJobScreen(Screen[int | None]):
         self.app.snapshots.subscribe(self, self._looked)
 
     def _looked(self, snapshot: Snapshot) -> None:
-        """The machine as it is now. Nothing is drawn anew while the GPUs have the same users."""
+        """The machine as it is now. Nothing is redrawn while the GPUs have the same users."""
         users = users_of(snapshot)
         if users == self._users:
             return

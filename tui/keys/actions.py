@@ -207,7 +207,7 @@ def everywhere() -> list[BindingType]:
 def footer_actions(
     width: int | None = None, keymap: Mapping[str, str] | None = None
 ) -> list[Action]:
-    """What the footer shows, in its order: as many actions as so many columns hold.
+    """What the footer shows, in its order: as many actions as fit the columns.
 
     Args:
         width: Columns.

@@ -29,7 +29,7 @@ SECONDS: Final = 2.0  # for one piece of a log, which takes milliseconds otherwi
 _QUOTED: Final = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
 _CHOICES: Final = re.compile(r"[*+?{|]")
 _GROUP_AGAIN: Final = re.compile(r"\)[*+?{]")
-# Characters of a line in which a pattern with so many choices is found soon in any case.
+# Characters of a line in which a pattern with that number of choices is always found soon.
 _MARKED_UP_TO: Final = {0: 1 << 20, 1: 1 << 20, 2: 200, 3: 60}
 _NUMBER_BYTES: Final = 8
 

@@ -47,7 +47,7 @@ def place_of(text: str) -> Place:
     """`1200` a line, `50%` a part, `14:05` or `14:05:30` a time of day.
 
     Raises:
-        UserError: It is none of these.
+        UserError: It is not one of these.
     """
     text = text.strip()
     if text.isdecimal():

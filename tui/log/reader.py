@@ -219,7 +219,7 @@ class LogReader(LogView, inherit_bindings=False):
         return paint(line, self._style, self.app.console, gutter=True, marked=marked)
 
     def mark(self, pattern: re.Pattern[str] | None, up_to: int) -> None:
-        """Mark what matches in every line of so many characters at most."""
+        """Mark what matches in every line of at most this many characters."""
         self.marked, self._marked_up_to = pattern, up_to
         self._strips.clear()
         self.refresh()

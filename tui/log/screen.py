@@ -164,7 +164,7 @@ class LogScreen(Screen[int]):
         self.action_show_log(self.shown - 1)
 
     def action_dismiss_or_undo(self) -> None:
-        """Undo what was begun last; close when there is nothing to undo."""
+        """Undo the last action; close when there is nothing to undo."""
         if self.has_class("-asking"):
             self._end_asking()
         elif self.reader.origin is not None:

@@ -152,7 +152,7 @@ class Collector:
         if chosen:
             return JobView(job, service.progress(job, self._follow(job)), where)
         view = JobView(job, self._ended_progress(job), where)
-        # The same view as long as nothing changed, so that its row need not be made anew.
+        # The same view as long as nothing changed, so that its row need not be rebuilt.
         if known and (known.job, known.progress, known.where) == (job, view.progress, where):
             return known
         self._resting[job.id] = view

@@ -26,7 +26,7 @@ LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called la
 class JobView:
     """A job, how far it is, and where. `ranks` and `phase` only while it is active.
 
-    `strategy` says how its ranks share the work and why, once they have begun.
+    `strategy` says how its ranks share the work and why, once they have started.
     """
 
     job: Job

@@ -51,7 +51,7 @@ class Choices:
         return MEASURES if self.everything else (MEASURES[self.measure],)
 
     def has_raw(self, runs: int) -> bool:
-        """Whether values are drawn behind the averages of so many runs."""
+        """Whether values are drawn behind the averages of this number of runs."""
         return self.raw if self.raw is not None else runs < 2
 
 

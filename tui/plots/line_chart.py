@@ -79,7 +79,7 @@ def ema(values: Sequence[float], span: int) -> list[float]:
 
 
 def smoothing_span(count: int) -> int:
-    """How wide the average is for so many values: a tenth of them, between 5 and 200."""
+    """How wide the average is for a number of values: a tenth of them, between 5 and 200."""
     return min(200, max(5, count // 10))
 
 

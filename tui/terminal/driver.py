@@ -155,7 +155,7 @@ class GovernedDriver(LinuxDriver):
         return self._budget.wait(time.monotonic(), behind, writes)
 
     def _hold(self, wait: float) -> None:
-        """Stop painting, and look again after so many seconds."""
+        """Stop painting, and look again after a number of seconds."""
         self._held.enter_context(self._app.batch_update())
         self._timer = self.loop.call_later(wait, self._look)
 

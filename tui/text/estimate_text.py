@@ -152,7 +152,7 @@ def measured_text(measured: Measured, compared: Sequence[Compared]) -> str:
         most = max((max(ranks) for ranks in measured.peaks.values()), default=0)
         return (
             f"measured with {measured.strategy}: peak RSS {size(most)} on a CPU rank, including "
-            "Python and its libraries, which the prediction leaves out"
+            "Python and its libraries, which are not predicted"
         )
     return f"measured with {measured.strategy}, two steps\n{compared_text(compared)}"
 

@@ -73,7 +73,7 @@ def header_row(shape: Columns) -> Row:
 
 
 def job_row(view: JobView, shape: Columns, place: str = "") -> Row:
-    """One job; what has not begun says why it waits where others say how far they are.
+    """One job; one that has not started says why it waits where others show progress.
 
     Args:
         view: The job.

@@ -97,7 +97,7 @@ class TensorCache:
 
         Raises:
             CacheError: It has gone or is damaged; a damaged one is removed, so that the next
-                attempt computes it anew.
+                attempt computes it again.
         """
         from safetensors.torch import load
 

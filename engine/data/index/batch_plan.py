@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from jobs.spec.values.datasets import Dataset
 
-_LONGEST_EPOCH: Final = 20_000_000  # draws; planning so many takes about a minute and 3 GB
+_LONGEST_EPOCH: Final = 20_000_000  # draws; planning these takes about a minute and 3 GB
 _KEPT_EPOCHS: Final = 2  # the one that ends and the one that begins
 
 
@@ -57,7 +57,7 @@ class Share:
 def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share]:
     """How often each dataset is drawn from in an epoch.
 
-    With `repeats`, so many times each of its samples. With `weight`, in proportion to it; the
+    With `repeats`, each of its samples that many times. With `weight`, in proportion to it; the
     epoch is then as long as it takes until every dataset has been seen whole.
 
     Args:
@@ -250,7 +250,7 @@ def positions_of_rank(rank: int, ranks: int, micro_batch: int, micro_batch_size:
 def nth_variant(count: int, turn: int, *key: object) -> int:
     """Which of several variants of a sample a turn uses.
 
-    Each comes once before any comes again, in an order that is drawn anew for every round, so that
+    Each comes once before any comes again, in a new random order for every round, so that
     variants of two kinds (a caption and a crop) meet in all combinations.
 
     Args:

@@ -30,7 +30,7 @@ def bucket_sizes(resolution: int, step: int) -> list[tuple[int, int]]:
 
 
 def divisible(sizes: Sequence[tuple[int, int]], step: int, parts: int) -> list[tuple[int, int]]:
-    """The sizes whose tokens, one for each square of `step` pixels, divide into so many parts.
+    """The sizes whose tokens, one for each square of `step` pixels, divide into `parts` parts.
 
     Under context parallelism a sample's tokens are shared evenly by the ranks of a group.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.datasets import Dataset
 
-Progress = Callable[[int, int], None]  # looked at, of so many
+Progress = Callable[[int, int], None]  # done, of all
 
 # Threads: reading, hashing and decoding release the GIL. A picture may take 0.7 GB for a moment.
 _READERS: Final = min(8, os.cpu_count() or 1)

@@ -292,7 +292,7 @@ def _count(paths: list[Path], what: str, others: Counter[str]) -> None:
 
 
 def _copy(root: Path, split: str, files: list[Path]) -> Path:
-    """The Arrow file with the rows of parquet files; made if there is none of them as they are.
+    """The Arrow file with the rows of parquet files; made unless there is one of these files.
 
     Raises:
         UserError: The cache is full or cannot be written, or the files do not fit together.

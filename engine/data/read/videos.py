@@ -79,7 +79,7 @@ def look_at_video(path: Path) -> VideoLook:
 
 
 def frames_at(look: VideoLook, fps: float) -> int:
-    """How many frames the video has at that rate: `read_frames` gives so many and no more."""
+    """How many frames the video has at that rate: `read_frames` gives exactly that number."""
     return math.ceil(look.frames / look.fps * fps - float(_ALMOST))
 
 

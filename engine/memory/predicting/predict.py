@@ -127,7 +127,7 @@ def predict(
 
 
 def strategy_of(spec: JobSpec, ranks: int) -> str:
-    """What a job runs on so many ranks, as far as that is known without GPUs."""
+    """What a job runs on `ranks` ranks, as far as that is known without GPUs."""
     if ranks == 1 and spec.strategy in ("auto", "ddp", "single"):
         return "single"
     return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]

@@ -194,7 +194,7 @@ class Walk:
         return whole + sum(self._again.values()) + self._received
 
     def _gradients(self, of_trace: int) -> int:
-        """All gradients, while the trace has so many of them."""
+        """All gradients, while the trace has that number of them."""
         if not self.layout.shards:
             return of_trace if self._first else self.gradients
         before = 0 if self._first else self._kept

@@ -124,7 +124,7 @@ class Echo:
             ]
 
     def _hold(self, size: int) -> None:
-        """Have so many bytes be alive until the model's forward ends."""
+        """Keep that number of bytes alive until the model's forward ends."""
         if size:
             self.held.append(torch.empty(size, dtype=torch.uint8))
 

@@ -18,7 +18,7 @@ BLOCK: Final = 512
 
 
 def rounded(size: int) -> int:
-    """What the allocator counts for an allocation of so many bytes."""
+    """What the allocator counts for an allocation of a number of bytes."""
     return -(-size // BLOCK) * BLOCK
 
 
@@ -95,7 +95,7 @@ class Live(TorchDispatchMode):
             self.gradients += size
 
     def resized(self, storage: Any) -> None:
-        """Count a storage anew, whose size was changed in place."""
+        """Recount a storage whose size was changed in place."""
         key = storage._cdata
         if key in self._sizes:
             reference, before, attached = self._sizes[key]

@@ -169,7 +169,7 @@ def _fill(model: Model, dim: int, layers: int, seed: int) -> Model:
 
 
 def _gain(embedding: float, *, layers: int) -> Callable[[str], float]:
-    """Factors for a model of so many `layers`, with one of `embedding` for its words."""
+    """Factors for a model with `layers` layers, with one of `embedding` for its words."""
 
     def gain(name: str) -> float:
         if name.endswith("embed_tokens.weight"):

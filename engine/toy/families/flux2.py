@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TEXT_DIM = 64
 TEXT_LAYERS = 3
-"""The transformer reads so many layers of the text encoder, side by side."""
+"""The transformer reads this many layers of the text encoder, side by side."""
 HEADS, HEAD_DIM = 4, 32
 LAYERS, SINGLE_LAYERS = 2, 3
 LATENT_CHANNELS = 32

@@ -67,7 +67,7 @@ def only_caption(draft: Draft, key: str, value: Any) -> None:
 
 
 def frames(draft: Draft, key: str, value: Any) -> None:
-    """Frames of a sample, of which families take so many and one."""
+    """Frames of a sample, of which families take a multiple and one."""
     number, family = as_number(value), family_of(draft)
     if number is None or number < 1:
         draft.unreadable(key, "not a number of frames")

@@ -40,7 +40,7 @@ def gpus(draft: Draft, key: str, value: Any) -> None:
 
 
 def processes(draft: Draft, key: str, value: Any) -> None:
-    """Ranks; where GPUs are named, so many of them."""
+    """Ranks; where GPUs are named, as many."""
     named_ones, number = draft.values.get("gpus"), as_number(value)
     if not named_ones:
         draft.take(key, "num_processes", value)

@@ -52,7 +52,7 @@ def read(path: Path) -> Draft:
     """A job of a configuration.
 
     Raises:
-        UserError: It cannot be read, or is none of this tool.
+        UserError: It cannot be read, or is not of this tool.
     """
     values = parse(path)
     if not isinstance(values, dict):

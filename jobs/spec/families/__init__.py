@@ -105,7 +105,7 @@ def component_of(spec: JobSpec) -> str:
 
 
 def latent_step_of(spec: JobSpec) -> int:
-    """Sides of a job's pictures are multiples of so many pixels; 1 if its family is not known."""
+    """Sides of a job's pictures are multiples of this, in pixels; 1 if its family is not known."""
     family = FAMILIES.get(spec.model_family)
     return family.latent_step_of(spec.model_flavour) if family is not None else 1
 

@@ -61,7 +61,7 @@ class Family:
         splits_text: Whether that plan splits text tokens too, so that their number must divide.
         masks_text: Whether texts are as long as the prompt, and a batch of them has a mask.
         keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
-        latent_step: Sides of pictures are multiples of so many pixels.
+        latent_step: Sides of pictures are multiples of this, in pixels.
         longest_side: Of pictures, in pixels, by the denoiser's config; None for any, or where a
             config does not say.
         frame_step: Videos have a multiple of this many frames, plus one; 0 for pictures.
@@ -104,7 +104,7 @@ class Family:
         return (known.guidance if known else None) or self.guidance
 
     def latent_step_of(self, flavour: str | None) -> int:
-        """Sides of a flavour's pictures are multiples of so many pixels."""
+        """Sides of a flavour's pictures are multiples of this, in pixels."""
         known = self.flavours.get(flavour or "")
         return (known.latent_step if known else None) or self.latent_step
 

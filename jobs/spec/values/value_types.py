@@ -57,7 +57,7 @@ _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
 
 
 def refuse(value: Any, allowed: Sequence[str], instead: str = "") -> PydanticCustomError:
-    """The error about a value that is none of the allowed words; names the nearest."""
+    """The error about a value that is not one of the allowed words; names the nearest."""
     words = {
         "value": str(value),
         "allowed": instead or f"one of {', '.join(allowed)}",

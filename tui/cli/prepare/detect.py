@@ -143,5 +143,5 @@ def _table(
 
 
 def _each(count: int, ranks: int) -> int:
-    """Of so many things, how many the rank with the most has."""
+    """Of a number of things, how many the rank with the most has."""
     return -(-count // ranks)

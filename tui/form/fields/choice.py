@@ -22,7 +22,7 @@ class Choice(Static, can_focus=True):
 
     Args:
         options: Words, each with the value it stands for.
-        value: What is chosen; the first option if it is none of them.
+        value: What is chosen; the first option if it is not among them.
     """
 
     BINDINGS: ClassVar = [

@@ -135,7 +135,7 @@ class SampleGrid(Vertical, can_focus=True):
     # -- what is seen ----------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """Make as many cells as find room, if there are not so many already."""
+        """Make as many cells as find room, if there are not enough already."""
         width, height = self.size
         if not width or not height or not self.table.steps:
             return

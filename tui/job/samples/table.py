@@ -97,7 +97,7 @@ def shape_of(table: Table, width: int, height: int, zoom: int) -> Shape:
 
 
 def window(first: int, shown: int, chosen: int, count: int) -> int:
-    """The first of so many that are shown, moved as little as it takes to show the chosen one."""
+    """The first of those shown, moved as little as it takes to show the chosen one."""
     if chosen < first:
         first = chosen
     if chosen >= first + shown:

@@ -48,7 +48,7 @@ class Grid:
 
 
 def find_grid(count: int, aspect: float, columns: int, lines: int) -> Grid | None:
-    """The layout that shows most: many pictures, but not so many that they are too small.
+    """The layout that shows most: many images, but not so small that they cannot be seen.
 
     Args:
         count: How many pictures there are.

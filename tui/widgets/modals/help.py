@@ -69,7 +69,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 def help_text(keys: list[ScreenKey], width: int) -> Content:
-    """Every key under the heading of its section, in so many columns."""
+    """Every key under the heading of its section, in a number of columns."""
     widest = min(_WIDEST, max((len(key.shown) for key in keys), default=0))
     room = max(20, width - widest - 4)
     lines: list[Content] = []

@@ -47,10 +47,10 @@ def what_lacks(*, on_gpus: bool) -> str | None:
         names = (chosen.split()[0],)
     if not any(shutil.which(name) for name in names):
         where = f"{variable}={chosen}" if chosen else "PATH"
-        return f"no {' or '.join(names)} ({where})"
+        return f"there is no {' or '.join(names)} ({where})"
     headers = Path(sysconfig.get_paths()["include"])
     if on_gpus and not (headers / "Python.h").is_file():
-        return f"no Python.h in {headers}"
+        return f"there is no Python.h in {headers}"
     return None
 
 

@@ -22,12 +22,12 @@ _SECRET_VALUE: Final = re.compile(
 class Kind(StrEnum):
     """What became of a key. Each ends in exactly one of these."""
 
-    TAKEN = "converted"
+    TAKEN = "taken over"
     TRANSLATED = "translated"
     UNSUPPORTED = "not supported"
     UNNEEDED = "not needed"
-    UNKNOWN = "unknown"
-    UNREADABLE = "unreadable"
+    UNKNOWN = "not known"
+    UNREADABLE = "could not be read"
 
 
 @dataclass(frozen=True)

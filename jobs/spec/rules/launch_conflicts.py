@@ -19,7 +19,7 @@ def gpu_count(spec: JobSpec) -> Conflict | None:
     if spec.device == "cpu":
         return Conflict("gpus", "gpus and device: cpu cannot be combined")
     if asked < 1:
-        return Conflict("gpus", "gpus is 0; remove it, or use [0] for GPU 0")
+        return Conflict("gpus", "gpus selects no GPU; remove it, or use [0] for GPU 0")
     if isinstance(spec.gpus, list) and len(set(spec.gpus)) != len(spec.gpus):
         return Conflict("gpus", "gpus names the same GPU twice")
     if spec.num_processes is not None and spec.num_processes != asked:

@@ -146,7 +146,7 @@ def test_a_process_that_dies_is_a_failure_with_its_last_words(doctor_script: Pat
     play(doctor_script, "echo trouble >&2", "echo 'ImportError: no sqlite' >&2", "exit 3")
     found = list(ask.find())
     assert [str(finding.verdict) for finding in found] == ["ok", "fail"]
-    assert found[1].found == "broke off: ImportError: no sqlite"
+    assert found[1].found == "stopped: ImportError: no sqlite"
 
 
 def test_a_process_that_says_nothing_is_given_up(doctor_script: Path) -> None:
@@ -272,9 +272,9 @@ def test_only_failures_make_the_exit_status_1(
     ("words", "told"),
     [
         (["missing.yaml"], "no such job file: missing.yaml"),
-        (["--gpus", "0,0"], "no list of different GPUs"),
-        (["--gpus", "0,"], "no list of different GPUs"),
-        (["--gpus="], "no list of different GPUs"),
+        (["--gpus", "0,0"], "not a list of different GPUs"),
+        (["--gpus", "0,"], "not a list of different GPUs"),
+        (["--gpus="], "not a list of different GPUs"),
         (["--fast"], "--fast"),
         (["a.yaml", "b.yaml"], "b.yaml"),
     ],

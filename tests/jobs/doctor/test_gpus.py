@@ -109,7 +109,7 @@ def test_a_hidden_gpu_is_told(
 @pytest.mark.parametrize(
     ("error", "verdict", "advice"),
     [
-        ("LIB_RM_VERSION_MISMATCH", "fail", "restart the machine"),
+        ("LIB_RM_VERSION_MISMATCH", "fail", "while the system was running: reboot"),
         ("NO_PERMISSION", "fail", "/dev/nvidia"),
         ("DRIVER_NOT_LOADED", "fail", "load the NVIDIA driver"),
         ("LIBRARY_NOT_FOUND", "warn", "--gpus all"),
@@ -222,7 +222,7 @@ def test_our_own_jobs_are_not_strangers() -> None:
 def test_devices_that_are_named_must_exist() -> None:
     nvml = Nvml(counted=2, gpus=PAIR)
     found = list(check_names(Patient(gpus=("1", "5"), nvml=nvml)))
-    assert told(found) == [("fail", "--gpus", "there is no GPU 5 here")]
+    assert told(found) == [("fail", "--gpus", "no GPU 5 on this machine")]
     assert found[0].advice == "choose from: 0 (a), 1 (b)"
 
 
@@ -300,7 +300,7 @@ def test_kernels_for_a_gpu(
     [
         (torch(nccl=(2, 27, 3)), "2.27.3", "ok", "2.27.3"),
         (torch(nccl=(2, 27, 3)), None, "ok", "2.27.3"),
-        (torch(nccl=(2, 18, 1)), "2.27.3", "warn", "2.18.1 is loaded, and 2.27.3"),
+        (torch(nccl=(2, 18, 1)), "2.27.3", "warn", "2.18.1 is loaded, but torch came with 2.27.3"),
         (torch(nccl=None), None, "fail", "built without it"),
         (CPU_BUILD, None, "ok", "gloo"),
     ],

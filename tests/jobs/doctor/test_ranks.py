@@ -214,11 +214,11 @@ def measured(bus: float) -> Outcome:
     ("outcome", "gpus", "nvlink", "ranks", "verdict", "told"),
     [
         (measured(370e9), 4, True, 4, "ok", "GPU 0, 1, 2, 3: 370.0 GB/s bus, 20 µs for 8 B"),
-        (measured(9e9), 4, True, 4, "warn", "NVLink gives 20 or more"),
+        (measured(9e9), 4, True, 4, "warn", "expected over NVLink: 20 or more"),
         (measured(9e9), 4, False, 4, "ok", "9.0 GB/s"),
-        (measured(1e9), 2, False, 2, "warn", "PCIe gives 2.5 or more"),
+        (measured(1e9), 2, False, 2, "warn", "expected over PCIe: 2.5 or more"),
         (measured(0.1e9), 0, False, 2, "ok", "2 CPU ranks: 0.1 GB/s"),
-        (measured(1.0), 1, False, 1, "ok", "one rank has nobody to exchange with"),
+        (measured(1.0), 1, False, 1, "ok", "one rank starts, with no peer to exchange with"),
         (Outcome(problem="rank 2 failed", silent=(2,)), 4, True, 4, "fail", "rank 2 failed"),
     ],
 )

@@ -541,8 +541,8 @@ def test_a_job_that_names_no_ranks_is_told_of_on_the_fewest_that_do() -> None:
 
 @pytest.mark.usefixtures("_faked")
 @pytest.mark.parametrize(("words", "match"), [
-    ((*FULL, "--ranks", "2,x"), "expected numbers of ranks"),
-    ((*FULL, "--ranks", "0"), "expected numbers of ranks"),
+    ((*FULL, "--ranks", "2,x"), "expected rank counts"),
+    ((*FULL, "--ranks", "0"), "expected rank counts"),
     (("--model_family=nothing",), "nothing"),
     ((), "no job given"),
 ])  # fmt: skip

@@ -197,7 +197,7 @@ def test_the_file_does_not_grow_for_ever(store: Store) -> None:
 @pytest.mark.parametrize(("whole", "strategy", "why"), [
     (Whole(70 << 30, 80 << 30, True), "ddp", "predicted: at most 70.0 of 80.0 GiB"),
     (Whole(90 << 30, 80 << 30, False), "fsdp2", "predicted: up to 90.0 of 80.0 GiB"),
-    (None, "ddp", "a rough rule"),
+    (None, "ddp", "rough estimate"),
 ])  # fmt: skip
 def test_auto_goes_by_the_prediction_where_there_is_one(
     whole: Whole | None, strategy: str, why: str

@@ -265,7 +265,7 @@ def test_a_flavour_without_a_published_config_says_what_to_give(
 ) -> None:
     new = Family("new", "New", (), "NewModel", ("NewBlock",), {"one": Flavour("someone/new-one")})
     monkeypatch.setitem(FAMILIES, "new", new)
-    with pytest.raises(SpecError, match=r"config of New one .* not known here; give .*hf download"):
+    with pytest.raises(SpecError, match=r"config of New one .* not available; set .*hf download"):
         find_target("new")
 
 

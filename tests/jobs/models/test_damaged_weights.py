@@ -37,7 +37,7 @@ def write(path: Path, header: Any, data: bytes = b"", length: int | None = None)
         ({"__metadata__": {"a": "b"}, "x": tensor(0, 4), "y": tensor(4, 8, [2], "F16")}, 8, None,
          None),
         ({"x": tensor(0, 4, [1], "a kind of the future")}, 4, None, None),
-        ({"x": tensor(0, 8)}, 7, None, "it is cut off: 7 of 8 bytes are there"),
+        ({"x": tensor(0, 8)}, 7, None, "it is truncated: 7 of 8 bytes"),
         ({"x": tensor(0, 4), "y": tensor(2, 8)}, 8, None, "'y' overlaps another tensor"),
         ({"x": tensor(0, 4, [1000])}, 4, None, "'x' has fewer bytes than its shape needs"),
         ({"x": tensor(0, 4, [10**9, 10**9])}, 4, None, "'x' has fewer bytes than its shape needs"),
@@ -74,5 +74,5 @@ def test_a_job_with_damaged_weights_is_refused(job_spec: JobSpec, part: str, no_
     (file,) = folder.glob("*.safetensors")
     check_model(job_spec)
     write(file, {"x": tensor(0, 8)})
-    with pytest.raises(SpecError, match="is damaged: it is cut off: 0 of 8 bytes are there"):
+    with pytest.raises(SpecError, match="is damaged: it is truncated: 0 of 8 bytes"):
         check_model(job_spec)

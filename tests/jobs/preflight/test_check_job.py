@@ -157,7 +157,7 @@ def test_no_pictures(job_values: dict[str, Any], tmp_path: Path) -> None:
         (folder / name).touch()
     (folder / "folder.png").mkdir()
     text = complaint(read(job_values, dataset=str(folder)))
-    assert text.startswith(f"0 pictures in the dataset folder {folder}")
+    assert text.startswith(f"0 images in the dataset folder {folder}")
     assert ".jpg" in text
 
 
@@ -166,7 +166,7 @@ def test_pictures_without_captions(
 ) -> None:
     folder = make_data("bare", pictures=2, captions=False)
     text = complaint(read(job_values, dataset=str(folder)))
-    assert text.startswith(f"none of the 2 pictures in {folder} has a caption")
+    assert text.startswith(f"none of the 2 images in {folder} has a caption")
 
 
 def test_pictures_are_counted_in_all_folders(
@@ -211,7 +211,7 @@ def test_gpus_on_a_machine_without(
     job_values: dict[str, Any], no_gpus: None, asked: dict[str, Any]
 ) -> None:
     spec = read(job_values, **{"device": "auto"} | asked)
-    assert "the job asks for GPUs, and this machine has none" in complaint(spec)
+    assert "the job asks for GPUs and this machine has none" in complaint(spec)
 
 
 def test_a_job_that_does_not_mind_runs_on_the_cpu(
@@ -245,9 +245,9 @@ def test_what_is_asked_is_matched_to_the_machine(
     [
         ({"num_processes": 5}, "the job asks for 5 GPUs, and this machine has 4"),
         ({"gpus": 5, "num_processes": "left out"}, "5 GPUs, and this machine has 4"),
-        ({"gpus": [0, 4]}, "there is no GPU 4 on this machine"),
-        ({"gpus": [0, -1]}, "there is no GPU -1 on this machine"),
-        ({"gpus": [0, "GPU-9"]}, "there is no GPU GPU-9 on this machine"),
+        ({"gpus": [0, 4]}, "no GPU 4 on this machine"),
+        ({"gpus": [0, -1]}, "no GPU -1 on this machine"),
+        ({"gpus": [0, "GPU-9"]}, "no GPU GPU-9 on this machine"),
         ({"gpus": [0, "GPU-"]}, "GPU-"),
         ({"gpus": [0, "GPU-00-abc"]}, "twice"),
         ({"gpus": ["GPU-1", "GPU-11"]}, "twice"),
@@ -267,7 +267,7 @@ def test_gpus_are_named_as_people_number_them(
     spec = read(job_values, device="auto", gpus=[2, 3])
     assert check_job.check_devices(spec) == ["GPU-22-abc", "GPU-33-abc"]
     text = complaint(read(job_values, device="auto", gpus=[0, 2]))
-    assert "there is no GPU 0 on this machine" in text
+    assert "no GPU 0 on this machine" in text
     assert "2 (GPU-22-abc), 3 (GPU-33-abc)" in text
 
 
@@ -300,7 +300,7 @@ def test_a_job_on_gpus_that_compiles_needs_a_c_compiler(
 ) -> None:
     spec = read(job_values, device="auto", gpus=1, num_processes="left out", **changes)
     assert complaint(spec) == (
-        f"{key} compiles kernels while it runs, and there is no gcc or clang (PATH); "
+        f"{key} compiles kernels at run time, but there is no gcc or clang (PATH); "
         "apt install gcc python3-dev, or the equivalent"
     )
     add_tool(tools, "clang")
@@ -322,7 +322,7 @@ def test_the_headers_of_python_are_needed_too(
     add_tool(tools, "gcc")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tools)})
     spec = read(job_values, device="auto", gpus=1, num_processes="left out", torch_compile=True)
-    assert f"no Python.h in {tools}" in complaint(spec)
+    assert f"there is no Python.h in {tools}" in complaint(spec)
 
 
 @pytest.mark.parametrize(

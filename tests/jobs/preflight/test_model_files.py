@@ -266,7 +266,7 @@ def test_a_variant_alone_is_not_enough(
     assert complaint("flux", root) is None
     plain.unlink()
     text = complaint("flux", root) or ""
-    assert text.startswith(f"{root / part} holds only the fp16 variant of its weights")
+    assert text.startswith(f"{root / part} has only the fp16 variant of its weights")
     assert f"{part}/{stem}.safetensors" in text
 
 

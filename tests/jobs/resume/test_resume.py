@@ -276,7 +276,7 @@ def test_the_order_of_target_modules_does_not_matter() -> None:
 def test_alpha_scales_what_is_trained_already() -> None:
     assert conflicts({"lora_alpha": None}, {"lora_alpha": 16}) == conflicts(), "the rank is meant"
     assert conflicts({"lora_alpha": 8}, {"lora_alpha": 12}).changes == [
-        "lora_alpha: 8 → 12, so that the adapter is 1.5 times as strong from here on"
+        "lora_alpha: 8 → 12, so the adapter is 1.5 times as strong from here on"
     ]
 
 
@@ -284,7 +284,7 @@ def test_the_average_may_be_turned_on_and_off() -> None:
     (on,) = conflicts({"use_ema": False}, {"use_ema": True}).changes
     assert "starts from the checkpoint's weights" in on
     (off,) = conflicts({"use_ema": True}, {"use_ema": False}).changes
-    assert "the moving average ends" in off
+    assert "the moving average stops" in off
 
 
 # -- the data --------------------------------------------------------------------------------

@@ -65,10 +65,10 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
     [
         ({"dataset": ""}, "dataset", "dataset is missing"),
         ({"pretrained_model_name_or_path": ""}, "pretrained_model_name_or_path", "is missing"),
-        ({"gpus": 2, "device": "cpu"}, "gpus", "exclude each other"),
-        ({"gpus": 0}, "gpus", "asks for none"),
-        ({"gpus": []}, "gpus", "asks for none"),
-        ({"gpus": -1}, "gpus", "asks for none"),
+        ({"gpus": 2, "device": "cpu"}, "gpus", "cannot be combined"),
+        ({"gpus": 0}, "gpus", "selects no GPU"),
+        ({"gpus": []}, "gpus", "selects no GPU"),
+        ({"gpus": -1}, "gpus", "selects no GPU"),
         ({"gpus": [1, 1]}, "gpus", "the same GPU twice"),
         ({"gpus": [0, 1], "num_processes": 3}, "num_processes", "3 but gpus names 2"),
         ({"gpus": 4, "num_processes": 2}, "num_processes", "2 but gpus names 4"),
@@ -113,7 +113,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"num_processes": 2, "context_parallel_size": 2, "attention_backend": "math"},
          "attention_backend", "chooses its own"),
         ({"num_processes": 2, "context_parallel_size": 2, "mixed_precision": "no"},
-         "context_parallel_comm_strategy", "flash attention, which has no fp32"),
+         "context_parallel_comm_strategy", "flash attention, which does not support fp32"),
         ({"num_processes": 3, "context_parallel_size": 3},
          "max_sequence_length", "3 does not divide max_sequence_length 512"),
         ({"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 3},
@@ -124,7 +124,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
           "fsdp_reshard_after_forward": 2},
          "fsdp_reshard_after_forward", "divisor of the 2 ranks"),
         ({"num_processes": 4, "fsdp_reshard_after_forward": 2, "fsdp_cpu_offload": True},
-         "fsdp_reshard_after_forward", "fsdp_cpu_offload does not"),
+         "fsdp_reshard_after_forward", "fsdp_cpu_offload moves them off"),
         ({"num_processes": 2, "strategy": "ddp", "fsdp_cpu_offload": True},
          "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
@@ -133,7 +133,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
          "needs strategy: fsdp2 or hsdp"),
         ({"device": "cpu", "attention_backend": "efficient"}, "attention_backend", "needs a GPU"),
         ({"attention_backend": "cudnn", "mixed_precision": "no"}, "attention_backend",
-         "cudnn has no fp32"),
+         "cudnn does not support fp32"),
         ({"num_processes": 2, "optimizer": "prodigy", "model_type": "full"}, "optimizer",
          "each rank sees only its own"),
         ({"num_processes": 2, "optimizer": "adafactor", "lora_placement": "sharded"}, "optimizer",
@@ -148,7 +148,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
          "needs gradient_checkpointing"),
         ({"device": "cpu", "attention_backend": "flash"}, "attention_backend", "needs a GPU"),
         ({"attention_backend": "flash3", "mixed_precision": "no"}, "attention_backend",
-         "flash3 has no fp32"),
+         "flash3 does not support fp32"),
         ({"num_processes": 2, "use_ema": True, "ema_device": "cpu"}, "ema_device",
          "cannot be used with FSDP"),
         ({"snr_gamma": 5.0}, "snr_gamma", "FLUX.1 is a flow-matching model"),
@@ -161,7 +161,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         (
             {"fsdp_state_dict_type": "full", "checkpointing_async": True},
             "checkpointing_async",
-            "gathered while training waits",
+            "cannot be written in the background",
         ),
         ({"fsdp_transformer_layer_cls_to_wrap": ["A"], "fsdp_auto_wrap_policy": "NO_WRAP"},
          "fsdp_transformer_layer_cls_to_wrap", "needs fsdp_auto_wrap_policy"),
@@ -171,7 +171,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"crop_variants": 2}, "crop_variants", "needs crop: random"),
         ({"num_frames": 5}, "num_frames", "trains on images"),
         ({"datasets": []}, "datasets", "empty list"),
-        ({"datasets": ["a"]}, "datasets", "exclude each other"),
+        ({"datasets": ["a"]}, "datasets", "cannot be combined"),
         ({"lr_warmup_steps": 5}, "lr_warmup_steps", "use constant_with_warmup"),
         ({"lr_warmup_steps": 11, "lr_scheduler": "linear", "max_train_steps": 10},
          "lr_warmup_steps", "is more than max_train_steps (10)"),
@@ -222,13 +222,13 @@ def test_the_number_of_ranks(values: dict[str, Any], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("values", "strategy", "why"),
     [
-        ({}, "single", "one rank"),
+        ({}, "single", "1 rank"),
         ({"num_processes": 2}, "fsdp2", "1/2 of the weights"),
         ({"num_processes": 2, "fsdp_enable": True}, "fsdp2", "fsdp_enable is on"),
         ({"num_processes": 2, "fsdp_enable": False}, "ddp", "fsdp_enable is off"),
-        ({"num_processes": 1, "fsdp_enable": False}, "single", "one rank"),
-        ({"gpus": 2, "strategy": "ddp"}, "ddp", "as asked"),
-        ({"num_processes": 4, "strategy": "hsdp"}, "hsdp", "as asked"),
+        ({"num_processes": 1, "fsdp_enable": False}, "single", "1 rank"),
+        ({"gpus": 2, "strategy": "ddp"}, "ddp", "set in job"),
+        ({"num_processes": 4, "strategy": "hsdp"}, "hsdp", "set in job"),
         ({"num_processes": 4, "context_parallel_size": 2}, "fsdp2", "context parallelism"),
     ],
 )
@@ -251,7 +251,7 @@ GIB = 1 << 30
         ({"model_type": "full"}, Room(12_000_000_000, 80 * GIB), "fsdp2", "201.2 of 80.0 GiB"),
         ({"model_type": "full"}, Room(2_000_000_000, 80 * GIB), "ddp", "fits on every GPU"),
         ({"fsdp_enable": True}, Room(1, 80 * GIB), "fsdp2", "fsdp_enable is on"),
-        ({"strategy": "fsdp2"}, Room(1, 80 * GIB), "fsdp2", "as asked"),
+        ({"strategy": "fsdp2"}, Room(1, 80 * GIB), "fsdp2", "set in job"),
         ({"context_parallel_size": 2}, Room(1, 80 * GIB), "fsdp2", "context parallelism"),
         ({"fsdp_cpu_offload": True}, Room(1, 80 * GIB), "fsdp2", "fsdp_cpu_offload needs it"),
         ({"lora_placement": "sharded"}, Room(1, 80 * GIB), "fsdp2", "sharded needs it"),
@@ -278,5 +278,5 @@ def test_keys_of_fsdp_that_do_nothing_are_warned_about() -> None:
 
 def test_a_whole_model_has_no_kohya_names() -> None:
     (warning,) = find_warnings(read(model_type="full", export_formats=["diffusers", "kohya"]))
-    assert warning.startswith("export_formats: kohya names are for a LoRA")
+    assert warning.startswith("export_formats: kohya applies to LoRAs only")
     assert find_warnings(read(export_formats=["kohya"])) == []

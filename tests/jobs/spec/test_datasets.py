@@ -75,9 +75,9 @@ def test_several_datasets_come_back_from_yaml_as_they_were(tmp_path: Path) -> No
         ([{"path": "a", "repeat": 2}], 'entry 1 has an unknown key "repeat" (did you mean'),
         ([{"path": "a"}, {"path": "b", "repeats": 0}], "entry 2 repeats: input should be greater"),
         ([{"repeats": 2}], "entry 1 path: field required"),
-        ([{"path": "a", "weight": 1}, "b"], "b has no weight and others have"),
+        ([{"path": "a", "weight": 1}, "b"], "b has no weight but others do"),
         ([{"path": "a", "weight": 1, "repeats": 2}], "a has a weight and repeats"),
-        (["a", "b", "a"], "names a twice; give it repeats"),
+        (["a", "b", "a"], "names a twice; use repeats"),
         ([3], "entry 1"),
     ],
 )

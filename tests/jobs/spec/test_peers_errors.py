@@ -52,8 +52,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
      'fsdp_transformer_layer_cls_to_wrap: "JointTransformerBlock" is not in the model '
      '(did you mean "FluxTransformerBlock"?)'),
     (NEEDS_RAM,
-     "fsdp_cpu_offload: the job keeps at least 177.3 GiB of weights, gradients and optimizer "
-     "state in host memory, and this machine has 64.0 GiB; leave out fsdp_cpu_offload"),
+     "fsdp_cpu_offload: the job needs at least 177.3 GiB of host memory for weights, gradients and "
+     "optimizer state; this machine has 64.0 GiB; remove fsdp_cpu_offload"),
 ]  # fmt: skip
 
 

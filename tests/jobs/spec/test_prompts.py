@@ -65,7 +65,7 @@ def test_flags_say_what_the_file_says() -> None:
         (["a", {"seed": 3}], "entry 2 prompt: field required"),
         ([{"prompt": "a", "steps": 0}], "entry 1 steps"),
         ([{"prompt": "a", "seed": -1}], "entry 1 seed"),
-        ([{"prompt": "a", "resolution": "big"}], "use a side such as 768, or WIDTHxHEIGHT"),
+        ([{"prompt": "a", "resolution": "big"}], "use a side such as 768 or WIDTHxHEIGHT"),
         ([3], "entry 1"),
         (3, "list"),
     ],
@@ -134,7 +134,7 @@ def test_a_prompt_says_what_it_says_and_the_job_the_rest() -> None:
         ({"validation_prompts": ["a"], "validation_resolution": 100}, "samples are 96x96"),
         ({"validation_prompts": [{"prompt": "a", "resolution": "64x40"}]}, "samples are 64x32"),
         ({"validation_on_startup": True}, "validation_on_startup: no effect"),
-        ({"validation_loss_steps": 5}, "without a validation_fraction"),
+        ({"validation_loss_steps": 5}, "without validation_fraction"),
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:

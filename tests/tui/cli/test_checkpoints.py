@@ -178,7 +178,7 @@ def test_what_cannot_be_deleted_is_one_line(shell: Shell, store: Store, run_dir:
     store.requeue(1, "")
     status, _, err = shell("checkpoints", "1", "--delete", "30")
     assert status == 2
-    assert "is its newest complete checkpoint; it would have nothing to go on from" in err
+    assert "is its newest complete checkpoint; a restart needs it" in err
     assert names(run_dir) == ["step-10", "step-20", "step-30"]
 
 

@@ -154,15 +154,15 @@ def test_the_version_is_told(shell: Shell) -> None:
         (["lst"], "lst"),
         (["show"], "ID"),
         (["show", "abc"], "abc"),
-        (["show", "7"], "there is no job 7"),
+        (["show", "7"], "no job 7"),
         (["show", "-7"], "-7"),
         (["show", "9" * 30], "9" * 30),
         (["show", "1", "2"], "2"),
-        (["logs", "7"], "there is no job 7"),
-        (["stop", "7"], "there is no job 7"),
+        (["logs", "7"], "no job 7"),
+        (["stop", "7"], "no job 7"),
         (["stop", "9" * 30], "9" * 30),
-        (["resume", "7"], "there is no job 7"),
-        (["remove", "7"], "there is no job 7"),
+        (["resume", "7"], "no job 7"),
+        (["remove", "7"], "no job 7"),
         (["list", "--jsn"], "--jsn"),
         (["submit"], "no job given"),
         (["submit", "a.yaml", "b.yaml"], 'got "a.yaml" and "b.yaml"'),
@@ -455,7 +455,7 @@ def test_a_character_is_not_torn_by_following(
 
 def test_stop_says_what_happens_and_is_firmer_the_second_time(shell: Shell) -> None:
     job = shell.submit()
-    assert "after this step and a checkpoint" in shell.ok("stop", job).out
+    assert "after the current step, with a checkpoint" in shell.ok("stop", job).out
     assert "SIGTERM" in shell.ok("stop", job).out
     assert "is killed" in shell.ok("stop", job).out
     assert shell.store.get(job).stop_level == 3

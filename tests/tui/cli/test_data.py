@@ -98,11 +98,11 @@ def test_a_person_reads_what_is_there_and_what_is_not(
     status, out, err = run(job_file())
     assert (status, err) == (0, "")
     for words in (
-        "samples      7; 3 left out",
+        "samples      7; 3 skipped",
         "epoch        ",
         "9 steps",
         "64x64",
-        "LEFT OUT",
+        "SKIPPED",
         "1  no caption, such as bare.png",
         "1  truncated, such as",
         "1  too small, such as tiny.png",
@@ -120,7 +120,7 @@ def test_every_file_that_is_left_out_can_be_named(run: Run, job_file: Callable[.
     lines = [line.strip() for line in out.splitlines()]
     assert "bare.png" in lines
     assert "a-cut-one-with-a-long-name-of-many-words-about-what-it-shows.png" in lines
-    assert any(line.startswith("tiny.png: 4x4 would be enlarged 16.0 times") for line in lines)
+    assert any(line.startswith("tiny.png: 4x4 would be upscaled 16.0 times") for line in lines)
 
 
 def test_json_is_the_whole_report(run: Run, job_file: Callable[..., Path]) -> None:
@@ -171,7 +171,7 @@ def test_data_can_be_looked_at_before_there_is_a_model(
     [
         ({"dataset": "/no/such"}, [], "no such dataset folder: /no/such"),
         ({"pretrained_model_name_or_path": "/no/such"}, [], "no such model directory: /no/such"),
-        ({"max_upscale": 1, "resolution": 512}, [], "no usable picture"),
+        ({"max_upscale": 1, "resolution": 512}, [], "no usable image"),
         ({}, ["--resolution", "no"], "resolution: "),
         ({}, ["--sheet", "/no/such/sheet.png"], "cannot write /no/such/sheet.png"),
         ({}, ["another.yaml"], 'another.yaml"'),
@@ -226,7 +226,7 @@ def test_an_answer_is_read_whatever_is_said_beside_it(tool: Callable[..., Any]) 
         ("sys.exit('fsdp-tui: wrong')", ToolError, f"{FAILED}: fsdp-tui: wrong"),
         ("print('x\\nfsdp-tui: wrong', file=sys.stderr); sys.exit(2)", UserError, "wrong"),
         ("raise MemoryError('too much')", ToolError, f"{FAILED}: MemoryError: too much"),
-        ("os.kill(os.getpid(), 9)", ToolError, f"{FAILED}: it was ended by SIGKILL"),
+        ("os.kill(os.getpid(), 9)", ToolError, f"{FAILED}: it was killed by SIGKILL"),
         ("sys.exit(7)", ToolError, f"{FAILED}: exit status 7"),
         ("print('[1')", ToolError, f"{FAILED}: its answer is not a JSON object"),
     ],
@@ -339,7 +339,7 @@ def report(**changes: Any) -> dict[str, Any]:
 
 def test_one_of_something_is_not_called_several() -> None:
     text = data_text(report(samples=1, texts=1, steps_per_epoch=1), 1)
-    assert "1 different text\n" in text
+    assert "1 unique caption\n" in text
     assert "1 step of 2\n" in text
     assert "1 step, 1 epoch\n" in text
 
@@ -367,6 +367,6 @@ def test_what_changed_since_is_told_in_numbers() -> None:
     assert changes(report(), report()) == ""
     assert changes({"of": "another version"}, report()) == ""
     more = report(samples=30, skipped=[[0, "a.png", "truncated"]])
-    assert changes(report(), more) == "samples 24 → 30, left out 0 → 1"
+    assert changes(report(), more) == "samples 24 → 30, skipped 0 → 1"
     other = report()["buckets"][0] | {"size": [48, 80]}
     assert changes(report(), report(buckets=[other])) == "other sizes"

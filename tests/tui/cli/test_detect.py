@@ -241,7 +241,7 @@ def test_what_cannot_be_deleted_is_told(
     status, _, err = run("cache", "clear", "text")
     assert status == 2
     stuck = filled / "text/ab/0.safetensors"
-    assert f"1 files could not be deleted: {stuck} (Permission denied); 1 were" in err
+    assert f"1 files could not be deleted: {stuck} (Permission denied); 1 deleted" in err
     assert stuck.exists()
     assert not (filled / "text/cd").exists()
 

@@ -81,7 +81,7 @@ def test_a_dry_run_changes_nothing(shell: Shell, store: Store, waiting: int) -> 
         (["--learning_rate=fast"], "learning_rate"),
         (["--sed=3"], 'did you mean "seed"'),
         (["other.yaml"], '"other.yaml" is not a --key=value flag'),
-        ([], "nothing to change; give --key=value flags"),  # no terminal for an editor
+        ([], "nothing to change; pass --key=value flags"),  # no terminal for an editor
     ],
 )
 def test_what_is_wrong_changes_nothing(
@@ -107,7 +107,7 @@ def test_the_file_is_changed_in_an_editor(
 ) -> None:
     editor.does('sed -i "s/max_train_steps: 100/max_train_steps: 50/" "$1"')
     status, out, err = shell("edit", str(waiting))
-    assert (status, out) == (0, f"job {waiting} is changed\n"), err
+    assert (status, out) == (0, f"job {waiting} changed\n"), err
     assert spec_of(store, waiting).max_train_steps == 50
     assert not list(tmp_path.glob("fsdp-tui-edit-*"))
 
@@ -116,7 +116,7 @@ def test_who_saves_nothing_changes_nothing(
     shell: Shell, store: Store, waiting: int, editor: Editor
 ) -> None:
     editor.does("true")
-    assert shell("edit", str(waiting))[:2] == (0, f"job {waiting} stays as it is\n")
+    assert shell("edit", str(waiting))[:2] == (0, f"job {waiting} is unchanged\n")
     assert store.history(waiting)[-1].reason != "resubmitted unchanged"
 
 
@@ -135,7 +135,7 @@ def test_a_mistake_in_the_editor_costs_nothing(
         assert (status, left) == (0, [])
     else:
         assert status == 2
-        assert f"what you wrote is in {left[0]}" in err
+        assert f"your text is in {left[0]}" in err
 
 
 def test_a_job_that_starts_meanwhile_keeps_what_was_written(
@@ -154,7 +154,7 @@ def test_a_job_that_starts_meanwhile_keeps_what_was_written(
     assert status == 2
     assert "not in the queue" in err
     (left,) = tmp_path.glob("fsdp-tui-edit-*/job.yaml")
-    assert f"what you wrote is in {left}" in err
+    assert f"your text is in {left}" in err
 
 
 # -- templates -----------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_an_id_that_is_none_is_told_where_to_look(shell: Shell, store: Store, wa
     for words, told in [
         (["show", "demo"], '"demo" is not a job id; `fsdp-tui list` shows the ids'),
         (["show", "t"], f"(job {waiting} has this name); `fsdp-tui list` shows the ids"),
-        (["stop", "9" * 30], "is no job's number"),
+        (["stop", "9" * 30], "is not a job id"),
         (["logs", "-1"], "-1"),
         (["show", "99"], "`fsdp-tui list` shows the jobs"),
     ]:

@@ -57,7 +57,7 @@ def test_the_job_is_printed_and_the_report_stands_beside_it(words: tuple[object,
 def test_the_report_says_what_was_and_what_is() -> None:
     said = run("simpletuner", CONFIG).stderr
     assert "  lora_rank: 32\n" in said
-    assert "multidatabackend.json[0].repeats: 4 → repeats: 5  (counted with the first time" in said
+    assert "multidatabackend.json[0].repeats: 4 → repeats: 5  (here the first pass counts" in said
     assert "  base_model_precision: int8-quanto  (base weights are not quantised" in said
     assert "  adam_weight_decay: 0.01 → weight_decay: 0.01\n" in said
     assert "not known (1)\n  potters_own_key: 3" in said
@@ -129,7 +129,7 @@ def test_options_stand_in_front_of_the_words_of_a_command(tmp_path: Path) -> Non
     [
         (("simpletuner", "nowhere.json"), "no such file: nowhere.json"),
         (("simpletuner", TRAINING), "is not valid JSON|has no key"),
-        (("ai-toolkit", CONFIG), "is no configuration of ai-toolkit"),
+        (("ai-toolkit", CONFIG), "is not an ai-toolkit config"),
         (("ai-toolkit", EXAMPLES), "is a directory"),
         (("diffusers-script", "python"), "no such file: python"),
         (("diffusers-script",), "Missing argument"),

@@ -75,7 +75,7 @@ def test_keys_are_chosen_by_name_and_by_group() -> None:
 
 def test_a_person_reads_lines_that_fit() -> None:
     text = run("keys", COLUMNS="60").output
-    assert "  learning_rate  (number > 0 ≤ 10; 0.0001 when left out)" in text
+    assert "  learning_rate  (number > 0 ≤ 10; default: 0.0001)" in text
     assert max(map(len, text.splitlines())) <= 60
 
 

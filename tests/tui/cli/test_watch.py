@@ -63,7 +63,7 @@ def test_only_what_changed_is_said() -> None:
     assert list(changed_sentences(rows, seen, first=False)) == []
     rows = [row(id=2, state="stopped"), row(state="failed", reason="rank 1 was killed")]
     assert list(changed_sentences(rows, seen, first=False)) == [
-        "job 3 cats is failed, rank 1 was killed", "job 1 is removed",
+        "job 3 cats is failed, rank 1 was killed", "job 1 was removed",
     ]  # fmt: skip
     assert list(changed_sentences(rows, seen, first=False)) == []
 

@@ -83,7 +83,7 @@ def test_beyond_loopback_it_warns(
     )
     status, err = run(monkeypatch, capsys, "--host", "0.0.0.0", "--port", "8123")
     assert status == 0
-    assert "whoever reaches port 8123 controls your jobs" in err
+    assert "anyone who reaches port 8123 controls your jobs" in err
     assert "ssh -L 8123:127.0.0.1:8123" in err
     assert run(monkeypatch, capsys, "--read-only") == (0, "")
     assert served == [("0.0.0.0", 8123, False), ("127.0.0.1", 8000, True)]

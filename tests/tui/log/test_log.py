@@ -210,12 +210,12 @@ async def test_a_search_from_the_dashboard_goes_to_the_last_match_and_on(
         assert "10 of 11" in status(screen, "found")
         await pilot.press("n", "n")
         assert line(reader) == LINES[15], "it goes round"
-        assert any("going round" in str(n.message) for n in pilot.app._notifications)
+        assert any("wrapped around" in str(n.message) for n in pilot.app._notifications)
         assert any(reader.render_line(y).text.strip().endswith(LINES[15]) for y in range(20))
         await typed(pilot, "slash", "")
         assert screen.finding.pattern == ""
         await pilot.press("n")
-        assert any("/ begins" in str(n.message) for n in pilot.app._notifications)
+        assert any("/ to search" in str(n.message) for n in pilot.app._notifications)
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ async def test_it_goes_to_a_place(store: Store, job: Job, place: str, number: in
 async def test_what_is_no_place_is_told_and_can_be_mended(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
         await typed(pilot, "colon", "there")
-        assert any("is no place in a log" in str(n.message) for n in pilot.app._notifications)
+        assert any("is not a place in a log" in str(n.message) for n in pilot.app._notifications)
         assert screen.prompt.has_focus
         await pilot.press("escape")
         assert reader.has_focus
@@ -345,7 +345,7 @@ async def test_what_is_no_place_is_told_and_can_be_mended(store: Store, job: Job
         await typed(pilot, "colon", "23:59")
         await until(
             pilot,
-            lambda: any("has a time" in str(n.message) for n in pilot.app._notifications),
+            lambda: any("at or after that time" in str(n.message) for n in pilot.app._notifications),
         )
 
 

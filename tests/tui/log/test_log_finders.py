@@ -337,5 +337,5 @@ def test_a_place_is_a_line_a_part_or_a_time(text: str, place: object) -> None:
 
 @pytest.mark.parametrize("text", ["x", "25:00", "12:61", "101%", "", "-3", "12:00:99"])
 def test_what_is_no_place_is_told(text: str) -> None:
-    with pytest.raises(UserError, match=re.escape("a time 14:05")):
+    with pytest.raises(UserError, match=re.escape("a time (14:05)")):
         place_of(text)

@@ -173,7 +173,7 @@ def test_the_legend_reads_values_and_names_runs_by_glyphs() -> None:
     assert f"{MARKS[1]} 2 run-2" in shown
     assert "loss 0.0200" in shown
     assert "average " in shown
-    assert "◇ held out 0.525" in shown
+    assert "◇ validation 0.525" in shown
     assert "values at step 50" in shown
     assert "no raw values" in shown
     assert MARKS[0] not in text(screenful(Values([run_of(1)]), Choices(), 100, 30))

@@ -87,7 +87,7 @@ def test_values_may_be_written_as_people_do(write: Callable[[str], Path]) -> Non
         ("keymap: {a: [b]}\n", "keymap: a: input should be a valid string"),
         ("theme: [\n", "line 1 is not `key: value` in YAML: theme: ["),
         ("just words\n", "line 1 is not `key: value` in YAML: just words"),
-        ("theme: a\ntheme: b\n", "given twice"),
+        ("theme: a\ntheme: b\n", "set twice"),
         ("\x00", "line 1 is not `key: value` in YAML: ?"),
         ("pictures: kity\n", "pictures: \"kity\" is not 'auto', 'kitty', 'sixel' or"),
         ("yes: 1\n", 'unknown key "true"'),  # YAML reads these as something else
@@ -212,7 +212,7 @@ def settled(keymap: dict[str, str], **more: Any) -> tuple[dict[str, str], tuple[
 
 def test_an_action_gets_other_keys() -> None:
     assert settled({"jobs.stop": "ctrl+x, ?"})[1] == (
-        "keymap: question_mark is the key of app.help already; jobs.stop keeps x",
+        "keymap: question_mark is already the key of app.help; jobs.stop keeps x",
     )
     assert settled({"jobs.stop": "ctrl+x,f7"}) == ({"jobs.stop": "ctrl+x,f7"}, ())
 
@@ -227,7 +227,7 @@ def test_keys_may_be_swapped_and_are_free_elsewhere() -> None:
 def test_of_two_that_want_a_key_the_first_gets_it() -> None:
     keys, problems = settled({"jobs.stop": "f7", "jobs.start": "f7"})
     assert keys == {"jobs.stop": "f7"}
-    assert problems == ("keymap: f7 is the key of jobs.stop already; jobs.start keeps s",)
+    assert problems == ("keymap: f7 is already the key of jobs.stop; jobs.start keeps s",)
 
 
 def test_a_refusal_that_takes_another_choice_away_is_told_too() -> None:
@@ -239,7 +239,7 @@ def test_a_refusal_that_takes_another_choice_away_is_told_too() -> None:
 def test_unknown_actions_and_missing_keys_are_told() -> None:
     keys, problems = settled({"jobs.stpo": "y", "list.down": " , "})
     assert keys == {}
-    assert 'there is no action "jobs.stpo" (did you mean "jobs.stop"?)' in problems[0]
+    assert 'no action "jobs.stpo" (did you mean "jobs.stop"?)' in problems[0]
     assert "list.down is given no key; it keeps j, down" in problems[1]
 
 
@@ -274,7 +274,7 @@ def test_the_command_shows_what_is_set_with_its_help(
     for field in Settings.model_fields.values():
         assert (field.description or "").split()[0] in out
     assert 'unknown key "notification" (did you mean "notifications"?)' in err
-    assert 'there is no action "jobs.stopjob" (did you mean "jobs.stop_job"?)' in err
+    assert 'no action "jobs.stopjob" (did you mean "jobs.stop_job"?)' in err
 
 
 def test_the_command_speaks_json_and_writes_a_file_once(
@@ -300,4 +300,4 @@ def test_flags_of_the_dashboard_are_refused_with_a_command(
 ) -> None:
     status, _, err = run("--read-only", "list")
     assert status == 2
-    assert "--read-only and --ascii are of the dashboard" in err
+    assert "--read-only and --ascii apply to the dashboard" in err

@@ -203,19 +203,19 @@ def test_settings_one_by_one(
         ({"deepspeed_config": {"zero_stage": 3}}, "DeepSpeed is not supported"),
         ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM is not supported"),
         ({"megatron_lm_config": {"tp": 2}}, "Megatron-LM is not supported"),
-        ({"distributed_type": "XLA"}, "it is for TPUs"),
+        ({"distributed_type": "XLA"}, "the file is for TPUs"),
         ({"distributed_type": "MULTI_NPU"}, "MULTI_NPU, and jobs run on NVIDIA GPUs"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "is for AMAZON_SAGEMAKER"),
-        ({"mpirun_config": {"mpirun_hostfile": "h"}}, "not by mpirun"),
-        ({"fp8_config": {"backend": "TE"}}, "fp8 is not run here"),
+        ({"mpirun_config": {"mpirun_hostfile": "h"}}, "not mpirun"),
+        ({"fp8_config": {"backend": "TE"}}, "fp8 is not supported"),
         ({"mixed_precision": "fp8"}, 'mixed_precision: "fp8" is not one of no, bf16, fp16'),
         ({"num_procesess": 2}, 'unknown key "num_procesess" (did you mean "num_processes"?)'),
         ({"num_processes": "many"}, "acc.yaml: num_processes: expected a whole number"),
         ({"fsdp_config": {"fsdp_sharding_strategy": "FULL"}}, '"FULL" is not one of FULL_SHARD'),
         ({"fsdp_config": {"fsdp_min_num_param": 3}}, '(did you mean "fsdp_min_num_params"?)'),
         ({"fsdp_config": [1]}, "fsdp_config should be a mapping"),
-        ({"fsdp_config": {"activation_checkpointing_offload": True}}, "are not offloaded here"),
-        ({"parallelism_config": {"tp_size": 2}}, "jobs have context_parallel_size"),
+        ({"fsdp_config": {"activation_checkpointing_offload": True}}, "activation offload is not supported"),
+        ({"parallelism_config": {"tp_size": 2}}, "only context_parallel_size is supported"),
         ({"use_cpu": "perhaps"}, "use_cpu"),
     ],
 )  # fmt: skip
@@ -249,7 +249,7 @@ def test_a_file_is_found_beside_the_job_and_may_be_json(tmp_path: Path) -> None:
     [
         ("a: [", "is not valid YAML"),
         ("- 1", "expected `key: value` lines"),
-        ("num_processes: 1\nnum-processes: 2", "given twice"),
+        ("num_processes: 1\nnum-processes: 2", "set twice"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str, said: str) -> None:

@@ -119,5 +119,5 @@ def test_both_ranks_encoded_them_and_the_warning_says_how_many_are_missing(run: 
     assert min(latents["ranks"]) > len(different) / 4, "shared about evenly"
     left_out = PICTURES - len(index["samples"])
     warnings = [e["message"] for e in events if e["kind"] == "warning"]
-    assert any(f"{left_out} of {PICTURES} pictures are left out" in line for line in warnings)
+    assert any(f"{left_out} of {PICTURES} images skipped" in line for line in warnings)
     assert sum(e["kind"] == "step" for e in events) == 14

@@ -307,5 +307,5 @@ def test_a_job_whose_pictures_are_all_broken_fails_with_the_reason(
     (tmp_path / "x.txt").write_text("a caption")
     done = bench.cli("run", str(bench.job_file(name="broken", dataset=str(tmp_path))))
     assert done.returncode == 1
-    assert "no usable picture" in done.stderr
+    assert "no usable image" in done.stderr
     assert not bench.processes(bench.store.all()[0].id)

@@ -80,7 +80,7 @@ async def test_help_lists_the_keys_of_the_screen_it_is_asked_on(store: Store) ->
         await pilot.press("question_mark")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
         text = str(app.screen.query_one("#keys").content).lower()
-        assert "delete what all caches hold" in text
+        assert "clear all caches" in text
         assert "stop the job" not in text
         assert text.index("all caches") < text.index(EVERYWHERE.lower())
 
@@ -134,7 +134,7 @@ def test_every_binding_of_a_screen_is_told_about() -> None:
 
 async def test_own_keys_work_and_are_shown(store: Store) -> None:
     async with running(store, keymap={"app.show_help": "f7", "app.quit_app": "n"}) as (app, pilot):
-        assert "n is the key of jobs.new_job already" in said(app)[0]
+        assert "n is already the key of jobs.new_job" in said(app)[0]
         await pilot.press("question_mark")
         await pilot.press("f7")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
@@ -185,7 +185,7 @@ async def test_ranks_in_place_of_devices_are_remembered(store: Store) -> None:
 async def test_an_unknown_theme_is_told(store: Store) -> None:
     async with running(store, theme="harbor") as (app, _):
         assert app.theme == "harbour"
-        assert 'there is no theme "harbor" (did you mean "harbour"?)' in said(app)[0]
+        assert 'no theme "harbor" (did you mean "harbour"?)' in said(app)[0]
 
 
 def test_two_dashboards_keep_each_others_choices(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_each_end_is_told_once_and_none_from_before(store: Store) -> None:
     add_job(store, "old", state=State.FAILED, reason="long ago")
     job = add_job(store, "cats", state=State.RUNNING)
     watch = Watch()
-    assert watch.news(Snapshot(t=1.0, problem="cannot look")) == []
+    assert watch.news(Snapshot(t=1.0, problem="cannot read the jobs")) == []
     assert watch.news(look(store)) == []
     store.change(job.id, State.FAILED, "rank 1 ran out of memory")
     (news,) = watch.news(look(store))
@@ -552,7 +552,7 @@ def test_a_text_is_copied_to_terminal_and_file(home: Path) -> None:
 def test_what_no_terminal_takes_is_in_the_file(home: Path) -> None:
     app = FakeApp()
     told = copy(app, "x" * 100_000)  # type: ignore[arg-type]
-    assert told.startswith("too long for a terminal's clipboard: 1 line in ")
+    assert told.startswith("too long for the terminal's clipboard: 1 line saved in ")
     assert app._driver.written == ""
     assert len((home / "clipboard.txt").read_text()) == 100_000
 

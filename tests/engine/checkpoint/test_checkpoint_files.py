@@ -216,7 +216,9 @@ def test_other_data_and_another_rate_are_told(
     save(trained(spec), spec, run_dir, **DATA)
     begin(spec, run_dir, telemetry, digest="b")
     (data,) = warnings(run_dir)
-    assert data.startswith("not as when step-2 was saved: the data: other ones among the 4 samples")
+    assert data.startswith(
+        "changed since step-2 was saved: the data: different ones among the 4 samples"
+    )
     begin(toy_spec(tmp_path, learning_rate=0.5), run_dir, telemetry)
     _, rate = warnings(run_dir)
     assert rate.startswith("not as when step-2 was saved: learning_rate")

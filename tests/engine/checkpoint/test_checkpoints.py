@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_shape_is_refused_in_words(toy: Path, run_dir: R
     wide = toy_spec(toy, lora_rank=8, fsdp_state_dict_type=FULL)
     path = save(training_of(toy, wide), wide, run_dir)
     narrow = toy_spec(toy, lora_rank=4)
-    with pytest.raises(UserError, match=r"\(4, \d+\) here, and the checkpoint step-0 has it as"):
+    with pytest.raises(UserError, match=r"\(4, \d+\) here, but the checkpoint step-0 has it as"):
         checkpoint.load(training_of(toy, narrow), path, ALONE)
 
 

@@ -69,4 +69,4 @@ def test_other_data_is_told_and_the_same_is_not() -> None:
     assert "4 → 5 samples" in (
         tell_difference(before, before | {"samples": 5, "digest": "b"}) or ""
     )
-    assert "other ones among" in (tell_difference(before, before | {"digest": "b"}) or "")
+    assert "different ones among" in (tell_difference(before, before | {"digest": "b"}) or "")

@@ -62,7 +62,7 @@ def test_a_cache_file_that_broke_while_the_job_ran_says_what_to_do(tmp_path: Pat
     cache = TensorCache(tmp_path, "text")
     cache.write("k" * 40, {"embeds": torch.ones(3, dtype=torch.bfloat16)})
     cache.path("k" * 40).write_bytes(b"x" * 100)
-    with pytest.raises(CacheError, match=r"damaged after the job had checked it.*resume"):
+    with pytest.raises(CacheError, match=r"damaged after the job checked it.*resume"):
         cache.read("k" * 40)
     with pytest.raises(CacheError, match=r"cannot be read \(No such file.*resume"):
         cache.read("k" * 40)

@@ -171,7 +171,7 @@ def test_damaged_files_are_computed_anew_with_a_warning(folder: Folder) -> None:
     assert again[0]["digest"] == whole[0]["digest"]
     said = [line for line in folder.warnings if "damaged" in line]
     assert [line[:39] for line in said] == [
-        "1 cached text files are damaged and com", "1 cached latents files are damaged and "
+        "1 cached text files are damaged and wil", "1 cached latents files are damaged and "
     ]  # fmt: skip
     assert min(latents) in said[1]
 

@@ -91,7 +91,7 @@ def test_rows_that_name_no_picture_of_the_folder_are_named(folder: Path) -> None
     index = build_index(job(folder))
     report = make_report(job(folder), index, None)
     assert {one.text: one.count for one in report.reasons} == {
-        "names what is no picture here": 6, "no caption": 2
+        "does not name an image here": 6, "no caption": 2
     }  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_files_without_a_suffix_are_one_kind(folder: Path) -> None:
 def test_sizes_that_no_context_group_can_share_are_refused(folder: Path) -> None:
     spec = job(folder)
     spec = spec.model_copy(update={"context_parallel_size": 7})
-    with pytest.raises(UserError, match="context_parallel_size 7 divides no picture size"):
+    with pytest.raises(UserError, match="context_parallel_size 7 divides no bucket size"):
         build_index(spec)
 
 

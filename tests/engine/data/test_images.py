@@ -290,7 +290,7 @@ def test_damage_behind_the_first_frame_does_no_harm() -> None:
         (b"hello", "not an image"),
         (b"\0" * 500, "zeros, not an image"),
         (b"\n<!doctype HTML><html>", "a web page, not an image"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the picture"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, not the image"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC is not supported"),
         (b"\0\0\0\x18ftypmp42\0\0\0\0", "a video, not an image"),
         (b"<?xml version='1.0'?>\n<!-- x -->\n<svg width='3'>", "SVG is not supported"),
@@ -298,11 +298,11 @@ def test_damage_behind_the_first_frame_does_no_harm() -> None:
         (b"%!PS-Adobe-3.0 EPSF-3.0\n", "EPS is not supported"),
         (b"%PDF-1.7", "a PDF, not an image"),
         (b"\xff\xd8", "truncated"),
-        (b"GIF89a" + b"\0" * 7 + b";", "damaged, or a kind of GIF"),
+        (b"GIF89a" + b"\0" * 7 + b";", "damaged, or an unsupported kind of GIF"),
         (png(1, 1, 8, 2, bytes(3), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2_000_000)))),
          "its text or profile is too large"),
         (tiff((1, 1), bytes(12), {258: (32,) * 3, 262: (2,), 277: (3,), 339: (3,) * 3}),
-         "damaged, or a kind of TIFF that cannot be read"),
+         "damaged, or an unsupported kind of TIFF"),
     ],
 )  # fmt: skip
 def test_a_refusal_says_why(content: bytes, why: str) -> None:

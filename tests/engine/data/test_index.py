@@ -358,7 +358,7 @@ def test_the_report_counts_what_a_person_should_know(
     assert report.longest > 40
     assert {one.text.split(",")[0]: one.count for one in report.cautions} == {
         "without a caption": 1,
-        "with captions of more than 16 tokens": 1,
+        "with captions longer than 16 tokens": 1,
         "cropped by more than a quarter": 1,
         "enlarged": 2,
         "with the same content as another": 1,

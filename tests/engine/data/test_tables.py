@@ -247,7 +247,7 @@ def test_a_place_without_room_is_named(
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(root)._replace(free=10)
         patch.setattr(shutil, "disk_usage", lambda place: usage)
-        with pytest.raises(UserError, match=r"cannot keep a copy .*fsdp-tui/tables.* are free"):
+        with pytest.raises(UserError, match=r"cannot write a copy .*fsdp-tui/tables.* are free"):
             Table(str(root), None, None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

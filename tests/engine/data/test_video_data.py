@@ -110,7 +110,7 @@ def test_a_video_that_changed_meanwhile_is_noticed(folder: Path) -> None:
     spec = job(folder)
     sample = build_index(spec).samples[0]
     record(folder / "long.mp4", 40, rate=16)
-    with pytest.raises(UserError, match=r"long\.mp4 was changed while the job prepared"):
+    with pytest.raises(UserError, match=r"long\.mp4 changed while the job was preparing"):
         to_pixels(sample, View((64, 48)), spec)
 
 

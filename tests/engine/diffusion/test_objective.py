@@ -156,7 +156,7 @@ def test_a_foreign_noise_schedule_is_refused(
         (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError) as caught:
         build_objective(JobSpec(), family_of("denoise"), tmp_path)
-    assert caught.value.message.startswith(f"the model's scheduler ({named}) has another noise ")
+    assert caught.value.message.startswith(f"the model's scheduler ({named}) has a noise schedule ")
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

@@ -128,7 +128,7 @@ def test_sharded_encoders_are_those_of_from_pretrained_and_leave_nothing(
     both = launch(2, toy, tmp_path)
     for rank, found in enumerate(both):
         for case in tiny_encoders():
-            handed_out = any("rank 0 loads it whole" in line for line in found[case]["lines"])
+            handed_out = any("rank 0 loads all of it" in line for line in found[case]["lines"])
             assert handed_out == (case == "experts"), case
         wide = found["wide"]
         assert wide["progress"]

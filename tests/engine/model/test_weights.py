@@ -133,7 +133,7 @@ def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
     index = directory / "diffusion_pytorch_model.safetensors.index.json"
     for map_, complaint in (
         ({"b": "part.safetensors"}, "says that b is in part.safetensors, and it is not"),
-        ({"a": "../m/part.safetensors"}, "no file beside it"),
+        ({"a": "../m/part.safetensors"}, "not a file next to it"),
         (["a"], "is damaged"),
     ):
         index.write_text(json.dumps({"weight_map": map_}))
@@ -157,7 +157,7 @@ def test_the_standard_name_is_chosen_among_variants(tmp_path: Path) -> None:
     [
         ("diffusion_pytorch_model.bin", r"only pickled weights \(diffusion_pytorch_model.bin\)"),
         ("flux-Q4.gguf", "only GGUF"),
-        ("notes.txt", "holds no .safetensors"),
+        ("notes.txt", "has no .safetensors"),
     ],
 )
 def test_other_kinds_of_files_are_refused(tmp_path: Path, name: str, complaint: str) -> None:
@@ -174,7 +174,7 @@ def raw(header: dict[str, Any], data: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "damaged .*does not fit into it"),
+        (b"", "damaged .*its header exceeds the file"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
         (struct.pack("<Q", 2) + b"[]", "damaged"),
         (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), "8 bytes before a"),
@@ -240,7 +240,7 @@ def test_every_precision_is_read_and_kept_as_said(tmp_path: Path, in_file: torch
         assert torch.equal(model.mean, tensors["mean"].float())
         for kept in {wanted, torch.float32} - {in_file}:  # the second: the layer norm
             assert any(f"kept in {str(kept).removeprefix('torch.')}" in note for note in notes)
-        fp8 = "nothing computes in fp8 here" in "\n".join(notes)
+        fp8 = "fp8 is not a compute precision here" in "\n".join(notes)
         assert fp8 == (in_file.itemsize == 1 and spec.model_type == "lora")
 
 
@@ -289,7 +289,7 @@ def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_weights_that_need_scales_are_refused(tmp_path: Path, name: str) -> None:
     directory = write(tmp_path / "m", tiny_tensors() | {name: torch.ones(1)})
-    with pytest.raises(UserError, match=rf"is quantised: it holds {name}, .*use the model's bf16"):
+    with pytest.raises(UserError, match=rf"is quantized: it has {name}, .*use the model's bf16"):
         load(directory, lora(tmp_path))
 
 

@@ -225,5 +225,7 @@ def test_ranks_shard_as_the_policy_says_and_differ_in_nothing(tmp_path: Path) ->
     ]
     assert first[f"{MINE}.blocks"]["worst"] < 1e-6
     assert first[f"{MINE}.by_size"]["worst"] < 1e-6
-    assert "it chose other modules on rank 1 than on rank 0" in (first[f"{MINE}.by_rank"]["error"])
+    assert (
+        "it chose different modules on rank 1 than on rank 0" in (first[f"{MINE}.by_rank"]["error"])
+    )
     assert "wraps nothing in this model" in first[f"{MINE}.nothing"]["error"]

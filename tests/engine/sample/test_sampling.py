@@ -224,7 +224,7 @@ def test_what_cannot_be_decoded_as_a_whole_is_decoded_in_tiles_from_there_on(
     bench.sample(["a", "b"], Crowded())
     assert bench.files == ["00.png", "01.png"]
     (warning,) = [event["message"] for event in bench.events if event["kind"] == "warning"]
-    assert "no memory to decode 64x64 as a whole" in warning
+    assert "not enough memory to decode 64x64 at once" in warning
 
 
 FACTS: dict[str, Any] = {

@@ -539,10 +539,10 @@ def test_what_is_not_a_toy_is_never_touched(
             None,
         ),
         ({"flavour": "snell"}, 'unknown model_flavour "snell".*known: dev, ', None),
-        ({"pictures": 0}, "pictures is 0", "give a number from 1 to 1000000"),
-        ({"size": 8}, "size is 8", "give a number from 16 to 4096"),
+        ({"pictures": 0}, "pictures is 0", "use a number from 1 to 1000000"),
+        ({"size": 8}, "size is 8", "use a number from 16 to 4096"),
         ({"dtype": "int8"}, "no dtype 'int8'", "known: float32, bfloat16, float16"),
-        ({"hidden_scale": 0}, "hidden_scale is 0", "give a number from 1 to 64"),
+        ({"hidden_scale": 0}, "hidden_scale is 0", "use a number from 1 to 64"),
     ],
 )
 def test_arguments_that_make_no_toy(

@@ -84,7 +84,7 @@ def test_trouble_of_single_gpus(nvml: StubNvml, home: Path, tmp_path: Path) -> N
     assert "1 × NVIDIA A100, 80.0 GiB" in found[0][2]
     by_name = {name: (verdict, text) for verdict, name, text in found[1:]}
     assert by_name["GPU 1"][0] == "warn"
-    assert "divided by MIG" in by_name["GPU 1"][1]
+    assert "in MIG mode" in by_name["GPU 1"][1]
     assert by_name["GPU 2"][0] == "fail"
     assert "is lost" in by_name["GPU 2"][1]
     assert "used by others" in by_name["GPU 3"][1]

@@ -88,7 +88,7 @@ def test_where_byte_code_is_kept_here_is_of_no_use_elsewhere(
 def test_what_auto_came_to_is_kept(store: Store, job_values: dict[str, Any]) -> None:
     job = service.submit(store, load_spec(None, job_values))
     assert "--use_fsdp" in replay_facts(job, "accelerate")["command"]
-    launched = {"environment": {STRATEGY_VARIABLE: "ddp: a whole copy fits"}}
+    launched = {"environment": {STRATEGY_VARIABLE: "ddp: a full copy fits"}}
     job.run_dir.launch_file.write_text(json.dumps(launched))
     assert "--multi_gpu" in replay_facts(job, "accelerate")["command"]
 

@@ -180,7 +180,7 @@ def test_mig_instances_are_named_and_not_for_jobs(nvml: StubNvml) -> None:
     ]
     assert divided.utilisation is None  # the driver does not know it
     assert divided.unusable is not None
-    assert "is divided by MIG" in divided.unusable
+    assert "is in MIG mode" in divided.unusable
     assert [(process.pid, process.mig) for process in divided.processes] == [
         (2**22, "MIG-11111111-aaaa")
     ]

@@ -30,7 +30,7 @@ MIG = [
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ([1], "GPU 1 is divided by MIG"),
+        ([1], "GPU 1 is in MIG mode"),
         (["MIG-1"], "MIG-1 is a MIG instance: GPU 1 is divided"),
         ([0, 2], "GPU 2 is lost"),
         (2, "asks for 2 GPUs, and this machine has 1 that jobs may use (GPU 1 is divided"),

@@ -96,7 +96,7 @@ def test_nobody_sees_a_job_before_its_files_are_there(store: Store) -> None:
 
 def test_a_job_that_is_not_there(store: Store) -> None:
     for call in (store.get, store.remove, lambda n: store.change(n, State.FAILED, "")):
-        with pytest.raises(NotFoundError, match="there is no job 7"):
+        with pytest.raises(NotFoundError, match="no job 7"):
             call(7)
 
 
@@ -109,7 +109,7 @@ def test_a_number_may_be_as_large_as_a_database_can_hold(home: Path, store: Stor
     assert add(store).id == largest
     assert store.get(largest).id == largest
     for no_job in (0, -1, largest + 1, 2**99):
-        with pytest.raises(NotFoundError, match=f"there is no job {no_job}"):
+        with pytest.raises(NotFoundError, match=f"no job {no_job}"):
             store.get(no_job)
 
 
@@ -497,7 +497,7 @@ def test_a_state_directory_that_others_can_get_at_is_narrowed(
     home.chmod(0o777)
     Store()
     assert home.stat().st_mode & 0o777 == 0o700
-    said = f"fsdp-tui: others could read or write {home}; its mode was 777 and is now 700\n"
+    said = f"fsdp-tui: other users could read or write {home}; its mode was 777 and is now 700\n"
     assert capsys.readouterr().err == said
     Store()
     assert capsys.readouterr().err == ""

@@ -330,7 +330,7 @@ def test_a_job_begins_anew(store: Store, ended: Callable[..., Job]) -> None:
         ({"optimizer": "sgd", "model_type": "full"}, 10, "optimizer: .*; model_type: |model_type"),
         ({"dataset": "/no/such"}, 10, "no such dataset folder"),
         ({"max_train_steps": "5"}, 10, "has already trained 10 of 5 steps"),
-        ({"resume_from_checkpoint": "1:20"}, 10, "checkpoints of its own, which come first"),
+        ({"resume_from_checkpoint": "1:20"}, 10, "its own checkpoints, which take precedence"),
     ],
 )
 def test_nothing_is_set_aside_for_a_resume_that_is_refused(
@@ -449,13 +449,13 @@ def test_a_path_is_found_from_the_working_directory(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("7", "there is no job 7"),
+        ("7", "no job 7"),
         ("1:25", "job 1 has no checkpoint of step 25; there are 10, 20"),
         ("1:abc", '"abc" is no step'),
         ("1:20", r"job 1: step-20 is damaged \(__0_0.distcp is missing\)"),
         ("2", "job 2 has no checkpoint"),
-        ("latest", "goes on from its own newest checkpoint by itself"),
-        ("/no/such/path", "there is no checkpoint /no/such/path; use ID, ID:STEP or a path"),
+        ("latest", "resumes from its own newest checkpoint"),
+        ("/no/such/path", "no checkpoint /no/such/path; use ID, ID:STEP or a path"),
         ("DATA", "is neither a complete checkpoint nor a run directory"),
         ("BROKEN", r"step-20 is damaged \(__0_0.distcp is missing\)"),
     ],
@@ -482,7 +482,7 @@ def test_a_new_job_must_fit_the_checkpoint(
     begin = {"resume_from_checkpoint": "1", "max_train_steps": 100}
     with pytest.raises(UserError, match="cannot resume from step-20: lora_rank"):
         service.submit(store, job_spec.model_copy(update=begin | {"lora_rank": 4}))
-    with pytest.raises(UserError, match="max_train_steps: 20 is not more than the 20 steps"):
+    with pytest.raises(UserError, match="max_train_steps: 20 must be greater than the 20 steps"):
         service.submit(store, job_spec.model_copy(update=begin | {"max_train_steps": 20}))
     plan = plan_submit(store, job_spec.model_copy(update=begin | {"seed": 7}))
     assert plan.changes == ["learning_rate: 0.001 → 0.0001", "seed: 42 → 7"]
@@ -509,7 +509,9 @@ def test_a_source_that_still_runs_and_deletes_is_told(
     store.requeue(source.id, "")
     store.claim(source.id, [], "")
     (warning,) = plan_submit(store, spec).warnings
-    assert warning.startswith("job 1 still runs and keeps only its newest 2 checkpoints; step-20")
+    assert warning.startswith(
+        "job 1 is still running and keeps only its newest 2 checkpoints; step-20"
+    )
     source.run_dir.job_file.write_text("checkpoints_total_limit: [")
     assert plan_submit(store, spec).warnings == []
 
@@ -583,7 +585,7 @@ def test_what_an_ended_job_began_from_may_go_and_is_missed_when_it_is_resumed(
     source, job = waiting
     service.stop(store, job.id)
     service.remove(store, source.id)
-    with pytest.raises(UserError, match=r"there is no checkpoint .*step-20"):
+    with pytest.raises(UserError, match=r"no checkpoint .*step-20"):
         service.resume(store, job.id)
     service.resume(store, job.id, {"resume_from_checkpoint": "none"})
     assert load_spec(job.run_dir.job_file).resume_from_checkpoint is None
@@ -612,7 +614,7 @@ def test_a_step_is_written_in_several_ways(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "2.5", "step-", "20x", "step-20.rewound"])
 def test_what_is_no_step_is_told(text: str) -> None:
-    with pytest.raises(UserError, match="is no step; write a number"):
+    with pytest.raises(UserError, match="is not a step; use a number"):
         read_step(text)
 
 

@@ -62,7 +62,7 @@ def test_the_newest_validation_losses(tmp_path: Path) -> None:
 def test_the_line_for_people() -> None:
     line = memory_line({"load": [1 << 30, 2 << 30], "step": [3 << 20, 1]}, "rss")
     assert line.startswith("load 2.0 GiB · step 3")
-    assert line.endswith("(resident, most on any rank)")
+    assert line.endswith("(resident, peak of any rank)")
 
 
 def test_the_table_for_people_has_a_column_for_each_rank_or_the_extremes() -> None:

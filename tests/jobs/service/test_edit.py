@@ -241,5 +241,5 @@ def test_what_is_wrong_with_a_template_is_told_and_the_others_are_there(home: ob
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden"])
 def test_a_template_is_called_as_files_may_be(home: object, name: str) -> None:
-    with pytest.raises(UserError, match="cannot be the name of a template"):
+    with pytest.raises(UserError, match="is not a valid template name"):
         save_template(name, {})

@@ -107,7 +107,7 @@ def test_a_job_that_waits_is_taken_out_of_the_queue(store: Store, job_spec: JobS
 def test_stopping_again_is_firmer_and_says_so(store: Store, job_spec: JobSpec) -> None:
     job = service.submit(store, job_spec)
     said = [service.stop(store, job.id) for _ in range(4)]
-    assert "after this step and a checkpoint" in said[0]
+    assert "after the current step, with a checkpoint" in said[0]
     assert "SIGTERM" in said[1]
     assert "is killed" in said[2]
     assert "is killed" in said[3]
@@ -260,7 +260,7 @@ def test_everything_asks_for_a_job_that_exists(store: Store) -> None:
         lambda: service.request(store, 7, "save_now"),
     ]
     for call in calls:
-        with pytest.raises(NotFoundError, match="there is no job 7"):
+        with pytest.raises(NotFoundError, match="no job 7"):
             call()
 
 

@@ -199,7 +199,7 @@ def test_an_old_fsdp_version_runs_as_the_new_one_and_is_warned_about() -> None:
 
 def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:
     (warning,) = find_warnings(read(optimizer="prodigy"))
-    assert "1.0 is usual" in warning
+    assert "use 1.0" in warning
     assert find_warnings(read(optimizer="prodigy", learning_rate=1.0)) == []
     assert find_warnings(read(optimizer="prodigy", learning_rate=0.05)) == []
     assert find_warnings(read(optimizer="prodigy", learning_rate=0.0499)) != []

@@ -288,7 +288,7 @@ def test_a_launcher_that_failed_by_itself(run_dir: RunDir) -> None:
 
 
 def test_an_end_that_nobody_explains(run_dir: RunDir) -> None:
-    assert "without saying why" in why_failed(run_dir, 0)
+    assert "without a reason" in why_failed(run_dir, 0)
 
 
 def test_it_is_one_line_that_fits_the_screen(run_dir: RunDir) -> None:

@@ -176,7 +176,7 @@ def test_stop_three_times_kills_what_does_not_listen(lab: Lab) -> None:
     lab.set(ranks="ignore-stop ignore-term")
     job = lab.running()
     log = job.run_dir.supervisor_log
-    for said in ("stops after this step", "SIGTERM to"):
+    for said in ("stops after the current step", "SIGTERM to"):
         service.stop(lab.store, job.id)
         eventually(lambda said=said: said in log.read_text())  # type: ignore[misc]
         assert lab.get(job).state is State.STOPPING
@@ -249,7 +249,7 @@ def test_a_rank_that_exits_without_a_word_is_named(lab: Lab) -> None:
 def test_a_rank_that_leaves_as_if_all_were_well_is_a_failure(lab: Lab) -> None:
     lab.set(ranks="leave@2")
     job = lab.wait(lab.submit(max_train_steps=ENDLESS, num_processes=1), State.FAILED)
-    assert "without saying why" in job.reason
+    assert "without a reason" in job.reason
 
 
 def test_a_rank_that_leaves_the_others_waiting_is_named(lab: Lab) -> None:

@@ -108,7 +108,7 @@ def test_a_person_reads_what_is_there_and_what_is_not(
         "1  too small, such as tiny.png",
         "CONVERTED",
         "1  CMYK, converted to RGB, such as print.jpg",
-        "CAUTIONS",
+        "WARNINGS",
         ".md files",
     ):
         assert words in out

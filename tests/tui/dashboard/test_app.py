@@ -362,7 +362,9 @@ async def test_stop_says_what_happens_and_grows_firmer(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     async with running(store) as (app, pilot):
         await pilot.press("x")
-        await until(pilot, lambda: any("after this step and a checkpoint" in t for t in said(app)))
+        await until(
+            pilot, lambda: any("after the current step, with a checkpoint" in t for t in said(app))
+        )
         assert store.get(job.id).stop_level == 1
         await pilot.press("x")
         await until(pilot, lambda: any("SIGTERM" in t for t in said(app)))
@@ -438,9 +440,9 @@ async def test_help_lists_every_key(store: Store) -> None:
         text = str(app.screen.query_one("#keys").content)
         for words in (
             "Stop the job",
-            "Start an ended job",
+            "Resume an ended job",
             "Follow the log",
-            "Leave the dashboard",
+            "Quit the dashboard",
         ):
             assert words in text
         assert app.screen.query_one("#keys").outer_size.height > 15

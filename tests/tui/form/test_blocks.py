@@ -312,7 +312,7 @@ async def test_what_the_field_says_is_checked_at_first_and_stays_on_escape(
         assert told.splitlines() == [
             "! the model has no FluxSingelTransformerBlock, which the field names; did you mean "
             f'"{SINGLE}"?',
-            "! the model has no Conv, which the field names",
+            "! the model has no Conv, named in the field",
         ]
         await pilot.press("a", "escape")
         await until(pilot, lambda: back(app))
@@ -330,7 +330,7 @@ async def test_choosing_nothing_is_a_choice_that_is_remembered_for_this_model(
         screen = await modal(app, pilot)
         await pilot.press("space", "j", "space")
         await until(pilot, lambda: checked(screen) == [])
-        assert text_of(screen, "outcome").startswith("nothing is checked: the field stays blank")
+        assert text_of(screen, "outcome").startswith("nothing checked: the field stays blank")
         await pilot.press("enter")
         await until(pilot, lambda: back(app))
         assert row(app, pages.BLOCKS).value is None
@@ -351,12 +351,12 @@ async def test_nested_choices_are_warned_about_until_the_recommended_are_taken(
         line = screen.query_one("#detect-cautions")
         await until(pilot, lambda: line.display)
         assert text_of(screen, "cautions") == (
-            f"! nested: AdaLayerNormZeroSingle lies inside {SINGLE}, of which only the rest is "
-            "then one unit"
+            f"! nested: AdaLayerNormZeroSingle is inside {SINGLE}; only the rest of that becomes "
+            "its own unit"
         )
         await pilot.press("k", "space")
         await until(pilot, lambda: "FluxAttention" in text_of(screen, "cautions"))
-        assert f"inside {SINGLE} and {DOUBLE}, of which" in text_of(screen, "cautions")
+        assert f"inside {SINGLE} and {DOUBLE}; only" in text_of(screen, "cautions")
         await pilot.press("a")
         await until(pilot, lambda: not line.display)
         assert checked(screen) == [SINGLE, DOUBLE]
@@ -569,18 +569,18 @@ def test_classes_that_cannot_be_units_are_named_and_left_out() -> None:
     found = replace(found, parts=replace(found.parts, containers=("FeedForward",)))
     chosen = ["FluxTransformer2DModel", "FeedForward", "Fluxattention", DOUBLE]
     whole, container, typo = cautions(found, chosen)
-    assert "is the whole model" in whole
-    assert "FeedForward, which the field names, has no forward" in container
-    assert 'no Fluxattention, which the field names; did you mean "FluxAttention"?' in typo
+    assert "is the full model" in whole
+    assert "FeedForward, named in the field, has no forward" in container
+    assert 'no Fluxattention, named in the field; did you mean "FluxAttention"?' in typo
     assert usable(found, chosen) == [DOUBLE]
-    assert outcome(found, chosen[:3], 2).startswith("nothing is checked")
+    assert outcome(found, chosen[:3], 2).startswith("nothing checked")
 
 
 def test_many_small_units_are_warned_about() -> None:
     found = flux()
     small = ["AdaLayerNormZero", "FeedForward", "FluxAttention", "AdaLayerNormZeroSingle"]
     (told,) = cautions(found, small)
-    assert told.startswith("171 units, where the recommended blocks make 57")
+    assert told.startswith("171 units (57 with the recommended blocks)")
 
 
 def test_what_is_said_of_a_model_and_a_class() -> None:

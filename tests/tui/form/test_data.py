@@ -337,7 +337,7 @@ async def test_changed_data_is_told(
     write_atomic(ended_job.run_dir.data_report, json.dumps(made_up(samples=11).report))
     async with running(store) as (app, pilot):
         screen = await look(app, pilot)
-        assert "since the job looked at it: samples 11 → 57." in text_of(app, "#data-changed")
+        assert "since the job read it: samples 11 → 57." in text_of(app, "#data-changed")
         assert screen.query_one("#data-changed").display
         write_atomic(ended_job.run_dir.data_report, json.dumps(made_up().report))
         await pilot.press("r")

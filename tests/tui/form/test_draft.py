@@ -266,7 +266,7 @@ WHAT_FITS = ("→ what fits", "On GPUs: ddp if the full model fits on each, else
             {"num_processes": 2, "device": "cpu"},
             (
                 "→ fsdp2",
-                "Now fsdp2: there are 2 ranks, so that each holds 1/2 of the weights.",
+                "Now fsdp2: 2 ranks, each holds 1/2 of the weights.",
             ),
         ),
         ({"num_processes": 2}, WHAT_FITS),

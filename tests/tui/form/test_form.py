@@ -422,7 +422,7 @@ async def test_a_template_keeps_to_its_directory(store: Store) -> None:
         await until(pilot, lambda: app.screen.query("#name"))
         app.screen.query_one("#name").value = "../out"  # type: ignore[attr-defined]
         await pilot.press("enter")
-        await until(pilot, lambda: "cannot be the name" in text_of(app, "form-error"))
+        await until(pilot, lambda: "is not a valid template name" in text_of(app, "form-error"))
         assert not templates_home().parent.joinpath("out.yaml").exists()
 
 

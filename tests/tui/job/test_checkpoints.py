@@ -103,7 +103,7 @@ async def test_the_list_has_room_and_marks_what_a_resume_takes(
         assert newest.split()[0] == "step-139.rewound"
         assert newest.rstrip().endswith("set aside (rewound)")
         assert following.startswith("▸ → step-138")
-        assert "the job goes on after it" in text_of(screen, "about")
+        assert "a resume starts here" in text_of(screen, "about")
         whole = Region(0, 0, *size)
         for name in ("title", "totals", "about", "keys"):
             assert line_of(screen, name).region in whole
@@ -152,7 +152,7 @@ async def test_there_may_be_nothing_to_see(store: Store, job: Job) -> None:
         await pilot.press("s", "r")
         assert app.screen is screen.screen
         store.remove(job.id)
-        await until(pilot, lambda: "there is no job 1" in text_of(screen, "problem"))
+        await until(pilot, lambda: "no job 1" in text_of(screen, "problem"))
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.dashboard)
 
@@ -428,7 +428,7 @@ async def test_a_queued_job_keeps_its_newest(store: Store, job: Job) -> None:
     async with running(store) as (app, pilot):
         await opened(app, pilot)
         await pilot.press("r")
-        assert "what the job would go on after" in (await question(app, pilot)).detail
+        assert "A resume would start from this checkpoint" in (await question(app, pilot)).detail
         await pilot.press("y")
         await until(pilot, lambda: "is its newest complete checkpoint" in all_said(app))
         assert len(names(job)) == 3

@@ -202,7 +202,7 @@ async def test_a_job_whose_files_are_gone_is_told(store: Store, job: Job) -> Non
         for number in range(1, 9):
             await pilot.press(str(number))
         store.remove(job.id)
-        await until(pilot, lambda: "there is no job 1" in text_of(screen, "job-problem"))
+        await until(pilot, lambda: "no job 1" in text_of(screen, "job-problem"))
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.dashboard)
 
@@ -281,7 +281,7 @@ async def test_a_failure_comes_with_its_cause_and_what_to_do(store: Store, job: 
         text = shown(lines_of(screen))
         assert "the last line of rank 1" in text, "rank 0 only suffered from it"
         assert "turn on gradient_checkpointing" in text
-        assert "s starts it again; it goes on after step 30" in text
+        assert "s: resume after step 30" in text
 
 
 # -- ranks ---------------------------------------------------------------------------------

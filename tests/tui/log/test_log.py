@@ -143,7 +143,7 @@ async def test_the_beginning_of_a_long_log_comes_in_front_of_a_held_end(
     async with reading(store) as (screen, reader, pilot):
         try:
             await pilot.press("k", "k", "space", "k")
-            assert "counting the lines before" in status(screen, "place")
+            assert "counting lines" in status(screen, "place")
             assert reader.count < 60_000
             before = shown(reader)
         finally:
@@ -345,7 +345,9 @@ async def test_what_is_no_place_is_told_and_can_be_mended(store: Store, job: Job
         await typed(pilot, "colon", "23:59")
         await until(
             pilot,
-            lambda: any("at or after that time" in str(n.message) for n in pilot.app._notifications),
+            lambda: any(
+                "at or after that time" in str(n.message) for n in pilot.app._notifications
+            ),
         )
 
 

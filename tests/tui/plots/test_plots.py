@@ -191,7 +191,7 @@ async def test_more_runs_than_can_be_told_apart_are_refused(store: Store) -> Non
             await pilot.press("space", "j")
         await pilot.press("enter")
         note = pilot.app.screen.query_one("#too-many")
-        assert "at most 5 can be told apart" in str(note.content)  # type: ignore[attr-defined]
+        assert "the limit is 5" in str(note.content)  # type: ignore[attr-defined]
         await pilot.press("escape", "v")
         await until(pilot, lambda: not isinstance(pilot.app.screen, PlotsScreen))
         assert len(panel.jobs) == 1

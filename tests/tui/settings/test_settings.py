@@ -240,7 +240,7 @@ def test_unknown_actions_and_missing_keys_are_told() -> None:
     keys, problems = settled({"jobs.stpo": "y", "list.down": " , "})
     assert keys == {}
     assert 'no action "jobs.stpo" (did you mean "jobs.stop"?)' in problems[0]
-    assert "list.down is given no key; it keeps j, down" in problems[1]
+    assert "list.down has no key; it keeps j, down" in problems[1]
 
 
 def test_without_vim_keys_only_what_has_another_key_loses_its_letter() -> None:

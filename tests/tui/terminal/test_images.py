@@ -280,7 +280,7 @@ def test_what_a_picture_was_made_from() -> None:
     assert about(sample(0, 5, **facts)).startswith(
         "step 5 · 64×32 · seed 7 · 20 steps · guidance 3.5"
     )
-    assert "not written (yet)" in about(sample(0, 5))
+    assert "no settings recorded (yet)" in about(sample(0, 5))
 
 
 # -- widgets -------------------------------------------------------------------------------

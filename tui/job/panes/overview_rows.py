@@ -49,8 +49,8 @@ def _state(look: Look, width: int) -> list[Row]:
         rows += fact("fix", todo, width, "accent")
     if job.state in (State.FAILED, State.LOST, State.STOPPED):
         newest = look.newest
-        place = f"resumes after step {newest}" if newest is not None else "restarts at step 0"
-        rows += fact("" if rows else "fix", f"s: resume; {place}", width)
+        place = f"after step {newest}" if newest is not None else "from step 0"
+        rows += fact("" if rows else "fix", f"s: resume {place}", width)
     return rows
 
 

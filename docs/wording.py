@@ -18,7 +18,6 @@ from strings import PACKAGES, ROOT, sentences
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # A pattern, and what to write instead.
 _WORST: Final = (

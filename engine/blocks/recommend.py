@@ -23,7 +23,7 @@ def recommend(
     """The set of classes to wrap, the best first; none is inside of another.
 
     A set is as good as the share that it wraps times what its largest unit leaves of the model.
-    Begun with the outermost candidates, the one with the largest unit is given up for what is
+    Starting with the outermost candidates, the one with the largest unit is given up for what is
     inside of it, again and again, and the best set met on the way wins: of a UNet whose stages
     hold a third of it each, the blocks of its stages.
 

@@ -91,8 +91,8 @@ def job_of_row(row: sqlite3.Row) -> Job:
 
 
 # Who looks every second at a thousand ended jobs would spend a twentieth of a core on them. One
-# entry a job, of its latest row: a cache of that number of rows forgets all of them just before they are
-# asked for again where there are more jobs.
+# entry a job, of its latest row: a cache of fixed size would forget all of them just before they
+# are asked for again where there are more jobs.
 _latest: dict[tuple[str, int], tuple[tuple[Any, ...], Job]] = {}
 
 

@@ -166,7 +166,7 @@ def resume(
         store: The jobs.
         job_id: Which one.
         overrides: Changed settings, e.g. a larger `max_train_steps`.
-        back_to: Resume from the checkpoint of this step, and set newer ones aside; 0: restart at step 0.
+        back_to: Resume from this step and set newer checkpoints aside; 0: restart at step 0.
 
     Raises:
         StateError: The job has not ended, or has nothing left to train.

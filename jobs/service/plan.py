@@ -84,7 +84,7 @@ def plan_resume(
         store: The jobs.
         job_id: Which one.
         overrides: Changed settings.
-        back_to: Resume from the checkpoint of this step instead of the newest; 0: restart at step 0.
+        back_to: Resume from this step instead of the newest; 0: restart at step 0.
 
     Raises:
         StateError: The job has not ended, has nothing left to train, or would set something

@@ -29,7 +29,7 @@ class ByteBudget:
     asked_at: float = float("-inf")
 
     def spend(self, now: float, count: int) -> None:
-        """So many bytes are on their way."""
+        """Count bytes that are on their way."""
         self._earn(now)
         self.left -= count
 

@@ -139,7 +139,7 @@ class Shared:
         self.done = 0
 
     def add(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count more that are done."""
         self.done += count
         self._progress(self.done)
 

@@ -214,7 +214,7 @@ def test_settings_one_by_one(
         ({"fsdp_config": {"fsdp_sharding_strategy": "FULL"}}, '"FULL" is not one of FULL_SHARD'),
         ({"fsdp_config": {"fsdp_min_num_param": 3}}, '(did you mean "fsdp_min_num_params"?)'),
         ({"fsdp_config": [1]}, "fsdp_config should be a mapping"),
-        ({"fsdp_config": {"activation_checkpointing_offload": True}}, "activation offload is not supported"),
+        ({"fsdp_config": {"activation_checkpointing_offload": True}}, "offload is not supported"),
         ({"parallelism_config": {"tp_size": 2}}, "only context_parallel_size is supported"),
         ({"use_cpu": "perhaps"}, "use_cpu"),
     ],

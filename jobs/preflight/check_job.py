@@ -95,7 +95,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     takes_videos = get_family(spec.model_family).frame_step > 0
     wanted = files.videos + files.pictures if takes_videos else files.pictures
     if not wanted:
-        what = "images or videos" if takes_videos else "pictures"
+        what = "images or videos" if takes_videos else "images"
         kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
         found = files.foreign + ([] if takes_videos else files.videos)
         raise SpecError(

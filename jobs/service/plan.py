@@ -135,7 +135,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
     """
     job = store.get(job_id)
     if job.state is not State.QUEUED:
-        raise StateError(f"job {job_id} is {job.state}, not in the queue")
+        raise StateError(f"job {job_id} is {job.state}, not queued")
     begin = newest_whole(job.run_dir)
     if begin is None:
         return replace(plan_submit(store, spec), job=job, rewritten=True)

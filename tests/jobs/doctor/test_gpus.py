@@ -172,7 +172,7 @@ def test_health_and_connections_as_a_driver_tells_them(
     assert ("warn", "GPU 1", "has bad memory that is remapped at the next reset") in health
     assert ("fail", "GPU 2", "has bad memory and no spare rows left") in health
     assert ("warn", "GPU 3", "11 of its 12 NVLinks work") in health
-    assert ("warn", "GPU 0", "may take 700 W instead of 900 W") in health
+    assert ("warn", "GPU 0", "is limited to 700 W instead of 900 W") in health
     assert any(name == "persistence" and "GPU 2, 3" in text for _, name, text in health)
     finding = judge_paths(found.gpus, found.paths)
     assert finding.verdict is Verdict.WARN
@@ -319,5 +319,5 @@ def test_gpus_that_cannot_reach_each_other() -> None:
     assert judge_peers(PAIR, torch(devices=devices)).verdict is Verdict.OK
     finding = judge_peers(PAIR, torch(devices=devices, apart=((0, 1), (1, 0))))
     assert finding.verdict is Verdict.WARN
-    assert finding.found.startswith("GPUs 0–1 cannot reach")
+    assert finding.found.startswith("GPUs 0–1 cannot access")
     assert finding.facts["apart"] == [[0, 1]]

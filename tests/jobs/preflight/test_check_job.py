@@ -211,7 +211,7 @@ def test_gpus_on_a_machine_without(
     job_values: dict[str, Any], no_gpus: None, asked: dict[str, Any]
 ) -> None:
     spec = read(job_values, **{"device": "auto"} | asked)
-    assert "the job asks for GPUs and this machine has none" in complaint(spec)
+    assert "the job asks for GPUs, and this machine has none" in complaint(spec)
 
 
 def test_a_job_that_does_not_mind_runs_on_the_cpu(

@@ -230,7 +230,7 @@ def test_only_what_waits_can_be_moved_or_held(store: Store) -> None:
         lambda: store.move(job.id, first=True),
     )
     for call in calls:
-        with pytest.raises(StateError, match="not in the queue"):
+        with pytest.raises(StateError, match="not queued"):
             call()
     assert store.get(job.id) == job
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_read_is_not_called_damaged(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("jobs.run.checkpoint_files.sha256", fail)
-    with pytest.raises(UnreadableError, match=r"cannot read .* \(Input/output error\); this says"):
+    with pytest.raises(UnreadableError, match=r"cannot read .* \(Input/output error\); the checkp"):
         find_damage(run_dir.checkpoint(10))
     (first, *_) = list_all(run_dir)
     assert verify(first).health.startswith(f"cannot read {first.path / '__0_0.distcp'} (Input")
@@ -173,7 +173,7 @@ def test_ranks_share_the_reading(run_dir: RunDir) -> None:
     assert find_damage(path, contents=False) is None
     found = [find_damage(path, share=(rank, 2)) for rank in range(2)]
     assert found.count(None) == 1
-    assert "__0_0.distcp has other contents" in str(found)
+    assert "__0_0.distcp has changed since it was written" in str(found)
 
 
 # -- lists ---------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_a_path_is_found_from_the_working_directory(
     [
         ("7", "no job 7"),
         ("1:25", "job 1 has no checkpoint of step 25; there are 10, 20"),
-        ("1:abc", '"abc" is no step'),
+        ("1:abc", '"abc" is not a step'),
         ("1:20", r"job 1: step-20 is damaged \(__0_0.distcp is missing\)"),
         ("2", "job 2 has no checkpoint"),
         ("latest", "resumes from its own newest checkpoint"),
@@ -555,7 +555,7 @@ def test_a_job_that_came_while_going_back_was_considered_keeps_its_beginning(
     store.pause(True)
     begin = {"resume_from_checkpoint": "1:20", "max_train_steps": 100}
     service.submit(store, job_spec.model_copy(update=begin))
-    with pytest.raises(StateError, match="is to begin from"):
+    with pytest.raises(StateError, match="is set to start from"):
         service.carry_out(store, plan)
     assert names(source.run_dir) == ["step-10", "step-20", "step-30"]
     assert store.get(source.id).state is State.STOPPED

@@ -60,7 +60,7 @@ def test_a_job_that_was_started_meanwhile_stays_as_it_is(store: Store, waiting: 
     before = read(waiting)
     text = waiting.run_dir.job_file.read_text()
     assert store.claim(waiting.id, [], "starting")
-    with pytest.raises(StateError, match="is starting, not in the queue"):
+    with pytest.raises(StateError, match="is starting, not queued"):
         edit.change(store, waiting.id, changed(before, seed=3), before)
     assert waiting.run_dir.job_file.read_text() == text
 
@@ -78,7 +78,7 @@ def test_a_start_between_the_check_and_the_change_wins(
         return plan
 
     monkeypatch.setattr(edit, "plan_change", slow)
-    with pytest.raises(StateError, match="not in the queue"):
+    with pytest.raises(StateError, match="not queued"):
         edit.change(store, waiting.id, changed(before, seed=3), before)
     assert waiting.run_dir.job_file.read_text() == text
     assert store.get(waiting.id).state is State.STARTING

@@ -80,7 +80,7 @@ def test_a_resume_on_a_machine_with_too_little_host_memory_is_refused(
     save_checkpoint(job.run_dir, 3)
     with pytest.raises(UserError) as caught:
         service.resume(store, job.id)
-    assert "177.3 GiB of weights, gradients and optimizer state" in str(caught.value)
+    assert "177.3 GiB of host memory for weights, gradients and optimizer" in str(caught.value)
     assert store.get(job.id).state is State.STOPPED
 
 
@@ -118,5 +118,5 @@ def test_ranks_on_gpus_without_offload_need_nothing_of_it(
     model = job_values["pretrained_model_name_or_path"]
     spec = JobSpec(pretrained_model_name_or_path=model, num_processes=2, model_type="full")
     check_host_memory(spec, on_gpus=True)
-    with pytest.raises(UserError, match="in host memory"):
+    with pytest.raises(UserError, match="of host memory"):
         check_host_memory(spec, on_gpus=False)

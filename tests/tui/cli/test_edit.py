@@ -152,7 +152,7 @@ def test_a_job_that_starts_meanwhile_keeps_what_was_written(
     monkeypatch.setattr(click, "edit", slow)
     status, _, err = shell("edit", str(waiting))
     assert status == 2
-    assert "not in the queue" in err
+    assert "not queued" in err
     (left,) = tmp_path.glob("fsdp-tui-edit-*/job.yaml")
     assert f"your text is in {left}" in err
 

@@ -140,10 +140,10 @@ def test_the_job_counts_and_each_conflict_is_told() -> None:
     assert values["fsdp_state_dict_type"] == "full"
     assert sorted(notes) == [
         "accelerate_config: acc.yaml says fsdp_state_dict_type: SHARDED_STATE_DICT; "
-        "the job's full counts",
-        "accelerate_config: acc.yaml says mixed_precision: bf16; the job's fp16 counts",
+        "the job's full is used",
+        "accelerate_config: acc.yaml says mixed_precision: bf16; the job's fp16 is used",
         "accelerate_config: acc.yaml says num_processes: 2; "
-        "the job's num_processes: 4 counts",
+        "the job's num_processes: 4 is used",
     ]  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_the_job_counts_and_each_conflict_is_told() -> None:
     ("config", "job", "has", "told"),
     [
         ({"num_processes": 2}, {"gpus": [3, 4]}, {"gpus": [3, 4]}, []),
-        ({"num_processes": 4}, {"gpus": 2}, {"gpus": 2}, ["the job's gpus: 2 counts"]),
+        ({"num_processes": 4}, {"gpus": 2}, {"gpus": 2}, ["the job's gpus: 2 is used"]),
         ({"gpu_ids": "0,1"}, {"num_processes": 2}, {"num_processes": 2}, ["says gpus: 0,1"]),
         ({"gpu_ids": "all", "num_processes": 2}, {}, {"num_processes": 2}, []),
         ({"gpu_ids": 3, "num_processes": 1}, {}, {"gpus": [3]}, []),
@@ -160,7 +160,7 @@ def test_the_job_counts_and_each_conflict_is_told() -> None:
         ({"use_cpu": True}, {"gpus": 2}, {"gpus": 2}, ["says device: cpu"]),
         ({"distributed_type": "MULTI_GPU"}, {}, {}, []),
         ({"distributed_type": "FSDP"}, {"strategy": "ddp"}, {"strategy": "ddp"},
-         ["is for FSDP; the job's strategy: ddp counts"]),
+         ["is for FSDP; the job's strategy: ddp is used"]),
         ({"distributed_type": "FSDP"}, {"strategy": "fsdp2"}, {"strategy": "fsdp2"}, []),
         ({"distributed_type": "DistributedType.FSDP"}, {}, {"fsdp_enable": True}, []),
         ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {},
@@ -233,7 +233,7 @@ def test_values_that_no_flag_could_carry_are_refused(tmp_path: Path) -> None:
 def test_several_machines_are_refused_in_the_same_words(tmp_path: Path) -> None:
     path = tmp_path / "acc.yaml"
     path.write_text("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 4\n")
-    with pytest.raises(SpecError, match="num_machines: 2 cannot be run"):
+    with pytest.raises(SpecError, match="num_machines: 2 is not supported"):
         load_spec(None, GOOD | {"accelerate_config": str(path)})
 
 

@@ -524,7 +524,7 @@ def test_an_old_word_in_a_file_is_named_with_its_line(tmp_path: Path) -> None:
          "Context parallelism requires FSDP2. Remove deepspeed_config"),
         ({"num_processes": 2, "fsdp_enable": True, "deepspeed_config": "ds.json"},
          "FSDP and DeepSpeed cannot be enabled simultaneously. Remove deepspeed_config"),
-        ({"num_machines": 2, "num_processes": 2}, "num_machines: 2 cannot be run: "),
+        ({"num_machines": 2, "num_processes": 2}, "num_machines: 2 is not supported: "),
         ({"model_family": "fluks"}, 'unknown model_family "fluks" (did you mean "flux"?)'),
         ({"fsdp_state_dict_type": "ful"}, 'fsdp_state_dict_type: "ful" is not one of '),
     ],

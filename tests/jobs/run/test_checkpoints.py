@@ -567,7 +567,7 @@ def test_a_resume_that_may_delete_what_another_begins_from_is_told(
     source, job = waiting
     assert plan_resume(store, source.id).warnings == []
     (warning,) = plan_resume(store, source.id, {"checkpoints_total_limit": 2}).warnings
-    assert warning.startswith(f"job {job.id} is set to start from step-20 of this job")
+    assert warning.startswith(f"job {job.id} will start from step-20 of this job")
     save_checkpoint(job.run_dir, 25)
     assert plan_resume(store, source.id, {"checkpoints_total_limit": 2}).warnings == []
 

@@ -11,6 +11,7 @@ from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Static
+from textual.worker import get_current_worker
 
 from jobs import service
 from jobs.service.plan import plan_resume
@@ -126,7 +127,8 @@ class JobScreen(Screen[None]):
         def publish(look: Look) -> None:
             self.post_message(self.Looked(look))
 
-        self.looker.run(publish, lambda: not self.is_current)
+        worker = get_current_worker()  # cancelled when the app ends, whatever became of the screen
+        self.looker.run(publish, lambda: not self.is_current, lambda: worker.is_cancelled)
 
     def on_job_screen_looked(self, message: Looked) -> None:
         self.look, self.job = message.look, message.look.job

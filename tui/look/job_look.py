@@ -78,9 +78,14 @@ class Looker:
         self._wake, self._closed = Event(), Event()
         self._last = Look(time.time(), JobView(job))
 
-    def run(self, publish: Callable[[Look], None], resting: Callable[[], bool]) -> None:
-        """Look until closed, but not while nobody can see it."""
-        while not self._closed.is_set():
+    def run(
+        self,
+        publish: Callable[[Look], None],
+        resting: Callable[[], bool],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        """Look until closed or cancelled, but not while nobody can see it."""
+        while not self._closed.is_set() and not cancelled():
             if not resting():
                 publish(self.look())
             self._wake.wait(PERIOD)

@@ -4,7 +4,6 @@ the run directories, which hold all that a job is.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.machine import processes
+from jobs.machine import file_lock, processes
 from jobs.machine.processes import ProcessId, boot_id
 from jobs.preflight.check_job import check_devices
 from jobs.queue.states import State
-from jobs.queue.tables import TABLES, VERSION
+from jobs.queue.tables import TABLES, VERSION, is_locked
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
 from jobs.spec.file.load import load_spec
@@ -64,7 +63,8 @@ def repair(home: Path) -> Repaired:
     """
     path = home / "jobs.db"
     with open(home / "dispatch.lock", "a") as lock:
-        _take(lock.fileno())
+        if not file_lock.take(lock, _WAITS):
+            raise UserError("another process holds the queue; try again")
         if path.exists() and _is_sound(path):
             return Repaired(None)
         rows = {name: list(_readable(path, name)) for name in _TABLES}
@@ -83,19 +83,6 @@ def repair(home: Path) -> Repaired:
     return Repaired(kept, tuple(sorted(known)), tuple(row["id"] for row in restored))
 
 
-def _take(lock: int) -> None:
-    until = time.monotonic() + _WAITS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise UserError("another process holds the queue; try again") from None
-            time.sleep(0.05)
-        else:
-            return
-
-
 def _is_sound(path: Path) -> bool:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
@@ -103,11 +90,9 @@ def _is_sound(path: Path) -> bool:
             found = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
             whole = db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
             return bool(whole and (version > VERSION or found.issuperset(_TABLES)))
-    except sqlite3.OperationalError as error:
-        if "lock" in str(error):
+    except sqlite3.Error as error:
+        if is_locked(error):
             raise UserError(f"{path} is locked by another process; try again") from None
-        return False
-    except sqlite3.Error:
         return False
 
 

@@ -56,6 +56,10 @@ CREATE TABLE IF NOT EXISTS claims (
 """
 
 
+# Our statements are right, so that one in error means that its tables are missing.
+_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
 def create_tables(db: sqlite3.Connection, lock: Path) -> None:
     """Make an empty database one of jobs.
 
@@ -75,11 +79,21 @@ def create_tables(db: sqlite3.Connection, lock: Path) -> None:
 def trouble(error: Exception, path: Path | None = None) -> str:
     """What SQLite complains of, as a sentence that says what to do."""
     database, said = f"the jobs database{f' {path}' if path else ''}", str(error)
-    if isinstance(error, sqlite3.Error):
-        if "locked" in said or "busy" in said:
-            return f"{database} is locked by another process ({said}); try again in a moment"
-        if "full" in said:
-            return f"{database} cannot be written: the disk is full"
-        if any(word in said for word in ("malformed", "not a database", "no such table")):
-            return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
+    if is_locked(error):
+        return f"{database} is locked by another process ({said}); try again in a moment"
+    if _code(error) == sqlite3.SQLITE_FULL:
+        return f"{database} cannot be written: the disk is full"
+    if _code(error) in _DAMAGED:
+        return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
     return f"cannot use {database} ({said})"
+
+
+def is_locked(error: Exception) -> bool:
+    """Whether SQLite complains that another process has the database."""
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _code(error: Exception) -> int:
+    """SQLite's primary result code; 0 of what is not SQLite's."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return int(code) & 0xFF

@@ -145,12 +145,15 @@ def test_the_command_line_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("code", "told"),
     [
-        ("database is locked", "is locked by another process"),
-        ("database or disk is full", "the disk is full"),
-        ("disk I/O error", "cannot use"),
+        (sqlite3.SQLITE_BUSY_SNAPSHOT, "is locked by another process"),
+        (sqlite3.SQLITE_FULL, "the disk is full"),
+        (sqlite3.SQLITE_IOERR, "cannot use"),
+        (sqlite3.SQLITE_NOTADB, "is damaged"),
     ],
 )
-def test_what_sqlite_says_is_said_in_words(said: str, told: str) -> None:
-    assert told in trouble(sqlite3.OperationalError(said))
+def test_what_sqlite_says_is_said_in_words(code: int, told: str) -> None:
+    error = sqlite3.OperationalError("its own words")
+    error.sqlite_errorcode = code
+    assert told in trouble(error)

@@ -7,6 +7,7 @@ import sqlite3
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 VERSION: Final = 1
@@ -74,6 +75,19 @@ def create_tables(db: sqlite3.Connection, lock: Path) -> None:
         db.execute("PRAGMA journal_mode=WAL")
         db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
         db.execute(f"PRAGMA user_version={VERSION}")
+
+
+def insert(db: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
+    """Add a row; returns its number."""
+    marks = ",".join("?" * len(row))
+    words = f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})"
+    return int(db.execute(words, [*row.values()]).lastrowid or 0)
+
+
+def update(db: sqlite3.Connection, job_id: int, row: Mapping[str, object]) -> None:
+    """Change columns of a job."""
+    words = ", ".join(f"{column}=?" for column in row)
+    db.execute(f"UPDATE jobs SET {words} WHERE id=?", [*row.values(), job_id])
 
 
 def trouble(error: Exception, path: Path | None = None) -> str:

@@ -15,8 +15,11 @@ from jobs.spec.rules.strategy import shards, world_size
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
-# Bytes of state per trained parameter; what each holds at least.
-STATE_BYTES: Final = {"adamw": 8, "prodigy": 8, "lion": 4, "adamw_8bit": 2}
+# Bytes of an optimizer's state per trained parameter, at least. The exact formulas, which need
+# shapes, are in `engine.memory.predicting.optimizers`.
+STATE_BYTES: Final[dict[str, int]] = {
+    "adamw": 8, "adamw_8bit": 2, "sgd": 0, "lion": 4, "adafactor": 0, "prodigy": 12,
+}  # fmt: skip
 _MASTER_AND_GRADIENT: Final = 8  # both fp32
 
 
@@ -59,7 +62,7 @@ def host_bytes() -> int:
 
 def _least_bytes(spec: JobSpec) -> int:
     if spec.model_type == "full":
-        return _MASTER_AND_GRADIENT + STATE_BYTES.get(spec.optimizer, 0)
+        return _MASTER_AND_GRADIENT + STATE_BYTES[spec.optimizer]
     return 4 if spec.mixed_precision == "no" else 2
 
 

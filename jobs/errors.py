@@ -66,6 +66,14 @@ class SpecError(UserError):
         return cls(f"{where}: {'; '.join(map(str, problems))}", problems=problems)
 
 
+class DiskFullError(UserError):
+    """There is no room on a disk."""
+
+
+class NotFiniteError(UserError):
+    """A loss or gradient is not finite."""
+
+
 class NotFoundError(UserError):
     """No such job, or no such thing of a job."""
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from engine.checkpoint.contents import collect, expected_bytes
-from engine.checkpoint.together import NoRoomError, SaveError, together, words_of
+from engine.checkpoint.together import NoRoomError, SaveError, is_full, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest, write
 from engine.model.release import give_back
 from engine.ranks.host_memory import available_memory
-from jobs.errors import UserError
+from jobs.errors import DiskFullError, UserError
 from jobs.run.rundir import MANIFEST, read_json
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Saver:
         try:
             self._begin(training, final, waits=last)
         except NoRoomError as error:
-            self._fail(f"cannot save {final.name}: {error}", last=last)
+            self._fail(f"cannot save {final.name}: {error}", last=last, full=True)
         except SaveError as error:
             self._try_again(training, final, error, last=last)
 
@@ -183,7 +183,7 @@ class Saver:
         """
         _, lack = self._look_at_disk(expected_bytes(training, self._spec))
         if lack is not None:
-            self._fail(f"there is no room for a checkpoint: {lack}", last=False)
+            self._fail(f"there is no room for a checkpoint: {lack}", last=False, full=True)
 
     # -- how -------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Saver:
         elif isinstance(error, SaveError) or self._world.size > 1:
             raise error
         else:
-            raise SaveError(words_of(error)) from error
+            raise SaveError(words_of(error), full=is_full(error)) from error
 
     def _try_again(
         self, training: TrainState, failed: Path, first: SaveError, *, last: bool
@@ -243,7 +243,8 @@ class Saver:
         except SaveError as second:
             self._behind = went_on
             what = "tried twice" if str(second) == str(first) else f"and again: {second}"
-            self._fail(f"cannot save {failed.name}: {first} ({what})", last=last)
+            words = f"cannot save {failed.name}: {first} ({what})"
+            self._fail(words, last=last, full=second.full)
         else:
             self._telemetry.warn(
                 f"could not save {failed.name} at first: {first}; saved {final.name} "
@@ -288,11 +289,12 @@ class Saver:
         )  # fmt: skip
         self._telemetry.say(f"saved {pending.path.name} ({_size(size)}, {seconds:.1f} s)")
 
-    def _fail(self, what: str, *, last: bool) -> None:
+    def _fail(self, what: str, *, last: bool, full: bool) -> None:
         newest = self._run_dir.latest_checkpoint()
         rest = f"{newest[1].name} is intact" if newest else "there is no other checkpoint"
         if last or self._spec.on_save_failure == "stop":
-            raise UserError(f"{what}; {rest}", None if last else _HINT)
+            kind = DiskFullError if full else UserError
+            raise kind(f"{what}; {rest}", None if last else _HINT)
         self._telemetry.warn(f"{what}; {rest}; training goes on")
 
     # -- room ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from jobs.preflight.check_job import check_devices
 from jobs.queue.job import Terms
 from jobs.queue.states import State
 from jobs.queue.tables import TABLES, VERSION, insert, is_locked
+from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
 from jobs.spec.file.load import load_spec
@@ -168,9 +169,8 @@ def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, s
         return State.COMPLETED, f"trained {newest[0] if newest else 0} steps"
     if said == "stopped":
         return State.STOPPED, f"stopped; {where}"
-    if errors := run_dir.rank_errors():
-        first = errors[0]
-        return State.FAILED, f"rank {first['rank']}: {first['type']}: {first['message']}"[:300]
+    if run_dir.rank_errors():
+        return State.FAILED, why_failed(run_dir, None)
     return State.LOST, f"its end was lost with the database; {where}"
 
 

@@ -25,7 +25,7 @@ from jobs.run.rundir import RunDir, event
 from jobs.service import dry_run
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.cascade import settle
-from jobs.spec.rules.strategy import STRATEGY_VARIABLE, Room, Whole, chosen_strategy
+from jobs.spec.rules.strategy import Room, Whole, chosen_strategy, launched_strategy
 from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
 from tests.support.tui.made_up_runs import add_job, append_events, write_rank
@@ -262,21 +262,21 @@ def test_a_restart_goes_on_with_what_auto_came_to(
     rooms = iter([Room(10**9, 80 << 30), Room(10**12, 80 << 30), Room(10**12, 80 << 30)])
     monkeypatch.setattr("jobs.launch.local.room_of", lambda spec, gpus: next(rooms))
 
-    def launch(one: JobSpec, on: list[str]) -> tuple[str, str]:
+    def launch(one: JobSpec, on: list[str]) -> tuple[str, tuple[str, str]]:
         started = local.build(one, run_dir, gpus=on, run_id="r")
         record = {"environment": started.environment, "gpus": on}
         run_dir.launch_file.write_text(json.dumps(record))
-        return started.strategy, started.environment[STRATEGY_VARIABLE]
+        return started.strategy, launched_strategy(started.environment)
 
-    first, told = launch(spec, gpus)
-    assert first == "ddp"
+    first, (strategy, told) = launch(spec, gpus)
+    assert first == strategy == "ddp"
     assert [launch(spec, gpus) for _ in range(2)] == [
-        ("ddp", f"{told}, as at its first launch")
+        ("ddp", ("ddp", f"{told}, as at its first launch"))
     ] * 2
     more = spec.model_copy(update={"num_processes": 4})
     assert launch(more, [*gpus, "GPU-2", "GPU-3"])[0] == "fsdp2", "it is decided anew"
     asked = more.model_copy(update={"strategy": "ddp"})
-    assert launch(asked, [*gpus, "GPU-2", "GPU-3"]) == ("ddp", "ddp: as asked")
+    assert launch(asked, [*gpus, "GPU-2", "GPU-3"]) == ("ddp", ("ddp", "as asked"))
 
 
 # -- two real steps ------------------------------------------------------------------------

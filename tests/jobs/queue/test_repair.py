@@ -47,7 +47,7 @@ def jobs(
             append_events(job, event("end", reason=str(state)))
             save_checkpoint(job.run_dir, 7)
         if state is State.FAILED:
-            error = {"type": "ValueError", "message": "no", "t": 1.0}
+            error = {"type": "ValueError", "message": "no", "t": 1.0, "step": 7, "phase": "train"}
             (job.run_dir.ranks / "1.error.json").write_text(json.dumps(error))
     return made
 
@@ -86,7 +86,7 @@ def test_no_job_is_lost_with_the_database(store: Store, jobs: dict[str, Job], ho
         assert found.run_id == job.run_id or name == "queued"
         assert found.held is (name == "queued")
         assert again.history(job.id)[-1].reason.startswith("restored: ")
-    assert again.get(3).reason == "rank 1: ValueError: no"
+    assert again.get(3).reason == "rank 1 failed at step 7 during train: ValueError: no"
     assert add_job(again, "next").id == len(jobs) + 1
     assert repair(store.home).kept is None, "it is sound now"
 

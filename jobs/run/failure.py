@@ -39,11 +39,13 @@ class Failure:
     Attributes:
         text: One line for people.
         cause: What kind it was.
+        rank: Which rank is to blame, if one is.
         phase: What the rank was doing, if one is to blame: a key of `PHASES`, or a part of a step.
     """
 
     text: str
     cause: Cause = Cause.OTHER
+    rank: int | None = None
     phase: str = ""
 
 
@@ -61,5 +63,6 @@ def read_failure(run_dir: RunDir) -> Failure | None:
     found = read_json(run_dir.failure_file)
     if found is None:
         return None
-    text, phase = str(found.get("text", "")), str(found.get("phase", ""))
-    return Failure(text, Cause(str(found.get("cause"))), phase)
+    rank, phase = found.get("rank"), str(found.get("phase", ""))
+    cause = Cause(str(found.get("cause")))
+    return Failure(str(found.get("text", "")), cause, rank if type(rank) is int else None, phase)

@@ -172,6 +172,44 @@ def _how_it_goes_on(plan: Plan) -> str:
     return how
 
 
+def hold(store: Store, job_id: int, held: bool = True) -> Job:
+    """Keep a queued job waiting, or release it.
+
+    Raises:
+        StateError: It does not wait in the queue.
+    """
+    store.hold(job_id, held)
+    dispatch(store)
+    return store.get(job_id)
+
+
+def move(
+    store: Store, job_id: int, *, first: bool | None = None, priority: int | None = None
+) -> None:
+    """Change a queued job's place.
+
+    Args:
+        store: The jobs.
+        job_id: Which one.
+        first: Before all others of its priority, or behind them; None where it is.
+        priority: Jobs of higher priority start first.
+
+    Raises:
+        StateError: It does not wait in the queue.
+    """
+    if priority is not None:
+        store.set_priority(job_id, priority)
+    if first is not None:
+        store.move(job_id, first=first)
+    dispatch(store)
+
+
+def pause(store: Store, paused: bool = True) -> None:
+    """Start no queued job, or go on starting them; running ones are not touched."""
+    store.pause(paused)
+    dispatch(store)
+
+
 def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
     """The checkpoints of a job that are to be deleted, if nobody needs them.
 

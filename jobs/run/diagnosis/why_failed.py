@@ -115,7 +115,7 @@ def _rank_error(error: dict[str, Any]) -> Failure:
     message, kind, phase = _shorten(said), error.get("type"), str(error.get("phase"))
     cause = Cause(str(error.get("cause")))
     if kind == "UserError":
-        return Failure(message, cause, phase)
+        return Failure(message, cause, error["rank"], phase)
     if cause is Cause.OTHER:
         cause = _cause_said(f"{kind}: {said}")
     where, step = f"rank {error.get('rank')}", error.get("step")
@@ -123,7 +123,7 @@ def _rank_error(error: dict[str, Any]) -> Failure:
         what = f"{where} ran out of GPU memory {_doing(phase, step)}: {message}"
     else:
         what = f"{where} failed at step {step} during {phase}: {kind}: {message}"
-    return Failure(what, cause, phase)
+    return Failure(what, cause, error["rank"], phase)
 
 
 def _cause_said(text: str) -> Cause:
@@ -145,18 +145,19 @@ def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: b
     when = f"at step {status.step} during {status.phase}" if status else "while starting"
     if out_of_memory and code in (None, -signal.SIGKILL):
         what = f"rank {rank} was killed by the kernel {when}: the machine ran out of memory"
-        return Failure(what, Cause.HOST_MEMORY)
+        return Failure(what, Cause.HOST_MEMORY, rank)
     if code is None:
-        return Failure(f"rank {rank} vanished {when}", Cause.KILLED)
+        return Failure(f"rank {rank} vanished {when}", Cause.KILLED, rank)
     if code == -signal.SIGABRT and (words := _timed_out(run_dir, rank, when)):
-        return Failure(words, Cause.COMMUNICATION)
+        return Failure(words, Cause.COMMUNICATION, rank)
     if code < 0:
         cause = Cause.KILLED if code == -signal.SIGKILL else Cause.OTHER
-        return Failure(f"rank {rank} was killed by {signal_name(-code)} {when}", cause)
+        return Failure(f"rank {rank} was killed by {signal_name(-code)} {when}", cause, rank)
     lines = [line for line in read_tail(run_dir.rank_log(rank)).splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     ends = f"its log ends with: {_shorten(last)}" if last else "its log is empty"
-    return Failure(f"rank {rank} exited with status {code} {when}; {ends}", _cause_said(last))
+    what = f"rank {rank} exited with status {code} {when}; {ends}"
+    return Failure(what, _cause_said(last), rank)
 
 
 def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:

@@ -21,6 +21,7 @@ from jobs.memory.auto import predicted_ddp
 from jobs.memory.calibration import Calibration, file, read_calibration, record
 from jobs.memory.predicted import Predicted
 from jobs.queue.states import State
+from jobs.run.failure import Cause, Failure, keep_failure
 from jobs.run.rundir import RunDir, event
 from jobs.service import dry_run
 from jobs.spec.job_spec import JobSpec
@@ -288,7 +289,7 @@ class FakeRuns:
     def __init__(
         self, store: Store, monkeypatch: pytest.MonkeyPatch, end: tuple[State, str]
     ) -> None:
-        self.store, self.specs, self.end = store, [], end
+        self.store, self.specs, self.end, self.cause = store, [], end, Cause.OTHER
         monkeypatch.setattr(dry_run, "plan_submit", self.plan)
         monkeypatch.setattr("jobs.service.carry_out", self.carry_out)
         monkeypatch.setattr("jobs.service.refresh", self.refresh)
@@ -307,6 +308,7 @@ class FakeRuns:
                 event("memory", measure="allocated", peaks=PEAKS, step=2),
             )  # fmt: skip
         else:
+            keep_failure(one.run_dir, Failure(self.end[1], self.cause))
             store.change(one.id, *self.end)
         return one
 
@@ -342,6 +344,7 @@ def test_a_dry_run_that_fails_is_told_and_removed(
 ) -> None:
     runs = FakeRuns(store, monkeypatch, (State.FAILED, reason))
     if out_of_memory:
+        runs.cause = Cause.GPU_MEMORY
         found = dry_run.measure(store, job())
         assert (found.out_of_memory, found.reason) == (True, reason)
     else:

@@ -185,7 +185,7 @@ def test_phases_that_train_are_no_moment() -> None:
     ],
 )
 def test_failures_come_with_advice(tmp_path: Path, cause: Cause, phase: str, words: str) -> None:
-    run_dir, failure = RunDir(tmp_path), Failure("why", cause, phase)
+    run_dir, failure = RunDir(tmp_path), Failure("why", cause, 1, phase)
     keep_failure(run_dir, failure)
     assert read_failure(run_dir) == failure
     assert words in advice(State.FAILED, failure)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.queue.repair import repair
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.queue.tables import trouble
 from jobs.run.rundir import event
+from jobs.service.repair import repair
 from jobs.spec.file.load import dump_spec, load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.tui.made_up_runs import add_job, append_events, nothing_starts

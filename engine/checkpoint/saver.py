@@ -28,6 +28,7 @@ from engine.model.release import give_back
 from engine.ranks.host_memory import available_memory
 from jobs.errors import DiskFullError, UserError
 from jobs.run.rundir import MANIFEST, read_json
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -258,13 +259,13 @@ class Saver:
         return own[0]
 
     def _write(self, contents: Contents, final: Path) -> int:
-        size = write(contents, final, self._world, self._group)
+        written = write(contents, final, self._world, self._group)
         if self._world.main:
             with suppress(OSError):  # of this one rank, and the checkpoint is complete
                 keep_newest(
                     self._run_dir.complete_checkpoints(), self._spec.checkpoints_total_limit
                 )
-        return size
+        return written
 
     def _watch(self, pending: _Pending) -> None:
         """Wait for a save, and say how far it is."""
@@ -282,12 +283,12 @@ class Saver:
                     return
 
     def _say(self, pending: _Pending) -> None:
-        size, seconds = pending.outcome.result(), time.monotonic() - pending.begun
+        written, seconds = pending.outcome.result(), time.monotonic() - pending.begun
         self._telemetry.emit(
-            "checkpoint", step=pending.step, path=str(pending.path), bytes=size,
+            "checkpoint", step=pending.step, path=str(pending.path), bytes=written,
             seconds=round(seconds, 3),
         )  # fmt: skip
-        self._telemetry.say(f"saved {pending.path.name} ({_size(size)}, {seconds:.1f} s)")
+        self._telemetry.say(f"saved {pending.path.name} ({size(written)}, {seconds:.1f} s)")
 
     def _fail(self, what: str, *, last: bool, full: bool) -> None:
         newest = self._run_dir.latest_checkpoint()
@@ -316,7 +317,7 @@ class Saver:
             return None
         if total + _SPARE_DISK <= free:
             return None
-        return f"it takes {_size(total)}, and {_size(free)} are free on the disk of {where}"
+        return f"it takes {size(total)}, and {size(free)} are free on the disk of {where}"
 
     def _goes_on(self, contents: Contents) -> bool:
         """Whether training goes on while this is written; decided at the first save."""
@@ -370,7 +371,3 @@ def _bytes_in(directory: Path) -> int:
 
 def _mebibytes(number: int) -> int:
     return -(-number // 2**20)
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"

@@ -11,6 +11,7 @@ from jobs.machine.cgroups import memory_rooms
 from jobs.models.find_model import count_parameters, find_model
 from jobs.spec.families import component_of
 from jobs.spec.rules.strategy import shards, world_size
+from jobs.units import size
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
@@ -46,8 +47,8 @@ def check_host_memory(spec: JobSpec, *, on_gpus: bool) -> None:
         return
     what = "weights" if spec.model_type == "lora" else "weights, gradients and optimizer state"
     raise SpecError(
-        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job keeps at least {_gib(needed)} of {what} "
-        f"in host memory, and this machine has {_gib(present)}",
+        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job keeps at least {size(needed)} of {what} "
+        f"in host memory, and this machine has {size(present)}",
         "leave out fsdp_cpu_offload, or take a machine with more memory"
         if on_gpus
         else "run it on GPUs, or on a machine with more memory",
@@ -68,7 +69,3 @@ def _least_bytes(spec: JobSpec) -> int:
 
 def _copies(spec: JobSpec) -> int:
     return (spec.dp_replicate_size or 1) if shards(spec) else world_size(spec)
-
-
-def _gib(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB"

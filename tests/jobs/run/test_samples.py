@@ -151,7 +151,7 @@ def test_the_timeline_tells_what_happened_and_keeps_the_steps(store: Store) -> N
     assert [moment.words for moment in log.moments] == [
         "trains from the beginning on 2 ranks",
         "caching latents took 3 min 12 s (500)",
-        "saved step-10 (3.00 GiB, 2.0 s)",
+        "saved step-10 (3.0 GiB, 2.0 s)",
         "sampled 1 prompt at step 10",
         "watch out",
         "rank 1: RuntimeError at step 3 during forward: no",

@@ -120,7 +120,7 @@ class Store:
                     "move it away; its checkpoints would be taken for the new job's",
                 )
             update(db, job_id, {"run_dir": str(run_dir.root)})
-            self._note(db, job_id, None, State.QUEUED, "submitted")
+            self._note(db, job_id, now, None, State.QUEUED, "submitted")
             try:
                 prepare(run_dir)
             except BaseException:
@@ -167,7 +167,7 @@ class Store:
         with self._write() as db:
             job = self._get_queued(db, job_id)
             update(db, job_id, {"name": name, "reason": ""} | terms.columns())
-            self._note(db, job_id, job.state, job.state, reason)
+            self._note(db, job_id, time.time(), job.state, job.state, reason)
             prepare()
             return self._get(db, job_id)
 
@@ -366,15 +366,16 @@ class Store:
         reason = harmless(reason)
         if not may_follow(job.state, after):
             raise StateError(f"job {job.id} is {job.state} and cannot become {after}")
+        now = time.time()
         update(db, job.id, {"state": after, "reason": reason})
         if after.ended:
-            update(db, job.id, {"ended": time.time()})
+            update(db, job.id, {"ended": now})
             db.execute("DELETE FROM claims WHERE job=?", (job.id,))
-        cls._note(db, job.id, job.state, after, reason)
+        cls._note(db, job.id, now, job.state, after, reason)
 
     @staticmethod
     def _note(
-        db: sqlite3.Connection, job_id: int, before: State | None, after: State, reason: str
+        db: sqlite3.Connection, job_id: int, t: float, before: State | None, after: State, why: str
     ) -> None:
-        row = {"job": job_id, "t": time.time(), "before": before, "after": after, "reason": reason}
+        row = {"job": job_id, "t": t, "before": before, "after": after, "reason": why}
         insert(db, "history", row)

@@ -17,6 +17,7 @@ from jobs.memory.host_memory import check_host_memory
 from jobs.queue.states import State
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
+from jobs.units import size
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.tui.detection import flux
 
@@ -107,7 +108,7 @@ def test_the_least_that_is_kept_in_host_memory(
     monkeypatch.setattr("jobs.memory.host_memory.host_bytes", lambda: int((gib + 0.2) * GIB))
     check_host_memory(spec, on_gpus=on_gpus)
     monkeypatch.setattr("jobs.memory.host_memory.host_bytes", lambda: int((gib - 0.2) * GIB))
-    with pytest.raises(UserError, match=f"at least {gib:.1f} GiB"):
+    with pytest.raises(UserError, match=f"at least {size(gib * GIB)} "):
         check_host_memory(spec, on_gpus=on_gpus)
 
 

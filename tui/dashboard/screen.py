@@ -17,7 +17,6 @@ from tui.keys.actions import bindings
 from tui.log.log_view import LogView
 from tui.log.sources import log_sources, log_title
 from tui.look.snapshot import Snapshot
-from tui.terminal.sparse_compositor import SparseCompositor
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
 from tui.widgets.job_actions import JobActions
 from tui.widgets.size_classes import set_size_classes
@@ -39,7 +38,6 @@ class DashboardScreen(JobActions):
 
     def __init__(self, store: Store, host: str, selected: int | None) -> None:
         super().__init__()
-        self._compositor = SparseCompositor()
         self.store = store
         self.snapshot = Snapshot(t=0)
         self.title_bar = TitleBar(host)

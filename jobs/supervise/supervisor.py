@@ -104,6 +104,8 @@ class Supervisor:
             return None
         if attempt is not None:
             self._say("adopted the job of a supervisor that is gone")
+            # Whatever was said of that one.
+            self.store.explain(self.job.id, "all ranks are up", State.RUNNING)
         return attempt
 
     def _launch(self, restarts: int) -> Attempt:

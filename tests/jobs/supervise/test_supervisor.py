@@ -588,6 +588,22 @@ def test_a_suspended_supervisor_is_told_of_and_the_job_is_stopped_without_it(lab
     assert not first.alive()
 
 
+def test_what_was_said_of_a_suspended_supervisor_goes_with_it(lab: Lab) -> None:
+    job = lab.running()
+    first = lab.supervisor(job)
+    assert first.signal(signal.SIGSTOP)
+    eventually(first.suspended)
+    service.refresh(lab.store)
+    assert "is suspended" in lab.get(job).reason
+    assert first.signal(signal.SIGKILL)
+    eventually(lambda: not first.alive())
+    service.refresh(lab.store)
+    eventually(lambda: lab.get(job).reason == "all ranks are up")
+    assert lab.supervisor(job) != first
+    service.stop(lab.store, job.id)
+    lab.wait(job, State.STOPPED)
+
+
 def test_a_stop_that_nobody_asked_for_is_told_as_what_it_was(lab: Lab) -> None:
     job = lab.running()
     launcher = lab.launcher(job)

@@ -555,7 +555,7 @@ async def test_the_history_has_states_and_events(store: Store, job: Job, copied:
     store.requeue(job.id, "resumed after step 30")
     store.claim(job.id, [], "starting on CPU ranks")
     async with opened(store, (80, 24), "8") as (_, pilot, screen):
-        await until(pilot, lambda: "saved step-30 (1.00 GiB, 1.5 s)" in shown(lines_of(screen)))
+        await until(pilot, lambda: "saved step-30 (1.0 GiB, 1.5 s)" in shown(lines_of(screen)))
         text = shown(lines_of(screen))
         for words in ("submitted", "attempt 1: starting", "✗ failed", "attempt 2: starting"):
             assert words in text

@@ -16,6 +16,8 @@ from diffusers import ChromaPipeline
 from diffusers.models.transformers.transformer_chroma import ChromaSingleTransformerBlock
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 
+from engine.families.shared import flux_kohya
+from engine.families.shared.lora_names import ComfyUI, Kohya
 from engine.families.shared.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
@@ -41,6 +43,12 @@ class Chroma(PackedFamily):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
     )
+    # Its blocks are those of FLUX.1, by name and by what is fused.
+    KOHYA = Kohya(
+        flux_kohya.rename,
+        {"ss_network_module": "networks.lora_flux", "ss_base_model_version": "chroma"},
+    )
+    COMFYUI = ComfyUI(flux_kohya.rename)
 
     def pipeline_class(self) -> Any:
         return MaskedChromaPipeline

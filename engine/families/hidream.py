@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.families.shared.base import Family
 from engine.families.shared.hidream_pipeline import AnySizePipeline, call_every_expert
+from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class HiDream(Family):
         r"(double_stream_blocks|single_stream_blocks)\.\d+\.block\."
         r"(attn1\.to_(q|k|v|out)(_t)?|ff_t\.w[123]|ff_i\.(shared_experts|experts\.\d+)\.w[123])"
     )
+    COMFYUI = ComfyUI(as_in_diffusers)
     GUIDED_FORWARDS = 1
 
     def pipeline_class(self) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from engine.families.shared import sdxl_kohya
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI
 
 _CELL: Final = 8  # pixels of a latent's side
 
@@ -20,6 +21,7 @@ class SDXL(Family):
         r".*transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
     KOHYA = sdxl_kohya
+    COMFYUI = ComfyUI(sdxl_kohya.rename)
     GUIDED_FORWARDS = 1
     NEGATIVES_APART = True
 

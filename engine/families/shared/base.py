@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 _TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor")
 
 
-class KohyaStyle(Protocol):
-    """How kohya's scripts and ComfyUI name a family's LoRAs; a module beside the family's own."""
+class LoraStyle(Protocol):
+    """How others than diffusers name a family's LoRAs (`engine.families.shared.lora_names`)."""
 
-    METADATA: dict[str, str]
+    @property
+    def METADATA(self) -> dict[str, str]:
+        """What stands in the header of such files."""
+        ...
 
     def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
         """The same adapter under those names.
@@ -65,8 +68,14 @@ class Family(ABC):
     LORA_TARGETS: str
     """Regular expression of the module names that get an adapter."""
 
-    KOHYA: KohyaStyle | None = None
-    """How kohya's scripts and ComfyUI name its LoRAs, where they do."""
+    KOHYA: LoraStyle | None = None
+    """How kohya's scripts name its LoRAs, where one of them trains it."""
+
+    COMFYUI: LoraStyle | None = None
+    """How ComfyUI names its LoRAs, where it has the model."""
+
+    COMFYUI_READS_KOHYA: bool = True
+    """Whether ComfyUI also takes files with kohya's names, so that one file is for both."""
 
     GUIDED_FORWARDS: int = 2
     """Forwards of the denoiser in a step of the stock pipeline with classifier-free guidance; 1
@@ -120,6 +129,13 @@ class Family(ABC):
     def lora_options(self) -> dict[str, Any]:
         """What the pipeline's `load_lora_weights` takes besides the file."""
         return {}
+
+    @property
+    def lora_formats(self) -> tuple[str, ...]:
+        """What a LoRA is exported as where the job does not say: files that suit every tool."""
+        kohya = ("kohya",) if self.KOHYA is not None else ()
+        apart = self.COMFYUI is not None and not (kohya and self.COMFYUI_READS_KOHYA)
+        return ("diffusers", *kohya, *(("comfyui",) if apart else ()))
 
     def load_lora(self, pipeline: Any, directory: Path) -> None:
         """Load an exported LoRA into a stock pipeline, as a person would."""

@@ -102,9 +102,9 @@ def lora_type(draft: Draft, key: str, value: Any) -> None:
 
 
 def lora_format(draft: Draft, key: str, value: Any) -> None:
-    """Names of tensors in exports; those of kohya are what ComfyUI reads."""
+    """Names of tensors in exports; SimpleTuner's own words for them."""
     if str(value).strip().lower() == "comfyui":
-        draft.take(key, "export_formats", ["kohya"], "ComfyUI reads them")
+        draft.take(key, "export_formats", ["comfyui"], "names of tensors in exports")
     else:
         draft.take(key, "export_formats", value, "names of tensors in exports")
 

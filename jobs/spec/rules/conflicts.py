@@ -64,10 +64,11 @@ def find_warnings(spec: JobSpec) -> list[str]:
     if not shards(spec) and (ignored := _of_fsdp(spec)):
         strategy, _ = chosen_strategy(spec)
         warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
-    if spec.model_type == "full" and "kohya" in (spec.export_formats or ()):
+    named = [name for name in spec.export_formats or () if name != "diffusers"]
+    if spec.model_type == "full" and named:
         warnings.append(
-            "export_formats: kohya names are for a LoRA; a whole model is exported as a diffusers "
-            "pipeline"
+            f"export_formats: {' and '.join(named)} names are for a LoRA; a whole model is "
+            "exported as a diffusers pipeline"
         )
     return warnings + validation_warnings(spec) + find_overruled(spec)
 

@@ -352,7 +352,7 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"lora_rank": 64}, {"lora_rank": 64}),
     ({"lora_rank": 0}, Kind.UNREADABLE),
     ({"lora_alpha": "None"}, Needless),
-    ({"lora_format": "comfyui"}, {"export_formats": ["kohya"]}),
+    ({"lora_format": "comfyui"}, {"export_formats": ["comfyui"]}),
     ({"flux_lora_target": "mmdit"},
      {"lora_target_modules": ["to_k", "to_q", "to_v", "to_out.0"]}),
     ({"flux_lora_target": "context"},

@@ -85,7 +85,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "resume_from_checkpoint": st.none() | st.sampled_from(["3", "3:100", "runs/3-a"]),
     "validation_resolution": _SIZE,
     "export_formats": st.none()
-    | st.lists(st.sampled_from(["diffusers", "kohya"]), min_size=1, unique=True),
+    | st.lists(st.sampled_from(["diffusers", "kohya", "comfyui"]), min_size=1, unique=True),
     "validation_seed": st.none() | st.integers(0, 2**63 - 1),
     "validation_num_frames": st.none() | st.integers(1, 4096),
     "validation_negative_prompt": st.none() | st.just("") | _TEXT,

@@ -156,7 +156,7 @@ def _attend_to_seen(transformer: torch.nn.Module) -> None:
     for module in transformer.modules():
         if isinstance(module, FluxAttention) and type(module.processor) is FluxAttnProcessor:
             processor = _SeenKeys()
-            vars(processor).update(vars(module.processor))  # the kernel that was chosen
+            processor.__dict__.update(vars(module.processor))  # the kernel that was chosen
             module.set_processor(processor)
 
 

@@ -26,6 +26,7 @@ _INDIFFERENT: Final = frozenset({
     "main_process_ip", "machine_rank", "fsdp_enable", "fsdp_version", "learning_rate",
     "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "lr_scheduler", "lr_warmup_steps",
     "max_train_steps", "seed", "timestep_sampling", "logit_mean", "logit_std", "flow_shift",
+    "mode_scale", "sigma_min", "sigma_max",
     "huber_c", "snr_gamma", "ema_decay", "train_guidance", "caption_dropout_probability",
     "on_nonfinite", "on_save_failure", "max_restarts", "auto_resume", "hang_timeout",
     "stop_grace_seconds", "distributed_timeout_seconds", "trigger_word", "keep_tags",

@@ -13,7 +13,6 @@ from jobs.imports.common.draft import (
     named,
     needless,
     same,
-    unless_off,
     without,
 )
 from jobs.imports.common.places import parse
@@ -146,8 +145,8 @@ _TRAINING: Final[dict[str, Rule]] = {
     "huber_schedule": without("huber_c is the same at all noise levels", "constant"),
     "snr_gamma": training_keys.snr,
     "flow_schedule_shift": rules.shift,
-    "flow_schedule_auto_shift": unless_off("timestep_sampling", "shift", "by resolution"),
-    "flow_use_uniform_schedule": unless_off("timestep_sampling", "uniform"),
+    "flow_schedule_auto_shift": rules.auto_shift,
+    "flow_use_uniform_schedule": rules.uniform,
     "flow_sigmoid_scale": named("logit_std"),
     "flux_guidance_mode": without("set train_guidance, the same for all samples", "constant"),
     "flux_guidance_value": rules.trained_guidance,

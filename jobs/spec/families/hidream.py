@@ -32,6 +32,7 @@ FAMILY = Family(
     },
     defaults={
         "max_sequence_length": 128,
+        "timestep_sampling": "shift",
         "validation_num_inference_steps": 50,
         "validation_guidance": 5.0,
     },

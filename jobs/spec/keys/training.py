@@ -13,6 +13,7 @@ from jobs.spec.values.value_types import (
     CheckpointPolicy,
     EmaDevice,
     Loss,
+    LossWeighting,
     LRScheduler,
     NonFinite,
     Optimizer,
@@ -98,14 +99,30 @@ class TrainingKeys(BaseModel):
     seed: int = field(42, "training", "Seed of everything that is drawn.", ge=0, le=2**31 - 1)
     timestep_sampling: Annotated[TimestepSampling, choice(TimestepSampling)] = field(
         "logit_normal", "training",
-        "How sigma is drawn: uniform, logit-normal, or logit-normal with the family's "
-        "resolution-dependent shift.",
+        "How sigma is drawn: uniform, logit_normal, either of them shifted (uniform_shift, shift), "
+        "or mode, which draws the middle more or less often. Families whose samplers shift have "
+        "shift as default.",
     )  # fmt: skip
     logit_mean: float = field(0.0, "training", "Mean of the logit-normal sigma.")
     logit_std: float = field(1.0, "training", "Standard deviation of the logit-normal.", gt=0)
+    mode_scale: float = field(
+        1.29, "training", "How much more often mode draws the middle; below 0 less often.",
+        ge=-1, le=1.75,
+    )  # fmt: skip
     flow_shift: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "training", "Shift of sigma; the family's own, by resolution, when left out.", gt=0
     )
+    sigma_min: float = field(
+        0.0, "training", "Lowest sigma that is trained; 0 is data.", ge=0, lt=1
+    )
+    sigma_max: float = field(
+        1.0, "training", "Highest sigma that is trained; 1 is noise.", gt=0, le=1
+    )
+    loss_weighting: Annotated[LossWeighting, choice(LossWeighting)] = field(
+        "none", "training",
+        "Weight of the loss by sigma: weighted is ai-toolkit's curve, which is highest near 0.9; "
+        "sigma_sqrt and cosmap are diffusers'.",
+    )  # fmt: skip
     loss_type: Annotated[Loss, BeforeValidator(read_loss)] = field(
         "mse", "training", "What is minimised: mse, huber or smooth_l1."
     )

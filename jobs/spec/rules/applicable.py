@@ -130,13 +130,18 @@ def _no_sigma(spec: JobSpec) -> str:
 
 
 def _not_normal(spec: JobSpec) -> str:
-    uniform = spec.timestep_sampling == "uniform"
-    return _no_sigma(spec) or ("needs timestep_sampling: logit_normal or shift" if uniform else "")
+    normal = spec.timestep_sampling in ("logit_normal", "shift")
+    return _no_sigma(spec) or ("" if normal else "needs timestep_sampling: logit_normal or shift")
+
+
+def _not_mode(spec: JobSpec) -> str:
+    mode = spec.timestep_sampling == "mode"
+    return _no_sigma(spec) or ("" if mode else "needs timestep_sampling: mode")
 
 
 def _not_shifted(spec: JobSpec) -> str:
-    shifted = spec.timestep_sampling == "shift"
-    return _no_sigma(spec) or ("" if shifted else "needs timestep_sampling: shift")
+    shifted = spec.timestep_sampling in ("shift", "uniform_shift")
+    return _no_sigma(spec) or ("" if shifted else "needs timestep_sampling: shift or uniform_shift")
 
 
 def _flow(spec: JobSpec) -> str:
@@ -234,7 +239,8 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("lr_warmup_steps",), _no_warmup),
     (("gradient_checkpointing_policy", "gradient_checkpointing_interval"), _nothing_recomputed),
     (("torch_compile_backend",), _not_compiled),
-    (("timestep_sampling",), _no_sigma),
+    (("timestep_sampling", "sigma_min", "sigma_max", "loss_weighting"), _no_sigma),
+    (("mode_scale",), _not_mode),
     (("logit_mean", "logit_std"), _not_normal),
     (("flow_shift",), _not_shifted),
     (("snr_gamma",), _flow),

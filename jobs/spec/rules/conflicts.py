@@ -327,8 +327,13 @@ def _objective(spec: JobSpec) -> Conflict | None:
             "snr_gamma",
             f"snr_gamma weights epsilon and v-prediction; {family.title} is a flow-matching model",
         )
-    if spec.flow_shift is not None and spec.timestep_sampling != "shift":
-        return Conflict("flow_shift", "flow_shift needs timestep_sampling: shift")
+    if spec.flow_shift is not None and spec.timestep_sampling not in ("shift", "uniform_shift"):
+        return Conflict("flow_shift", "flow_shift needs timestep_sampling: shift or uniform_shift")
+    if spec.sigma_min >= spec.sigma_max:
+        return Conflict(
+            "sigma_min",
+            f"sigma_min ({spec.sigma_min:g}) is not below sigma_max ({spec.sigma_max:g})",
+        )
     return None
 
 

@@ -32,6 +32,7 @@ _OTHER: dict[str, Any] = {
     "validation_prompts": ["a dog"], "export_formats": ["kohya"], "name": "other",
     "learning_rate": 0.5, "lora_dropout": 0.5, "caption_dropout_probability": 0.5,
     "adam_beta1": 0.5, "adam_beta2": 0.5, "ema_decay": 0.5, "flow_shift": 3.0, "snr_gamma": 5.0,
+    "sigma_min": 0.25, "sigma_max": 0.5, "mode_scale": 0.5,
     "validation_fraction": 0.25, "fsdp_version": 1, "validation_resolution": 512,
     "model_family": "sdxl", "model_flavour": "2.2-t2v-a14b-low",
     "fsdp_auto_wrap_policy": "NO_WRAP",
@@ -39,6 +40,7 @@ _OTHER: dict[str, Any] = {
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
+    "mode_scale": {"timestep_sampling": "mode"},
     "model_flavour": {"model_family": "wan"},
     "num_frames": {"model_family": "wan"},
     "fps": {"model_family": "wan"},

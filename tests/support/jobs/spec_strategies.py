@@ -61,6 +61,8 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "ema_device": st.just("accelerator"),
     "snr_gamma": st.none(),
     "flow_shift": st.none(),
+    "sigma_min": st.floats(0, 0.4),
+    "sigma_max": st.floats(0.6, 1),
     "logit_mean": st.floats(-3, 3),
     "optimizer": st.sampled_from(["adamw", "sgd", "lion", "adamw_8bit"]),
     "fsdp_cpu_offload": st.just(False),

@@ -176,7 +176,7 @@ def build_model(
         names = adapters.adapted_name(model)
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":
-        adapters.initialise(model, spec.seed)
+        adapters.initialise(model, spec.seed, spec.lora_init)
     weights.check_precision(model, spec)
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
     if world.shards:

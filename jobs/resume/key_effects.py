@@ -34,6 +34,9 @@ EFFECTS: Final[dict[str, Effect]] = {
     "weight_decay": "changes",
     "lr_scheduler": "ruled",
     "lr_warmup_steps": "ruled",
+    "lr_end": "ruled",
+    "lr_num_cycles": "ruled",
+    "lr_power": "ruled",
     "max_grad_norm": "changes",
     "on_nonfinite": "same",  # while all is finite
     # precision and speed
@@ -69,6 +72,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "lora_rank": "impossible",
     "lora_alpha": "ruled",
     "lora_dropout": "changes",
+    "lora_init": "same",  # it was drawn when the job began
     "lora_placement": "same",
     "lora_target_modules": "ruled",
     # devices

@@ -189,8 +189,8 @@ def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) ->
         return
     named = [
         _line(key, getattr(old, key), getattr(spec, key))
-        for key in ("lr_scheduler", "lr_warmup_steps")
-        if getattr(old, key) != getattr(spec, key)
+        for key, counts in _OF_SCHEDULES.items()
+        if getattr(old, key) != getattr(spec, key) and (counts(old) or counts(spec))
     ]
     if old.max_train_steps != spec.max_train_steps and _decays(spec) and _decays(old):
         bent = "stretches" if spec.max_train_steps > old.max_train_steps else "shortens"
@@ -199,10 +199,21 @@ def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) ->
     found.changes.extend(named)
 
 
+# Settings of the schedule, and whether they count in a job.
+_OF_SCHEDULES: Final[dict[str, Callable[[JobSpec], bool]]] = {
+    "lr_scheduler": lambda spec: True,
+    "lr_warmup_steps": lambda spec: True,
+    "lr_end": lambda spec: _decays(spec),
+    "lr_num_cycles": lambda spec: spec.lr_scheduler == "cosine_with_restarts",
+    "lr_power": lambda spec: spec.lr_scheduler == "polynomial",
+}
+
+
 def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
     """What decides the schedule from a step on."""
     if _decays(spec):
-        return spec.lr_scheduler, spec.lr_warmup_steps, spec.max_train_steps
+        bends = [getattr(spec, key) for key, counts in _OF_SCHEDULES.items() if counts(spec)]
+        return (*bends, spec.max_train_steps)
     return ("constant", spec.lr_warmup_steps if done < spec.lr_warmup_steps else 0)
 
 

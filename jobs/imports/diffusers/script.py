@@ -76,6 +76,9 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     odd = dict.fromkeys(set(several) - set(_TAKE_SEVERAL), _several)
     odd |= {key: _open for key, value in command.flags.items() if is_open(value)}
     draft.apply(_RULES | odd, _PREFIXES, _FIRST)
+    if draft.values["model_type"] == "lora":
+        draft.values["lora_init"] = "gaussian"
+        draft.assume("init_lora_weights", "as its scripts draw A", lora_init="gaussian")
     _warn(draft)
     return source, draft
 

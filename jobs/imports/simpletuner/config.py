@@ -92,7 +92,11 @@ _MODEL: Final[dict[str, Rule]] = {
     **all_of("lora_rank lora_alpha lora_dropout", same),
     "flux_lora_target": rules.target,
     "lora_format": rules.lora_format,
-    "lora_init_type": without("adapters begin as peft's do", "default", "true"),
+    "lora_init_type": chosen(
+        "lora_init",
+        {**dict.fromkeys(("default", "true"), ("kaiming", "")), "gaussian": ("gaussian", "")},
+        "adapters begin as peft's do; others: default, gaussian",
+    ),
     "peft_lora_mode": without(training_keys.NO_METHOD, "standard"),
     "init_lora": without(training_keys.NO_BEGINNING),
     "controlnet": without("ControlNets are not trained"),

@@ -56,6 +56,15 @@ class TrainingKeys(BaseModel):
         "constant", "training", "Learning-rate schedule; advances once per optimizer step."
     )
     lr_warmup_steps: int = field(0, "training", "Steps of linear warm-up.", ge=0)
+    lr_end: float = field(
+        0.0, "training", "Learning rate that schedules other than constant end at.", ge=0, le=10
+    )
+    lr_num_cycles: int = field(
+        1, "training", "Half waves of cosine_with_restarts, each from the peak.", ge=1, le=1000
+    )
+    lr_power: float = field(
+        1.0, "training", "Power of polynomial: 1 is linear, 2 falls faster first.", gt=0, le=100
+    )
     max_grad_norm: float = field(
         1.0, "training", "Clip the global gradient norm to this; 0 turns clipping off.", ge=0
     )

@@ -115,6 +115,20 @@ def _no_warmup(spec: JobSpec) -> str:
     return "" if spec.lr_scheduler != "constant" else "lr_scheduler: constant has no warm-up"
 
 
+def _no_end(spec: JobSpec) -> str:
+    constant = spec.lr_scheduler in ("constant", "constant_with_warmup")
+    return f"lr_scheduler: {spec.lr_scheduler} does not fall" if constant else ""
+
+
+def _no_restarts(spec: JobSpec) -> str:
+    restarts = spec.lr_scheduler == "cosine_with_restarts"
+    return "" if restarts else "needs lr_scheduler: cosine_with_restarts"
+
+
+def _no_power(spec: JobSpec) -> str:
+    return "" if spec.lr_scheduler == "polynomial" else "needs lr_scheduler: polynomial"
+
+
 def _nothing_recomputed(spec: JobSpec) -> str:
     return "" if checkpoints_activations(spec) else "needs gradient_checkpointing: yes"
 
@@ -233,10 +247,16 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("num_machines", "machine_rank", "main_process_ip"), _one_machine),
     (("main_process_port", "shard_text_encoders"), _alone),
     (("deepspeed_config",), _no_deepspeed),
-    (("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"), _no_adapter),
+    (
+        ("lora_rank", "lora_alpha", "lora_dropout", "lora_init", "lora_target_modules"),
+        _no_adapter,
+    ),
     (("lora_placement",), lambda spec: _no_adapter(spec) or _not_sharded(spec)),
     (("adam_beta1", "adam_beta2", "adam_epsilon"), _not_adam),
     (("lr_warmup_steps",), _no_warmup),
+    (("lr_end",), _no_end),
+    (("lr_num_cycles",), _no_restarts),
+    (("lr_power",), _no_power),
     (("gradient_checkpointing_policy", "gradient_checkpointing_interval"), _nothing_recomputed),
     (("torch_compile_backend",), _not_compiled),
     (("timestep_sampling", "sigma_min", "sigma_max", "loss_weighting"), _no_sigma),

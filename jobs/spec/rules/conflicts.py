@@ -338,6 +338,11 @@ def _objective(spec: JobSpec) -> Conflict | None:
 
 
 def _warmup(spec: JobSpec) -> Conflict | None:
+    if spec.lr_end >= spec.learning_rate:
+        return Conflict(
+            "lr_end",
+            f"lr_end ({spec.lr_end:g}) is not below learning_rate ({spec.learning_rate:g})",
+        )
     if spec.lr_warmup_steps and spec.lr_scheduler == "constant":
         return Conflict(
             "lr_warmup_steps",

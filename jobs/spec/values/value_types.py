@@ -28,7 +28,10 @@ ModelType = Literal["lora", "full"]
 Strategy = Literal["auto", "single", "ddp", "fsdp2", "hsdp"]
 Precision = Literal["no", "bf16", "fp16"]
 Optimizer = Literal["adamw", "sgd", "adafactor", "adamw_8bit", "prodigy", "lion"]
-LRScheduler = Literal["constant", "constant_with_warmup", "linear", "cosine"]
+LRScheduler = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial",
+]  # fmt: skip
+LoraInit = Literal["kaiming", "gaussian"]
 TimestepSampling = Literal["uniform", "logit_normal", "shift", "uniform_shift", "mode"]
 LossWeighting = Literal["none", "weighted", "sigma_sqrt", "cosmap"]
 Placement = Literal["replicated", "sharded"]

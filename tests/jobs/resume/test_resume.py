@@ -221,6 +221,10 @@ def test_another_schedule_is_told() -> None:
     assert conflicts(cosine, cosine | {"lr_warmup_steps": 6}, done=9).changes == [
         "lr_warmup_steps: 5 → 6"
     ], "the rest of a cosine begins where the warm-up ends"
+    assert conflicts(cosine, cosine | {"lr_end": 1e-6, "lr_power": 2.0}).changes == [
+        "lr_end: 0 → 1e-06"
+    ], "a cosine has no power"
+    assert conflicts(new={"lr_end": 1e-6}).changes == [], "a constant rate has no end"
 
 
 # -- the model, the adapter, the average -----------------------------------------------------

@@ -62,6 +62,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "snr_gamma": st.none(),
     "flow_shift": st.none(),
     "sigma_min": st.floats(0, 0.4),
+    "lr_end": st.just(0.0),
     "sigma_max": st.floats(0.6, 1),
     "logit_mean": st.floats(-3, 3),
     "optimizer": st.sampled_from(["adamw", "sgd", "lion", "adamw_8bit"]),

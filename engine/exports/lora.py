@@ -191,7 +191,7 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
     with weights.parameters_on_meta():
         model = model_class.from_config(model_class.load_config(root))
     if not empty:
-        adapters.add_lora(model, recipe.spec, recipe.family.LORA_TARGETS)
+        adapters.add_lora(model, recipe.spec, recipe.family.lora_targets(recipe.spec))
     return model
 
 

@@ -75,6 +75,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "lora_init": "same",  # it was drawn when the job began
     "lora_placement": "same",
     "lora_target_modules": "ruled",
+    "lora_experts": "ruled",
     # devices
     "device": "same",
     "share_gpus": "same",

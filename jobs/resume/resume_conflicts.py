@@ -159,6 +159,9 @@ def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> 
     was, now = old.lora_target_modules, spec.lora_target_modules
     if (was and sorted(set(was))) != (now and sorted(set(now))):
         found.impossible.append(_refusal("lora_target_modules", was, now))
+    family = FAMILIES.get(spec.model_family)
+    if not now and family is not None and family.experts and old.lora_experts != spec.lora_experts:
+        found.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))
 
 
 def _alpha(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:

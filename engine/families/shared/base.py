@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 # The parts of a pipeline that encode prompts, by the beginnings of their names.
@@ -120,6 +121,10 @@ class Family(ABC):
         }
 
     # -- LoRA ------------------------------------------------------------------------------
+
+    def lora_targets(self, spec: JobSpec) -> str:
+        """Regular expression of the module names that get a job's adapter, if it names none."""
+        return self.LORA_TARGETS
 
     @property
     def lora_prefix(self) -> str:

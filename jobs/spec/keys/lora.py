@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator
 
 from jobs.spec.values.spellings import as_none
-from jobs.spec.values.value_types import LoraInit, OptionalTextList, Placement, choice, field
+from jobs.spec.values.value_types import Bool, LoraInit, OptionalTextList, Placement, choice, field
 
 
 class LoraKeys(BaseModel):
@@ -28,6 +28,9 @@ class LoraKeys(BaseModel):
         "replicated: whole on every rank, gradients averaged in one bucket; sharded: split "
         "like the base weights.",
     )  # fmt: skip
+    lora_experts: Bool = field(
+        False, "lora", "Also adapt the experts that tokens are routed to, where a family has them."
+    )
     lora_target_modules: OptionalTextList = field(
         None, "lora", "Module name endings that get an adapter; the family's choice when left out."
     )

@@ -115,6 +115,13 @@ def _no_warmup(spec: JobSpec) -> str:
     return "" if spec.lr_scheduler != "constant" else "lr_scheduler: constant has no warm-up"
 
 
+def _no_experts(spec: JobSpec) -> str:
+    family = _family(spec)
+    if spec.lora_target_modules:
+        return "lora_target_modules names what is adapted"
+    return "" if family is None or family.experts else f"{family.title} has none"
+
+
 def _no_end(spec: JobSpec) -> str:
     constant = spec.lr_scheduler in ("constant", "constant_with_warmup")
     return f"lr_scheduler: {spec.lr_scheduler} does not fall" if constant else ""
@@ -251,6 +258,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
         ("lora_rank", "lora_alpha", "lora_dropout", "lora_init", "lora_target_modules"),
         _no_adapter,
     ),
+    (("lora_experts",), lambda spec: _no_adapter(spec) or _no_experts(spec)),
     (("lora_placement",), lambda spec: _no_adapter(spec) or _not_sharded(spec)),
     (("adam_beta1", "adam_beta2", "adam_epsilon"), _not_adam),
     (("lr_warmup_steps",), _no_warmup),

@@ -118,8 +118,6 @@ def hidream() -> Shapes:
     parts = ("to_q", "to_k", "to_v", "to_out")
     own = square(width, *(f"attn1.{part}" for part in parts))
     own |= forward("ff_i.shared_experts", 3584)
-    for number in range(4):
-        own |= forward(f"ff_i.experts.{number}", 6912)
     text = square(width, *(f"attn1.{part}_t" for part in parts)) | forward("ff_t", 6912)
     return prefixed("double_stream_blocks.0.block.", own | text) | prefixed(
         "single_stream_blocks.0.block.", own

@@ -171,6 +171,7 @@ def test_simpletuner_flux_lora() -> None:
     assert "(not shown)" in [e.value for e in imported.report.entries]
     assert {e.key for e in imported.report.assumed} == {
         "adam_weight_decay", "lora_dropout", "max_grad_norm",
+        "multidatabackend.json[0].disable_multiline_split",
     }  # fmt: skip
 
 

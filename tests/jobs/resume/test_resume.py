@@ -190,6 +190,21 @@ def test_batches_are_told_exactly_when_they_differ(
 _BATCH = ("num_processes", "train_batch_size", "gradient_accumulation_steps")
 
 
+def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
+    """What they wrote down is whole but for that key."""
+    new = JobSpec(**BASE | {"model_family": "hidream"})
+    assert not new.lora_experts
+    written = {key: value for key, value in new.to_dict().items() if key != "lora_experts"}
+    before = JobSpec(**written)
+    assert before.lora_experts
+    assert find_resume_conflicts(written, before, done=1).impossible == []
+    (refused,) = find_resume_conflicts(written, new, done=1).impossible
+    assert "lora_experts" in refused
+    flux = JobSpec(**BASE).to_dict()
+    del flux["lora_experts"]
+    assert find_resume_conflicts(flux, JobSpec(**BASE), done=1).impossible == []
+
+
 # -- the schedule --------------------------------------------------------------------------
 
 

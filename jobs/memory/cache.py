@@ -25,7 +25,7 @@ _INDIFFERENT: Final = frozenset({
     "name", "priority", "gpus", "share_gpus", "num_processes", "main_process_port",
     "main_process_ip", "machine_rank", "fsdp_enable", "fsdp_version", "learning_rate",
     "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "lr_scheduler", "lr_warmup_steps",
-    "lr_end", "lr_num_cycles", "lr_power", "lora_init",
+    "lr_end", "lr_num_cycles", "lr_power", "lora_init", "size_conditioning",
     "max_train_steps", "seed", "timestep_sampling", "logit_mean", "logit_std", "flow_shift",
     "mode_scale", "sigma_min", "sigma_max",
     "huber_c", "snr_gamma", "ema_decay", "train_guidance", "caption_dropout_probability",

@@ -63,6 +63,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "huber_c": "changes",
     "snr_gamma": "changes",
     "caption_dropout_probability": "changes",
+    "size_conditioning": "changes",
     "train_guidance": "changes",
     # moving average
     "use_ema": "ruled",

@@ -35,6 +35,9 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
     "logit_std": lambda spec: spec.timestep_sampling in ("logit_normal", "shift"),
     "mode_scale": lambda spec: spec.timestep_sampling == "mode",
     "flow_shift": lambda spec: spec.timestep_sampling in ("shift", "uniform_shift"),
+    "size_conditioning": lambda spec: (
+        (family := FAMILIES.get(spec.model_family)) is not None and family.told_sizes
+    ),
     "huber_c": lambda spec: spec.loss_type != "mse",
     "ema_decay": lambda spec: spec.use_ema,
     "lora_rank": lambda spec: spec.model_type == "lora",

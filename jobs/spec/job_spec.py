@@ -58,7 +58,7 @@ class JobSpec(
         if not isinstance(data, dict):
             return data
         if _is_earlier(data):
-            data = data | {"lora_experts": True}
+            data = data | {"lora_experts": True, "size_conditioning": "target"}
         known = {key: value for key, value in data.items() if value is not None}
         family = known.get("model_family", cls.model_fields["model_family"].default)
         if "model_flavour" not in data:
@@ -92,7 +92,7 @@ class JobSpec(
 
 
 def _is_earlier(data: dict[str, Any]) -> bool:
-    """Whether a whole job was written down before there was `lora_experts`, and had them adapted.
+    """Whether a whole job was written down before `lora_experts` and `size_conditioning` were keys.
 
     Files of people leave most keys out; what a run directory or a checkpoint has says all.
     """

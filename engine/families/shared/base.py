@@ -20,12 +20,13 @@ from jobs.run.rundir import read_json
 from jobs.spec.families import get_family
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
     from PIL import Image
 
+    from engine.data.index.views import Shown
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -217,6 +218,15 @@ class Family(ABC):
         it still has to do. Doing it twice changes nothing.
         """
         return condition
+
+    def sizes(self, spec: JobSpec, pictures: Sequence[Shown]) -> dict[str, torch.Tensor]:
+        """What the denoiser is told of sizes, for the condition of a batch; {} for most.
+
+        Args:
+            spec: The job.
+            pictures: What each sample shows of its picture.
+        """
+        return {}
 
     @abstractmethod
     def predict(

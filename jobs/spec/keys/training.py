@@ -18,6 +18,7 @@ from jobs.spec.values.value_types import (
     NonFinite,
     Optimizer,
     Precision,
+    SizeConditioning,
     TimestepSampling,
     choice,
     field,
@@ -141,6 +142,11 @@ class TrainingKeys(BaseModel):
     snr_gamma: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "training", "Min-SNR weighting of epsilon and v-prediction models, 5 is usual.", gt=0
     )
+    size_conditioning: Annotated[SizeConditioning, choice(SizeConditioning)] = field(
+        "original", "training",
+        "What SDXL is told of sizes: original is each picture's own size and where it was cut, as "
+        "SDXL was trained; target is the size it was fitted to, cut nowhere.",
+    )  # fmt: skip
     caption_dropout_probability: float = field(
         0.0, "training", "Share of samples trained with an empty caption.", ge=0, le=1
     )

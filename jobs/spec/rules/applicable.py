@@ -115,6 +115,12 @@ def _no_warmup(spec: JobSpec) -> str:
     return "" if spec.lr_scheduler != "constant" else "lr_scheduler: constant has no warm-up"
 
 
+def _not_told(spec: JobSpec) -> str:
+    family = _family(spec)
+    told = family is None or family.told_sizes
+    return "" if told or family is None else f"{family.title} is not told sizes"
+
+
 def _no_experts(spec: JobSpec) -> str:
     family = _family(spec)
     if spec.lora_target_modules:
@@ -272,6 +278,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("logit_mean", "logit_std"), _not_normal),
     (("flow_shift",), _not_shifted),
     (("snr_gamma",), _flow),
+    (("size_conditioning",), _not_told),
     (("huber_c",), _square),
     (("ema_decay",), _no_average),
     (("ema_device",), _sharded_average),

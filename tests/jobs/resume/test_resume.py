@@ -40,6 +40,7 @@ _OTHER: dict[str, Any] = {
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
+    "size_conditioning": {"model_family": "sdxl"},
     "mode_scale": {"timestep_sampling": "mode"},
     "model_flavour": {"model_family": "wan"},
     "num_frames": {"model_family": "wan"},
@@ -194,9 +195,11 @@ def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
     """What they wrote down is whole but for that key."""
     new = JobSpec(**BASE | {"model_family": "hidream"})
     assert not new.lora_experts
-    written = {key: value for key, value in new.to_dict().items() if key != "lora_experts"}
+    later = ("lora_experts", "size_conditioning")
+    written = {key: value for key, value in new.to_dict().items() if key not in later}
     before = JobSpec(**written)
     assert before.lora_experts
+    assert before.size_conditioning == "target"
     assert find_resume_conflicts(written, before, done=1).impossible == []
     (refused,) = find_resume_conflicts(written, new, done=1).impossible
     assert "lora_experts" in refused

@@ -60,6 +60,7 @@ _PARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "memory and speed": ("gradient_", "torch_compile", "attention_", "allow_", "deterministic"),
         "noise and loss": (
             "timestep_", "logit_", "mode_", "flow_", "sigma_", "loss_", "huber_", "snr_", "train_g",
+            "size_",
         ),
         "moving average": ("use_ema", "ema_"),
     },

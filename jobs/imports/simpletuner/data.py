@@ -67,6 +67,8 @@ def _backend(draft: Draft, place: str, entry: Any) -> data.Part | None:
         return None
     general = {key: draft.theirs[key] for key in _INHERITED if key in draft.theirs}
     part = data.Part(draft, f"{place}.", general | theirs)
+    if str(part.get("caption_strategy") or "textfile").strip().lower() == "textfile":
+        part.defaults = {"disable_multiline_split": False}
     part.apply(_DATASET, _DATASET_PREFIXES, ("instance_data_dir",))
     return part
 
@@ -210,7 +212,7 @@ def _kept(part: Draft, key: str, value: Any) -> None:
 
 def _lines(part: Draft, key: str, value: Any) -> None:
     if is_off(value):
-        part.unneeded(key, "one caption per line is the default")
+        part.take(key, "caption_lines", "variants", "each line of a file is a caption")
     else:
         part.take(key, "caption_lines", "joined", "all lines form one caption")
 

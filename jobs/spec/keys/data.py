@@ -49,9 +49,9 @@ class DataKeys(BaseModel):
 
     # -- captions --------------------------------------------------------------------------
     caption_lines: Annotated[CaptionLines, choice(CaptionLines)] = field(
-        "variants", "data",
-        "variants: each line of a caption file is a separate caption, used in turn; joined: all "
-        "lines form one caption.",
+        "joined", "data",
+        "joined: all lines of a caption file are one caption; variants: each line is a caption of "
+        "its own, and every use of the picture takes the next.",
     )  # fmt: skip
     missing_captions: Annotated[MissingCaptions, choice(MissingCaptions)] = field(
         "skip", "data", "Images without a caption: skip them, or train with an empty caption."

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator
 
 from jobs.spec.values.spellings import as_none
-from jobs.spec.values.value_types import OptionalTextList, Placement, choice, field
+from jobs.spec.values.value_types import Bool, LoraInit, OptionalTextList, Placement, choice, field
 
 
 class LoraKeys(BaseModel):
@@ -17,12 +17,20 @@ class LoraKeys(BaseModel):
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "lora", "Alpha, the numerator of the scale (default: the rank).", gt=0
     )
-    lora_dropout: float = field(0.0, "lora", "Dropout before the adapter.", ge=0, lt=1)
+    lora_dropout: float = field(0.0, "lora", "Dropout in front of the adapter.", ge=0, lt=1)
+    lora_init: Annotated[LoraInit, choice(LoraInit)] = field(
+        "kaiming", "lora",
+        "How A is drawn, as peft calls it: kaiming, uniform and its own default; or gaussian with "
+        "deviation 1 / rank, as diffusers' scripts have it. B is zero.",
+    )  # fmt: skip
     lora_placement: Annotated[Placement, choice(Placement)] = field(
         "replicated", "lora",
         "replicated: a full copy on every rank, gradients averaged in one bucket; sharded: split "
         "like the base weights.",
     )  # fmt: skip
+    lora_experts: Bool = field(
+        False, "lora", "Also adapt the experts that tokens are routed to, where a family has them."
+    )
     lora_target_modules: OptionalTextList = field(
         None, "lora", "Suffixes of module names that get an adapter (default: the family's)."
     )

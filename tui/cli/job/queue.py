@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from jobs import service
-from jobs.queue.dispatch import dispatch
 from jobs.queue.store import Store
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import ID
@@ -18,20 +17,16 @@ from tui.cli.common.job_arguments import ID
 @ID
 def hold(job_id: int) -> None:
     """Keep a queued job waiting until it is released."""
-    store = Store()
-    store.hold(job_id, True)
-    dispatch(store)
+    service.hold(Store(), job_id)
     echo(f"job {job_id} is held; `fsdp-tui release {job_id}` lets it start")
 
 
 @click.command()
 @ID
 def release(job_id: int) -> None:
-    """Let a held job start again."""
-    store = Store()
-    store.hold(job_id, False)
-    dispatch(store)
-    echo(f"job {job_id} is {store.get(job_id).state}")
+    """Let a held job start when its turn comes."""
+    job = service.hold(Store(), job_id, False)
+    echo(f"job {job_id} is {job.state}")
 
 
 @click.command()
@@ -42,24 +37,18 @@ def release(job_id: int) -> None:
 def move(job_id: int, place: str | None, priority: int | None) -> None:
     """Move a queued job: --first, --last, or --priority N."""
     if place is None and priority is None:
-        raise click.UsageError("choose one of --first, --last or --priority N")
-    store = Store()
-    if priority is not None:
-        store.set_priority(job_id, priority)
-    if place is not None:
-        store.move(job_id, first=place == "first")
-    dispatch(store)
-    echo(f"job {job_id} moved")
+        raise click.UsageError("say where to: --first, --last or --priority N")
+    first = None if place is None else place == "first"
+    service.move(Store(), job_id, first=first, priority=priority)
+    echo(f"job {job_id} is moved")
 
 
 @click.command()
 @click.option("--off", is_flag=True, help="Start queued jobs again.")
 def pause(off: bool) -> None:
-    """Start no queued job until `pause --off`; running jobs continue."""
-    store = Store()
-    store.pause(not off)
-    dispatch(store)
-    echo("the queue is running" if off else "the queue is paused; `pause --off` resumes it")
+    """Start no queued job until `pause --off`; running jobs are not touched."""
+    service.pause(Store(), not off)
+    echo("the queue goes on" if off else "the queue is paused; `pause --off` goes on")
 
 
 @click.command(name="save-now")

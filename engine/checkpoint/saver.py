@@ -184,7 +184,7 @@ class Saver:
         """
         _, lack = self._look_at_disk(expected_bytes(training, self._spec))
         if lack is not None:
-            self._fail(f"there is no room for a checkpoint: {lack}", last=False, full=True)
+            self._fail(f"no room for a checkpoint: {lack}", last=False, full=True)
 
     # -- how -------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class Saver:
         if last or self._spec.on_save_failure == "stop":
             kind = DiskFullError if full else UserError
             raise kind(f"{what}; {rest}", None if last else _HINT)
-        self._telemetry.warn(f"{what}; {rest}; training goes on")
+        self._telemetry.warn(f"{what}; {rest}; training continues")
 
     # -- room ------------------------------------------------------------------------------
 

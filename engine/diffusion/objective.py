@@ -74,9 +74,9 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
         low, high = max(low, spec.sigma_min), min(high, spec.sigma_max)
         if low >= high:
             raise UserError(
-                f"sigma_min {spec.sigma_min:g} and sigma_max {spec.sigma_max:g} leave out all that "
-                f"this model is for, which is {family.sigma_range()}",
-                "leave them out",
+                f"sigma_min {spec.sigma_min:g} and sigma_max {spec.sigma_max:g} exclude this "
+                f"model's whole range, {family.sigma_range()}",
+                "remove them",
             )
         return Flow(spec, family.shift_of, (low, high))
     from diffusers import DDPMScheduler

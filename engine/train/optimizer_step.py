@@ -392,7 +392,7 @@ class Stepper:
             raise NotFiniteError(what, "lower learning_rate, or resume from an earlier checkpoint")
         if self._skipped >= _MOST_SKIPPED:
             raise NotFiniteError(
-                f"{what}, as in {self._skipped} steps in a row", "lower learning_rate, or use bf16"
+                f"{what}, for {self._skipped} steps in a row", "lower learning_rate, or use bf16"
             )
         return False
 

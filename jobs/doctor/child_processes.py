@@ -33,7 +33,7 @@ class Said:
 
 
 def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Said:
-    """Run `python -m module` for at most so many seconds."""
+    """Run `python -m module` for at most `seconds`."""
     # As ranks number GPUs.
     variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", RUN_ID_VARIABLE: run_id}
     # Files, not pipes: a helper that cannot be killed would hold a pipe open.

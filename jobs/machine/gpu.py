@@ -170,7 +170,7 @@ def foreign_users(
             more = f" and {len(strangers) - 2} more" if len(strangers) > 2 else ""
             lines[gpu.uuid] = "; ".join(map(_line, strangers[:2])) + more
         elif not gpu.processes and (gpu.memory_used or 0) >= _HIDDEN_USE:
-            lines[gpu.uuid] = f"processes that cannot be seen from here ({_held(gpu.memory_used)})"
+            lines[gpu.uuid] = f"hidden processes ({_held(gpu.memory_used)})"
     return lines
 
 

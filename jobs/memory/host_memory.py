@@ -49,7 +49,7 @@ def check_host_memory(spec: JobSpec, *, on_gpus: bool) -> None:
     raise SpecError(
         f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job keeps at least {size(needed)} of {what} "
         f"in host memory, and this machine has {size(present)}",
-        "leave out fsdp_cpu_offload, or take a machine with more memory"
+        "remove fsdp_cpu_offload, or use a machine with more memory"
         if on_gpus
         else "run it on GPUs, or on a machine with more memory",
     )

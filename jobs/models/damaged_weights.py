@@ -40,13 +40,13 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise DamagedError("it is no regular file")
+            raise DamagedError("it is not a regular file")
         with open(path, "rb") as file:
             start = file.read(8)
             room = status.st_size - 8
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= min(room, LONGEST_HEADER):
-                raise DamagedError("it is cut off, or no safetensors file")
+                raise DamagedError("it is truncated, or not a safetensors file")
             header = json.loads(file.read(length))
     except OSError as error:
         raise DamagedError(f"it cannot be read: {error.strerror or error}") from None

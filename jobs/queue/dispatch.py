@@ -119,7 +119,7 @@ def _do_without(store: Store, job: Job, supervisor: ProcessId) -> None:
 
 
 def _suspended(supervisor: ProcessId) -> str:
-    what = "is suspended and does not answer; its ranks go on"
+    what = "is suspended and does not answer; its ranks keep running"
     return f"its supervisor (process {supervisor.pid}) {what}"
 
 

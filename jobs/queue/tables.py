@@ -98,7 +98,7 @@ def trouble(error: Exception, path: Path | None = None) -> str:
     if _code(error) == sqlite3.SQLITE_FULL:
         return f"{database} cannot be written: the disk is full"
     if _code(error) in _DAMAGED:
-        return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
+        return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` rebuilds it"
     return f"cannot use {database} ({said})"
 
 

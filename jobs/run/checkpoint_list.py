@@ -117,7 +117,7 @@ def verify(listed: Listed, progress: Callable[[int], None] = lambda count: None)
     """
     damage, readable = _damage(listed.path, contents=True, progress=progress)
     if damage is not None and not listed.path.exists():
-        raise NotFoundError(f"{listed.name} was deleted meanwhile")
+        raise NotFoundError(f"{listed.name} has been deleted")
     return replace(listed, damage=damage, readable=readable, verified=True)
 
 

@@ -291,8 +291,8 @@ def _killed_rank(stage: Stage) -> Iterator[Finding]:
     stage.expect(job, State.FAILED)
     failure = read_failure(job.run_dir)
     if failure is None or (failure.cause, failure.rank) != (Cause.KILLED, rank):
-        raise SceneFailed(f"the reason it gives is not the real one: {job.reason}", job)
-    yield ok("killed rank", f"“{job.reason}”; no process is left")
+        raise SceneFailed(f"it reports the wrong reason: {job.reason}", job)
+    yield ok("killed rank", f"“{job.reason}”; no processes left")
 
 
 def _out_of_memory(stage: Stage) -> Iterator[Finding]:

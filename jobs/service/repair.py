@@ -171,7 +171,7 @@ def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, s
         return State.STOPPED, f"stopped; {where}"
     if run_dir.rank_errors():
         return State.FAILED, why_failed(run_dir, None)
-    return State.LOST, f"its end was lost with the database; {where}"
+    return State.LOST, f"how it ended was lost with the database; {where}"
 
 
 def _terms(run_dir: RunDir) -> Row:

@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from jobs.run.failure import Failure
 
 _LOAD: Final = (
-    "see with `fsdp-tui gpus` whether others use the GPU; else spread the weights with "
-    "strategy: fsdp2 over more GPUs, or set fsdp_cpu_offload"
+    "check `fsdp-tui gpus` for other users of the GPU; else shard the weights over more GPUs "
+    "with strategy: fsdp2, or set fsdp_cpu_offload"
 )
 # By the phase in which a rank ran out of GPU memory.
 _GPU_MEMORY: Final = {
     "encode": (
         "encode captions on more GPUs with shard_text_encoders: true, or lower "
-        "max_sequence_length; what is cached by now stays"
+        "max_sequence_length; cached files are kept"
     ),
-    "latents": ("lower resolution or, of videos, num_frames; what is cached by now stays"),
+    "latents": ("lower resolution or, for videos, num_frames; cached files are kept"),
     **dict.fromkeys(("start", "import", "load", "resume"), _LOAD),
     "step": (
-        "set optimizer: adamw_8bit or, with use_ema, ema_device: cpu; or spread the weights "
-        "with strategy: fsdp2 over more GPUs; or set fsdp_cpu_offload"
+        "set optimizer: adamw_8bit or, with use_ema, ema_device: cpu; or shard the weights over "
+        "more GPUs with strategy: fsdp2; or set fsdp_cpu_offload"
     ),
     "sample": (
         "sample smaller images or fewer frames (validation_resolution, validation_prompts); "
@@ -33,37 +33,34 @@ _GPU_MEMORY: Final = {
 }
 _ADVICE: Final = {
     Cause.GPU_MEMORY: (
-        "turn on gradient_checkpointing; or lower train_batch_size or resolution; or spread "
-        "the weights with strategy: fsdp2 over more GPUs; or set fsdp_cpu_offload"
+        "turn on gradient_checkpointing; or lower train_batch_size or resolution; or shard the "
+        "weights over more GPUs with strategy: fsdp2; or set fsdp_cpu_offload"
     ),
     Cause.HOST_MEMORY: (
-        "the machine's memory is too small for what runs on it: end other programs, run fewer "
-        "ranks, or leave fsdp_cpu_offload off"
+        "the machine has too little memory: stop other programs, run fewer ranks, or turn "
+        "fsdp_cpu_offload off"
     ),
     Cause.DISK_FULL: (
-        "make room on the disk: `fsdp-tui prune`, `fsdp-tui cache`, or delete checkpoints; "
-        "then start it again"
+        "free disk space with `fsdp-tui prune`, `fsdp-tui cache clear`, or by deleting "
+        "checkpoints; then resume"
     ),
     Cause.NOT_FINITE: (
-        "lower learning_rate, raise lr_warmup_steps, or train in bf16; on_nonfinite: skip "
-        "passes over single bad steps"
+        "lower learning_rate, raise lr_warmup_steps, or train in bf16; on_nonfinite: skip skips "
+        "single bad steps"
     ),
     Cause.HANG: (
-        "read the stacks at the end of each rank's log; `fsdp-tui doctor` checks that the "
-        "GPUs can talk to each other"
+        "check the stacks at the end of each rank's log; `fsdp-tui doctor` tests communication "
+        "between GPUs"
     ),
     Cause.COMMUNICATION: (
-        "`fsdp-tui doctor` checks that the ranks can talk to each other; the log of the rank "
-        "that ended first says more"
+        "run `fsdp-tui doctor` to test communication between ranks; see the log of the rank that "
+        "ended first"
     ),
-    Cause.KILLED: (
-        "someone or something killed the rank from outside; nothing is wrong with the job as "
-        "far as can be told"
-    ),
+    Cause.KILLED: ("the rank was killed from outside; the job itself looks fine: resume it"),
     Cause.MISSING_PACKAGE: (
-        "a package is missing in the environment that the ranks run in: `fsdp-tui doctor`"
+        "a package is missing in the ranks' environment; run `fsdp-tui doctor`"
     ),
-    Cause.OTHER: "the log of the rank that failed has the traceback",
+    Cause.OTHER: "see the traceback in the failed rank's log",
 }
 
 

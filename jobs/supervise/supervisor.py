@@ -103,7 +103,7 @@ class Supervisor:
             self._say(f"cannot read launch.json: {error}; launches again")
             return None
         if attempt is not None:
-            self._say("adopted the job of a supervisor that is gone")
+            self._say("took over from a supervisor that exited")
             # Whatever was said of that one.
             self.store.explain(self.job.id, "all ranks are up", State.RUNNING)
         return attempt

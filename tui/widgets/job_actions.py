@@ -78,7 +78,7 @@ class JobActions(Screen[None]):
                 then()
 
         question, detail = resume_question(plan)
-        screen = ConfirmScreen(question, detail, "go on", refuse="do not", harmful=False)
+        screen = ConfirmScreen(question, detail, "resume", refuse="cancel", harmful=False)
         self.app.push_screen(screen, answered)
 
     def action_stop_job(self) -> None:

@@ -128,7 +128,7 @@ def unnamed(module: str) -> UserError:
     """A module that only diffusers has."""
     return UserError(
         f"export_formats: there is no name for {module} outside of diffusers",
-        "leave it out of lora_target_modules, or export for diffusers only",
+        "remove it from lora_target_modules, or export for diffusers only",
     )
 
 

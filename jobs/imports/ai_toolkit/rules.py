@@ -161,7 +161,7 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only for flow-matching models")
     elif word in ours:
-        draft.take(key, "timestep_sampling", ours[word], "the word for it here")
+        draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
     elif word == "weighted":
         draft.take(key, "timestep_sampling", "uniform", "with loss_weighting: weighted")
         draft.values["loss_weighting"] = "weighted"

@@ -184,14 +184,14 @@ _UNIFORM: Final = ("uniform", "uniform_shift")
 def _weighting(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     if models.family_of(draft).objective != "flow":
-        draft.unneeded(key, "only of flow-matching models")
+        draft.unneeded(key, "only for flow-matching models")
     elif word == "mode":
         draft.take(key, "timestep_sampling", "mode")
     elif word in ("none", "logit_normal", "sigma_sqrt", "cosmap"):
         # Its scripts draw among the scheduler's steps, which for SD3 are shifted.
         shifted = models.family_of(draft).name == "sd3"
         plain, moved = ("logit_normal", "shift") if word == "logit_normal" else _UNIFORM
-        how = "with the shift of the model's scheduler" if shifted else "as drawn there"
+        how = "with the model scheduler's shift" if shifted else "as drawn there"
         draft.take(key, "timestep_sampling", moved if shifted else plain, how)
         if word in ("sigma_sqrt", "cosmap"):
             draft.values["loss_weighting"] = word

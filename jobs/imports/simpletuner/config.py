@@ -95,7 +95,7 @@ _MODEL: Final[dict[str, Rule]] = {
     "lora_init_type": chosen(
         "lora_init",
         {**dict.fromkeys(("default", "true"), ("kaiming", "")), "gaussian": ("gaussian", "")},
-        "adapters begin as peft's do; others: default, gaussian",
+        "adapters are initialized as in peft; others: default, gaussian",
     ),
     "peft_lora_mode": without(training_keys.NO_METHOD, "standard"),
     "init_lora": without(training_keys.NO_BEGINNING),

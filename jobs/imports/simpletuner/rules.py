@@ -102,7 +102,7 @@ def lora_type(draft: Draft, key: str, value: Any) -> None:
 def lora_format(draft: Draft, key: str, value: Any) -> None:
     """Names of tensors in exports; SimpleTuner's own words for them."""
     if str(value).strip().lower() == "comfyui":
-        draft.take(key, "export_formats", ["comfyui"], "names of tensors in exports")
+        draft.take(key, "export_formats", ["comfyui"], "key names of exports")
     else:
         draft.take(key, "export_formats", value, "key names of exports")
 
@@ -173,7 +173,7 @@ def shift(draft: Draft, key: str, value: Any) -> None:
 def auto_shift(draft: Draft, key: str, value: Any) -> None:
     """The shift by resolution, which is the family's own here."""
     if is_off(value):
-        draft.unneeded(key, "off, as it is here")
+        draft.unneeded(key, "off is the default")
     elif draft.on("flow_use_uniform_schedule"):
         draft.unneeded(key, "timestep_sampling: uniform_shift is by resolution")
     else:
@@ -183,7 +183,7 @@ def auto_shift(draft: Draft, key: str, value: Any) -> None:
 def uniform(draft: Draft, key: str, value: Any) -> None:
     """Every sigma as often, before the shift."""
     if is_off(value):
-        draft.unneeded(key, "off, as it is here")
+        draft.unneeded(key, "off is the default")
         return
     shift = draft.number("flow_schedule_shift")
     shifted = draft.on("flow_schedule_auto_shift") or shift not in (None, 0, 1)

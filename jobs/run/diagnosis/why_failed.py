@@ -86,7 +86,7 @@ def _launchers_end(run_dir: RunDir, exit_code: int | None) -> Failure:
     if number := launcher_signal(run_dir):
         return Failure(f"somebody sent {number} to the launcher, which ended the ranks")
     if exit_code == 0:
-        return Failure("the ranks ended without saying why; see logs/launcher.log")
+        return Failure("the ranks exited without a reason; see logs/launcher.log")
     lines = read_tail(run_dir.launcher_log).splitlines()
     if lines and lines[-1].strip() == "KeyboardInterrupt":
         return Failure("somebody sent SIGINT to the launcher while it started")

@@ -105,7 +105,7 @@ def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("", f"{len(unknown) - _MOST_TOLD} more unknown keys")
     for key, value in values.items():
         if key in known and _is_no_text(key, value):
-            yield Problem(key, f"{key} holds a character that no text or path has")
+            yield Problem(key, f"{key} has an invalid character")
 
 
 def _conflicts(spec: JobSpec, ignoring: Collection[str]) -> Sequence[Problem]:

@@ -71,7 +71,7 @@ class Translation:
             if key != old and mine is not None and not agree(key, mine, value):
                 text = (
                     f"{old}: {_shown(written)} means {said}, which contradicts {key}: "
-                    f"{_shown(mine)}; keep the latter alone"
+                    f"{_shown(mine)}; keep only the latter"
                 )
                 self.problems.append(Problem(old, text))
                 return

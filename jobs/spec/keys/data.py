@@ -50,8 +50,8 @@ class DataKeys(BaseModel):
     # -- captions --------------------------------------------------------------------------
     caption_lines: Annotated[CaptionLines, choice(CaptionLines)] = field(
         "joined", "data",
-        "joined: all lines of a caption file are one caption; variants: each line is a caption of "
-        "its own, and every use of the picture takes the next.",
+        "joined: all lines of a caption file form one caption; variants: each line is a separate "
+        "caption, used in turn.",
     )  # fmt: skip
     missing_captions: Annotated[MissingCaptions, choice(MissingCaptions)] = field(
         "skip", "data", "Images without a caption: skip them, or train with an empty caption."

@@ -36,8 +36,8 @@ class ExportKeys(BaseModel):
 
     export_formats: Annotated[list[ExportFormat] | None, BeforeValidator(read_formats)] = field(
         None, "export",
-        "Names that a LoRA is exported under: diffusers, kohya (for its scripts, mostly ComfyUI "
-        "too), comfyui, or several; files for all of them when left out.",
+        "Key names of an exported LoRA: diffusers, kohya (for its scripts, mostly ComfyUI too), "
+        "comfyui, or several (default: all that the family has).",
     )  # fmt: skip
     export_dtype: Annotated[ExportDtype, BeforeValidator(read_dtype)] = field(
         "auto", "export",

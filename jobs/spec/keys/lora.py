@@ -17,7 +17,7 @@ class LoraKeys(BaseModel):
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "lora", "Alpha, the numerator of the scale (default: the rank).", gt=0
     )
-    lora_dropout: float = field(0.0, "lora", "Dropout in front of the adapter.", ge=0, lt=1)
+    lora_dropout: float = field(0.0, "lora", "Dropout before the adapter.", ge=0, lt=1)
     lora_init: Annotated[LoraInit, choice(LoraInit)] = field(
         "kaiming", "lora",
         "How A is drawn, as peft calls it: kaiming, uniform and its own default; or gaussian with "

@@ -145,8 +145,8 @@ class TrainingKeys(BaseModel):
     )
     size_conditioning: Annotated[SizeConditioning, choice(SizeConditioning)] = field(
         "original", "training",
-        "What SDXL is told of sizes: original is each picture's own size and where it was cut, as "
-        "SDXL was trained; target is the size it was fitted to, cut nowhere.",
+        "Size conditioning of SDXL. original: each image's own size and crop, as SDXL was "
+        "trained; target: the bucket's size, no crop.",
     )  # fmt: skip
     caption_dropout_probability: float = field(
         0.0, "training", "Fraction of samples trained with an empty caption.", ge=0, le=1

@@ -16,7 +16,7 @@ SHARDING: Final = ("fsdp2", "hsdp")
 # Tell the ranks what the launcher came to, and why.
 STRATEGY_VARIABLE: Final = "FSDP_TUI_STRATEGY"
 REASON_VARIABLE: Final = "FSDP_TUI_STRATEGY_REASON"
-AS_ASKED: Final = "as asked"
+AS_ASKED: Final = "set in job"
 
 # Names the person's wrap policies that may be imported before a job runs; see `may_import`.
 POLICIES_VARIABLE: Final = "FSDP_TUI_WRAP_POLICIES"

@@ -56,7 +56,7 @@ def export(
     """Export a checkpoint for other tools and print its path.
 
     The job may be running. A LoRA comes under the names of diffusers and of other tools, a
-    whole model as a pipeline for from_pretrained. Everything is read back before it counts.
+    whole model as a pipeline for from_pretrained. Every file is read back and compared.
     """
     with ProgressLine("exporting") as line:
         made = export_checkpoint(

@@ -24,7 +24,7 @@ def hold(job_id: int) -> None:
 @click.command()
 @ID
 def release(job_id: int) -> None:
-    """Let a held job start when its turn comes."""
+    """Let a held job start again."""
     job = service.hold(Store(), job_id, False)
     echo(f"job {job_id} is {job.state}")
 
@@ -37,18 +37,18 @@ def release(job_id: int) -> None:
 def move(job_id: int, place: str | None, priority: int | None) -> None:
     """Move a queued job: --first, --last, or --priority N."""
     if place is None and priority is None:
-        raise click.UsageError("say where to: --first, --last or --priority N")
+        raise click.UsageError("choose one of --first, --last or --priority N")
     first = None if place is None else place == "first"
     service.move(Store(), job_id, first=first, priority=priority)
-    echo(f"job {job_id} is moved")
+    echo(f"job {job_id} moved")
 
 
 @click.command()
 @click.option("--off", is_flag=True, help="Start queued jobs again.")
 def pause(off: bool) -> None:
-    """Start no queued job until `pause --off`; running jobs are not touched."""
+    """Start no queued job until `pause --off`; running jobs continue."""
     service.pause(Store(), not off)
-    echo("the queue goes on" if off else "the queue is paused; `pause --off` goes on")
+    echo("the queue is running" if off else "the queue is paused; `pause --off` resumes it")
 
 
 @click.command(name="save-now")

@@ -46,7 +46,7 @@ def _state(look: Look, width: int) -> list[Row]:
     words = f"{glyph} {job.state}" + (f": {job.reason}" if job.reason else "")
     rows = fact("state", words, width, role)
     if todo := advice(job.state, look.failure):
-        rows += fact("to do", todo, width, "accent")
+        rows += fact("fix", todo, width, "accent")
     if job.state in (State.FAILED, State.LOST, State.STOPPED):
         newest = look.newest
         place = f"after step {newest}" if newest is not None else "from step 0"

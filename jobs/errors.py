@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Something the person can put right; shown as one line, never as a traceback.
@@ -20,8 +26,52 @@ class UserError(Exception):
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with a job.
+
+    Attributes:
+        key: What to look at; "" where that is no key of a job.
+        text: One sentence.
+        line: Where the key is in the file.
+    """
+
+    key: str
+    text: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.line is None else f"line {self.line}: {self.text}"
+
+
 class SpecError(UserError):
-    """A job description that cannot be run as written."""
+    """A job description that cannot be run as written.
+
+    Args:
+        message: What is wrong and where.
+        hint: What to do about it.
+        problems: The same one by one, where the keys are known.
+    """
+
+    def __init__(
+        self, message: str, hint: str | None = None, problems: Iterable[Problem] = ()
+    ) -> None:
+        super().__init__(message, hint)
+        self.problems = tuple(problems)
+
+    @classmethod
+    def of(cls, where: str, problems: Iterable[Problem]) -> SpecError:
+        """All of them in one line, after the name of what they are in."""
+        problems = tuple(problems)
+        return cls(f"{where}: {'; '.join(map(str, problems))}", problems=problems)
+
+
+class DiskFullError(UserError):
+    """There is no room on a disk."""
+
+
+class NotFiniteError(UserError):
+    """A loss or gradient is not finite."""
 
 
 class NotFoundError(UserError):

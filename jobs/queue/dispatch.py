@@ -6,13 +6,12 @@ else would; a file lock makes one caller at a time decide.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from jobs.machine import devices, processes
+from jobs.machine import devices, file_lock, processes
 from jobs.machine.processes import boot_id
 from jobs.machine.start_detached import start_detached
 from jobs.queue.placement import Request, Start, place
@@ -25,10 +24,8 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
-_SUSPENDED: Final = "its supervisor (process "
 _KILLED_WITHIN: Final = 1.0  # seconds
 _QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
-_LOOK_AGAIN_AFTER: Final = 0.02  # seconds
 _LONGEST_PID: Final = 20  # characters
 
 
@@ -105,7 +102,7 @@ def _mend(store: Store) -> None:
             _start_supervisor(job)
         elif job.supervisor is not None and job.supervisor.suspended():
             _do_without(store, job, job.supervisor)
-        elif _says_suspended(job):
+        elif _told_as_suspended(job):
             store.explain(job.id, "all ranks are up", State.RUNNING)
 
 
@@ -118,18 +115,22 @@ def _do_without(store: Store, job: Job, supervisor: ProcessId) -> None:
         if not processes.end([supervisor], grace=0, timeout=_KILLED_WITHIN):
             _start_supervisor(job)
         return
-    what = f"{_SUSPENDED}{supervisor.pid}) is suspended and does not answer; its ranks go on"
-    store.explain(job.id, what, State.RUNNING)
+    store.explain(job.id, _suspended(supervisor), State.RUNNING)
 
 
-def _says_suspended(job: Job) -> bool:
-    return job.state is State.RUNNING and job.reason.startswith(_SUSPENDED)
+def _suspended(supervisor: ProcessId) -> str:
+    what = "is suspended and does not answer; its ranks go on"
+    return f"its supervisor (process {supervisor.pid}) {what}"
+
+
+def _told_as_suspended(job: Job) -> bool:
+    return job.supervisor is not None and job.reason == _suspended(job.supervisor)
 
 
 def _needs_mending(job: Job) -> bool:
     return (
         _unsupervised(job)
-        or _says_suspended(job)
+        or _told_as_suspended(job)
         or (job.state.active and job.supervisor is not None and job.supervisor.suspended())
     )
 
@@ -169,23 +170,15 @@ def _cpu_slots() -> int:
 @contextmanager
 def _one_at_a_time(store: Store) -> Iterator[bool]:
     """Hold the queue, if it can be had; False where another process keeps it."""
-    until = time.monotonic() + _QUEUE_IS_FREE_WITHIN
     with open(store.home / "dispatch.lock", "a+") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < until:
-                    time.sleep(_LOOK_AGAIN_AFTER)
-                    continue
-                lock.seek(0)
-                holder = lock.read(_LONGEST_PID).strip() or "another"
-                reason = f"process {holder} holds the queue and does not answer"
-                store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
-                yield False
-                return
-            break
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield True
+        free = file_lock.take(lock, _QUEUE_IS_FREE_WITHIN)
+        if free:
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        else:
+            lock.seek(0)
+            holder = lock.read(_LONGEST_PID).strip() or "another"
+            reason = f"process {holder} holds the queue and does not answer"
+            store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
+        yield free

@@ -47,8 +47,8 @@ def check_host_memory(spec: JobSpec, *, on_gpus: bool) -> None:
         return
     what = "weights" if spec.model_type == "lora" else "weights, gradients and optimizer state"
     raise SpecError(
-        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job keeps at least {size(needed)} of {what} "
-        f"in host memory, and this machine has {size(present)}",
+        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job needs at least {size(needed)} of host "
+        f"memory for {what}; this machine has {size(present)}",
         "remove fsdp_cpu_offload, or use a machine with more memory"
         if on_gpus
         else "run it on GPUs, or on a machine with more memory",

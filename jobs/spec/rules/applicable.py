@@ -118,7 +118,7 @@ def _no_warmup(spec: JobSpec) -> str:
 def _not_told(spec: JobSpec) -> str:
     family = _family(spec)
     told = family is None or family.told_sizes
-    return "" if told or family is None else f"{family.title} is not told sizes"
+    return "" if told or family is None else f"{family.title} has no size conditioning"
 
 
 def _no_experts(spec: JobSpec) -> str:

@@ -67,7 +67,7 @@ def find_warnings(spec: JobSpec) -> list[str]:
     named = [name for name in spec.export_formats or () if name != "diffusers"]
     if spec.model_type == "full" and named:
         warnings.append(
-            f"export_formats: {' and '.join(named)} names are for a LoRA; a whole model is "
+            f"export_formats: {' and '.join(named)} names are for LoRAs only; a full model is "
             "exported as a diffusers pipeline"
         )
     return warnings + validation_warnings(spec) + find_overruled(spec)

@@ -252,7 +252,7 @@ def test_a_place_without_room_is_named(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(UserError, match=r"fsdp-tui/tables \(File too large\); make room"):
+        with pytest.raises(UserError, match=r"fsdp-tui/tables \(File too large\); free space"):
             Table(str(root), None, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

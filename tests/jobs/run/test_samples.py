@@ -205,7 +205,7 @@ def test_what_went_well_needs_no_advice() -> None:
     full = Failure("why", Cause.GPU_MEMORY)
     assert advice(State.COMPLETED, None) == ""
     assert advice(State.RUNNING, full) == ""
-    assert "start it again" in advice(State.LOST, None)
+    assert "resume it" in advice(State.LOST, None)
 
 
 # -- command line --------------------------------------------------------------------------

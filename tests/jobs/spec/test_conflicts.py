@@ -280,5 +280,5 @@ def test_keys_of_fsdp_that_do_nothing_are_warned_about() -> None:
 
 def test_a_whole_model_has_no_kohya_names() -> None:
     (warning,) = find_warnings(read(model_type="full", export_formats=["diffusers", "kohya"]))
-    assert warning.startswith("export_formats: kohya applies to LoRAs only")
+    assert warning.startswith("export_formats: kohya names are for LoRAs only")
     assert find_warnings(read(export_formats=["kohya"])) == []

@@ -53,8 +53,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
      'fsdp_transformer_layer_cls_to_wrap: "JointTransformerBlock" is not in the model '
      '(did you mean "FluxTransformerBlock"?)'),
     (NEEDS_RAM,
-     "fsdp_cpu_offload: the job keeps at least 177 GiB of weights, gradients and optimizer "
-     "state in host memory, and this machine has 64.0 GiB; leave out fsdp_cpu_offload"),
+     "fsdp_cpu_offload: the job needs at least 177 GiB of host memory for weights, gradients "
+     "and optimizer state; this machine has 64.0 GiB; remove fsdp_cpu_offload"),
 ]  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_a_resume_on_a_machine_with_too_little_host_memory_is_refused(
     save_checkpoint(job.run_dir, 3)
     with pytest.raises(UserError) as caught:
         service.resume(store, job.id)
-    assert "177 GiB of weights, gradients and optimizer state" in str(caught.value)
+    assert "177 GiB of host memory for weights, gradients and optimizer" in str(caught.value)
     assert store.get(job.id).state is State.STOPPED
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-VERSION: Final = 1
+VERSION: Final = 2
 TABLES: Final = """
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -52,6 +52,12 @@ CREATE TABLE IF NOT EXISTS settings (
 CREATE TABLE IF NOT EXISTS claims (
     device TEXT PRIMARY KEY,
     job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE
+);
+CREATE TABLE IF NOT EXISTS summaries (
+    job INTEGER PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    ended REAL,
+    progress TEXT NOT NULL,
+    report TEXT NOT NULL
 );
 """
 

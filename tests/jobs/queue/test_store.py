@@ -514,7 +514,7 @@ def test_a_state_directory_of_another_user_is_refused(
 def test_rows_that_did_not_change_are_the_same_jobs_however_many_there_are(
     store: Store,
 ) -> None:
-    with store._write() as db:
+    with store.write() as db:
         db.executemany(
             "INSERT INTO jobs (name, state, ranks, wanted, total_steps, run_dir, run_id, created,"
             " queued) VALUES ('t', 'completed', 1, 'null', 1, '/nowhere', 'r', 1, 1)",
@@ -522,7 +522,7 @@ def test_rows_that_did_not_change_are_the_same_jobs_however_many_there_are(
         )
     first, again = store.all(), store.all()
     assert all(one is other for one, other in zip(first, again, strict=True))
-    with store._write() as db:
+    with store.write() as db:
         db.execute("UPDATE jobs SET reason='new' WHERE id=7")
     third = store.all()
     assert [one.id for one, other in zip(third, again, strict=True) if one is not other] == [7]

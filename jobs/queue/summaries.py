@@ -63,7 +63,8 @@ def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> d
         most: Read the files of so many ended jobs at most, and leave the others out.
     """
     kept = kept_progress(store)
-    found, read = {}, []
+    found: dict[int, Progress] = {}
+    read: list[tuple[Job, Progress, str]] = []
     for job in jobs:
         if job.state is State.QUEUED and job.attempt == 0:
             found[job.id] = Progress()

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from jobs.untrusted.text import harmless_value
 
@@ -111,7 +111,7 @@ class EventLog:
                 self._take(event if plain else harmless_value(event))
         return end > 0
 
-    def read_all(self) -> EventLog:
+    def read_all(self) -> Self:
         """Poll until there is nothing new."""
         while self.poll():
             pass

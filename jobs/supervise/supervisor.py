@@ -344,7 +344,7 @@ def supervise(store: Store, job_id: int) -> None:
     me = ProcessId.of(os.getpid())
     assert me is not None
     job = store.get(job_id)
-    if not job.state.active or (job.supervisor is not None and job.supervisor.alive()):
+    if not job.state.active or (job.supervisor is not None and not job.supervisor.is_dead()):
         return
     if not store.take_over(job_id, job.supervisor, me):
         return

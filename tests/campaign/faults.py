@@ -98,7 +98,7 @@ def _one(lab: Lab, rng: random.Random, gpus: int, done: list[str]) -> None:
         _wait(lab, job, rng.random() * 0.8)
         if lab.get(job).state.ended:
             break
-        with suppress(AssertionError, StopIteration, OSError, StateError):
+        with suppress(AssertionError, StopIteration, ValueError, OSError, StateError):
             FAULTS[fault](lab, job, rng)  # what it is for may be gone, or not there yet
             done.append(fault)
     ended = _until_ended(lab, job)

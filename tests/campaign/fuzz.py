@@ -6,6 +6,7 @@ An input is answered by a result or by a `UserError`, within 2 seconds of a proc
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
@@ -56,7 +57,8 @@ def _work(name: str, seed: int, batch: int, size: int, write: int) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime) + int(size * SECONDS) + _HANGS_AFTER
+        spent = used.ru_utime + used.ru_stime
+        limit = math.ceil(spent + size * SECONDS) + _HANGS_AFTER
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         nowhere = os.open(os.devnull, os.O_RDWR)

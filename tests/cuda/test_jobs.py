@@ -16,6 +16,7 @@ from jobs.spec.families import FAMILIES
 from tests.support.cuda_stub import budgets
 from tests.support.cuda_stub.rehearsal import STEPS, Job, prompt_of
 from tests.support.nvml_stub.stub import uuid
+from tests.support.paths import SUPPORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,7 +150,7 @@ COMPARED: Final = {
 
 def test_the_readme_says_what_is_rehearsed() -> None:
     """Every job is in its table; every row names jobs or tests that are there, or why not."""
-    text = (HERE.parent / "cuda_stub/README.md").read_text()
+    text = (SUPPORT / "cuda_stub" / "README.md").read_text()
     table = text.partition("## What is rehearsed")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20

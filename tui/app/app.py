@@ -31,8 +31,7 @@ from tui.keys.screen_keys import screen_keys
 from tui.look.collector import Collector
 from tui.settings.settings import Settings
 from tui.terminal.ascii_filter import AsciiFilter, HarmlessFilter
-from tui.terminal.present_size import keep_present_size
-from tui.terminal.single_timers import keep_single_timers
+from tui.terminal.textual_fixes import fix_textual
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -93,8 +92,7 @@ class FsdpTui(App[None]):
             settings: What the person has set for good.
             problems: What was wrong with that; told when the dashboard is open.
         """
-        keep_single_timers()
-        keep_present_size()
+        fix_textual()
         # Without colours Textual draws in shades of grey, unless they are the terminal's own.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self.settings = settings or Settings()

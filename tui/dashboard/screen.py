@@ -21,7 +21,6 @@ from tui.keys.actions import bindings
 from tui.log.log_view import LogView
 from tui.log.sources import log_sources, log_title
 from tui.look.snapshot import Snapshot
-from tui.terminal.sparse_compositor import SparseCompositor
 from tui.text.checkpoint_text import resume_question, resumed
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
 from tui.widgets.modals.stop_job import stop_job
@@ -56,7 +55,6 @@ class DashboardScreen(Screen[None]):
 
     def __init__(self, store: Store, host: str, selected: int | None) -> None:
         super().__init__()
-        self._compositor = SparseCompositor()
         self.store = store
         self.snapshot = Snapshot(t=0)
         self.title_bar = TitleBar(host)

@@ -20,7 +20,6 @@ from tui.job.panes.ranks import RanksPane
 from tui.job.tabs import NAMES, TABS, TabLine
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.look.job_look import Look, Looker
-from tui.terminal.sparse_compositor import SparseCompositor
 from tui.text.checkpoint_text import resumed
 from tui.widgets.job_rows import GLYPHS
 from tui.widgets.modals.stop_job import stop_job
@@ -85,7 +84,6 @@ class JobScreen(Screen[None]):
 
     def __init__(self, store: Store, job: Job, tab: str = NAMES[0]) -> None:
         super().__init__()
-        self._compositor = SparseCompositor()
         self.store = store
         self.job = job
         self.tab = ""

@@ -1,7 +1,7 @@
 """State and temporary memory of each optimizer, from the shapes of what a rank trains.
 
 Formulas, since running one on the shards of a new number of ranks would take longer than a person
-waits for. `tests/test_memory_optimizers.py` runs the real ones beside them.
+waits for. `tests/engine/memory/test_memory.py` runs the real ones beside them.
 """
 
 from __future__ import annotations

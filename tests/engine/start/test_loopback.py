@@ -25,11 +25,12 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 dist.new_group()
 dist.barrier()
+# In one piece: `print` writes each word by itself, and another rank may come between.
 for process in (psutil.Process(), psutil.Process().parent()):
     for one in process.net_connections():
         if one.status == psutil.CONN_LISTEN:
-            print("LISTENS", one.laddr.ip)
-print("ADDRESS", os.environ["MASTER_ADDR"])
+            os.write(1, f"LISTENS {one.laddr.ip}\\n".encode())
+os.write(1, f"ADDRESS {os.environ['MASTER_ADDR']}\\n".encode())
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import sys
 import time
@@ -14,11 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from textual.app import App
-from textual.events import Resize
-from textual.geometry import Size
-from textual.screen import Screen
-from textual.timer import Timer
 
 from jobs.queue.states import State
 from tests.support.paths import ROOT
@@ -31,8 +25,6 @@ from tui.app.app import FsdpTui
 from tui.terminal import byte_budget
 from tui.terminal.byte_budget import ByteBudget
 from tui.terminal.driver import GovernedDriver
-from tui.terminal.present_size import keep_present_size
-from tui.terminal.single_timers import keep_single_timers
 from tui.text.format import Span, plain
 from tui.widgets.lines import changed_cells
 
@@ -290,46 +282,6 @@ def test_a_picture_made_while_nothing_may_be_painted_is_made_again() -> None:
         shown.wait_for(lambda _: shown.shows("keys:"))
         shown.press("a")
         shown.wait_for(lambda _: shown.shows("keys:a"))
-
-
-async def test_a_timer_that_ticks_once_ticks_though_it_is_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keep_single_timers()
-    ticks: list[int] = []
-    async with driven(App[None]()) as pilot:
-        timer = Timer(pilot.app, 0.01, callback=lambda: ticks.append(1), repeat=0)
-        seconds = itertools.count()
-        with monkeypatch.context() as slow:
-            slow.setattr("textual.timer._time.get_time", lambda: next(seconds))
-            await timer._run()
-    assert ticks == [1]
-
-
-async def test_two_sizes_at_once_come_to_rest_at_the_present_one() -> None:
-    keep_present_size()
-
-    class Counting(Screen[None]):
-        resizes = 0
-
-        def on_resize(self) -> None:
-            self.resizes += 1
-            if self.resizes > 100:  # nothing else would ever run again
-                self.app.exit()
-                raise RuntimeError("one layout calls for the next")
-
-    screen = Counting()
-    app = App[None]()
-    async with driven(app) as pilot:
-        await app.push_screen(screen)
-        with app.batch_update():
-            for size in (Size(70, 20), Size(80, 24)):
-                screen.post_message(Resize(size, size))
-                screen.call_later(lambda: None)
-            await pilot.pause()
-        await pilot.pause()
-        assert screen.size == (80, 24)
-    assert screen.resizes < 10
 
 
 def test_only_a_real_terminal_has_the_budget(store: Store) -> None:

@@ -10,29 +10,26 @@ import json
 import shutil
 import sqlite3
 import time
-from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.processes import boot_id
 from jobs.paths import ensure_state_home
 from jobs.queue.job import Change, Job, Terms, job_of_row
 from jobs.queue.states import State, may_follow
-from jobs.queue.tables import VERSION, create_tables, trouble
+from jobs.queue.tables import PERSON, SERVICE, VERSION, create_tables, opened, trouble
 from jobs.run.rundir import RunDir
 from jobs.untrusted.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from jobs.machine.processes import ProcessId
 
-__all__ = ["Change", "Job", "Store", "Terms"]
-
-# Seconds that a locked database is waited for: by who answers a person, and by who serves nobody.
-PERSON: Final = 4.0
-SERVICE: Final = 30.0
+__all__ = ["PERSON", "SERVICE", "Change", "Job", "Store", "Terms"]
 
 
 class Store:
@@ -332,22 +329,11 @@ class Store:
 
     # -- inside ----------------------------------------------------------------------------
 
-    @contextmanager
     def connect(
         self, mode: str = "rw", patience: float | None = None
-    ) -> Iterator[sqlite3.Connection]:
+    ) -> AbstractContextManager[sqlite3.Connection]:
         """A connection of its own; what it waits for a lock is `patience`, or the store's."""
-        # Never created here: an empty file in the place of a deleted one would have no tables.
-        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
-        wait = self.patience if patience is None else patience
-        db = sqlite3.connect(uri, uri=True, timeout=wait, isolation_level=None)
-        with closing(db):
-            db.row_factory = sqlite3.Row
-            db.execute("PRAGMA foreign_keys=ON")
-            db.execute("PRAGMA synchronous=NORMAL")
-            # The log is written from its beginning again each time, in space it has already.
-            db.execute("PRAGMA wal_autocheckpoint=1")
-            yield db
+        return opened(self.path, mode, self.patience if patience is None else patience)
 
     @contextmanager
     def held_open(self) -> Iterator[None]:

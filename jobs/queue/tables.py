@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import sqlite3
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 VERSION: Final = 2
+# Seconds that a locked database is waited for: by who answers a person, and by who serves nobody.
+PERSON: Final = 4.0
+SERVICE: Final = 30.0
 TABLES: Final = """
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -60,6 +65,20 @@ CREATE TABLE IF NOT EXISTS summaries (
     report TEXT NOT NULL
 );
 """
+
+
+@contextmanager
+def opened(path: Path, mode: str, patience: float) -> Iterator[sqlite3.Connection]:
+    """A connection, closed in the end; a lock is waited for this many seconds."""
+    # Never created here: an empty file in the place of a deleted one would have no tables.
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    with closing(sqlite3.connect(uri, uri=True, timeout=patience, isolation_level=None)) as db:
+        db.row_factory = sqlite3.Row
+        db.execute("PRAGMA foreign_keys=ON")
+        db.execute("PRAGMA synchronous=NORMAL")
+        # The log is written from its beginning again each time, in space it has already.
+        db.execute("PRAGMA wal_autocheckpoint=1")
+        yield db
 
 
 def create_tables(db: sqlite3.Connection, lock: Path) -> None:

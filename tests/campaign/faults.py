@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from tests.campaign.journal import Journal
 
 TRUE_WITHIN: Final = 2.0  # seconds, on a machine that has nothing else to do
-ENDS_WITHIN: Final = 60.0  # seconds of a job that was killed; no expectation, as `PATIENCE`
+HANGS_AFTER: Final = 10.0  # seconds; a job that nobody disturbs takes two
+ENDS_WITHIN: Final = 60.0  # seconds of a job that was killed
 _STEPS: Final = 40
 _SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
 _WORDS: Final = ("crash", "exit", "leave", "save")
@@ -101,7 +102,7 @@ def _one(lab: Lab, rng: random.Random, gpus: int, done: list[str]) -> None:
         with suppress(AssertionError, StopIteration, ValueError, OSError, StateError):
             FAULTS[fault](lab, job, rng)  # what it is for may be gone, or not there yet
             done.append(fault)
-    ended = _until_ended(lab, job)
+    ended = _until_ended(lab, job, disturbed=bool(done))
     _check_ended(lab, ended, done)
     lab.monkeypatch.delenv("FAKE_RANKS", raising=False)
     if ended.state is not State.COMPLETED and rng.random() < 0.7:
@@ -118,8 +119,8 @@ def _wait(lab: Lab, job: Job, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _until_ended(lab: Lab, job: Job) -> Job:
-    """Look at it as a dashboard does; what goes on for long is stopped, as a person would."""
+def _until_ended(lab: Lab, job: Job, *, disturbed: bool = False) -> Job:
+    """Look at it as a dashboard does; what hangs may be stopped, as a person would."""
     begun, untrue_since, asked = time.monotonic(), None, False
     while not (now := lab.get(job)).state.ended:
         service.refresh(lab.store)
@@ -133,11 +134,11 @@ def _until_ended(lab: Lab, job: Job) -> Job:
             untrue_since = untrue_since or time.monotonic()
             if time.monotonic() - untrue_since > TRUE_WITHIN * _load():
                 raise Broken(f"is {now.state} ({now.reason}) and has no process")
-        if passed > 10 and not asked:
+        if disturbed and passed > HANGS_AFTER * _load() and not asked:
             asked = True
             with suppress(StateError):
                 service.stop(lab.store, job.id, now=True)
-        if passed > ENDS_WITHIN:
+        if passed > ENDS_WITHIN * _load():
             raise Broken(f"does not end: {now.state}: {now.reason}")
         time.sleep(0.1)
     return lab.get(job)

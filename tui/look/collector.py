@@ -32,7 +32,8 @@ PERIOD: Final = 1.0  # seconds
 _POLL_BYTES: Final = 1 << 20  # of one event log at a time, so that the screen's thread gets a turn
 # Of what is long, at first: the rows need not wait for it. Each look after that takes twice more.
 _POLLS_PER_LOOK: Final = 2
-_ENDED_PER_LOOK: Final = 250
+_ENDED_AT_FIRST: Final = 25
+_ENDED_PER_LOOK: Final = 250  # of those whose files have to be read
 _KEPT_LOGS: Final = 6  # event logs of ended jobs that were selected
 
 
@@ -228,7 +229,8 @@ class Collector:
             and ((known := self._ended.get(job.id)) is None or known[0] != job.ended)
         ]  # fmt: skip
         if new:
-            found = progress_of(self.store, new, most=_ENDED_PER_LOOK)
+            most = _ENDED_PER_LOOK if self._views else _ENDED_AT_FIRST
+            found = progress_of(self.store, new, most=most)
             for job in new:
                 if job.id in found:
                     self._ended[job.id] = job.ended, found[job.id]

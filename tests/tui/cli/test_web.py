@@ -124,12 +124,12 @@ def test_other_people_show_by_accounts_processes_and_homes(
 
 
 async def test_with_a_token_only_who_knows_it_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aiohttp.test_utils import TestClient, TestServer
-
+    made = pytest.importorskip("aiohttp.test_utils")
     server = web_server.DashboardServer("true", "127.0.0.1", 8000)
     server.token = "open-sesame"
     jar = aiohttp.CookieJar(unsafe=True)  # also keeps those of addresses
-    async with TestClient(TestServer(await server._make_app()), cookie_jar=jar) as client:
+    app = made.TestServer(await server._make_app())
+    async with made.TestClient(app, cookie_jar=jar) as client:
         for path in ("/", "/?token=wrong", "/?token=\u00e9", "/ws", "/static/css/xterm.css"):
             assert (await client.get(path)).status == 403, path
         first = await client.get("/?token=open-sesame", allow_redirects=False)

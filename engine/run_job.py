@@ -160,7 +160,7 @@ def build_model(
     if checkpoints_activations(spec):
         checkpoint_activations(model, spec)
     if spec.model_type == "lora":
-        adapters.add_lora(model, spec, family.LORA_TARGETS)
+        adapters.add_lora(model, spec, family.lora_targets(spec))
     if computes_alone(spec, sharded=world.shards):
         narrow_inputs(model, compute_dtype(spec))
     if world.mesh is not None and world.context_size > 1:
@@ -176,7 +176,7 @@ def build_model(
         names = adapters.adapted_name(model)
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":
-        adapters.initialise(model, spec.seed)
+        adapters.initialise(model, spec.seed, spec.lora_init)
     weights.check_precision(model, spec)
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
     if world.shards:

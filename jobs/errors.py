@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _LONGEST: Final = 3000  # characters of a message
 _END: Final = 500  # of it, which often says what is expected
@@ -28,8 +32,52 @@ class UserError(Exception):
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with a job.
+
+    Attributes:
+        key: What to look at; "" where that is no key of a job.
+        text: One sentence.
+        line: Where the key is in the file.
+    """
+
+    key: str
+    text: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.line is None else f"line {self.line}: {self.text}"
+
+
 class SpecError(UserError):
-    """A job description that cannot be run as written."""
+    """A job description that cannot be run as written.
+
+    Args:
+        message: What is wrong and where.
+        hint: What to do about it.
+        problems: The same one by one, where the keys are known.
+    """
+
+    def __init__(
+        self, message: str, hint: str | None = None, problems: Iterable[Problem] = ()
+    ) -> None:
+        super().__init__(message, hint)
+        self.problems = tuple(problems)
+
+    @classmethod
+    def of(cls, where: str, problems: Iterable[Problem]) -> SpecError:
+        """All of them in one line, after the name of what they are in."""
+        problems = tuple(problems)
+        return cls(f"{where}: {'; '.join(map(str, problems))}", problems=problems)
+
+
+class DiskFullError(UserError):
+    """There is no room on a disk."""
+
+
+class NotFiniteError(UserError):
+    """A loss or gradient is not finite."""
 
 
 class NotFoundError(UserError):

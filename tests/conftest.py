@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from PIL import Image
 
 from tests.support.jobs.fakes.supervise import start_nothing, stop_server
@@ -48,6 +49,11 @@ def pytest_configure() -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    # How long an example takes says nothing on a busy machine.
+    settings.register_profile(
+        "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("patient")
     forks.prepare()
 
 

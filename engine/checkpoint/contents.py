@@ -78,7 +78,7 @@ def expected_bytes(training: TrainState, spec: JobSpec) -> int:
     The state that the first step makes is counted, not made: on shards that takes torch a second
     for each hundred tensors.
     """
-    state = STATE_BYTES.get(spec.optimizer, 0)
+    state = STATE_BYTES[spec.optimizer]
     total = sum(p.numel() * (p.element_size() + state) for p in training.trained().values())
     if training.ema is not None:
         total += sum(t.numel() * t.element_size() for t in training.ema.shadow.values())

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from engine.checkpoint.contents import collect, expected_bytes
-from engine.checkpoint.together import NoRoomError, SaveError, together, words_of
+from engine.checkpoint.together import NoRoomError, SaveError, is_full, together, words_of
 from engine.checkpoint.write import aside_of, keep_newest, write
 from engine.model.release import give_back
 from engine.ranks.host_memory import available_memory
-from jobs.errors import UserError
+from jobs.errors import DiskFullError, UserError
 from jobs.run.rundir import MANIFEST, read_json
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -115,7 +116,7 @@ class Saver:
         try:
             self._begin(training, final, waits=last)
         except NoRoomError as error:
-            self._fail(f"cannot save {final.name}: {error}", last=last)
+            self._fail(f"cannot save {final.name}: {error}", last=last, full=True)
         except SaveError as error:
             self._try_again(training, final, error, last=last)
 
@@ -183,7 +184,7 @@ class Saver:
         """
         _, lack = self._look_at_disk(expected_bytes(training, self._spec))
         if lack is not None:
-            self._fail(f"there is no room for a checkpoint: {lack}", last=False)
+            self._fail(f"there is no room for a checkpoint: {lack}", last=False, full=True)
 
     # -- how -------------------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class Saver:
         elif isinstance(error, SaveError) or self._world.size > 1:
             raise error
         else:
-            raise SaveError(words_of(error)) from error
+            raise SaveError(words_of(error), full=is_full(error)) from error
 
     def _try_again(
         self, training: TrainState, failed: Path, first: SaveError, *, last: bool
@@ -243,7 +244,8 @@ class Saver:
         except SaveError as second:
             self._behind = went_on
             what = "tried twice" if str(second) == str(first) else f"and again: {second}"
-            self._fail(f"cannot save {failed.name}: {first} ({what})", last=last)
+            words = f"cannot save {failed.name}: {first} ({what})"
+            self._fail(words, last=last, full=second.full)
         else:
             self._telemetry.warn(
                 f"could not save {failed.name} at first: {first}; saved {final.name} "
@@ -257,13 +259,13 @@ class Saver:
         return own[0]
 
     def _write(self, contents: Contents, final: Path) -> int:
-        size = write(contents, final, self._world, self._group)
+        written = write(contents, final, self._world, self._group)
         if self._world.main:
             with suppress(OSError):  # of this one rank, and the checkpoint is complete
                 keep_newest(
                     self._run_dir.complete_checkpoints(), self._spec.checkpoints_total_limit
                 )
-        return size
+        return written
 
     def _watch(self, pending: _Pending) -> None:
         """Wait for a save, and say how far it is."""
@@ -281,18 +283,19 @@ class Saver:
                     return
 
     def _say(self, pending: _Pending) -> None:
-        size, seconds = pending.outcome.result(), time.monotonic() - pending.begun
+        written, seconds = pending.outcome.result(), time.monotonic() - pending.begun
         self._telemetry.emit(
-            "checkpoint", step=pending.step, path=str(pending.path), bytes=size,
+            "checkpoint", step=pending.step, path=str(pending.path), bytes=written,
             seconds=round(seconds, 3),
         )  # fmt: skip
-        self._telemetry.say(f"saved {pending.path.name} ({_size(size)}, {seconds:.1f} s)")
+        self._telemetry.say(f"saved {pending.path.name} ({size(written)}, {seconds:.1f} s)")
 
-    def _fail(self, what: str, *, last: bool) -> None:
+    def _fail(self, what: str, *, last: bool, full: bool) -> None:
         newest = self._run_dir.latest_checkpoint()
         rest = f"{newest[1].name} is intact" if newest else "there is no other checkpoint"
         if last or self._spec.on_save_failure == "stop":
-            raise UserError(f"{what}; {rest}", None if last else _HINT)
+            kind = DiskFullError if full else UserError
+            raise kind(f"{what}; {rest}", None if last else _HINT)
         self._telemetry.warn(f"{what}; {rest}; training goes on")
 
     # -- room ------------------------------------------------------------------------------
@@ -314,7 +317,7 @@ class Saver:
             return None
         if total + _SPARE_DISK <= free:
             return None
-        return f"it takes {_size(total)}, and {_size(free)} are free on the disk of {where}"
+        return f"it takes {size(total)}, and {size(free)} are free on the disk of {where}"
 
     def _goes_on(self, contents: Contents) -> bool:
         """Whether training goes on while this is written; decided at the first save."""
@@ -368,7 +371,3 @@ def _bytes_in(directory: Path) -> int:
 
 def _mebibytes(number: int) -> int:
     return -(-number // 2**20)
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from engine.ranks.failure import cause_of
 from jobs.errors import UserError
+from jobs.run.failure import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,11 +22,23 @@ _LONGEST: Final = 200  # characters of an exception's message
 
 
 class SaveError(Exception):
-    """A rank could not do its part of a save. Raised on all ranks alike, with the same words."""
+    """A rank could not do its part of a save. Raised on all ranks alike, with the same words.
+
+    Args:
+        words: What went wrong.
+        full: Whether a disk is full.
+    """
+
+    def __init__(self, words: str, *, full: bool = False) -> None:
+        super().__init__(words)
+        self.full = full
 
 
 class NoRoomError(SaveError):
     """The disk has no room for a checkpoint; nothing was written."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words, full=True)
 
 
 class OutOfStepError(Exception):
@@ -55,14 +69,21 @@ def together(
         if isinstance(error, OutOfStepError) and world.size > 1:
             raise error.__cause__ or error from None
         # In words: not every exception survives being pickled.
-        problem = words_of(error, world.rank if world.size > 1 else None)
+        problem = words_of(error, world.rank if world.size > 1 else None), is_full(error)
         if not isinstance(error, (OSError, UserError)):
             traceback.print_exception(error)  # into this rank's log
     everyone = world.gather((outcome, problem), group)
     for _, said in everyone:
         if said is not None:
-            raise SaveError(said)
+            raise SaveError(said[0], full=said[1])
     return [one for one, _ in everyone]
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether it comes of a full disk."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))
+    return cause_of(error) is Cause.DISK_FULL
 
 
 def words_of(error: BaseException, rank: int | None = None) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.data.encode.texts import Text
+    from engine.data.index.views import Shown
     from engine.data.prepare import Prepared
     from engine.diffusion.objective import Objective
     from engine.families import Family
@@ -53,6 +54,7 @@ class _Read:
     latents: torch.Tensor
     drawn: Drawn
     texts: list[Text]
+    pictures: list[Shown]
     condition: dict[str, torch.Tensor] | None
 
 
@@ -133,8 +135,9 @@ class Loader:
         latents = torch.stack([self._data.latents_of(draws[position]) for position in positions])
         drawn = self._objective.draw(latents, sample_generators(self._spec.seed, step, positions))
         texts = [self._text(step, position, draws[position]) for position in positions]
-        condition = self._encoded(texts) if self._data.texts.ahead else None
-        return _Read(positions, latents, drawn, texts, condition)
+        pictures = [self._data.shown_of(draws[position]) for position in positions]
+        condition = self._encoded(texts, pictures) if self._data.texts.ahead else None
+        return _Read(positions, latents, drawn, texts, pictures, condition)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""
@@ -142,15 +145,16 @@ class Loader:
         dropped = drops_caption(self._spec.seed, step, position, probability)
         return NO_TEXT if dropped else self._data.caption_of(draw)
 
-    def _encoded(self, texts: list[Text]) -> dict[str, torch.Tensor]:
+    def _encoded(self, texts: list[Text], pictures: list[Shown]) -> dict[str, torch.Tensor]:
         each = [self._data.texts.encoded(text) for text in texts]
-        return self._family.arrange(collate(each, multiple=self._world.context_size))
+        condition = self._family.arrange(collate(each, multiple=self._world.context_size))
+        return condition | self._family.sizes(self._spec, pictures)
 
     def _to_device(self, batch: _Read) -> MicroBatch:
         device = self._world.device
         condition = batch.condition
         if condition is None:  # by encoders that share the device with the training
-            condition = self._encoded(batch.texts)
+            condition = self._encoded(batch.texts, batch.pictures)
         return MicroBatch(
             batch.positions,
             batch.latents.to(device, non_blocking=True),

@@ -14,7 +14,7 @@ from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
 from engine.data.index.captions import prompt_text
 from engine.data.index.data_index import DataIndex, build_index, cache_root
 from engine.data.index.held_out import hold_out
-from engine.data.index.views import count_views
+from engine.data.index.views import count_views, shown, view_of
 from engine.data.report.data_report import (
     changed_since,
     make_plan,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.data.index.data_index import Sample
+    from engine.data.index.views import Shown
     from engine.data.report.data_report import DataReport
     from engine.families import Family
     from engine.ranks.file_barrier import FileBarrier
@@ -72,6 +73,11 @@ class Prepared:
         view = view_number(draw, self.spec)
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
 
+    def shown_of(self, draw: Draw) -> Shown:
+        """What a draw shows of its picture."""
+        sample = self.index.samples[draw.sample]
+        return shown(sample, view_of(sample, view_number(draw, self.spec), self.spec))
+
     def caption_of(self, draw: Draw) -> Text:
         """The text of a draw."""
         return _caption(draw, self.captions, self.spec)
@@ -84,6 +90,10 @@ class Prepared:
         """The first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
         key = self.latent_keys(len(self.index.samples) + number, 0)
         return self.latents.read(key)["latents"]
+
+    def held_shown(self, number: int) -> Shown:
+        """What the first view of what is held out shows of its picture."""
+        return shown(self.held[number], view_of(self.held[number], 0, self.spec))
 
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
         """Its first caption, encoded."""

@@ -70,7 +70,15 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
     if family.facts.objective == "flow":
         from engine.diffusion.rectified_flow import Flow
 
-        return Flow(spec, family.shift_of, family.sigma_range())
+        low, high = family.sigma_range()
+        low, high = max(low, spec.sigma_min), min(high, spec.sigma_max)
+        if low >= high:
+            raise UserError(
+                f"sigma_min {spec.sigma_min:g} and sigma_max {spec.sigma_max:g} leave out all that "
+                f"this model is for, which is {family.sigma_range()}",
+                "leave them out",
+            )
+        return Flow(spec, family.shift_of, (low, high))
     from diffusers import DDPMScheduler
 
     from engine.diffusion.denoising import Denoising

@@ -1,9 +1,9 @@
-"""A LoRA as stock diffusers loads it, and under the names of kohya's scripts and ComfyUI."""
+"""A LoRA as stock diffusers loads it, and under the names of ComfyUI and kohya's scripts."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from engine.exports.recipe import Recipe
     from engine.exports.source import Fact
-
-_KOHYA: Final = "kohya"
+    from engine.families import LoraStyle
 
 
 class LoraOutput:
@@ -84,8 +83,9 @@ class LoraOutput:
                 self._write_diffusers(layers, checked)
             else:
                 self._write_peft(layers, checked)
-        if _KOHYA in self._formats:
-            self._write_kohya(layers, checked)
+        for name, style in _styles(self._recipe).items():
+            if name in self._formats:
+                self._write_named(name, style, layers, checked)
 
     def abandon(self) -> None:
         """Nothing is open between two calls."""
@@ -135,16 +135,22 @@ class LoraOutput:
         file.check(checked)
         check_lora(self._recipe, file.path, layers, _adapted(self._recipe, empty=True))
 
-    def _write_kohya(self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]) -> None:
-        spec, style = self._recipe.spec, self._recipe.family.KOHYA
-        assert style is not None
+    def _write_named(
+        self,
+        name: str,
+        style: LoraStyle,
+        layers: Mapping[str, torch.Tensor],
+        checked: Callable[[], None],
+    ) -> None:
+        """Under the names of another tool."""
+        spec = self._recipe.spec
         alpha = spec.lora_alpha or spec.lora_rank
         try:
             tensors = style.convert(layers, alpha / spec.lora_rank)
         except UserError as error:
             if "diffusers" not in self._formats:
                 raise
-            self.warnings.append(f"no file for kohya: {error}")
+            self.warnings.append(f"no file for {name}: {error}")
             return
         facts = {
             "ss_network_dim": str(spec.lora_rank),
@@ -157,7 +163,7 @@ class LoraOutput:
             "modelspec.trigger_phrase": trigger_word(spec) or "",
         }
         header = describe(self._recipe) | style.METADATA | {k: v for k, v in facts.items() if v}
-        self._write(self._directory / f"{spec.name}-{_KOHYA}.safetensors", tensors, header).check(
+        self._write(self._directory / f"{spec.name}-{name}.safetensors", tensors, header).check(
             checked
         )
 
@@ -185,17 +191,24 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
     with weights.parameters_on_meta():
         model = model_class.from_config(model_class.load_config(root))
     if not empty:
-        adapters.add_lora(model, recipe.spec, recipe.family.LORA_TARGETS)
+        adapters.add_lora(model, recipe.spec, recipe.family.lora_targets(recipe.spec))
     return model
+
+
+def _styles(recipe: Recipe) -> dict[str, LoraStyle]:
+    """The names besides diffusers' that a family's LoRAs have."""
+    styles = {"kohya": recipe.family.KOHYA, "comfyui": recipe.family.COMFYUI}
+    return {name: style for name, style in styles.items() if style is not None}
 
 
 def _formats(recipe: Recipe, warn: Callable[[str], None]) -> list[str]:
     """The formats to write; never none, since this may be the end of days of training."""
-    if recipe.family.KOHYA is not None:
-        return list(recipe.formats or ("diffusers", _KOHYA))
-    if _KOHYA in (recipe.formats or ()):
-        warn(f"{recipe.spec.model_family} has no kohya names: this is for diffusers only")
-    return ["diffusers"]
+    known = ("diffusers", *_styles(recipe))
+    wanted = recipe.formats or recipe.family.lora_formats
+    for name in wanted:
+        if name not in known:
+            warn(f"{recipe.spec.model_family} has no {name} names: this is for diffusers only")
+    return [name for name in wanted if name in known] or ["diffusers"]
 
 
 def _shape(facts: Mapping[str, Fact], name: str) -> tuple[int, ...] | None:

@@ -52,7 +52,7 @@ class ModelOutput:
         self.warnings: list[str] = []
         if recipe.formats is not None and recipe.formats != ["diffusers"]:
             # No error: this may be the end of days of training.
-            self.warnings.append("kohya's names are for LoRAs: this is a pipeline of diffusers")
+            self.warnings.append("other tools' names are for LoRAs: this is a diffusers pipeline")
         model, self._stored = weights.build_on_meta(
             recipe.family.transformer_class(), recipe.root / recipe.family.component, recipe.spec
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from engine.families.shared.base import Family, KohyaStyle
+from engine.families.shared.base import Family, LoraStyle
 from jobs.spec.families import get_family
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Family", "KohyaStyle", "load"]
+__all__ = ["Family", "LoraStyle", "load"]
 
 
 def load(

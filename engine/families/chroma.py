@@ -1,4 +1,10 @@
-"""Chroma: packed latents as FLUX.1, T5 text with its padding masked, rectified flow."""
+"""Chroma: packed latents as FLUX.1, T5 text with its padding masked, rectified flow.
+
+Two things of diffusers (0.42) are bent here. Its pipeline gives the mask as numbers, which
+attention adds to its scores: padding would weigh less by a factor of e instead of nothing, and most
+of a short caption's attention would go there. And its blocks leave padding with nothing to attend
+to, for which some attention kernels have NaN.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers import ChromaPipeline
 from diffusers.models.transformers.transformer_chroma import ChromaSingleTransformerBlock
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 
+from engine.families.shared import flux_kohya
+from engine.families.shared.lora_names import ComfyUI, Kohya
 from engine.families.shared.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from jobs.spec.keys.prompts import SampleRequest
+
+
+class MaskedChromaPipeline(ChromaPipeline):
+    """The stock pipeline with a mask of text tokens that masks; also for negative prompts."""
+
+    def _get_t5_prompt_embeds(self, *words: Any, **names: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        embeds, mask = super()._get_t5_prompt_embeds(*words, **names)
+        return embeds, mask.bool()
 
 
 class Chroma(PackedFamily):
@@ -24,16 +43,22 @@ class Chroma(PackedFamily):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
     )
+    # Its blocks are those of FLUX.1, by name and by what is fused.
+    KOHYA = Kohya(
+        flux_kohya.rename,
+        {"ss_network_module": "networks.lora_flux", "ss_base_model_version": "chroma"},
+    )
+    COMFYUI = ComfyUI(flux_kohya.rename)
+
+    def pipeline_class(self) -> Any:
+        return MaskedChromaPipeline
 
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds (L, D)` of T5 and `prompt_attention_mask (L,)`.
+        """`prompt_embeds (L, D)` of T5 and `prompt_attention_mask (L,)`, all of one length.
 
-        Padding is masked but for its first token. The mask is the pipeline's own, of its dtype:
-        diffusers 0.42 gives it as numbers, which attention adds to its scores, so that padding
-        weighs less by a factor of e instead of nothing. Samples are made that way, and so it is
-        trained.
+        Padding is masked but for its first token, as the model was trained.
         """
         embeds, _, mask, *_ = pipeline.encode_prompt(
             prompt=prompt,
@@ -45,6 +70,21 @@ class Chroma(PackedFamily):
             "prompt_attention_mask": mask[0].contiguous(),
         }
 
+    def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Without the padding that no sample sees; without a mask where none is left to mask.
+
+        Tokens of text have no positions, so this changes nothing but speed: fewer tokens, and
+        kernels that take no mask.
+        """
+        mask = condition.get("prompt_attention_mask")
+        if mask is None:
+            return condition
+        if not mask.all():
+            condition = {name: text[:, mask.any(dim=0)] for name, text in condition.items()}
+        if condition["prompt_attention_mask"].all():
+            return {"prompt_embeds": condition["prompt_embeds"]}
+        return condition
+
     def predict(
         self,
         transformer: Any,
@@ -55,8 +95,11 @@ class Chroma(PackedFamily):
     ) -> torch.Tensor:
         batch, _, height, width = noisy.shape
         embeds, tokens = condition["prompt_embeds"], pack(noisy)
-        seen = torch.ones(tokens.shape[:2], dtype=torch.bool, device=noisy.device)
-        mask = torch.cat([condition["prompt_attention_mask"], seen], dim=1)  # as the pipeline
+        mask = condition.get("prompt_attention_mask")
+        if mask is not None:
+            seen = torch.ones(tokens.shape[:2], dtype=torch.bool, device=noisy.device)
+            mask = torch.cat([mask, seen], dim=1)  # as the pipeline
+            _attend_to_seen(transformer)
         # The pipeline's own; it uses no pipeline state. Made on the device: copying them waits.
         with noisy.device:
             image_ids = ChromaPipeline._prepare_latent_image_ids(
@@ -74,15 +117,57 @@ class Chroma(PackedFamily):
             )[0]
         return unpack(velocity, height, width)
 
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """Each text without its padding."""
+        return super().sample_arguments(request, _seen(condition), negative and _seen(negative))
+
+
+def _seen(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A text `(L, …)` without what its mask leaves out."""
+    mask = text.get("prompt_attention_mask")
+    return {name: tensor[mask] for name, tensor in text.items()} if mask is not None else text
+
+
+class _SeenKeys(FluxAttnProcessor):
+    """Attention in which every token, padding too, attends to the tokens that are not masked."""
+
+    def __call__(
+        self,
+        attn: FluxAttention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: torch.Tensor | None = None,
+    ) -> Any:
+        if attention_mask is not None:  # (B, 1, L, L): a pair is seen if both tokens are
+            attention_mask = attention_mask.any(dim=-2, keepdim=True)  # (B, 1, 1, L)
+        return super().__call__(
+            attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+        )
+
+
+def _attend_to_seen(transformer: torch.nn.Module) -> None:
+    """Have a model's attention leave no token without anything to attend to."""
+    for module in transformer.modules():
+        if isinstance(module, FluxAttention) and type(module.processor) is FluxAttnProcessor:
+            processor = _SeenKeys()
+            processor.__dict__.update(vars(module.processor))  # the kernel that was chosen
+            module.set_processor(processor)
+
 
 @contextmanager
-def _masked_when_checkpointed(transformer: Any, mask: torch.Tensor) -> Iterator[None]:
+def _masked_when_checkpointed(transformer: Any, mask: torch.Tensor | None) -> Iterator[None]:
     """Within this context single-stream blocks get the mask also under gradient checkpointing.
 
     There, diffusers (0.42) calls them without, and the model would be trained on other attention
     than it samples with. What is recomputed in backward gets what was given here.
     """
-    if not transformer.gradient_checkpointing:
+    if mask is None or not transformer.gradient_checkpointing:
         yield
         return
     run = transformer._gradient_checkpointing_func

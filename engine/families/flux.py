@@ -8,6 +8,7 @@ import torch
 from diffusers import FluxKontextPipeline, FluxPipeline
 
 from engine.families.shared import flux_kohya
+from engine.families.shared.lora_names import ComfyUI
 from engine.families.shared.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Flux(PackedFamily):
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
     )
     KOHYA = flux_kohya
+    COMFYUI = ComfyUI(flux_kohya.rename)
 
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False

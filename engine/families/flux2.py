@@ -16,6 +16,7 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
 
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,28 @@ if TYPE_CHECKING:
 # The pipelines' shift depends on the number of steps too. This is the number that the models which
 # are not distilled are published with.
 _STEPS: Final = 50
+
+
+_LAYOUT: Final = Layout(
+    {
+        "transformer_blocks.#.attn.to_out.0": "double_blocks.#.img_attn.proj",
+        "transformer_blocks.#.attn.to_add_out": "double_blocks.#.txt_attn.proj",
+        "transformer_blocks.#.ff.linear_in": "double_blocks.#.img_mlp.0",
+        "transformer_blocks.#.ff.linear_out": "double_blocks.#.img_mlp.2",
+        "transformer_blocks.#.ff_context.linear_in": "double_blocks.#.txt_mlp.0",
+        "transformer_blocks.#.ff_context.linear_out": "double_blocks.#.txt_mlp.2",
+        "single_transformer_blocks.#.attn.to_qkv_mlp_proj": "single_blocks.#.linear1",
+        "single_transformer_blocks.#.attn.to_out": "single_blocks.#.linear2",
+    },
+    {
+        "double_blocks.#.img_attn.qkv": {
+            f"transformer_blocks.#.attn.to_{part}": 1 for part in ("q", "k", "v")
+        },
+        "double_blocks.#.txt_attn.qkv": {
+            f"transformer_blocks.#.attn.add_{part}_proj": 1 for part in ("q", "k", "v")
+        },
+    },
+)
 
 
 class Flux2(Family):
@@ -38,6 +61,8 @@ class Flux2(Family):
         r"|ff(_context)?\.linear_(in|out))"
         r"|single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
     )
+    KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_flux_2"})
+    COMFYUI = ComfyUI(_LAYOUT.rename)
 
     @property
     def _klein(self) -> bool:

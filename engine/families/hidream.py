@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.families.shared.base import Family
 from engine.families.shared.hidream_pipeline import AnySizePipeline, call_every_expert
+from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,19 +17,28 @@ if TYPE_CHECKING:
 
     import torch
 
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 
 class HiDream(Family):
     """HiDream-I1 Full, Dev and Fast."""
 
-    # Every linear layer of the blocks: attention of both streams, the experts and what all tokens
-    # go through. Not the gate, which chooses among experts: it is no layer.
+    # Every linear layer that all tokens go through: attention of both streams, the text's
+    # feed-forward, the shared experts. Routed experts would be two thirds of the adapter, each
+    # trained by the tokens that are sent to it.
     LORA_TARGETS = (
         r"(double_stream_blocks|single_stream_blocks)\.\d+\.block\."
-        r"(attn1\.to_(q|k|v|out)(_t)?|ff_t\.w[123]|ff_i\.(shared_experts|experts\.\d+)\.w[123])"
+        r"(attn1\.to_(q|k|v|out)(_t)?|ff_t\.w[123]|ff_i\.shared_experts\.w[123])"
     )
+    COMFYUI = ComfyUI(as_in_diffusers)
     GUIDED_FORWARDS = 1
+
+    def lora_targets(self, spec: JobSpec) -> str:
+        """With the routed experts where the job asks for them; not the gate, which is no layer."""
+        if not spec.lora_experts:
+            return self.LORA_TARGETS
+        return self.LORA_TARGETS.replace("shared_experts", r"(shared_experts|experts\.\d+)")
 
     def pipeline_class(self) -> Any:
         return AnySizePipeline

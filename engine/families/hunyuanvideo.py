@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from engine.families.shared import flux_kohya
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI, Kohya
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from engine.families.shared.lora_names import Adapter
     from jobs.spec.keys.prompts import SampleRequest
+
+
+# Layers of which ComfyUI has the name that they have in FLUX.1, and musubi-tuner Tencent's.
+_TENCENT: Final = {
+    "_mlp.0": "_mlp.fc1", "_mlp.2": "_mlp.fc2", "_mod.lin": "_mod.linear",
+    "modulation.lin": "modulation.linear",
+}  # fmt: skip
+
+
+def _as_tencent(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
+    """Module of Tencent's model → adapter; what is fused there is what is fused in FLUX.1."""
+    found: dict[str, Adapter] = {}
+    for module, adapter in flux_kohya.LAYOUT.rename(adapters).items():
+        end = next((end for end in _TENCENT if module.endswith(end)), None)
+        found[module.removesuffix(end) + _TENCENT[end] if end else module] = adapter
+    return found
 
 
 class HunyuanVideo(Family):
@@ -24,6 +44,9 @@ class HunyuanVideo(Family):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
     )
+    KOHYA = Kohya(_as_tencent, {"ss_network_module": "networks.lora"})
+    COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename)
+    COMFYUI_READS_KOHYA = False
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """With the tokenizer as it was published.

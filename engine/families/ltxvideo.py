@@ -8,6 +8,7 @@ import torch
 from diffusers import LTXConditionPipeline, LTXPipeline
 
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class LTXVideo(Family):
     LORA_TARGETS = (
         r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
+    COMFYUI = ComfyUI(as_in_diffusers)
     GUIDED_FORWARDS = 1
 
     def __init__(

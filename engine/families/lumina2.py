@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.families.shared.base import Family
 from engine.families.shared.equal_length import equal_length
+from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
 
@@ -17,6 +18,29 @@ if TYPE_CHECKING:
     from jobs.spec.keys.prompts import SampleRequest
 
 
+_BLOCKS: Final = ("layers", "noise_refiner", "context_refiner")
+_LAYOUT: Final = Layout(
+    {
+        f"{blocks}.#.{module}": f"{blocks}.#.{theirs}"
+        for blocks in _BLOCKS
+        for module, theirs in {
+            "attn.to_out.0": "attention.out",
+            "feed_forward.linear_1": "feed_forward.w1",
+            "feed_forward.linear_2": "feed_forward.w2",
+            "feed_forward.linear_3": "feed_forward.w3",
+        }.items()
+    },
+    {
+        # Three heads of queries share one of keys and values.
+        f"{blocks}.#.attention.qkv": {
+            f"{blocks}.#.attn.to_q": 1, f"{blocks}.#.attn.to_k": 1 / 3,
+            f"{blocks}.#.attn.to_v": 1 / 3,
+        }
+        for blocks in _BLOCKS
+    },
+)  # fmt: skip
+
+
 class Lumina2(Family):
     """Lumina-Image 2.0."""
 
@@ -25,6 +49,8 @@ class Lumina2(Family):
         r"(layers|noise_refiner|context_refiner)\.\d+\."
         r"(attn\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.linear_[123])"
     )
+    KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_lumina"})
+    COMFYUI = ComfyUI(_LAYOUT.rename)
     NEGATIVES_APART = True  # they get no system prompt
 
     def __init__(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from peft import PeftModel
 
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI, Layout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
     from jobs.spec.keys.prompts import SampleRequest
 
 
+_LAYOUT: Final = Layout(
+    {
+        "transformer_blocks.#.attn1.to_out.0": "blocks.#.attn.proj",
+        "transformer_blocks.#.attn2.to_q": "blocks.#.cross_attn.q_linear",
+        "transformer_blocks.#.attn2.to_out.0": "blocks.#.cross_attn.proj",
+        "transformer_blocks.#.ff.net.0.proj": "blocks.#.mlp.fc1",
+        "transformer_blocks.#.ff.net.2": "blocks.#.mlp.fc2",
+    },
+    {
+        "blocks.#.attn.qkv": {
+            f"transformer_blocks.#.attn1.to_{part}": 1 for part in ("q", "k", "v")
+        },
+        "blocks.#.cross_attn.kv_linear": {
+            f"transformer_blocks.#.attn2.to_{part}": 1 for part in ("k", "v")
+        },
+    },
+)
+
+
 class PixArtSigma(Family):
     """PixArt-Sigma."""
 
@@ -23,6 +43,7 @@ class PixArtSigma(Family):
     LORA_TARGETS = (
         r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
+    COMFYUI = ComfyUI(_LAYOUT.rename)
     GUIDED_FORWARDS = 1
 
     def load_lora(self, pipeline: Any, directory: Path) -> None:

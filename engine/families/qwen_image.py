@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from engine.families.shared.lora_names import ComfyUI, Kohya, as_in_diffusers
 from engine.families.shared.packing import PackedFamily, pack, unpack
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class QwenImage(PackedFamily):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|(img|txt)_mlp\.net\.(0\.proj|2))"
     )
+    KOHYA = Kohya(as_in_diffusers, {"ss_network_module": "networks.lora_qwen_image"})
+    COMFYUI = ComfyUI(as_in_diffusers)
 
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False

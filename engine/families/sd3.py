@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
 
@@ -12,6 +13,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+
+_LAYOUT: Final = Layout(
+    {
+        "transformer_blocks.#.attn.to_out.0": "joint_blocks.#.x_block.attn.proj",
+        "transformer_blocks.#.attn.to_add_out": "joint_blocks.#.context_block.attn.proj",
+        "transformer_blocks.#.attn2.to_out.0": "joint_blocks.#.x_block.attn2.proj",
+        "transformer_blocks.#.ff.net.0.proj": "joint_blocks.#.x_block.mlp.fc1",
+        "transformer_blocks.#.ff.net.2": "joint_blocks.#.x_block.mlp.fc2",
+        "transformer_blocks.#.ff_context.net.0.proj": "joint_blocks.#.context_block.mlp.fc1",
+        "transformer_blocks.#.ff_context.net.2": "joint_blocks.#.context_block.mlp.fc2",
+    },
+    {
+        "joint_blocks.#.x_block.attn.qkv": {
+            f"transformer_blocks.#.attn.to_{part}": 1 for part in ("q", "k", "v")
+        },
+        "joint_blocks.#.context_block.attn.qkv": {
+            f"transformer_blocks.#.attn.add_{part}_proj": 1 for part in ("q", "k", "v")
+        },
+        "joint_blocks.#.x_block.attn2.qkv": {
+            f"transformer_blocks.#.attn2.to_{part}": 1 for part in ("q", "k", "v")
+        },
+    },
+)
 
 
 class SD3(Family):
@@ -24,6 +49,8 @@ class SD3(Family):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|attn2\.(to_q|to_k|to_v|to_out\.0)|ff(_context)?\.net\.(0\.proj|2))"
     )
+    KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_sd3"})
+    COMFYUI = ComfyUI(_LAYOUT.rename)
     GUIDED_FORWARDS = 1
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:

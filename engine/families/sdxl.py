@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from engine.families.shared import sdxl_kohya
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.data.index.views import Shown
+    from jobs.spec.job_spec import JobSpec
 
 _CELL: Final = 8  # pixels of a latent's side
 
@@ -20,6 +27,7 @@ class SDXL(Family):
         r".*transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
     KOHYA = sdxl_kohya
+    COMFYUI = ComfyUI(sdxl_kohya.rename)
     GUIDED_FORWARDS = 1
     NEGATIVES_APART = True
 
@@ -39,6 +47,19 @@ class SDXL(Family):
             "pooled_prompt_embeds": pooled[0].contiguous(),
         }
 
+    def sizes(self, spec: JobSpec, pictures: Sequence[Shown]) -> dict[str, torch.Tensor]:
+        """`time_ids (B, 6)`: the original height and width, the cut's top and left, the target.
+
+        Whole numbers, which no precision narrows.
+        """
+        if spec.size_conditioning == "target":
+            return {}
+        rows = [
+            (one.original[1], one.original[0], one.top, one.left, one.size[1], one.size[0])
+            for one in pictures
+        ]
+        return {"time_ids": torch.tensor(rows, dtype=torch.int32)}
+
     def predict(
         self,
         transformer: Any,
@@ -48,10 +69,12 @@ class SDXL(Family):
         guidance: float,
     ) -> torch.Tensor:
         batch, _, height, width = noisy.shape
-        # As the pipeline's defaults have it: never resized, and cropped nowhere. Filled in on the
-        # device: copying it waits.
-        sizes = noisy.new_zeros(batch, 6)  # height, width, top, left, height, width
-        sizes[:, 0::4], sizes[:, 1::4] = height * _CELL, width * _CELL
+        sizes = condition.get("time_ids")
+        if sizes is None:
+            # As the pipeline's defaults have it: never resized, and cropped nowhere. Filled in on
+            # the device: copying it waits.
+            sizes = noisy.new_zeros(batch, 6)  # height, width, top, left, height, width
+            sizes[:, 0::4], sizes[:, 1::4] = height * _CELL, width * _CELL
         prediction: torch.Tensor = transformer(
             noisy,
             level,

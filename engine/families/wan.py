@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -13,11 +14,24 @@ _HIGH: Final = "transformer"
 _LOW: Final = "transformer_2"
 
 
+_LAYOUT: Final = Layout({
+    **{
+        f"blocks.#.{attention}.{module}": f"blocks.#.{theirs}.{part}"
+        for attention, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for module, part in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+    },
+    "blocks.#.ffn.net.0.proj": "blocks.#.ffn.0",
+    "blocks.#.ffn.net.2": "blocks.#.ffn.2",
+})  # fmt: skip
+
+
 class Wan(Family):
     """Wan 2.1, Wan 2.2's TI2V-5B as text-to-video, and each expert of Wan 2.2 by itself."""
 
     # Every linear layer of the blocks: self-attention, cross-attention, feed-forward.
     LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
+    KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_wan"})
+    COMFYUI = ComfyUI(_LAYOUT.rename)
 
     def lora_options(self) -> dict[str, Any]:
         """Files of both experts have the same names in them."""

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI, Kohya, Layout, as_in_diffusers
 
 if TYPE_CHECKING:
     from jobs.spec.keys.prompts import SampleRequest
+
+
+_BLOCKS: Final = ("layers", "noise_refiner", "context_refiner")
+_LAYOUT: Final = Layout(
+    {
+        f"{blocks}.#.{module}": f"{blocks}.#.{theirs}"
+        for blocks in _BLOCKS
+        for module, theirs in {
+            "attention.to_out.0": "attention.out",
+            "feed_forward.w1": "feed_forward.w1",
+            "feed_forward.w2": "feed_forward.w2",
+            "feed_forward.w3": "feed_forward.w3",
+        }.items()
+    },
+    {
+        f"{blocks}.#.attention.qkv": {
+            f"{blocks}.#.attention.to_{part}": 1 for part in ("q", "k", "v")
+        }
+        for blocks in _BLOCKS
+    },
+)
 
 
 class ZImage(Family):
@@ -21,6 +43,9 @@ class ZImage(Family):
         r"(layers|noise_refiner|context_refiner)\.\d+\."
         r"(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.(w1|w2|w3))"
     )
+    KOHYA = Kohya(as_in_diffusers, {"ss_network_module": "networks.lora_zimage"})
+    COMFYUI = ComfyUI(_LAYOUT.rename)
+    COMFYUI_READS_KOHYA = False  # musubi-tuner names modules as diffusers does
     GUIDED_FORWARDS = 1
 
     def encode(

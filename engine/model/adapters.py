@@ -18,6 +18,7 @@ from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.value_types import LoraInit
 
 ADAPTER = "default"
 
@@ -83,11 +84,12 @@ def adapted_name(model: torch.nn.Module) -> dict[str, str]:
 
 
 @torch.no_grad()
-def initialise(model: torch.nn.Module, seed: int) -> None:
+def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> None:
     """Draw the adapter's first weights: peft's distribution, the same on any number of ranks.
 
-    A is Kaiming-uniform with a = √5, B is zero (Hu et al. 2021, as in `peft`). Each tensor has a
-    generator of its own, keyed by its name, so that the draw depends on nothing else.
+    A is Kaiming-uniform with a = √5, or normal with deviation 1 / rank; B is zero (Hu et al. 2021,
+    as in `peft`). Each tensor has a generator of its own, keyed by its name, so that the draw
+    depends on nothing else.
     """
     for name, parameter in lora_parameters(model).items():
         if ".lora_B." in name:
@@ -96,6 +98,9 @@ def initialise(model: torch.nn.Module, seed: int) -> None:
         key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
         whole = torch.empty(parameter.shape, dtype=torch.float32)
-        torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        if how == "gaussian":
+            torch.nn.init.normal_(whole, std=1 / len(whole), generator=generator)
+        else:
+            torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         mine = whole[rows_of(parameter)] if isinstance(parameter, DTensor) else whole
         local_part(parameter).copy_(mine)

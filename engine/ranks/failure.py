@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -9,12 +10,26 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from jobs.errors import UserError
+from jobs.errors import DiskFullError, NotFiniteError, UserError
+from jobs.run.failure import Cause
 from jobs.run.rundir import event, write_atomic
 
 if TYPE_CHECKING:
     from engine.ranks.telemetry import Telemetry
     from jobs.run.rundir import RunDir
+
+
+def cause_of(error: BaseException | None) -> Cause:
+    """What kind of failure it is, by its type or by that of what led to it."""
+    while error is not None:
+        if isinstance(error, DiskFullError):
+            return Cause.DISK_FULL
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return Cause.DISK_FULL
+        if isinstance(error, NotFiniteError):
+            return Cause.NOT_FINITE
+        error = error.__cause__
+    return Cause.OTHER
 
 
 def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: Telemetry) -> None:
@@ -28,6 +43,7 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
         "t": time.time(),
         "rank": rank,
         "type": kind,
+        "cause": cause_of(error),
         "message": str(error) or kind,
         "phase": telemetry.phase_name,
         "step": telemetry.step,

@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from engine.ranks.mesh import build_mesh, collective_timeout
 from jobs.errors import UserError
-from jobs.spec.rules.strategy import SHARDING, STRATEGY_VARIABLE, chosen_strategy, world_size
+from jobs.spec.rules.strategy import SHARDING, chosen_strategy, launched_strategy, world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -193,7 +193,7 @@ def _check_gpus(spec: JobSpec) -> None:
 
 def _strategy(spec: JobSpec) -> tuple[str, str]:
     """What the launcher chose; ranks started by hand choose for themselves."""
-    strategy, _, reason = os.environ.get(STRATEGY_VARIABLE, "").partition(": ")
+    strategy, reason = launched_strategy(os.environ)
     return (strategy, reason) if reason else chosen_strategy(spec)
 
 

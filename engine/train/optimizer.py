@@ -253,6 +253,21 @@ def _factor(spec: JobSpec, step: int) -> float:
         return (step + 1) / warmup
     if spec.lr_scheduler in ("constant", "constant_with_warmup"):
         return 1.0
-    done = (step - warmup) / max(1, spec.max_train_steps - warmup)
-    done = min(1.0, done)
-    return 1.0 - done if spec.lr_scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    done = min(1.0, (step - warmup) / max(1, spec.max_train_steps - warmup))
+    end = spec.lr_end / spec.learning_rate
+    return end + (1 - end) * _curve(spec, done)
+
+
+def _curve(spec: JobSpec, done: float) -> float:
+    """How high a schedule still is, from 1 to 0, when a share of its steps after warm-up is done.
+
+    As `diffusers.optimization` has them.
+    """
+    match spec.lr_scheduler:
+        case "linear":
+            return 1.0 - done
+        case "polynomial":
+            return float((1.0 - done) ** spec.lr_power)
+        case "cosine_with_restarts" if done < 1:
+            done = spec.lr_num_cycles * done % 1
+    return 0.5 * (1 + math.cos(math.pi * done))

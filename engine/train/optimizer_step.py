@@ -22,7 +22,7 @@ from engine.diffusion.random_numbers import keyed_generator
 from engine.model.precision import computing
 from engine.train.gradients import Averager, clip
 from engine.train.optimizer import decides_on_device, step_unless
-from jobs.errors import UserError
+from jobs.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -376,7 +376,7 @@ class Stepper:
         """Whether a step is finite; if not, whether it may be left out.
 
         Raises:
-            UserError: It may not.
+            NotFiniteError: It may not.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self._skipped = 0
@@ -389,9 +389,9 @@ class Stepper:
         # An fp16 gradient that overflows is the loss scale's doing, not the model's.
         overflow = self._training.scaler is not None and math.isfinite(loss)
         if self._spec.on_nonfinite == "fail" and not overflow:
-            raise UserError(what, "lower learning_rate, or resume from an earlier checkpoint")
+            raise NotFiniteError(what, "lower learning_rate, or resume from an earlier checkpoint")
         if self._skipped >= _MOST_SKIPPED:
-            raise UserError(
+            raise NotFiniteError(
                 f"{what}, as in {self._skipped} steps in a row", "lower learning_rate, or use bf16"
             )
         return False

@@ -132,6 +132,7 @@ class ValidationLoss:
         texts = [self.data.held_text(number) for number in samples]
         latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
         batch = self.family.arrange(collate(texts, multiple=self.world.context_size))
+        batch |= self.family.sizes(self.spec, [self.data.held_shown(n) for n in samples])
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
     def _errors(

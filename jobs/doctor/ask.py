@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
 import uuid
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from jobs.doctor.agreed import END
 from jobs.doctor.child_processes import end_all
 from jobs.doctor.finding import Finding, fail
-from jobs.machine.bytecode import bytecode_variables
-from jobs.machine.processes import wait_for_by_hand
+from jobs.machine.child import end_child, start_child
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -48,19 +45,16 @@ def find(
     words += [f"--job={job}"] if job is not None else []
     words += ["--quick"] if quick else []
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
+        process = start_child(
             [sys.executable, "-m", "jobs.doctor", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables(),
-        )
-        wait_for_by_hand(process.pid)
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
+        )  # fmt: skip
         assert process.stdout is not None
         try:
             ended = yield from _findings(process.stdout, silent)
         finally:
-            _end(process, run_id)
+            end_child(process, patience=_GONE_WITHIN)
+            end_all(run_id)  # what it started; what the driver holds is left behind
         if not ended:
             yield _broken_off(errors, silent, process.returncode)
 
@@ -86,14 +80,6 @@ def _read(pipe: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
     for line in pipe:
         lines.put(line)
     lines.put(b"")
-
-
-def _end(process: subprocess.Popen[bytes], run_id: str) -> None:
-    """Kill it and what it started; what the driver holds is left behind."""
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GONE_WITHIN)
-    end_all(run_id)
 
 
 def _broken_off(errors: IO[bytes], silent: float, status: int | None) -> Finding:

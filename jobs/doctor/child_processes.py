@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jobs.machine.processes import RUN_ID_VARIABLE, ProcessId, end, wait_for_by_hand, with_run_id
+from jobs.machine.child import end_child, start_child
+from jobs.machine.processes import RUN_ID_VARIABLE, ProcessId, end, with_run_id
 
 _GONE_WITHIN: Final = 3.0  # seconds after SIGKILL; what the driver holds longer is left behind
 _SWEEPS: Final = 3  # a launcher may start another rank while it is killed
@@ -34,29 +34,20 @@ class Said:
 
 def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Said:
     """Run `python -m module` for at most so many seconds."""
-    environment = os.environ | {
-        "PYTHONSAFEPATH": "1",
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as ranks number GPUs
-        RUN_ID_VARIABLE: run_id,
-    }
+    # As ranks number GPUs.
+    variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", RUN_ID_VARIABLE: run_id}
     # Files, not pipes: a helper that cannot be killed would hold a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environment,
-        )
-        wait_for_by_hand(process.pid)
+        process = start_child(
+            [sys.executable, "-m", module, *arguments], variables,
+            stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+        )  # fmt: skip
         try:
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_GONE_WITHIN)
+            end_child(process, patience=_GONE_WITHIN)
         out.seek(0)
         err.seek(0)
         words = err.read().decode(errors="replace").split("\n")

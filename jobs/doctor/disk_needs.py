@@ -6,15 +6,14 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
+from jobs.memory.host_memory import STATE_BYTES
 from jobs.models.find_model import count_parameters, find_model
 from jobs.spec.families import component_of
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
-# Bytes of a parameter in a checkpoint: fp32 weights, and what the optimizer keeps of it.
-_WEIGHT: Final = 4
-_STATE: Final = {"adamw": 8, "adamw_8bit": 2, "sgd": 4, "lion": 4, "adafactor": 1, "prodigy": 16}
+_WEIGHT: Final = 4  # bytes of a parameter in a checkpoint, fp32
 _OF_A_LORA: Final = 0.02  # of the model's parameters, at a rank of 16
 
 
@@ -28,7 +27,7 @@ def checkpoint_bytes(spec: JobSpec) -> int | None:
     if parameters is None:
         return None
     share = 1.0 if spec.model_type == "full" else _OF_A_LORA * spec.lora_rank / 16
-    each = _WEIGHT * (2 if spec.use_ema else 1) + _STATE.get(spec.optimizer, 8)
+    each = _WEIGHT * (2 if spec.use_ema else 1) + STATE_BYTES[spec.optimizer]
     return math.ceil(parameters * share * each)
 
 

@@ -20,7 +20,14 @@ from jobs.models.find_model import count_parameters, find_model
 from jobs.run.diagnosis import flight_records
 from jobs.spec.families import component_of
 from jobs.spec.rules.extra_args import words_of
-from jobs.spec.rules.strategy import SHARDING, STRATEGY_VARIABLE, Room, chosen_strategy, world_size
+from jobs.spec.rules.strategy import (
+    REASON_VARIABLE,
+    SHARDING,
+    STRATEGY_VARIABLE,
+    Room,
+    chosen_strategy,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,7 +97,8 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     environment = {
         RUN_ID_VARIABLE: run_id,
         # What `strategy: auto` came to, so that all ranks run what this command line says.
-        STRATEGY_VARIABLE: f"{strategy}: {reason}",
+        STRATEGY_VARIABLE: strategy,
+        REASON_VARIABLE: reason,
         # A folder called engine/ or jobs/ in some working directory must not shadow ours.
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",

@@ -14,7 +14,7 @@ from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.run.rundir import RunDir, read_json
 from jobs.spec.file.flags import to_flags
 from jobs.spec.file.load import dump_spec, load_spec
-from jobs.spec.rules.strategy import STRATEGY_VARIABLE, world_size
+from jobs.spec.rules.strategy import launched_strategy, world_size
 
 if TYPE_CHECKING:
     from jobs.queue.store import Job
@@ -85,8 +85,7 @@ def launch_facts(spec: JobSpec, written: JobSpec | None = None, *, on_gpus: bool
 def _settled(job: Job, spec: JobSpec) -> JobSpec:
     """With the strategy that `auto` came to when the job was launched, if it was."""
     record = read_json(job.run_dir.launch_file) or {}
-    said = str((record.get("environment") or {}).get(STRATEGY_VARIABLE, ""))
-    strategy = said.partition(":")[0]
+    strategy, _ = launched_strategy(record.get("environment") or {})
     return spec.model_copy(update={"strategy": strategy}) if strategy else spec
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.machine.bytecode import bytecode_variables
-from jobs.machine.processes import wait_for_by_hand
+from jobs.machine.child import end_child, start_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,12 +51,10 @@ def ask(
     """
     said = ""
     with open(answer, "wb") as out:
-        process = subprocess.Popen(
+        process = start_child(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables(),
         )  # fmt: skip
-    wait_for_by_hand(process.pid)
     assert process.stderr is not None
     try:
         with process.stderr:
@@ -66,7 +63,7 @@ def ask(
                 said = line.strip() or said
         status = process.wait()
     finally:
-        _end(process)
+        end_child(process, _GRACE)
     if status == 2 and said.startswith(_PREFIX):
         raise UserError(said.removeprefix(_PREFIX))
     if status != 0:
@@ -95,15 +92,3 @@ def _lines(pipe: IO[bytes], cancelled: Callable[[], bool]) -> Iterator[str]:
                 yield line.decode(errors="replace")
             if not data:
                 return
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Make sure that it runs no longer."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

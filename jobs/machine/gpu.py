@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from jobs.units import size
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -168,12 +170,12 @@ def foreign_users(
             more = f" and {len(strangers) - 2} more" if len(strangers) > 2 else ""
             lines[gpu.uuid] = "; ".join(map(_line, strangers[:2])) + more
         elif not gpu.processes and (gpu.memory_used or 0) >= _HIDDEN_USE:
-            lines[gpu.uuid] = f"processes that cannot be seen from here ({_gib(gpu.memory_used)})"
+            lines[gpu.uuid] = f"processes that cannot be seen from here ({_held(gpu.memory_used)})"
     return lines
 
 
 def _line(process: GpuProcess) -> str:
-    pid, memory = f"pid {process.pid}", _gib(process.memory)
+    pid, memory = f"pid {process.pid}", _held(process.memory)
     if process.command is None:
         who = pid if process.user is None else f"{process.user}: {pid}"
         return f"{who} ({memory})"
@@ -183,8 +185,8 @@ def _line(process: GpuProcess) -> str:
     return f"{process.user or 'someone'}: {command} ({pid}, {memory})"
 
 
-def _gib(memory: int | None) -> str:
-    return "memory unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
+def _held(memory: int | None) -> str:
+    return "memory unknown" if memory is None else size(memory)
 
 
 def still_held(

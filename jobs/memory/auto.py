@@ -12,7 +12,13 @@ from jobs.memory.calibration import read_calibration
 from jobs.memory.fit import Verdict, fit_of, room_of, worst
 from jobs.memory.question import recall
 from jobs.run.rundir import read_json
-from jobs.spec.rules.strategy import STRATEGY_VARIABLE, Whole, depends_on_memory, world_size
+from jobs.spec.rules.strategy import (
+    AS_ASKED,
+    Whole,
+    depends_on_memory,
+    launched_strategy,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +46,8 @@ def chosen_before(spec: JobSpec, run_dir: RunDir) -> tuple[str, str] | None:
     environment, gpus = record.get("environment"), record.get("gpus")
     if not (isinstance(environment, dict) and isinstance(gpus, list)):
         return None
-    strategy, _, reason = str(environment.get(STRATEGY_VARIABLE, "")).partition(": ")
-    chosen = strategy in ("ddp", "fsdp2") and reason != "as asked"  # before it said auto
+    strategy, reason = launched_strategy(environment)
+    chosen = strategy in ("ddp", "fsdp2") and reason != AS_ASKED  # before it said auto
     if len(gpus) != world_size(spec) or not chosen:
         return None
     return strategy, reason.removesuffix(_KEPT) + _KEPT

@@ -19,9 +19,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
-from jobs.machine.bytecode import bytecode_variables
+from jobs.machine.child import end_child, start_child
 from jobs.machine.engine_tools import Cancelled, ToolError
-from jobs.machine.processes import wait_for_by_hand
 from jobs.memory.cache import forget_old
 
 if TYPE_CHECKING:
@@ -157,16 +156,11 @@ class Server:
         self._end()
         self._rest, self._outstanding = b"", 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
-        process = subprocess.Popen(
-            list(self._command or COMMAND),
+        process = start_child(
+            self._command or COMMAND, {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            # A folder called engine/ in some working directory must not shadow ours.
-            env=os.environ
-            | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-            | bytecode_variables(),
             start_new_session=True,  # Ctrl-C is for whoever asks
         )  # fmt: skip
-        wait_for_by_hand(process.pid)
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
         self._process = process
@@ -191,12 +185,7 @@ class Server:
             with suppress(OSError, ValueError):
                 if pipe is not None:
                     pipe.close()
-        process.terminate()
-        try:
-            process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_child(process, _GRACE)
         if self._errors is not None:
             self._errors.close()
             self._errors = None

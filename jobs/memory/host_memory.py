@@ -11,12 +11,16 @@ from jobs.machine.cgroups import memory_rooms
 from jobs.models.find_model import count_parameters, find_model
 from jobs.spec.families import component_of
 from jobs.spec.rules.strategy import shards, world_size
+from jobs.units import size
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
-# Bytes of state per trained parameter; what each holds at least.
-STATE_BYTES: Final = {"adamw": 8, "prodigy": 8, "lion": 4, "adamw_8bit": 2}
+# Bytes of an optimizer's state per trained parameter, at least. The exact formulas, which need
+# shapes, are in `engine.memory.predicting.optimizers`.
+STATE_BYTES: Final[dict[str, int]] = {
+    "adamw": 8, "adamw_8bit": 2, "sgd": 0, "lion": 4, "adafactor": 0, "prodigy": 12,
+}  # fmt: skip
 _MASTER_AND_GRADIENT: Final = 8  # both fp32
 
 
@@ -43,8 +47,8 @@ def check_host_memory(spec: JobSpec, *, on_gpus: bool) -> None:
         return
     what = "weights" if spec.model_type == "lora" else "weights, gradients and optimizer state"
     raise SpecError(
-        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job keeps at least {_gib(needed)} of {what} "
-        f"in host memory, and this machine has {_gib(present)}",
+        f"{'fsdp_cpu_offload: ' if on_gpus else ''}the job keeps at least {size(needed)} of {what} "
+        f"in host memory, and this machine has {size(present)}",
         "leave out fsdp_cpu_offload, or take a machine with more memory"
         if on_gpus
         else "run it on GPUs, or on a machine with more memory",
@@ -59,13 +63,9 @@ def host_bytes() -> int:
 
 def _least_bytes(spec: JobSpec) -> int:
     if spec.model_type == "full":
-        return _MASTER_AND_GRADIENT + STATE_BYTES.get(spec.optimizer, 0)
+        return _MASTER_AND_GRADIENT + STATE_BYTES[spec.optimizer]
     return 4 if spec.mixed_precision == "no" else 2
 
 
 def _copies(spec: JobSpec) -> int:
     return (spec.dp_replicate_size or 1) if shards(spec) else world_size(spec)
-
-
-def _gib(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB"

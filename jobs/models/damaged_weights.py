@@ -12,34 +12,50 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LONGEST_HEADER: Final = 100_000_000  # bytes; the format's own limit
-_BITS: Final = {
+BITS: Final = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16,
     "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 
 
+class DamagedError(Exception):
+    """A file is no whole safetensors file; says why, in a few words."""
+
+
 def find_damage(path: Path) -> str | None:
     """What is wrong with a file, in a few words; None where nothing is."""
     try:
+        return _wrong_with(*read_header(path))
+    except DamagedError as error:
+        return str(error)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The entries of a file's tensors by name, and how many bytes it has for them.
+
+    Raises:
+        DamagedError: It cannot be read.
+    """
+    try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return "it is no regular file"
+            raise DamagedError("it is no regular file")
         with open(path, "rb") as file:
             start = file.read(8)
             room = status.st_size - 8
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= min(room, LONGEST_HEADER):
-                return "it is cut off, or no safetensors file"
+                raise DamagedError("it is cut off, or no safetensors file")
             header = json.loads(file.read(length))
     except OSError as error:
-        return f"it cannot be read: {error.strerror or error}"
+        raise DamagedError(f"it cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
-        return "its header is damaged"
+        raise DamagedError("its header is damaged") from None
     if not isinstance(header, dict):
-        return "its header is damaged"
+        raise DamagedError("its header is damaged")
     header.pop("__metadata__", None)
-    return _wrong_with(header, room - length)
+    return header, room - length
 
 
 def _wrong_with(header: dict[str, Any], room: int) -> str | None:
@@ -48,7 +64,7 @@ def _wrong_with(header: dict[str, Any], room: int) -> str | None:
     for name, tensor in header.items():
         try:
             begin, end = tensor["data_offsets"]
-            shape, bits = tensor["shape"], _BITS.get(tensor["dtype"])
+            shape, bits = tensor["shape"], BITS.get(tensor["dtype"])
             sound = all(isinstance(one, int) and one >= 0 for one in (begin, end, *shape))
         except (TypeError, KeyError, ValueError):
             sound = False

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from pathlib import Path
 from typing import Final
 
 from jobs.errors import SpecError
+from jobs.models.damaged_weights import DamagedError, read_header
 from jobs.paths import exists, expand
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
 _HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
-
-_LONGEST_HEADER: Final = 100 << 20  # bytes; what safetensors itself allows
 
 
 def find_model(name_or_path: str) -> Path:
@@ -57,16 +55,8 @@ def count_parameters(component: Path) -> int | None:
         else:
             files = sorted(component.glob("*.safetensors"))[:1]
         for path in files:
-            if not path.is_file():
-                return None
-            with open(path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(length, _LONGEST_HEADER)))
-            total += sum(
-                math.prod(tensor["shape"])
-                for name, tensor in header.items()
-                if name != "__metadata__"
-            )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
+            total += sum(math.prod(one["shape"]) for one in read_header(path)[0].values())
+    except (DamagedError, OSError, ValueError, LookupError, TypeError, AttributeError,
+            RecursionError):  # fmt: skip
         return None
     return total or None

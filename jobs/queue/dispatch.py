@@ -6,13 +6,12 @@ else would; a file lock makes one caller at a time decide.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from jobs.machine import devices, processes
+from jobs.machine import devices, file_lock, processes
 from jobs.machine.processes import boot_id
 from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.machine.start_detached import start_detached
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
-_SILENT: Final = "its supervisor (process "
+_SUSPENDED: Final = "is suspended and does not answer"
+_BLOCKED: Final = "is blocked in the kernel, as by a disk that does not answer"
 _BLOCKED_FOR: Final = 10.0  # seconds without a step after which a wait is no usual one
 _KILLED_WITHIN: Final = 1.0  # seconds
 _QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
-_LOOK_AGAIN_AFTER: Final = 0.02  # seconds
 _LONGEST_PID: Final = 20  # characters
 
 
@@ -107,7 +106,7 @@ def _mend(store: Store) -> None:
             _start_supervisor(job)
         elif job.supervisor is not None and (why := why_silent(job.supervisor)):
             _do_without(store, job, job.supervisor, why)
-        elif _says_silent(job):
+        elif _told_as_silent(job):
             store.explain(job.id, "all ranks are up", State.RUNNING)
 
 
@@ -121,8 +120,7 @@ def _do_without(store: Store, job: Job, supervisor: ProcessId, why: str) -> None
         if supervisor.is_dead():
             _start_supervisor(job)
         return
-    what = f"{_SILENT}{supervisor.pid}) {why}; its ranks go on"
-    store.explain(job.id, what, State.RUNNING)
+    store.explain(job.id, _silent(supervisor, why), State.RUNNING)
 
 
 def why_silent(supervisor: ProcessId) -> str:
@@ -132,7 +130,7 @@ def why_silent(supervisor: ProcessId) -> str:
     run since `_BLOCKED_FOR` seconds. To wait for it for a moment is nothing.
     """
     if supervisor.suspended():
-        return "is suspended and does not answer"
+        return _SUSPENDED
     if not is_waiting_for_kernel(supervisor.pid):
         _blocked.pop(supervisor, None)
         return ""
@@ -141,22 +139,25 @@ def why_silent(supervisor: ProcessId) -> str:
     if before != count:
         _blocked[supervisor] = count, now
         return ""
-    if now - since < _BLOCKED_FOR:
-        return ""
-    return "is blocked in the kernel, as by a disk that does not answer"
+    return _BLOCKED if now - since >= _BLOCKED_FOR else ""
 
 
 _blocked: dict[ProcessId, tuple[int | None, float]] = {}  # its switches, and since when
 
 
-def _says_silent(job: Job) -> bool:
-    return job.state is State.RUNNING and job.reason.startswith(_SILENT)
+def _silent(supervisor: ProcessId, why: str) -> str:
+    return f"its supervisor (process {supervisor.pid}) {why}; its ranks go on"
+
+
+def _told_as_silent(job: Job) -> bool:
+    one = job.supervisor
+    return one is not None and job.reason in (_silent(one, _SUSPENDED), _silent(one, _BLOCKED))
 
 
 def _needs_mending(job: Job) -> bool:
     return (
         _unsupervised(job)
-        or _says_silent(job)
+        or _told_as_silent(job)
         or (job.state.active and job.supervisor is not None and bool(why_silent(job.supervisor)))
     )
 
@@ -196,23 +197,15 @@ def _cpu_slots() -> int:
 @contextmanager
 def _one_at_a_time(store: Store) -> Iterator[bool]:
     """Hold the queue, if it can be had; False where another process keeps it."""
-    until = time.monotonic() + _QUEUE_IS_FREE_WITHIN
     with open(store.home / "dispatch.lock", "a+") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < until:
-                    time.sleep(_LOOK_AGAIN_AFTER)
-                    continue
-                lock.seek(0)
-                holder = lock.read(_LONGEST_PID).strip() or "another"
-                reason = f"process {holder} holds the queue and does not answer"
-                store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
-                yield False
-                return
-            break
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield True
+        free = file_lock.take(lock, _QUEUE_IS_FREE_WITHIN)
+        if free:
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        else:
+            lock.seek(0)
+            holder = lock.read(_LONGEST_PID).strip() or "another"
+            reason = f"process {holder} holds the queue and does not answer"
+            store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
+        yield free

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 from jobs.machine.processes import ProcessId
 from jobs.queue.states import State
 from jobs.run.rundir import RunDir
+from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     import sqlite3
+
+    from jobs.spec.job_spec import JobSpec
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,17 @@ class Terms:
     shares: bool = False
     auto_resume: bool = False
 
-    def columns(self) -> tuple[object, ...]:
-        """As the database keeps them, in the order above."""
-        wanted = json.dumps(self.wanted)
-        return (
-            self.ranks, wanted, self.total_steps, self.priority, self.shares, self.auto_resume,
+    @classmethod
+    def of(cls, spec: JobSpec, wanted: int | list[str] | None) -> Terms:
+        """Those of a job; `wanted` is what this machine has of what it asks for."""
+        return cls(
+            world_size(spec), wanted, spec.max_train_steps, spec.priority, spec.share_gpus,
+            spec.auto_resume,
         )  # fmt: skip
+
+    def columns(self) -> dict[str, object]:
+        """As the database keeps them."""
+        return vars(self) | {"wanted": json.dumps(self.wanted)}
 
 
 @dataclass(frozen=True)

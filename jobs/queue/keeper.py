@@ -7,12 +7,12 @@ there for the times when nobody looks.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from jobs.machine import file_lock
 from jobs.machine.start_detached import leave_starter, start_detached
 
 if TYPE_CHECKING:
@@ -24,11 +24,9 @@ IDLE_SECONDS: Final = 60.0
 
 def ensure_runner(store: Store) -> None:
     """Start the runner unless one is there. Returns within a few hundredths of a second."""
-    try:
-        with open(store.home / "runner.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
+    with open(store.home / "runner.lock", "a") as lock:
+        if not file_lock.take(lock):
+            return
     start_detached(
         "jobs.queue.keeper", home=store.home, cwd=store.home, log=store.home / "runner.log"
     )
@@ -42,9 +40,7 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
     from jobs.queue.dispatch import dispatch, has_work
 
     with open(store.home / "runner.lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not file_lock.take(lock):
             return
         _say("started")
         busy_at = time.monotonic()

@@ -18,7 +18,16 @@ from jobs.machine.processes import boot_id
 from jobs.paths import ensure_state_home
 from jobs.queue.job import Change, Job, Terms, job_of_row
 from jobs.queue.states import State, may_follow
-from jobs.queue.tables import PERSON, SERVICE, VERSION, create_tables, opened, trouble
+from jobs.queue.tables import (
+    PERSON,
+    SERVICE,
+    VERSION,
+    create_tables,
+    insert,
+    opened,
+    trouble,
+    update,
+)
 from jobs.run.rundir import RunDir
 from jobs.untrusted.text import harmless
 
@@ -115,25 +124,17 @@ class Store:
         """
         now = time.time()
         with self.write() as db:
-            cursor = db.execute(
-                "INSERT INTO jobs (name, state, ranks, wanted, total_steps, run_dir, run_id,"
-                " created, queued, priority, shares, auto_resume)"
-                " VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-                (name, State.QUEUED, *terms.columns()[:3], "", run_id, now, now,
-                 *terms.columns()[3:]),
-            )  # fmt: skip
-            job_id = int(cursor.lastrowid or 0)
+            row: dict[str, object] = {"name": name, "state": State.QUEUED, "run_dir": ""}
+            row |= {"run_id": run_id, "created": now, "queued": now}
+            job_id = insert(db, "jobs", row | terms.columns())
             run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
             if run_dir.root.exists():
                 raise UserError(
                     f"{run_dir.root} is there already, from a database that is gone",
                     "move it away; its checkpoints would be taken for the new job's",
                 )
-            db.execute("UPDATE jobs SET run_dir=? WHERE id=?", (str(run_dir.root), job_id))
-            db.execute(
-                "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,NULL,?,?)",
-                (job_id, now, State.QUEUED, "submitted"),
-            )
+            update(db, job_id, {"run_dir": str(run_dir.root)})
+            self._note(db, job_id, now, None, State.QUEUED, "submitted")
             try:
                 prepare(run_dir)
             except BaseException:
@@ -163,11 +164,7 @@ class Store:
                 (time.time(), job_id),
             )
             if terms is not None:
-                db.execute(
-                    "UPDATE jobs SET ranks=?, wanted=?, total_steps=?, priority=?, shares=?,"
-                    " auto_resume=? WHERE id=?",
-                    (*terms.columns(), job_id),
-                )
+                update(db, job_id, terms.columns())
             prepare()
             return self._get(db, job_id)
 
@@ -183,15 +180,8 @@ class Store:
         """
         with self.write() as db:
             job = self._get_queued(db, job_id)
-            db.execute(
-                "UPDATE jobs SET name=?, ranks=?, wanted=?, total_steps=?, priority=?, shares=?,"
-                " auto_resume=?, reason='' WHERE id=?",
-                (name, *terms.columns(), job_id),
-            )
-            db.execute(
-                "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,?,?,?)",
-                (job_id, time.time(), job.state, job.state, reason),
-            )
+            update(db, job_id, {"name": name, "reason": ""} | terms.columns())
+            self._note(db, job_id, time.time(), job.state, job.state, reason)
             prepare()
             return self._get(db, job_id)
 
@@ -227,14 +217,11 @@ class Store:
                 job = self._get(db, job_id)
                 if job.state is not State.QUEUED or (seen and job.request != seen.request):
                     return False
-                db.executemany(
-                    "INSERT INTO claims (device, job) VALUES (?,?)", [(g, job_id) for g in gpus]
-                )
+                for device in gpus:
+                    insert(db, "claims", {"device": device, "job": job_id})
                 self._change(db, job, State.STARTING, reason)
-                db.execute(
-                    "UPDATE jobs SET gpus=?, started=?, boot_id=? WHERE id=?",
-                    (json.dumps(list(gpus)), time.time(), boot_id(), job_id),
-                )
+                row = {"gpus": json.dumps(list(gpus)), "started": time.time()}
+                update(db, job_id, row | {"boot_id": boot_id()})
                 return True
         except sqlite3.IntegrityError:
             return False
@@ -276,11 +263,11 @@ class Store:
 
     def set_priority(self, job_id: int, priority: int) -> None:
         """Serve the job before those of lower priority."""
-        self._set_queued(job_id, "priority=?", priority)
+        self._set_queued(job_id, "priority", priority)
 
     def hold(self, job_id: int, held: bool) -> None:
         """Pass the job over until it is released."""
-        self._set_queued(job_id, "held=?", held)
+        self._set_queued(job_id, "held", held)
 
     def move(self, job_id: int, *, first: bool) -> None:
         """Put a queued job before (or behind) all others of its priority."""
@@ -289,7 +276,7 @@ class Store:
             (place,) = db.execute(
                 f"SELECT {edge} FROM jobs WHERE state=?", (State.QUEUED,)
             ).fetchone()
-        self._set_queued(job_id, "queued=?", place)
+        self._set_queued(job_id, "queued", place)
 
     def pause(self, paused: bool) -> None:
         """Stop (or go on) starting queued jobs; running ones are not touched."""
@@ -321,11 +308,11 @@ class Store:
             db.execute("DELETE FROM jobs WHERE id=?", (job_id,))
             return job
 
-    def _set_queued(self, job_id: int, assignment: str, value: float) -> None:
+    def _set_queued(self, job_id: int, column: str, value: float) -> None:
         """Raises `StateError` when the job does not wait in the queue."""
         with self.write() as db:
             self._get_queued(db, job_id)
-            db.execute(f"UPDATE jobs SET {assignment} WHERE id=?", (value, job_id))
+            update(db, job_id, {column: value})
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -381,17 +368,21 @@ class Store:
         )
         return [job_of_row(row) for row in rows]
 
-    @staticmethod
-    def _change(db: sqlite3.Connection, job: Job, after: State, reason: str) -> None:
+    @classmethod
+    def _change(cls, db: sqlite3.Connection, job: Job, after: State, reason: str) -> None:
         reason = harmless(reason)
         if not may_follow(job.state, after):
             raise StateError(f"job {job.id} is {job.state} and cannot become {after}")
         now = time.time()
-        db.execute("UPDATE jobs SET state=?, reason=? WHERE id=?", (after, reason, job.id))
+        update(db, job.id, {"state": after, "reason": reason})
         if after.ended:
-            db.execute("UPDATE jobs SET ended=? WHERE id=?", (now, job.id))
+            update(db, job.id, {"ended": now})
             db.execute("DELETE FROM claims WHERE job=?", (job.id,))
-        db.execute(
-            "INSERT INTO history (job, t, before, after, reason) VALUES (?,?,?,?,?)",
-            (job.id, now, job.state, after, reason),
-        )
+        cls._note(db, job.id, now, job.state, after, reason)
+
+    @staticmethod
+    def _note(
+        db: sqlite3.Connection, job_id: int, t: float, before: State | None, after: State, why: str
+    ) -> None:
+        row = {"job": job_id, "t": t, "before": before, "after": after, "reason": why}
+        insert(db, "history", row)

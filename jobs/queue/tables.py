@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 VERSION: Final = 2
@@ -81,6 +81,10 @@ def opened(path: Path, mode: str, patience: float) -> Iterator[sqlite3.Connectio
         yield db
 
 
+# Our statements are right, so that one in error means that its tables are missing.
+_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
 def create_tables(db: sqlite3.Connection, lock: Path) -> None:
     """Make an empty database one of jobs.
 
@@ -97,14 +101,37 @@ def create_tables(db: sqlite3.Connection, lock: Path) -> None:
         db.execute(f"PRAGMA user_version={VERSION}")
 
 
+def insert(db: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:
+    """Add a row; returns its number."""
+    marks = ",".join("?" * len(row))
+    words = f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})"
+    return int(db.execute(words, [*row.values()]).lastrowid or 0)
+
+
+def update(db: sqlite3.Connection, job_id: int, row: Mapping[str, object]) -> None:
+    """Change columns of a job."""
+    words = ", ".join(f"{column}=?" for column in row)
+    db.execute(f"UPDATE jobs SET {words} WHERE id=?", [*row.values(), job_id])
+
+
 def trouble(error: Exception, path: Path | None = None) -> str:
     """What SQLite complains of, as a sentence that says what to do."""
     database, said = f"the jobs database{f' {path}' if path else ''}", str(error)
-    if isinstance(error, sqlite3.Error):
-        if "locked" in said or "busy" in said:
-            return f"{database} is locked by another process ({said}); try again in a moment"
-        if "full" in said:
-            return f"{database} cannot be written: the disk is full"
-        if any(word in said for word in ("malformed", "not a database", "no such table")):
-            return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
+    if is_locked(error):
+        return f"{database} is locked by another process ({said}); try again in a moment"
+    if _code(error) == sqlite3.SQLITE_FULL:
+        return f"{database} cannot be written: the disk is full"
+    if _code(error) in _DAMAGED:
+        return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` makes a new one"
     return f"cannot use {database} ({said})"
+
+
+def is_locked(error: Exception) -> bool:
+    """Whether SQLite complains that another process has the database."""
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _code(error: Exception) -> int:
+    """SQLite's primary result code; 0 of what is not SQLite's."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return int(code) & 0xFF

@@ -34,6 +34,9 @@ EFFECTS: Final[dict[str, Effect]] = {
     "weight_decay": "changes",
     "lr_scheduler": "ruled",
     "lr_warmup_steps": "ruled",
+    "lr_end": "ruled",
+    "lr_num_cycles": "ruled",
+    "lr_power": "ruled",
     "max_grad_norm": "changes",
     "on_nonfinite": "same",  # while all is finite
     # precision and speed
@@ -51,11 +54,16 @@ EFFECTS: Final[dict[str, Effect]] = {
     "timestep_sampling": "changes",
     "logit_mean": "changes",
     "logit_std": "changes",
+    "mode_scale": "changes",
     "flow_shift": "changes",
+    "sigma_min": "changes",
+    "sigma_max": "changes",
+    "loss_weighting": "changes",
     "loss_type": "changes",
     "huber_c": "changes",
     "snr_gamma": "changes",
     "caption_dropout_probability": "changes",
+    "size_conditioning": "changes",
     "train_guidance": "changes",
     # moving average
     "use_ema": "ruled",
@@ -65,8 +73,10 @@ EFFECTS: Final[dict[str, Effect]] = {
     "lora_rank": "impossible",
     "lora_alpha": "ruled",
     "lora_dropout": "changes",
+    "lora_init": "same",  # it was drawn when the job began
     "lora_placement": "same",
     "lora_target_modules": "ruled",
+    "lora_experts": "ruled",
     # devices
     "device": "same",
     "share_gpus": "same",

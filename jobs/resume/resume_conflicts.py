@@ -31,9 +31,13 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
     "adam_beta1": lambda spec: spec.optimizer in _ADAM,
     "adam_beta2": lambda spec: spec.optimizer in _ADAM,
     "adam_epsilon": lambda spec: spec.optimizer in _ADAM,
-    "logit_mean": lambda spec: spec.timestep_sampling != "uniform",
-    "logit_std": lambda spec: spec.timestep_sampling != "uniform",
-    "flow_shift": lambda spec: spec.timestep_sampling == "shift",
+    "logit_mean": lambda spec: spec.timestep_sampling in ("logit_normal", "shift"),
+    "logit_std": lambda spec: spec.timestep_sampling in ("logit_normal", "shift"),
+    "mode_scale": lambda spec: spec.timestep_sampling == "mode",
+    "flow_shift": lambda spec: spec.timestep_sampling in ("shift", "uniform_shift"),
+    "size_conditioning": lambda spec: (
+        (family := FAMILIES.get(spec.model_family)) is not None and family.told_sizes
+    ),
     "huber_c": lambda spec: spec.loss_type != "mse",
     "ema_decay": lambda spec: spec.use_ema,
     "lora_rank": lambda spec: spec.model_type == "lora",
@@ -158,6 +162,9 @@ def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> 
     was, now = old.lora_target_modules, spec.lora_target_modules
     if (was and sorted(set(was))) != (now and sorted(set(now))):
         found.impossible.append(_refusal("lora_target_modules", was, now))
+    family = FAMILIES.get(spec.model_family)
+    if not now and family is not None and family.experts and old.lora_experts != spec.lora_experts:
+        found.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))
 
 
 def _alpha(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
@@ -188,8 +195,8 @@ def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) ->
         return
     named = [
         _line(key, getattr(old, key), getattr(spec, key))
-        for key in ("lr_scheduler", "lr_warmup_steps")
-        if getattr(old, key) != getattr(spec, key)
+        for key, counts in _OF_SCHEDULES.items()
+        if getattr(old, key) != getattr(spec, key) and (counts(old) or counts(spec))
     ]
     if old.max_train_steps != spec.max_train_steps and _decays(spec) and _decays(old):
         bent = "stretches" if spec.max_train_steps > old.max_train_steps else "shortens"
@@ -198,10 +205,21 @@ def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) ->
     found.changes.extend(named)
 
 
+# Settings of the schedule, and whether they count in a job.
+_OF_SCHEDULES: Final[dict[str, Callable[[JobSpec], bool]]] = {
+    "lr_scheduler": lambda spec: True,
+    "lr_warmup_steps": lambda spec: True,
+    "lr_end": lambda spec: _decays(spec),
+    "lr_num_cycles": lambda spec: spec.lr_scheduler == "cosine_with_restarts",
+    "lr_power": lambda spec: spec.lr_scheduler == "polynomial",
+}
+
+
 def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
     """What decides the schedule from a step on."""
     if _decays(spec):
-        return spec.lr_scheduler, spec.lr_warmup_steps, spec.max_train_steps
+        bends = [getattr(spec, key) for key, counts in _OF_SCHEDULES.items() if counts(spec)]
+        return (*bends, spec.max_train_steps)
     return ("constant", spec.lr_warmup_steps if done < spec.lr_warmup_steps else 0)
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _NAME: Final = re.compile(r"step-(?P<step>\d+)(?:\.(?P<word>[a-z]+)(?:-\d+)?)?")
 _MOST_NAMED: Final = 8  # in a sentence
-_UNREADABLE: Final = "cannot read"  # how `UnreadableError` begins
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Listed:
         world_size: Ranks that wrote it.
         ema: Whether it holds a moving average of the weights.
         damage: What is wrong with it; None when nothing is known to be.
+        readable: Whether it could be looked at; else `damage` says why not.
         set_aside: Why no run takes it: "rewound" or "damaged".
         verified: Whether every byte was read and is what it was.
         next: Whether a run that is resumed goes on after it.
@@ -53,6 +53,7 @@ class Listed:
     set_aside: str | None = None
     verified: bool = False
     next: bool = False
+    readable: bool = True
 
     @property
     def health(self) -> str:
@@ -60,8 +61,7 @@ class Listed:
         words = [f"set aside ({self.set_aside})"] if self.set_aside else []
         # What was set aside as damaged needs no second complaint before someone looks closer.
         if self.damage and (self.set_aside != "damaged" or self.verified):
-            read = not self.damage.startswith(_UNREADABLE)
-            words.append(f"damaged: {self.damage}" if read else self.damage)
+            words.append(f"damaged: {self.damage}" if self.readable else self.damage)
         elif self.verified:
             words.append("verified")
         return ", ".join(words) or "complete"
@@ -92,15 +92,15 @@ def list_all(run_dir: RunDir) -> list[Listed]:
 
 def _look(path: Path, step: int, word: str | None) -> Listed:
     checkpoint = read_checkpoint(path)
-    damage = _damage(path)
+    damage, readable = _damage(path)
     if checkpoint is None:
         return Listed(
             path.name, step, path, directory_size(path), path.stat().st_mtime,
-            damage=damage, set_aside=word,
+            damage=damage, set_aside=word, readable=readable,
         )  # fmt: skip
     return Listed(
         path.name, step, path, checkpoint.bytes, checkpoint.time, checkpoint.layout,
-        checkpoint.world_size, checkpoint.ema, damage, word,
+        checkpoint.world_size, checkpoint.ema, damage, word, readable=readable,
     )  # fmt: skip
 
 
@@ -115,19 +115,20 @@ def verify(listed: Listed, progress: Callable[[int], None] = lambda count: None)
     Raises:
         NotFoundError: It was deleted while it was read.
     """
-    damage = _damage(listed.path, contents=True, progress=progress)
+    damage, readable = _damage(listed.path, contents=True, progress=progress)
     if damage is not None and not listed.path.exists():
         raise NotFoundError(f"{listed.name} was deleted meanwhile")
-    return replace(listed, damage=damage, verified=True)
+    return replace(listed, damage=damage, readable=readable, verified=True)
 
 
 def _damage(
     path: Path, *, contents: bool = False, progress: Callable[[int], None] = lambda count: None
-) -> str | None:
+) -> tuple[str | None, bool]:
+    """What is wrong, and whether that could be looked at."""
     try:
-        return find_damage(path, contents=contents, progress=progress)
+        return find_damage(path, contents=contents, progress=progress), True
     except UnreadableError as error:
-        return error.message
+        return error.message, False
 
 
 def find_listed(listed: Sequence[Listed], name: str, whose: str) -> Listed:

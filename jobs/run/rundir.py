@@ -224,6 +224,10 @@ class RunDir:
     def rank_file(self, rank: int) -> Path:
         return self.ranks / f"{rank}.json"
 
+    @property
+    def failure_file(self) -> Path:
+        return self.root / "failure.json"
+
     def rank_error(self, rank: int) -> Path:
         """Written once by a rank that fails: type, message, phase, step, traceback."""
         return self.ranks / f"{rank}.error.json"
@@ -315,7 +319,8 @@ class RunDir:
         """Remove what only concerned an earlier attempt: requests, rank files, flight records."""
         for name in (*REQUESTS, FLIGHT):
             self.clear_request(name)
-        for path in (*self.ranks.glob("*.json"), *self.logs.glob(f"{self.flight_prefix.name}*")):
+        flights = self.logs.glob(f"{self.flight_prefix.name}*")
+        for path in (self.failure_file, *self.ranks.glob("*.json"), *flights):
             path.unlink(missing_ok=True)
 
     # -- checkpoints -----------------------------------------------------------------------

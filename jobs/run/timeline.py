@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import PHASES
+from jobs.units import size
 
 _MOST: Final = 4000  # moments; a run of weeks has more, and nobody reads all of them
 _LEAST_SECONDS: Final = 1.0  # phases shorter than that are told only when there is more to say
@@ -64,8 +65,8 @@ def in_words(kind: str, event: dict[str, Any]) -> str:
             return _phase(event)
         case "checkpoint":
             took = f", {float(event['seconds']):.1f} s" if "seconds" in event else ""
-            size = f" ({_size(int(event['bytes']))}{took})" if "bytes" in event else ""
-            return f"saved step-{int(event['step'])}{size}"
+            much = f" ({size(int(event['bytes']))}{took})" if "bytes" in event else ""
+            return f"saved step-{int(event['step'])}{much}"
         case "sample":
             count = len(event.get("files") or ())
             return f"sampled {count} prompt{'s' * (count != 1)} at step {int(event['step'])}"
@@ -104,7 +105,3 @@ def _took(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

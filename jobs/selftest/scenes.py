@@ -15,6 +15,7 @@ from jobs.errors import UserError
 from jobs.machine.processes import with_run_id
 from jobs.queue.states import State
 from jobs.run.checkpoint_files import find_damage, list_checkpoints
+from jobs.run.failure import Cause, read_failure
 from jobs.run.samples import list_samples
 from jobs.selftest.speed import speed, wide_values
 from jobs.selftest.stage import STEPS, SceneFailed, losses, steps_done
@@ -289,7 +290,8 @@ def _killed_rank(stage: Stage) -> Iterator[Finding]:
         stage.kill_rank(job, rank)
     job = stage.ended(job)
     stage.expect(job, State.FAILED)
-    if not job.reason.startswith(f"rank {rank} was killed by SIGKILL"):
+    failure = read_failure(job.run_dir)
+    if failure is None or (failure.cause, failure.rank) != (Cause.KILLED, rank):
         raise SceneFailed(f"the reason it gives is not the real one: {job.reason}", job)
     yield ok("killed rank", f"“{job.reason}”; no process is left")
 

@@ -19,6 +19,7 @@ from jobs.run.eventlog import EventLog
 from jobs.run.run_report import read_report
 from jobs.selftest.stage import SceneFailed
 from jobs.spec.file.load import load_spec
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,18 +190,14 @@ def _memory(name: str, job: Job, beside: int | None) -> Finding:
     measured = max(max(one.measured) for one in phases)
     expected = max(one.predicted for one in phases)
     off = measured / expected - 1
-    words = f"{_gib(measured)} measured, {_gib(expected)} predicted ({off:+.1%})"
+    words = f"{size(measured)} measured, {size(expected)} predicted ({off:+.1%})"
     facts = {"measured": measured, "predicted": expected, "beside": beside}
     if beside is not None:
         record_beside(predicted.ranks, beside, predicted)
         assumed = sum(predicted.overheads.values())
-        words += f"; the driver and libraries took {_gib(beside)}, {_gib(assumed)} assumed"
+        words += f"; the driver and libraries took {size(beside)}, {size(assumed)} assumed"
     if abs(off) > _OFF:
         return warn(
             name, words, "estimates on this machine are corrected by what jobs took", **facts
         )
     return ok(name, words, **facts)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

@@ -26,7 +26,6 @@ from jobs.run.checkpoint_list import find_listed, list_all
 from jobs.run.rundir import write_atomic
 from jobs.service.plan import plan_resume, plan_submit
 from jobs.spec.file.load import dump_spec
-from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,13 +68,14 @@ def carry_out(store: Store, plan: Plan) -> Job:
         text = dump_spec(plan.spec)
         job = store.add(
             name=plan.spec.name,
-            terms=terms_of(plan),
+            terms=Terms.of(plan.spec, plan.wanted),
             run_id=uuid.uuid4().hex,
             prepare=lambda run_dir: write_job_file(run_dir, text),
         )
     else:
         prepare = partial(_prepare, store, plan.job.run_dir, plan)
-        job = store.requeue(plan.job.id, _how_it_goes_on(plan), terms_of(plan), prepare)
+        terms = Terms.of(plan.spec, plan.wanted)
+        job = store.requeue(plan.job.id, _how_it_goes_on(plan), terms, prepare)
     return start_if_free(store, job.id)
 
 
@@ -110,19 +110,6 @@ def write_job_file(run_dir: RunDir, text: str) -> None:
         write_atomic(run_dir.job_file, text, durable=True)
     except OSError as error:
         raise UserError(f"cannot write {run_dir.root} ({error.strerror})") from error
-
-
-def terms_of(plan: Plan) -> Terms:
-    """What the queue goes by."""
-    spec = plan.spec
-    return Terms(
-        ranks=world_size(spec),
-        wanted=plan.wanted,
-        total_steps=spec.max_train_steps,
-        priority=spec.priority,
-        shares=spec.share_gpus,
-        auto_resume=spec.auto_resume,
-    )
 
 
 def stop(store: Store, job_id: int, *, now: bool = False) -> str:
@@ -184,6 +171,44 @@ def _how_it_goes_on(plan: Plan) -> str:
         steps = ", ".join(str(one.step) for one in plan.rewound)
         how += f"; newer checkpoints are set aside ({steps})"
     return how
+
+
+def hold(store: Store, job_id: int, held: bool = True) -> Job:
+    """Keep a queued job waiting, or release it.
+
+    Raises:
+        StateError: It does not wait in the queue.
+    """
+    store.hold(job_id, held)
+    dispatch(store)
+    return store.get(job_id)
+
+
+def move(
+    store: Store, job_id: int, *, first: bool | None = None, priority: int | None = None
+) -> None:
+    """Change a queued job's place.
+
+    Args:
+        store: The jobs.
+        job_id: Which one.
+        first: Before all others of its priority, or behind them; None where it is.
+        priority: Jobs of higher priority start first.
+
+    Raises:
+        StateError: It does not wait in the queue.
+    """
+    if priority is not None:
+        store.set_priority(job_id, priority)
+    if first is not None:
+        store.move(job_id, first=first)
+    dispatch(store)
+
+
+def pause(store: Store, paused: bool = True) -> None:
+    """Start no queued job, or go on starting them; running ones are not touched."""
+    store.pause(paused)
+    dispatch(store)
 
 
 def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:

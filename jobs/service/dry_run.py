@@ -17,6 +17,7 @@ from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.engine_tools import ToolError
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog
+from jobs.run.failure import Cause, read_failure
 from jobs.run.run_report import RunReport
 from jobs.service.plan import plan_submit
 
@@ -35,6 +36,7 @@ _WITHOUT: Final[Mapping[str, Any]] = {
     "validation_fraction": 0.0, "export_formats": None, "resume_from_checkpoint": None,
     "max_restarts": 0, "auto_resume": False,
 }  # fmt: skip
+_NO_MEMORY: Final = (Cause.GPU_MEMORY, Cause.HOST_MEMORY)
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,10 @@ def measure(
         job = service.carry_out(store, plan)
         try:
             report, ended = _watch(store, job, tell)
+            failure = read_failure(job.run_dir)
         finally:
             _remove(store, job.id)
-    if ended is not None and "out of" in ended.reason and "memory" in ended.reason:
+    if ended is not None and failure is not None and failure.cause in _NO_MEMORY:
         return Measured(report.strategy, report.measure, report.peaks, True, ended.reason)
     if ended is not None:
         if ended.state is State.STOPPED:

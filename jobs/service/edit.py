@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import service
 from jobs.errors import StateError, UserError
+from jobs.queue.job import Terms
 from jobs.service.plan import plan_change
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.strategy import world_size
@@ -60,7 +61,7 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
 
     try:
         store.redescribe(
-            job_id, name=plan.spec.name, terms=service.terms_of(plan),
+            job_id, name=plan.spec.name, terms=Terms.of(plan.spec, plan.wanted),
             reason=_what_changed(before, plan.spec), prepare=prepare,
         )  # fmt: skip
     except BaseException:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from pydantic import ConfigDict, model_validator
 
@@ -24,6 +24,8 @@ from jobs.spec.keys.output import OutputKeys
 from jobs.spec.keys.running import RunningKeys
 from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys
+
+_WHOLE: Final = 100  # keys of a job that is written down whole, at the least
 
 
 # Pydantic takes the fields of the last base first.
@@ -55,6 +57,8 @@ class JobSpec(
         """
         if not isinstance(data, dict):
             return data
+        if _is_earlier(data):
+            data = data | {"lora_experts": True, "size_conditioning": "target"}
         known = {key: value for key, value in data.items() if value is not None}
         family = known.get("model_family", cls.model_fields["model_family"].default)
         if "model_flavour" not in data:
@@ -85,6 +89,14 @@ class JobSpec(
         }
         payload = json.dumps(values, sort_keys=True).encode()
         return hashlib.sha256(payload).hexdigest()[:16]
+
+
+def _is_earlier(data: dict[str, Any]) -> bool:
+    """Whether a whole job was written down before `lora_experts` and `size_conditioning` were keys.
+
+    Files of people leave most keys out; what a run directory or a checkpoint has says all.
+    """
+    return "lora_experts" not in data and len(data.keys() & set(field_names())) >= _WHOLE
 
 
 def field_names() -> list[str]:

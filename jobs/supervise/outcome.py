@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from jobs.queue.states import State
 from jobs.run.diagnosis.rank_exits import launcher_signal, rank_exits
-from jobs.run.diagnosis.why_failed import is_persons_fault, why_failed
+from jobs.run.diagnosis.why_failed import diagnose, is_persons_fault
 from jobs.run.eventlog import EventLog
+from jobs.run.failure import Cause, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -24,6 +25,7 @@ class Outcome:
     state: State
     reason: str
     worth_retrying: bool = False
+    failure: Failure | None = None
 
 
 def judge(
@@ -63,16 +65,16 @@ def judge(
     if stop_level == 1 and not log.steps and not errors:
         return Outcome(State.STOPPED, "stopped before the first step")
     if hang is not None:
-        return Outcome(State.FAILED, f"hang: {hang}; stacks are in logs/rank*.log", True)
+        failure = Failure(f"hang: {hang}; stacks are in logs/rank*.log", Cause.HANG)
+        return Outcome(State.FAILED, failure.text, True, failure)
     if attempt.child is None and not errors and not rank_exits(run_dir):
         what = "the launcher was killed" if interrupted else "everything was killed"
         return Outcome(State.LOST, f"{what}; {resume}", True)
-    reason = why_failed(
+    failure = diagnose(
         run_dir,
         attempt.exit_code,
         ended_by_us=ended_by_us,
         oom_kills_before=attempt.oom_kills,
     )
-    if interrupted:
-        reason = f"{reason}; {resume}"
-    return Outcome(State.FAILED, reason, not is_persons_fault(run_dir))
+    reason = f"{failure.text}; {resume}" if interrupted else failure.text
+    return Outcome(State.FAILED, reason, not is_persons_fault(run_dir), failure)

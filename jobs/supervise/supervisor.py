@@ -26,6 +26,7 @@ from jobs.queue.summaries import keep_summary
 from jobs.run.diagnosis.flight_records import find_wait
 from jobs.run.diagnosis.hang import Watch, find_hang
 from jobs.run.disk_space import cap_logs, space_warning
+from jobs.run.failure import keep_failure
 from jobs.run.rundir import FLIGHT, REQUESTS
 from jobs.supervise.attempt import Attempt, adopt, launch
 from jobs.supervise.outcome import Outcome, judge
@@ -104,6 +105,8 @@ class Supervisor:
             return None
         if attempt is not None:
             self._say("adopted the job of a supervisor that is gone")
+            # Whatever was said of that one.
+            self.store.explain(self.job.id, "all ranks are up", State.RUNNING)
         return attempt
 
     def _launch(self, restarts: int) -> Attempt:
@@ -291,6 +294,7 @@ class Supervisor:
         self.job.run_dir.forget_unfinished()
         with suppress(Exception):  # whatever is wrong with a note of ours, the job has its end
             record(self.job.run_dir)
+        keep_failure(self.job.run_dir, outcome.failure)
         self._say(f"{outcome.state}: {outcome.reason}")
         while self.store.path.exists():
             try:

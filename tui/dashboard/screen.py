@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from textual import on
 from textual.containers import Container, Vertical
-from textual.message import Message
-from textual.screen import Screen
 
 from jobs import service
-from jobs.service.plan import plan_resume
 from jobs.spec.file.load import load_spec
 from tui.dashboard.exporting import Exports
 from tui.dashboard.jobs_panel import JobsPanel
@@ -21,37 +17,24 @@ from tui.keys.actions import bindings
 from tui.log.log_view import LogView
 from tui.log.sources import log_sources, log_title
 from tui.look.snapshot import Snapshot
-from tui.text.checkpoint_text import resume_question, resumed
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
-from tui.widgets.modals.stop_job import stop_job
+from tui.widgets.job_actions import JobActions
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from textual.app import ComposeResult
 
     from jobs.queue.store import Store
-    from jobs.service.plan import Plan
-    from tui.app.app import FsdpTui
     from tui.look.snapshot import JobView
 
 
-class DashboardScreen(Screen[None]):
+class DashboardScreen(JobActions):
     """Devices, jobs, what the selected one does, its log and its loss."""
 
     BINDINGS = bindings("jobs", "log", "app")
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (160, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = "#jobs"
-
-    app: FsdpTui
-
-    @dataclass
-    class Planned(Message):
-        """A job that was to be started would go on in another way than it was going."""
-
-        plan: Plan
 
     def __init__(self, store: Store, host: str, selected: int | None) -> None:
         super().__init__()
@@ -116,6 +99,10 @@ class DashboardScreen(Screen[None]):
     def selected(self) -> JobView | None:
         return self.snapshot.find(self.jobs.selected)
 
+    @property
+    def acted_on(self) -> int | None:
+        return view.job.id if (view := self.selected) is not None else None
+
     def _show_selected(self) -> None:
         view = self.selected
         self.devices.update_from(self.snapshot, self.jobs.selected)
@@ -166,60 +153,6 @@ class DashboardScreen(Screen[None]):
 
             open_edit(self, view.job.id)
 
-    def action_start_job(self) -> None:
-        def start(job: int) -> str:
-            plan = plan_resume(self.store, job)
-            if plan.changes:
-                self.post_message(self.Planned(plan))
-                return ""
-            return resumed(service.carry_out(self.store, plan))
-
-        self._do(start)
-
-    def on_dashboard_screen_planned(self, message: Planned) -> None:
-        """Ask before a job goes on in another way than it was going; once, however often asked."""
-        from tui.widgets.modals.confirm import ConfirmScreen
-
-        if not isinstance(self.app.screen, ConfirmScreen):
-            self.ask_to_resume(message.plan)
-
-    def ask_to_resume(self, plan: Plan, then: Callable[[], None] = lambda: None) -> None:
-        """Ask whether a planned resume is to be done, and do it.
-
-        Args:
-            plan: What was planned; it is planned again when the answer comes.
-            then: Called when the answer is yes.
-        """
-        from tui.widgets.modals.confirm import ConfirmScreen
-
-        def answered(yes: bool | None) -> None:
-            if yes and plan.job is not None:
-                resume = partial(service.resume, self.store, plan.job.id, back_to=plan.back_to)
-                self.app.act(lambda: resumed(resume()))
-                then()
-
-        question, detail = resume_question(plan)
-        screen = ConfirmScreen(question, detail, "go on", refuse="do not", harmful=False)
-        self.app.push_screen(screen, answered)
-
-    def action_stop_job(self) -> None:
-        if (view := self.selected) is not None:
-            stop_job(self.app, self.store, view.job.id)
-
-    def action_save_now(self) -> None:
-        def save(job: int) -> str:
-            service.request(self.store, job, "save_now")
-            return f"job {job} saves a checkpoint at the next step"
-
-        self._do(save)
-
-    def action_sample_now(self) -> None:
-        def sample(job: int) -> str:
-            service.request(self.store, job, "sample_now")
-            return f"job {job} samples its prompts at the next step"
-
-        self._do(sample)
-
     def action_remove_job(self) -> None:
         view = self.selected
         if view is None:
@@ -231,7 +164,7 @@ class DashboardScreen(Screen[None]):
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self._do(remove)
+                self.act(remove)
 
         def remove(job: int) -> str:
             service.remove(self.store, job)
@@ -275,10 +208,6 @@ class DashboardScreen(Screen[None]):
 
     def action_checkpoints(self) -> None:
         self.open_job("checkpoints")
-
-    def _do(self, act: Callable[[int], str]) -> None:
-        if (view := self.selected) is not None:
-            self.app.act(partial(act, view.job.id))
 
     # -- log -------------------------------------------------------------------------------
 
@@ -331,9 +260,6 @@ class DashboardScreen(Screen[None]):
         from tui.dashboard.caches.screen import CachesScreen
 
         self.app.push_screen(CachesScreen(self.store))
-
-    def action_switch_theme(self) -> None:
-        self.app.switch_theme()
 
     def action_quit_app(self) -> None:
         self.app.exit()

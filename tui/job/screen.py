@@ -9,20 +9,17 @@ from textual import on
 from textual.containers import Container
 from textual.content import Content
 from textual.message import Message
-from textual.screen import Screen
 from textual.widgets import Static
+from textual.worker import get_current_worker
 
-from jobs import service
-from jobs.service.plan import plan_resume
 from tui.job.panes.build import build_pane
 from tui.job.panes.logs import LogsPane
 from tui.job.panes.ranks import RanksPane
 from tui.job.tabs import NAMES, TABS, TabLine
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.look.job_look import Look, Looker
-from tui.text.checkpoint_text import resumed
+from tui.widgets.job_actions import JobActions
 from tui.widgets.job_rows import GLYPHS
-from tui.widgets.modals.stop_job import stop_job
 from tui.widgets.pane import Pane
 from tui.widgets.size_classes import set_size_classes
 
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
 
     from jobs.queue.store import Job, Store
-    from jobs.service.plan import Plan
-    from tui.app.app import FsdpTui
 
 _COLOURS = {
     "good": "$success", "warn": "$warning", "bad": "$error", "accent": "$accent",
@@ -41,7 +36,7 @@ _COLOURS = {
 }  # fmt: skip
 
 
-class JobScreen(Screen[None]):
+class JobScreen(JobActions):
     """Looks at one job once a second, in a thread; the open tab shows what it found."""
 
     CSS_PATH: ClassVar = ["job.tcss", "checkpoints/checkpoints.tcss"]
@@ -65,8 +60,6 @@ class JobScreen(Screen[None]):
     )  # fmt: skip
     BINDINGS: ClassVar = bindings_of("job", KEYS)
 
-    app: FsdpTui
-
     @dataclass
     class Looked(Message):
         """The looking thread found something; only the newest one counts."""
@@ -75,12 +68,6 @@ class JobScreen(Screen[None]):
 
         def can_replace(self, message: Message) -> bool:
             return isinstance(message, JobScreen.Looked)
-
-    @dataclass
-    class Planned(Message):
-        """The job would go on in another way than it was going."""
-
-        plan: Plan
 
     def __init__(self, store: Store, job: Job, tab: str = NAMES[0]) -> None:
         super().__init__()
@@ -126,7 +113,8 @@ class JobScreen(Screen[None]):
         def publish(look: Look) -> None:
             self.post_message(self.Looked(look))
 
-        self.looker.run(publish, lambda: not self.is_current)
+        worker = get_current_worker()  # cancelled when the app ends, whatever became of the screen
+        self.looker.run(publish, lambda: not self.is_current, lambda: worker.is_cancelled)
 
     def on_job_screen_looked(self, message: Looked) -> None:
         self.look, self.job = message.look, message.look.job
@@ -206,43 +194,17 @@ class JobScreen(Screen[None]):
 
     # -- acting ----------------------------------------------------------------------------
 
+    @property
+    def acted_on(self) -> int:
+        return self.job.id
+
+    def act(self, act: Callable[[int], str]) -> None:
+        super().act(act)
+        self.looker.wake()
+
     def action_stop_job(self) -> None:
-        stop_job(self.app, self.store, self.job.id)
+        super().action_stop_job()
         self.looker.wake()
-
-    def action_start_job(self) -> None:
-        def start() -> str:
-            plan = plan_resume(self.store, self.job.id)
-            if plan.changes:
-                self.post_message(self.Planned(plan))
-                return ""
-            return resumed(service.carry_out(self.store, plan))
-
-        self._act(start)
-
-    def on_job_screen_planned(self, message: Planned) -> None:
-        if self.is_current:  # not asked twice, nor after the screen was left
-            self.app.dashboard.ask_to_resume(message.plan)
-
-    def action_save_now(self) -> None:
-        self._request("save_now", "saves a checkpoint at the next step")
-
-    def action_sample_now(self) -> None:
-        self._request("sample_now", "samples its prompts at the next step")
-
-    def _request(self, name: str, words: str) -> None:
-        def ask() -> str:
-            service.request(self.store, self.job.id, name)
-            return f"job {self.job.id} {words}"
-
-        self._act(ask)
-
-    def _act(self, act: Callable[[], str]) -> None:
-        self.app.act(act)
-        self.looker.wake()
-
-    def action_switch_theme(self) -> None:
-        self.app.switch_theme()
 
     def action_show_help(self) -> None:
         from tui.widgets.modals.help import HelpScreen

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs import service
 from jobs.errors import NotFoundError, UserError
 from jobs.memory import kept_prediction
+from jobs.queue.states import State
+from jobs.run.diagnosis.why_failed import diagnose
+from jobs.run.failure import read_failure
 from jobs.run.run_report import RunReport
 from jobs.run.samples import Samples
 from jobs.run.timeline import Timeline
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from jobs.memory.predicted import Predicted
     from jobs.queue.store import Change, Job, Store
+    from jobs.run.failure import Failure
     from jobs.run.samples import Sample
     from jobs.run.timeline import Moment
 
@@ -43,6 +47,7 @@ class Look:
         exported: Whether there is an export.
         samples: What it made of its prompts; the same tuple while nothing has changed.
         predicted: The memory that was predicted of a rank, if it was.
+        failure: Why it failed, if it did.
         problem: What could not be read, in one line.
     """
 
@@ -57,6 +62,7 @@ class Look:
     newest: int | None = None
     exported: bool = False
     predicted: Predicted | None = None
+    failure: Failure | None = None
     problem: str = ""
 
     @property
@@ -78,9 +84,14 @@ class Looker:
         self._wake, self._closed = Event(), Event()
         self._last = Look(time.time(), JobView(job))
 
-    def run(self, publish: Callable[[Look], None], resting: Callable[[], bool]) -> None:
-        """Look until closed, but not while nobody can see it."""
-        while not self._closed.is_set():
+    def run(
+        self,
+        publish: Callable[[Look], None],
+        resting: Callable[[], bool],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        """Look until closed or cancelled, but not while nobody can see it."""
+        while not self._closed.is_set() and not cancelled():
             if not resting():
                 publish(self.look())
             self._wake.wait(PERIOD)
@@ -129,8 +140,14 @@ class Looker:
         return Look(
             time.time(), view, tuple(self._store.history(job.id)), self._moments, report, errors,
             self._curve, self._samples.look(), saved[0] if saved else None,
-            job.run_dir.export.is_dir(), self._prediction(),
+            job.run_dir.export.is_dir(), self._prediction(), self._failure(),
         )  # fmt: skip
+
+    def _failure(self) -> Failure | None:
+        if self._job.state is not State.FAILED:
+            return None
+        # Older versions left no facts but those of the ranks.
+        return read_failure(self._job.run_dir) or diagnose(self._job.run_dir, None)
 
     def _prediction(self) -> Predicted | None:
         """It may come while the job runs, and again for another attempt."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from jobs import units
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MISSING = "–"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Span(NamedTuple):
@@ -24,13 +25,7 @@ Row = tuple[Span, ...]
 
 def size(count: float | None) -> str:
     """Bytes with a unit: `610 MiB`, `1.2 GiB`."""
-    if count is None:
-        return MISSING
-    value, unit = float(count), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    digits = 1 if unit >= 3 and value < 100 else 0
-    return f"{value:.{digits}f} {_UNITS[unit]}"
+    return MISSING if count is None else units.size(count)
 
 
 def gib(count: float | None) -> str:

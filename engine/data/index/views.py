@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from PIL import Image, ImageOps
 
@@ -55,6 +55,34 @@ def view_of(sample: Sample, number: int, spec: JobSpec) -> View:
         shift = int.from_bytes(digest, "big") / 2**32
         centre = round((cut + shift) / cuts, 4)
     return View((width, height), centre, flip)
+
+
+class Shown(NamedTuple):
+    """What a view shows of a picture.
+
+    Attributes:
+        original: `(width, height)` of the picture, as displayed.
+        left: Pixels that are cut off there, of the picture scaled to cover the view and mirrored
+            as it is.
+        top: Pixels that are cut off there.
+        size: `(width, height)` it is fitted to.
+    """
+
+    original: tuple[int, int]
+    left: int
+    top: int
+    size: tuple[int, int]
+
+
+def shown(sample: Sample, view: View) -> Shown:
+    """What a view shows of a sample."""
+    factor = enlargement(sample.width, sample.height, view.size)
+    beyond = (sample.width * factor - view.size[0], sample.height * factor - view.size[1])
+    across = 1 - view.centre if view.flip else view.centre
+    return Shown(
+        (sample.width, sample.height), round(beyond[0] * across), round(beyond[1] * view.centre),
+        view.size,
+    )  # fmt: skip
 
 
 def fit(picture: Image.Image, view: View) -> Image.Image:

@@ -20,22 +20,27 @@ from jobs.run.rundir import read_json
 from jobs.spec.families import get_family
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
     from PIL import Image
 
+    from engine.data.index.views import Shown
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 # The parts of a pipeline that encode prompts, by the beginnings of their names.
 _TEXT_PARTS: Final = ("text_encoder", "tokenizer", "processor")
 
 
-class KohyaStyle(Protocol):
-    """How kohya's scripts and ComfyUI name a family's LoRAs; a module beside the family's own."""
+class LoraStyle(Protocol):
+    """How others than diffusers name a family's LoRAs (`engine.families.shared.lora_names`)."""
 
-    METADATA: dict[str, str]
+    @property
+    def METADATA(self) -> dict[str, str]:
+        """What stands in the header of such files."""
+        ...
 
     def convert(self, layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
         """The same adapter under those names.
@@ -65,8 +70,14 @@ class Family(ABC):
     LORA_TARGETS: str
     """Regular expression of the module names that get an adapter."""
 
-    KOHYA: KohyaStyle | None = None
-    """How kohya's scripts and ComfyUI name its LoRAs, where they do."""
+    KOHYA: LoraStyle | None = None
+    """How kohya's scripts name its LoRAs, where one of them trains it."""
+
+    COMFYUI: LoraStyle | None = None
+    """How ComfyUI names its LoRAs, where it has the model."""
+
+    COMFYUI_READS_KOHYA: bool = True
+    """Whether ComfyUI also takes files with kohya's names, so that one file is for both."""
 
     GUIDED_FORWARDS: int = 2
     """Forwards of the denoiser in a step of the stock pipeline with classifier-free guidance; 1
@@ -112,6 +123,10 @@ class Family(ABC):
 
     # -- LoRA ------------------------------------------------------------------------------
 
+    def lora_targets(self, spec: JobSpec) -> str:
+        """Regular expression of the module names that get a job's adapter, if it names none."""
+        return self.LORA_TARGETS
+
     @property
     def lora_prefix(self) -> str:
         """What the names in a LoRA file of diffusers begin with; all transformers share one."""
@@ -120,6 +135,13 @@ class Family(ABC):
     def lora_options(self) -> dict[str, Any]:
         """What the pipeline's `load_lora_weights` takes besides the file."""
         return {}
+
+    @property
+    def lora_formats(self) -> tuple[str, ...]:
+        """What a LoRA is exported as where the job does not say: files that suit every tool."""
+        kohya = ("kohya",) if self.KOHYA is not None else ()
+        apart = self.COMFYUI is not None and not (kohya and self.COMFYUI_READS_KOHYA)
+        return ("diffusers", *kohya, *(("comfyui",) if apart else ()))
 
     def load_lora(self, pipeline: Any, directory: Path) -> None:
         """Load an exported LoRA into a stock pipeline, as a person would."""
@@ -196,6 +218,15 @@ class Family(ABC):
         it still has to do. Doing it twice changes nothing.
         """
         return condition
+
+    def sizes(self, spec: JobSpec, pictures: Sequence[Shown]) -> dict[str, torch.Tensor]:
+        """What the denoiser is told of sizes, for the condition of a batch; {} for most.
+
+        Args:
+            spec: The job.
+            pictures: What each sample shows of its picture.
+        """
+        return {}
 
     @abstractmethod
     def predict(

@@ -1,22 +1,17 @@
-"""The names of a FLUX.1 LoRA in kohya's scripts and ComfyUI: BFL's modules, some of them fused.
-
-BFL's model has one linear layer where diffusers has several: query, key and value of a stream; and
-in the single blocks, those and the first half of the feed-forward. Side by side their adapters are
-one adapter of the fused layer, exactly: the downs are stacked, and the ups are the blocks of a
-diagonal, so that each sees only its own down.
-"""
+"""The names of a FLUX.1 LoRA in kohya's scripts and ComfyUI: BFL's modules, some of them fused."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from jobs.errors import UserError
+from engine.families.shared.lora_names import Kohya, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from engine.families.shared.lora_names import Adapter
 
 METADATA: Final = {
     "ss_network_module": "networks.lora_flux",
@@ -48,8 +43,7 @@ _SAME: Final = {
     "norm_out.linear": "final_layer.adaLN_modulation.1",
     "proj_out": "final_layer.linear",
 }
-# Module of BFL → modules of diffusers that it fuses, each with its outputs per input.
-_FUSED: Final[dict[str, dict[str, int]]] = {
+_FUSED: Final = {
     "double_blocks.#.img_attn.qkv": {
         f"transformer_blocks.#.attn.to_{part}": 1 for part in ("q", "k", "v")
     },
@@ -61,10 +55,22 @@ _FUSED: Final[dict[str, dict[str, int]]] = {
         "single_transformer_blocks.#.proj_mlp": 4,
     },
 }
-_OWNERS: Final = {member: fused for fused, members in _FUSED.items() for member in members}
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+LAYOUT: Final = Layout(_SAME, _FUSED)
 
-Adapter = tuple[torch.Tensor, torch.Tensor]  # down (rank, in) and up (out, rank)
+_MODULATION: Final = "final_layer.adaLN_modulation.1"
+
+
+def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
+    """Module of BFL → adapter.
+
+    Raises:
+        UserError: A module has no counterpart in BFL's model.
+    """
+    found = LAYOUT.rename(adapters)
+    if _MODULATION in found:
+        down, up = found[_MODULATION]  # BFL shifts first, diffusers scales first
+        found[_MODULATION] = down, torch.cat(up.chunk(2)[::-1])
+    return found
 
 
 def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
@@ -80,70 +86,11 @@ def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
     Raises:
         UserError: A module has no counterpart in BFL's model.
     """
-    suffix = ".lora_A.weight"
-    adapters = {
-        name.removesuffix(suffix): (down, layers[name.replace(".lora_A.", ".lora_B.")])
-        for name, down in layers.items()
-        if name.endswith(suffix)
-    }
-    found: dict[str, torch.Tensor] = {}
-    for module, (down, up) in _renamed(adapters).items():
-        alpha = down.shape[0] * scale
-        if module == "final_layer.adaLN_modulation.1":
-            up = torch.cat(up.chunk(2)[::-1])  # BFL shifts first, diffusers scales first
-        if module.startswith("final_layer."):
-            # Diffusers' own loader takes no notice of this layer's alpha: none is needed so.
-            up, alpha = up * scale, down.shape[0]
-        key = "lora_unet_" + module.replace(".", "_")
-        found[f"{key}.lora_down.weight"] = down
-        found[f"{key}.lora_up.weight"] = up
-        found[f"{key}.alpha"] = torch.tensor(float(alpha))
+    found = Kohya(rename, METADATA).convert(layers, scale)
+    for key in [key for key in found if key.startswith("lora_unet_final_layer_")]:
+        # Diffusers' own loader takes no notice of this layer's alpha: none is needed so.
+        if key.endswith(".lora_up.weight"):
+            found[key] = found[key] * scale
+        elif key.endswith(".alpha"):
+            found[key] = found[key] / scale
     return found
-
-
-def _renamed(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
-    """Module of BFL → its adapter."""
-    found: dict[str, Adapter] = {}
-    parts: dict[str, dict[str, Adapter]] = {}  # of fused modules
-    for module, adapter in adapters.items():
-        # Only the block's number: `to_out.0` keeps its own.
-        number = match[0] if (match := _NUMBER.search(module)) else "#"
-        pattern = _NUMBER.sub("#", module, count=1)
-        if pattern in _SAME:
-            found[_SAME[pattern].replace("#", number)] = adapter
-        elif pattern in _OWNERS:
-            owner = _OWNERS[pattern].replace("#", number)
-            parts.setdefault(owner, {})[pattern] = adapter
-        else:
-            raise UserError(
-                f"export_formats: kohya has no name for {module}",
-                "leave it out of lora_target_modules, or export for diffusers only",
-            )
-    for owner, members in parts.items():
-        found[owner] = _fuse(_FUSED[_NUMBER.sub("#", owner, count=1)], members)
-    return found
-
-
-def _fuse(layout: Mapping[str, int], members: Mapping[str, Adapter]) -> Adapter:
-    """One adapter of a fused layer; what has no adapter gets nothing added.
-
-    Args:
-        layout: The fused modules in order, each with its outputs per input.
-        members: The adapters of those that have one.
-    """
-    present = [members[name] for name in layout if name in members]
-    width = present[0][0].shape[1]
-    rank = sum(down.shape[0] for down, _ in present)
-    heights = [
-        members[name][1].shape[0] if name in members else per_input * width
-        for name, per_input in layout.items()
-    ]
-    fused = present[0][1].new_zeros(sum(heights), rank)
-    row = column = 0
-    for name, height in zip(layout, heights, strict=True):
-        if name in members:
-            up = members[name][1]
-            fused[row : row + height, column : column + up.shape[1]] = up
-            column += up.shape[1]
-        row += height
-    return torch.cat([down for down, _ in present]), fused

@@ -16,6 +16,8 @@ from jobs.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from engine.families.shared.lora_names import Adapter
+
 METADATA: Final = {
     "ss_network_module": "networks.lora",
     "ss_base_model_version": "sdxl_base_v1-0",
@@ -72,6 +74,15 @@ def convert(layers: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
         else:
             found[f"{key}.lora_up.weight"] = tensor
     return found
+
+
+def rename(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:
+    """Module of Stability → adapter.
+
+    Raises:
+        UserError: A module has no counterpart in Stability's UNet.
+    """
+    return {_renamed(module): adapter for module, adapter in adapters.items()}
 
 
 def _renamed(module: str) -> str:

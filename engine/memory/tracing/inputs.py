@@ -102,7 +102,7 @@ def caption_shapes(
             width = config["projection_class_embeddings_input_dim"] - beside
             return text("cross_attention_dim", _CLIP_TOKENS) | pooled(width)
         case "chroma":
-            return text("joint_attention_dim") | {"prompt_attention_mask": ((length,), dtype)}
+            return text("joint_attention_dim") | {"prompt_attention_mask": ((length,), torch.bool)}
         case "lumina2":
             return text("cap_feat_dim") | mask
         case "auraflow":

@@ -120,7 +120,7 @@ def build(shape: Shape) -> Built:
     _set_precision(model, shape, fp32)
     choose_attention(model, spec)
     if spec.model_type == "lora":
-        adapters.add_lora(model, spec, family.LORA_TARGETS)
+        adapters.add_lora(model, spec, family.lora_targets(spec))
         fp32 = {name.replace(".base_layer.", ".") for name in fp32}
     if shape.training and computes_alone(spec, sharded=shape.sharded):
         narrow_inputs(model, compute_dtype(spec))

@@ -11,10 +11,10 @@ from jobs.doctor.checks.gpus import chosen
 from jobs.doctor.checks.keeper import claimed
 from jobs.doctor.checks.topology import connected_by_nvlink
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.numbers import size
 from jobs.doctor.ranks import Outcome, all_reduce
 from jobs.machine.gpu import foreign_users
 from jobs.spec.rules.strategy import world_size
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

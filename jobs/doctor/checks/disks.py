@@ -14,8 +14,8 @@ import psutil
 
 from jobs.doctor.disk_needs import checkpoint_bytes, checkpoints_kept
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.numbers import size
 from jobs.paths import cache_home, expand, state_home
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

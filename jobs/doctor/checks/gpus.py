@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.doctor.checks.keeper import claimed
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.numbers import size
 from jobs.machine.gpu import find, foreign_users
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.doctor.checks.disks import nearest
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.numbers import size
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.doctor.checks.keeper import claimed
 from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
-from jobs.doctor.numbers import gpus
 from jobs.errors import UserError
 from jobs.machine.gpu import foreign_users
 from jobs.memory.host_memory import check_host_memory
@@ -19,6 +18,7 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.conflicts import find_warnings
 from jobs.spec.rules.strategy import world_size
+from jobs.units import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,8 +11,8 @@ import psutil
 
 from jobs.doctor.checks.gpus import chosen
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.numbers import size
 from jobs.machine.cgroups import memory_rooms
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

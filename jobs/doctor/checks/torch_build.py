@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.doctor.child_processes import run_helper
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.doctor.numbers import gpus
+from jobs.units import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

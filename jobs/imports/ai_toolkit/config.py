@@ -23,6 +23,7 @@ TITLE: Final = "ai-toolkit"
 _DEFAULTS: Final[dict[str, Any]] = {
     "train.lr": 1e-6,
     "train.dtype": "fp32",
+    "train.timestep_type": "sigmoid",
     "train.gradient_checkpointing": True,
     "save.save_every": 1000,
     "save.max_step_saves_to_keep": 5,

@@ -157,13 +157,20 @@ def accumulation(draft: Draft, key: str, value: Any) -> None:
 
 def timesteps(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
-    ours = {"sigmoid": "logit_normal", "linear": "uniform", "shift": "shift", "flux_shift": "shift"}
+    ours = {
+        "sigmoid": "logit_normal",
+        "linear": "uniform",
+        **dict.fromkeys(("shift", "flux_shift", "lumina2_shift"), "uniform_shift"),
+    }
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only of flow-matching models")
     elif word in ours:
         draft.take(key, "timestep_sampling", ours[word], "the word for it here")
+    elif word == "weighted":
+        draft.take(key, "timestep_sampling", "uniform", "with loss_weighting: weighted")
+        draft.values["loss_weighting"] = "weighted"
     else:
-        draft.unsupported(key, "timestep_sampling: logit_normal is used; others: uniform, shift")
+        draft.unsupported(key, "set timestep_sampling: uniform, logit_normal, shift, or another")
 
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:

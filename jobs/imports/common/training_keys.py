@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from jobs.imports.common.draft import as_number, chosen, is_off
 from jobs.imports.common.models import family_of
 from jobs.spec.values.spellings import as_bool
+from jobs.spec.values.value_types import LRScheduler
 
 if TYPE_CHECKING:
     from jobs.imports.common.draft import Draft, Rule
@@ -43,9 +44,7 @@ OPTIMIZERS: Final[Words] = {
 
 _NO_RESTARTS: Final = "one half wave without restarts"
 SCHEDULES: Final[Words] = {
-    **{name: (name, "") for name in ("constant", "constant_with_warmup", "linear", "cosine")},
-    "polynomial": ("linear", "a polynomial of power 1; there it may bend and stop above 0"),
-    "cosine_with_restarts": ("cosine", _NO_RESTARTS),
+    **{name: (name, "") for name in get_args(LRScheduler)},
     "sine": ("cosine", _NO_RESTARTS),
 }
 
@@ -100,16 +99,19 @@ def warm_up(draft: Draft, key: str, value: Any) -> None:
 def curves(prefix: str = "") -> dict[str, Rule]:
     """Details of schedules, each of which matters with one of them."""
     return {
-        f"{prefix}lr_num_cycles": _curve("cosine_with_restarts", "a cosine has no restarts"),
-        f"{prefix}lr_power": _curve("polynomial", "linear is a polynomial of power 1"),
-        f"{prefix}lr_end": _curve("polynomial", "linear ends at 0"),
+        f"{prefix}{key}": _curve(of, key)
+        for key, of in (
+            ("lr_num_cycles", "cosine_with_restarts"),
+            ("lr_power", "polynomial"),
+            ("lr_end", "polynomial"),
+        )
     }
 
 
-def _curve(of: str, why: str) -> Rule:
+def _curve(of: str, ours: str) -> Rule:
     def rule(draft: Draft, key: str, value: Any) -> None:
         if str(draft.get("lr_scheduler")).strip().lower() == of:
-            draft.unsupported(key, why)
+            draft.take(key, ours, value)
         else:
             draft.unneeded(key, f"only of the schedule {of}")
 

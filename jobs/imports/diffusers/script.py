@@ -76,6 +76,9 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     odd = dict.fromkeys(set(several) - set(_TAKE_SEVERAL), _several)
     odd |= {key: _open for key, value in command.flags.items() if is_open(value)}
     draft.apply(_RULES | odd, _PREFIXES, _FIRST)
+    if draft.values["model_type"] == "lora":
+        draft.values["lora_init"] = "gaussian"
+        draft.assume("init_lora_weights", "as its scripts draw A", lora_init="gaussian")
     _warn(draft)
     return source, draft
 
@@ -178,18 +181,25 @@ def _layers(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "only of a LoRA")
 
 
+_UNIFORM: Final = ("uniform", "uniform_shift")
+
+
 def _weighting(draft: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     if models.family_of(draft).objective != "flow":
         draft.unneeded(key, "only of flow-matching models")
-    elif word == "none":
-        draft.take(key, "timestep_sampling", "uniform", "every noise level as often")
-    elif word == "logit_normal" and models.family_of(draft).name == "sd3":
-        draft.take(key, "timestep_sampling", "shift", "with the shift of the model's scheduler")
-    elif word == "logit_normal":
-        draft.take(key, "timestep_sampling", "logit_normal")
+    elif word == "mode":
+        draft.take(key, "timestep_sampling", "mode")
+    elif word in ("none", "logit_normal", "sigma_sqrt", "cosmap"):
+        # Its scripts draw among the scheduler's steps, which for SD3 are shifted.
+        shifted = models.family_of(draft).name == "sd3"
+        plain, moved = ("logit_normal", "shift") if word == "logit_normal" else _UNIFORM
+        how = "with the shift of the model's scheduler" if shifted else "as drawn there"
+        draft.take(key, "timestep_sampling", moved if shifted else plain, how)
+        if word in ("sigma_sqrt", "cosmap"):
+            draft.values["loss_weighting"] = word
     else:
-        draft.unsupported(key, "timestep_sampling: logit_normal is used; others: uniform, shift")
+        draft.unsupported(key, "set timestep_sampling and loss_weighting")
 
 
 def _mean(draft: Draft, key: str, value: Any) -> None:

@@ -13,7 +13,6 @@ from jobs.imports.common.draft import (
     named,
     needless,
     same,
-    unless_off,
     without,
 )
 from jobs.imports.common.places import parse
@@ -93,7 +92,11 @@ _MODEL: Final[dict[str, Rule]] = {
     **all_of("lora_rank lora_alpha lora_dropout", same),
     "flux_lora_target": rules.target,
     "lora_format": rules.lora_format,
-    "lora_init_type": without("adapters begin as peft's do", "default", "true"),
+    "lora_init_type": chosen(
+        "lora_init",
+        {**dict.fromkeys(("default", "true"), ("kaiming", "")), "gaussian": ("gaussian", "")},
+        "adapters begin as peft's do; others: default, gaussian",
+    ),
     "peft_lora_mode": without(training_keys.NO_METHOD, "standard"),
     "init_lora": without(training_keys.NO_BEGINNING),
     "controlnet": without("ControlNets are not trained"),
@@ -146,8 +149,8 @@ _TRAINING: Final[dict[str, Rule]] = {
     "huber_schedule": without("huber_c is the same at all noise levels", "constant"),
     "snr_gamma": training_keys.snr,
     "flow_schedule_shift": rules.shift,
-    "flow_schedule_auto_shift": unless_off("timestep_sampling", "shift", "by resolution"),
-    "flow_use_uniform_schedule": unless_off("timestep_sampling", "uniform"),
+    "flow_schedule_auto_shift": rules.auto_shift,
+    "flow_use_uniform_schedule": rules.uniform,
     "flow_sigmoid_scale": named("logit_std"),
     "flux_guidance_mode": without("set train_guidance, the same for all samples", "constant"),
     "flux_guidance_value": rules.trained_guidance,

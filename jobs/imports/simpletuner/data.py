@@ -65,6 +65,8 @@ def _backend(draft: Draft, place: str, entry: Any) -> data.Part | None:
         return None
     general = {key: draft.theirs[key] for key in _INHERITED if key in draft.theirs}
     part = data.Part(draft, f"{place}.", general | theirs)
+    if str(part.get("caption_strategy") or "textfile").strip().lower() == "textfile":
+        part.defaults = {"disable_multiline_split": False}
     part.apply(_DATASET, _DATASET_PREFIXES, ("instance_data_dir",))
     return part
 
@@ -205,7 +207,7 @@ def _kept(part: Draft, key: str, value: Any) -> None:
 
 def _lines(part: Draft, key: str, value: Any) -> None:
     if is_off(value):
-        part.unneeded(key, "each line is a caption, as here")
+        part.take(key, "caption_lines", "variants", "each line of a file is a caption")
     else:
         part.take(key, "caption_lines", "joined", "lines of a file are one caption")
 

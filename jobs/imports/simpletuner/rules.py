@@ -102,9 +102,9 @@ def lora_type(draft: Draft, key: str, value: Any) -> None:
 
 
 def lora_format(draft: Draft, key: str, value: Any) -> None:
-    """Names of tensors in exports; those of kohya are what ComfyUI reads."""
+    """Names of tensors in exports; SimpleTuner's own words for them."""
     if str(value).strip().lower() == "comfyui":
-        draft.take(key, "export_formats", ["kohya"], "ComfyUI reads them")
+        draft.take(key, "export_formats", ["comfyui"], "names of tensors in exports")
     else:
         draft.take(key, "export_formats", value, "names of tensors in exports")
 
@@ -162,11 +162,35 @@ def shift(draft: Draft, key: str, value: Any) -> None:
     elif draft.on("flow_schedule_auto_shift"):
         draft.unneeded(key, "flow_schedule_auto_shift counts")
     elif draft.on("flow_use_uniform_schedule"):
-        draft.unsupported(key, "timestep_sampling: uniform has no shift; use shift instead")
+        if is_off(value) or as_number(value) == 1:
+            draft.unneeded(key, "no shift")
+        else:
+            draft.take(key, "flow_shift", value, "of a uniform sigma")
     elif is_off(value) or as_number(value) == 1:
         draft.take(key, "timestep_sampling", "logit_normal", "no shift")
     elif draft.take(key, "flow_shift", value, "of a logit-normal sigma"):
         draft.values["timestep_sampling"] = "shift"
+
+
+def auto_shift(draft: Draft, key: str, value: Any) -> None:
+    """The shift by resolution, which is the family's own here."""
+    if is_off(value):
+        draft.unneeded(key, "off, as it is here")
+    elif draft.on("flow_use_uniform_schedule"):
+        draft.unneeded(key, "timestep_sampling: uniform_shift is by resolution")
+    else:
+        draft.take(key, "timestep_sampling", "shift", "by resolution")
+
+
+def uniform(draft: Draft, key: str, value: Any) -> None:
+    """Every sigma as often, before the shift."""
+    if is_off(value):
+        draft.unneeded(key, "off, as it is here")
+        return
+    shift = draft.number("flow_schedule_shift")
+    shifted = draft.on("flow_schedule_auto_shift") or shift not in (None, 0, 1)
+    how = "uniform_shift" if shifted else "uniform"
+    draft.take(key, "timestep_sampling", how, "drawn evenly, then shifted" if shifted else "")
 
 
 def ema_device(draft: Draft, key: str, value: Any) -> None:

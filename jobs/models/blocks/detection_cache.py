@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.machine import file_lock
 from jobs.paths import cache_home
 from jobs.run.rundir import read_json, write_atomic
 
@@ -19,7 +19,6 @@ SCHEMA: Final = 1  # of an entry; others are forgotten
 
 _MOST: Final = 200  # entries of some 10 KB; the oldest go
 _PATIENCE: Final = 10.0  # seconds to wait for another writer, which takes milliseconds
-_AGAIN: Final = 0.02  # seconds between two tries
 
 
 def cache_file() -> Path:
@@ -63,13 +62,6 @@ def _alone() -> Iterator[None]:
     The holder may have been stopped, and some file systems have no locks.
     """
     with open(lock_file(), "w") as lock:
-        deadline = time.monotonic() + _PATIENCE
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_AGAIN)
-            except OSError:
-                break
+        with suppress(OSError):
+            file_lock.take(lock, _PATIENCE)
         yield

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -13,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
+from jobs.models.damaged_weights import BITS, DamagedError, read_header
 from jobs.models.find_model import find_model
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json
@@ -26,11 +28,8 @@ if TYPE_CHECKING:
 
 # What of a pipeline is trained, in the order in which it is looked for.
 _DENOISERS: Final = ("transformer", "unet", "prior")
-# Of safetensors' own names, and of those in configs; published weights are bf16 if nothing says.
-_BYTES: Final = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-}  # fmt: skip
+# Of names in configs; published weights are bf16 if nothing says.
+_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _COUNTS_LAYERS: Final = re.compile(r"layers|blocks|depth")
 _MOST_LAYERS: Final = 1000
 _SHOWN: Final = 1e30
@@ -219,21 +218,16 @@ def _refuse_giants(config: dict[str, Any], name: str) -> None:
 def _stored_bytes(folder: Path | None, config: dict[str, Any]) -> int:
     """Bytes of most parameters, by the first weights file's header, else by the config."""
     if folder is not None:
-        from safetensors import SafetensorError, safe_open
-
         # Not the copy in another precision that may lie beside it.
         weights = sorted(folder.glob("*.safetensors"), key=lambda path: (len(path.name), path.name))
-        try:
+        # Who trains damaged weights is told; blocks can be found without.
+        with suppress(DamagedError, LookupError, TypeError):
             kinds: Counter[str] = Counter()
             for path in weights[:1]:
-                with safe_open(path, "numpy") as file:
-                    for key in file.keys():  # noqa: SIM118, it is no mapping
-                        tensor = file.get_slice(key)
-                        kinds[tensor.get_dtype()] += prod(tensor.get_shape())
+                for tensor in read_header(path)[0].values():
+                    kinds[tensor["dtype"]] += prod(tensor["shape"])
             if kinds:
-                return _BYTES.get(kinds.most_common(1)[0][0], _PUBLISHED_BYTES)
-        except (OSError, SafetensorError):
-            pass  # whoever trains it is told; blocks can be found without weights
+                return max(1, BITS.get(kinds.most_common(1)[0][0], 8 * _PUBLISHED_BYTES) // 8)
     named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return _BYTES.get(named, _PUBLISHED_BYTES)
 

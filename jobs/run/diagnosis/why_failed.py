@@ -1,4 +1,4 @@
-"""Why a job failed, in one line that a person understands, from what its processes left behind."""
+"""Why a job failed, from what its processes left behind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jobs.machine.processes import kernel_oom_kills
 from jobs.run.diagnosis.flight_records import find_wait
 from jobs.run.diagnosis.nccl import essence, find_timeout, is_aftermath
 from jobs.run.diagnosis.rank_exits import launcher_signal, rank_exits, signal_name
+from jobs.run.failure import Cause, Failure
 from jobs.run.rundir import PHASES, read_tail
 
 if TYPE_CHECKING:
@@ -21,21 +22,34 @@ _LONGEST: Final = 300
 _PARTS: Final = {
     "forward": "the forward pass", "backward": "the backward pass", "step": "the optimizer update",
 }  # fmt: skip
-# Of libraries that ask for memory beside torch's allocator.
-_NO_GPU_MEMORY: Final = re.compile(
-    r"CU(BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED|Cuda failure 2\b|Cuda failure 'out of memory'"
-)
+# What libraries say; CUDA's ask for memory beside torch's allocator.
+_SAID: Final = {
+    Cause.GPU_MEMORY: re.compile(
+        r"CU(BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED|Cuda failure 2\b|Cuda failure 'out of memory'"
+        r"|^OutOfMemoryError: |CUDA out of memory"
+    ),
+    Cause.DISK_FULL: re.compile(r"No space left on device|Disk quota exceeded"),
+    Cause.COMMUNICATION: re.compile(
+        r"nccl|connection (reset|closed|refused)|\bgloo\b", re.IGNORECASE
+    ),
+    Cause.MISSING_PACKAGE: re.compile(r"No module named|ImportError|ModuleNotFoundError"),
+}
 _TORCH_ADVICE: Final = " If reserved but unallocated memory is large"  # jobs are launched so
 
 
-def why_failed(
+def why_failed(run_dir: RunDir, exit_code: int | None, **more: Any) -> str:
+    """`diagnose` in one line: which rank, what, when."""
+    return diagnose(run_dir, exit_code, **more).text
+
+
+def diagnose(
     run_dir: RunDir,
     exit_code: int | None,
     *,
     ended_by_us: Collection[int] = (),
     oom_kills_before: int | None = None,
-) -> str:
-    """One line: which rank, what, when.
+) -> Failure:
+    """Which rank, what, when.
 
     Args:
         run_dir: Where the ranks wrote.
@@ -61,17 +75,24 @@ def why_failed(
             return _silent_death(run_dir, silent[0], None, out_of_memory)
         if errors:
             return _rank_error(errors[0])
+    return _launchers_end(run_dir, exit_code)
+
+
+def _launchers_end(run_dir: RunDir, exit_code: int | None) -> Failure:
+    """No rank has failed."""
     if exit_code is not None and exit_code < 0:
-        return f"the launcher was killed by {signal_name(-exit_code)}"
+        what, killed = f"the launcher was killed by {signal_name(-exit_code)}", -signal.SIGKILL
+        return Failure(what, Cause.KILLED if exit_code == killed else Cause.OTHER)
     if number := launcher_signal(run_dir):
-        return f"somebody sent {number} to the launcher, which ended the ranks"
+        return Failure(f"somebody sent {number} to the launcher, which ended the ranks")
     if exit_code == 0:
-        return "the ranks ended without saying why; see logs/launcher.log"
+        return Failure("the ranks ended without saying why; see logs/launcher.log")
     lines = read_tail(run_dir.launcher_log).splitlines()
     if lines and lines[-1].strip() == "KeyboardInterrupt":
-        return "somebody sent SIGINT to the launcher while it started"
+        return Failure("somebody sent SIGINT to the launcher while it started")
     last = next((line for line in reversed(lines) if line.strip()), "")
-    return f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
+    what = f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
+    return Failure(what, _cause_said(last))
 
 
 def is_persons_fault(run_dir: RunDir) -> bool:
@@ -89,15 +110,25 @@ def causes_of(errors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _rank_error(error: dict[str, Any]) -> str:
+def _rank_error(error: dict[str, Any]) -> Failure:
     said = essence(str(error.get("message", ""))).partition(_TORCH_ADVICE)[0]
-    message = _shorten(said)
-    if error.get("type") == "UserError":
-        return message
-    where, step, phase = f"rank {error.get('rank')}", error.get("step"), str(error.get("phase"))
-    if error.get("type") == "OutOfMemoryError" or _NO_GPU_MEMORY.search(said):
-        return f"{where} ran out of GPU memory {_doing(phase, step)}: {message}"
-    return f"{where} failed at step {step} during {phase}: {error.get('type')}: {message}"
+    message, kind, phase = _shorten(said), error.get("type"), str(error.get("phase"))
+    cause = Cause(str(error.get("cause")))
+    if kind == "UserError":
+        return Failure(message, cause, error["rank"], phase)
+    if cause is Cause.OTHER:
+        cause = _cause_said(f"{kind}: {said}")
+    where, step = f"rank {error.get('rank')}", error.get("step")
+    if cause is Cause.GPU_MEMORY:
+        what = f"{where} ran out of GPU memory {_doing(phase, step)}: {message}"
+    else:
+        what = f"{where} failed at step {step} during {phase}: {kind}: {message}"
+    return Failure(what, cause, error["rank"], phase)
+
+
+def _cause_said(text: str) -> Cause:
+    """What kind of failure a library's words are about."""
+    return next((cause for cause, said in _SAID.items() if said.search(text)), Cause.OTHER)
 
 
 def _doing(phase: str, step: Any) -> str:
@@ -108,19 +139,25 @@ def _doing(phase: str, step: Any) -> str:
     return f"while {PHASES.get(phase, phase)}{after}"
 
 
-def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: bool) -> str:
+def _silent_death(run_dir: RunDir, rank: int, code: int | None, out_of_memory: bool) -> Failure:
     """A rank that ended without a word of its own."""
     status = next((s for s in run_dir.rank_statuses() if s.rank == rank), None)
     when = f"at step {status.step} during {status.phase}" if status else "while starting"
     if out_of_memory and code in (None, -signal.SIGKILL):
-        return f"rank {rank} was killed by the kernel {when}: the machine ran out of memory"
+        what = f"rank {rank} was killed by the kernel {when}: the machine ran out of memory"
+        return Failure(what, Cause.HOST_MEMORY, rank)
     if code is None:
-        return f"rank {rank} vanished {when}"
+        return Failure(f"rank {rank} vanished {when}", Cause.KILLED, rank)
     if code == -signal.SIGABRT and (words := _timed_out(run_dir, rank, when)):
-        return words
+        return Failure(words, Cause.COMMUNICATION, rank)
     if code < 0:
-        return f"rank {rank} was killed by {signal_name(-code)} {when}"
-    return f"rank {rank} exited with status {code} {when}; {_last_line(run_dir, rank)}"
+        cause = Cause.KILLED if code == -signal.SIGKILL else Cause.OTHER
+        return Failure(f"rank {rank} was killed by {signal_name(-code)} {when}", cause, rank)
+    lines = [line for line in read_tail(run_dir.rank_log(rank)).splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    ends = f"its log ends with: {_shorten(last)}" if last else "its log is empty"
+    what = f"rank {rank} exited with status {code} {when}; {ends}"
+    return Failure(what, _cause_said(last), rank)
 
 
 def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:
@@ -131,11 +168,6 @@ def _timed_out(run_dir: RunDir, rank: int, when: str) -> str | None:
     wait = find_wait(run_dir)
     found = f": {wait}" if wait else " for other ranks"
     return f"rank {rank} waited {timeout.seconds:.0f} s in {timeout.collective} {when}{found}"
-
-
-def _last_line(run_dir: RunDir, rank: int) -> str:
-    lines = [line for line in read_tail(run_dir.rank_log(rank)).splitlines() if line.strip()]
-    return f"its log ends with: {_shorten(lines[-1])}" if lines else "its log is empty"
 
 
 def _shorten(text: str) -> str:

@@ -9,12 +9,14 @@ from importlib import import_module
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from jobs.errors import SpecError
+from jobs.errors import Problem, SpecError
 from jobs.spec.families.base import Family, Flavour, Guidance, Objective
 from jobs.spec.values.spellings import did_you_mean
 from jobs.spec.values.value_types import read_family
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from jobs.spec.job_spec import JobSpec
 
 __all__ = [
@@ -61,17 +63,17 @@ def get_family(name: str, flavour: str | None = None) -> Family:
         SpecError: Unknown family or flavour; the message lists all and names the nearest.
     """
     if name not in FAMILIES:
-        raise SpecError(
-            f'unknown model_family "{name}"{did_you_mean(name, FAMILIES)}; '
-            f"known: {', '.join(FAMILIES)}"
-        )
+        raise _unknown("model_family", name, FAMILIES)
     family = FAMILIES[name]
     if flavour and flavour not in family.flavours:
-        raise SpecError(
-            f'unknown model_flavour "{flavour}" of {family.name}'
-            f"{did_you_mean(flavour, family.flavours)}; known: {', '.join(family.flavours)}"
-        )
+        raise _unknown("model_flavour", flavour, family.flavours, f" of {family.name}")
     return family
+
+
+def _unknown(key: str, value: str, known: Collection[str], of: str = "") -> SpecError:
+    meant = did_you_mean(value, known)
+    text = f'unknown {key} "{value}"{of}{meant}; known: {", ".join(known)}'
+    return SpecError(text, problems=[Problem(key, text)])
 
 
 def default_values(name: object, flavour: object) -> dict[str, Any]:

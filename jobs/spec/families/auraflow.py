@@ -39,6 +39,7 @@ FAMILY = Family(
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     longest_side=_longest_side,
     defaults={
+        "timestep_sampling": "shift",
         "max_sequence_length": 256,
         "validation_num_inference_steps": 50,
         "validation_guidance": 3.5,

@@ -59,6 +59,8 @@ class Family:
         component: Directory of the denoiser, and its name in the pipeline.
         context_parallel: Whether diffusers has a context-parallel plan that can train it.
         splits_text: Whether that plan splits text tokens too, so that their number must divide.
+        experts: Whether its tokens are routed to experts.
+        told_sizes: Whether its denoiser is told pictures' original sizes and cuts.
         masks_text: Whether texts are as long as the prompt, and a batch of them has a mask.
         keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
         latent_step: Sides of pictures are multiples of so many pixels.
@@ -85,6 +87,8 @@ class Family:
     context_parallel: bool = False
     splits_text: bool = True
     keeps_fp32: bool = False
+    experts: bool = False
+    told_sizes: bool = False
     masks_text: bool = False
     latent_step: int = 16
     longest_side: Callable[[Mapping[str, Any]], int | None] | None = None

@@ -51,5 +51,9 @@ FAMILY = Family(
     true_cfg=False,
     context_parallel=True,
     latent_step=16,  # the VAE shrinks by 8, and 2x2 latents make a token
-    defaults={"validation_num_inference_steps": 28, "validation_guidance": 4.0},
+    defaults={
+        "timestep_sampling": "shift",
+        "validation_num_inference_steps": 28,
+        "validation_guidance": 4.0,
+    },
 )

@@ -23,6 +23,7 @@ FAMILY = Family(
             note="16 steps without guidance",
         ),
     },
+    experts=True,
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     tokenizer="tokenizer_3",
     # Under a licence that each person has to agree to.
@@ -32,6 +33,7 @@ FAMILY = Family(
     },
     defaults={
         "max_sequence_length": 128,
+        "timestep_sampling": "shift",
         "validation_num_inference_steps": 50,
         "validation_guidance": 5.0,
     },

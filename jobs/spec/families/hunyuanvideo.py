@@ -19,6 +19,7 @@ FAMILY = Family(
         "resolution": 640,
         "fps": 24.0,
         "max_sequence_length": 256,
+        "timestep_sampling": "shift",
         "validation_guidance": 6.0,
         "validation_num_inference_steps": 30,
     },

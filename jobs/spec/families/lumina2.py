@@ -12,6 +12,7 @@ FAMILY = Family(
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
     defaults={
         "max_sequence_length": 256,
+        "timestep_sampling": "shift",
         "validation_num_inference_steps": 30,
         "validation_guidance": 4.0,
     },

@@ -12,5 +12,9 @@ FAMILY = Family(
     context_parallel=True,
     masks_text=True,
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents
-    defaults={"validation_num_inference_steps": 50, "validation_guidance": 4.0},
+    defaults={
+        "timestep_sampling": "shift",
+        "validation_num_inference_steps": 50,
+        "validation_guidance": 4.0,
+    },
 )

@@ -21,5 +21,9 @@ FAMILY = Family(
         "600m": Flavour("Efficient-Large-Model/Sana_600M_1024px_diffusers"),
     },
     latent_step=32,  # the VAE's; each latent is a token
-    defaults={"max_sequence_length": 300, "validation_guidance": 4.5},
+    defaults={
+        "max_sequence_length": 300,
+        "timestep_sampling": "shift",
+        "validation_guidance": 4.5,
+    },
 )

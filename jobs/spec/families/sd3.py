@@ -29,6 +29,7 @@ FAMILY = Family(
     tokenizer="tokenizer_3",
     defaults={
         "max_sequence_length": 256,
+        "timestep_sampling": "shift",
         "validation_num_inference_steps": 28,
         "validation_guidance": 3.5,
     },

@@ -19,5 +19,9 @@ FAMILY = Family(
     masks_text=True,
     guided_above=0.0,  # its scale says how much is added to the prediction: 4 is 5 elsewhere
     latent_step=16,  # the VAE shrinks by 8, and the transformer takes 2x2 latents
-    defaults={"validation_num_inference_steps": 50, "validation_guidance": 4.0},
+    defaults={
+        "timestep_sampling": "shift",
+        "validation_num_inference_steps": 50,
+        "validation_guidance": 4.0,
+    },
 )

@@ -144,7 +144,7 @@ def _read(key: str, value: Any, name: str, notes: list[str]) -> dict[str, Any]:
         return _parallelism(value, name)
     done = translate({_of_fsdp(str(word)): one for word, one in value.items()})
     if done.problems:
-        raise SpecError(f"{KEY}: {name}: {'; '.join(text for _, text in done.problems)}")
+        raise SpecError(f"{KEY}: {name}: {'; '.join(map(str, done.problems))}")
     notes += [f"{KEY}: {name}: {note}" for note in done.notes]
     return done.values
 

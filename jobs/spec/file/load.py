@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.errors import SpecError
+from jobs.errors import Problem, SpecError
 from jobs.paths import exists, expand
 from jobs.spec.families import get_family
 from jobs.spec.file.accelerate_file import KEY as ACCELERATE
@@ -23,7 +24,7 @@ from jobs.spec.values.value_types import read_settings
 from jobs.spec.values.yaml_lines import dump_mapping, read_mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 
 _MOST_TOLD: Final = 10  # unknown keys
@@ -67,48 +68,54 @@ def load_spec(
     lines = {key: line for key, line in lines.items() if key not in flags}
 
     values: dict[str, Any] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     notes: list[str] = []
     for part in (written, flags):
         done = translate(part)
         values |= done.values
         notes += done.notes
-        problems += [_at(lines, key) + text for key, text in done.problems]
-    known = field_names()
-    unknown = [key for key in values if key not in known]
-    for key in unknown[:_MOST_TOLD]:
-        named = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
-        problems.append(f'{_at(lines, key)}unknown key "{named}"{did_you_mean(named, known)}')
-    if unknown[_MOST_TOLD:]:
-        problems.append(f"{len(unknown) - _MOST_TOLD} more unknown keys")
-    for key in [
-        key for key, value in values.items() if key not in known or _is_no_text(key, value)
-    ]:
-        if key in known:
-            problems.append(f"{_at(lines, key)}{key} holds a character that no text or path has")
-        del values[key]
+        problems += done.problems
+    problems += _unreadable(values)
+    values = {k: v for k, v in values.items() if k in field_names() and not _is_no_text(k, v)}
     try:
         values, more = _with_accelerate(values, roots)
         spec = JobSpec.model_validate(values)
     except SpecError as error:
-        problems.append(f"{_at(lines, ACCELERATE)}{error}")
+        problems.append(Problem(ACCELERATE, str(error)))
     except ValidationError as error:
-        problems += [f"{_at(lines, key_of(e))}{in_words(e)}" for e in error.errors()]
+        problems += [Problem(key_of(one), in_words(one)) for one in error.errors()]
+    if not problems:
+        problems += _conflicts(spec, ignoring)
     if problems:
-        raise SpecError(f"{where}: {'; '.join(problems)}")
-
-    try:
-        get_family(spec.model_family, spec.model_flavour)
-    except SpecError as error:
-        key = next((key for key in ("model_flavour", "model_family") if key in str(error)), "")
-        raise SpecError(f"{where}: {_at(lines, key)}{error}") from None
-    conflicts = [found for found in find_conflicts(spec) if found.key not in ignoring]
-    if conflicts:
-        raise SpecError(f"{where}: {'; '.join(_at(lines, c.key) + c.message for c in conflicts)}")
+        raise SpecError.of(where, (replace(one, line=lines.get(one.key)) for one in problems))
     cleaned, changed = clean(spec)
     for note in (*notes, *more, *changed):
         told(note)
     return _with_absolute_paths(cleaned, roots)
+
+
+def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys that no job has, and texts that no computer takes."""
+    known = field_names()
+    unknown = [key for key in values if key not in known]
+    for key in unknown[:_MOST_TOLD]:
+        named = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}…"
+        yield Problem(key, f'unknown key "{named}"{did_you_mean(named, known)}')
+    if unknown[_MOST_TOLD:]:
+        yield Problem("", f"{len(unknown) - _MOST_TOLD} more unknown keys")
+    for key, value in values.items():
+        if key in known and _is_no_text(key, value):
+            yield Problem(key, f"{key} holds a character that no text or path has")
+
+
+def _conflicts(spec: JobSpec, ignoring: Collection[str]) -> Sequence[Problem]:
+    """What keys that can be read cannot be together."""
+    try:
+        get_family(spec.model_family, spec.model_flavour)
+    except SpecError as error:
+        return error.problems
+    found = find_conflicts(spec)
+    return [Problem(one.key, one.message) for one in found if one.key not in ignoring]
 
 
 def _is_no_text(key: str, value: Any) -> bool:
@@ -148,10 +155,6 @@ def _with_accelerate(
         except SpecError as error:
             raise SpecError(f"{ACCELERATE}: {error}") from None
     return lay_over(values, config, name) if config else (values, [])
-
-
-def _at(lines: Mapping[str, int], key: str) -> str:
-    return f"line {lines[key]}: " if key in lines else ""
 
 
 def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from jobs.errors import Problem
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.values.spellings import as_bool, as_choice, as_none, did_you_mean
 
@@ -60,7 +61,7 @@ class Translation:
 
     values: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     def put(self, old: str, written: Any, new: dict[str, Any], why: str = "") -> None:
         """Set what an old key means, unless the job says otherwise by the new one's name."""
@@ -68,11 +69,11 @@ class Translation:
         for key, value in new.items():
             mine = self.values.get(key)
             if key != old and mine is not None and not agree(key, mine, value):
-                self.problems.append((
-                    old,
+                text = (
                     f"{old}: {_shown(written)} means {said}, which contradicts {key}: "
-                    f"{_shown(mine)}; keep the latter alone",
-                ))  # fmt: skip
+                    f"{_shown(mine)}; keep the latter alone"
+                )
+                self.problems.append(Problem(old, text))
                 return
         self.values |= new
         self.notes.append(f"{old}: {_shown(written)} is read as {said}{why}")
@@ -129,7 +130,7 @@ def _sharding(done: Translation, key: str, written: Any) -> None:
     if name not in _STRATEGIES:
         known = ", ".join(_STRATEGIES)
         meant = did_you_mean(word, _STRATEGIES)
-        done.problems.append((key, f'{key}: "{written}" is not one of {known}{meant}'))
+        done.problems.append(Problem(key, f'{key}: "{written}" is not one of {known}{meant}'))
         return
     why = ""
     if name == "NO_SHARD":
@@ -142,14 +143,14 @@ def _sharding(done: Translation, key: str, written: Any) -> None:
 
 def _needless(done: Translation, key: str, written: Any) -> None:
     if not isinstance(as_bool(written), bool):
-        done.problems.append((key, f'{key}: "{written}" is not true or false'))
+        done.problems.append(Problem(key, f'{key}: "{written}" is not true or false'))
     else:
         done.notes.append(f"{key}: {_shown(written)} has no effect; {_NEEDLESS[key]}")
 
 
 def _refused(done: Translation, key: str, written: Any) -> None:
     if as_bool(written) is not False:
-        done.problems.append((key, f"{key}: {_REFUSED[key]}"))
+        done.problems.append(Problem(key, f"{key}: {_REFUSED[key]}"))
 
 
 def _reshard(done: Translation, key: str, written: Any) -> None:

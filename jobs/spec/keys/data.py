@@ -47,9 +47,9 @@ class DataKeys(BaseModel):
 
     # -- captions --------------------------------------------------------------------------
     caption_lines: Annotated[CaptionLines, choice(CaptionLines)] = field(
-        "variants", "data",
-        "variants: each line of a caption file is a caption of its own, and every use of the "
-        "picture takes the next; joined: all lines are one caption.",
+        "joined", "data",
+        "joined: all lines of a caption file are one caption; variants: each line is a caption of "
+        "its own, and every use of the picture takes the next.",
     )  # fmt: skip
     missing_captions: Annotated[MissingCaptions, choice(MissingCaptions)] = field(
         "skip", "data", "Pictures without a caption: leave them out, or train with an empty one."

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator
 from jobs.spec.values.spellings import as_choice, as_list, as_none
 from jobs.spec.values.value_types import field
 
-ExportFormat = Literal["diffusers", "kohya"]
+ExportFormat = Literal["diffusers", "kohya", "comfyui"]
 ExportDtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 _SPELLINGS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -36,8 +36,8 @@ class ExportKeys(BaseModel):
 
     export_formats: Annotated[list[ExportFormat] | None, BeforeValidator(read_formats)] = field(
         None, "export",
-        "Names that a LoRA is exported under: diffusers, kohya (for ComfyUI and others), or both; "
-        "all that the family has when left out.",
+        "Names that a LoRA is exported under: diffusers, kohya (for its scripts, mostly ComfyUI "
+        "too), comfyui, or several; files for all of them when left out.",
     )  # fmt: skip
     export_dtype: Annotated[ExportDtype, BeforeValidator(read_dtype)] = field(
         "auto", "export",

@@ -13,10 +13,12 @@ from jobs.spec.values.value_types import (
     CheckpointPolicy,
     EmaDevice,
     Loss,
+    LossWeighting,
     LRScheduler,
     NonFinite,
     Optimizer,
     Precision,
+    SizeConditioning,
     TimestepSampling,
     choice,
     field,
@@ -55,6 +57,15 @@ class TrainingKeys(BaseModel):
         "constant", "training", "Learning-rate schedule; advances once per optimizer step."
     )
     lr_warmup_steps: int = field(0, "training", "Steps of linear warm-up.", ge=0)
+    lr_end: float = field(
+        0.0, "training", "Learning rate that schedules other than constant end at.", ge=0, le=10
+    )
+    lr_num_cycles: int = field(
+        1, "training", "Half waves of cosine_with_restarts, each from the peak.", ge=1, le=1000
+    )
+    lr_power: float = field(
+        1.0, "training", "Power of polynomial: 1 is linear, 2 falls faster first.", gt=0, le=100
+    )
     max_grad_norm: float = field(
         1.0, "training", "Clip the global gradient norm to this; 0 turns clipping off.", ge=0
     )
@@ -98,14 +109,30 @@ class TrainingKeys(BaseModel):
     seed: int = field(42, "training", "Seed of everything that is drawn.", ge=0, le=2**31 - 1)
     timestep_sampling: Annotated[TimestepSampling, choice(TimestepSampling)] = field(
         "logit_normal", "training",
-        "How sigma is drawn: uniform, logit-normal, or logit-normal with the family's "
-        "resolution-dependent shift.",
+        "How sigma is drawn: uniform, logit_normal, either of them shifted (uniform_shift, shift), "
+        "or mode, which draws the middle more or less often. Families whose samplers shift have "
+        "shift as default.",
     )  # fmt: skip
     logit_mean: float = field(0.0, "training", "Mean of the logit-normal sigma.")
     logit_std: float = field(1.0, "training", "Standard deviation of the logit-normal.", gt=0)
+    mode_scale: float = field(
+        1.29, "training", "How much more often mode draws the middle; below 0 less often.",
+        ge=-1, le=1.75,
+    )  # fmt: skip
     flow_shift: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "training", "Shift of sigma; the family's own, by resolution, when left out.", gt=0
     )
+    sigma_min: float = field(
+        0.0, "training", "Lowest sigma that is trained; 0 is data.", ge=0, lt=1
+    )
+    sigma_max: float = field(
+        1.0, "training", "Highest sigma that is trained; 1 is noise.", gt=0, le=1
+    )
+    loss_weighting: Annotated[LossWeighting, choice(LossWeighting)] = field(
+        "none", "training",
+        "Weight of the loss by sigma: weighted is ai-toolkit's curve, which is highest near 0.9; "
+        "sigma_sqrt and cosmap are diffusers'.",
+    )  # fmt: skip
     loss_type: Annotated[Loss, BeforeValidator(read_loss)] = field(
         "mse", "training", "What is minimised: mse, huber or smooth_l1."
     )
@@ -115,6 +142,11 @@ class TrainingKeys(BaseModel):
     snr_gamma: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "training", "Min-SNR weighting of epsilon and v-prediction models, 5 is usual.", gt=0
     )
+    size_conditioning: Annotated[SizeConditioning, choice(SizeConditioning)] = field(
+        "original", "training",
+        "What SDXL is told of sizes: original is each picture's own size and where it was cut, as "
+        "SDXL was trained; target is the size it was fitted to, cut nowhere.",
+    )  # fmt: skip
     caption_dropout_probability: float = field(
         0.0, "training", "Share of samples trained with an empty caption.", ge=0, le=1
     )

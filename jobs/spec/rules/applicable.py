@@ -115,6 +115,33 @@ def _no_warmup(spec: JobSpec) -> str:
     return "" if spec.lr_scheduler != "constant" else "lr_scheduler: constant has no warm-up"
 
 
+def _not_told(spec: JobSpec) -> str:
+    family = _family(spec)
+    told = family is None or family.told_sizes
+    return "" if told or family is None else f"{family.title} is not told sizes"
+
+
+def _no_experts(spec: JobSpec) -> str:
+    family = _family(spec)
+    if spec.lora_target_modules:
+        return "lora_target_modules names what is adapted"
+    return "" if family is None or family.experts else f"{family.title} has none"
+
+
+def _no_end(spec: JobSpec) -> str:
+    constant = spec.lr_scheduler in ("constant", "constant_with_warmup")
+    return f"lr_scheduler: {spec.lr_scheduler} does not fall" if constant else ""
+
+
+def _no_restarts(spec: JobSpec) -> str:
+    restarts = spec.lr_scheduler == "cosine_with_restarts"
+    return "" if restarts else "needs lr_scheduler: cosine_with_restarts"
+
+
+def _no_power(spec: JobSpec) -> str:
+    return "" if spec.lr_scheduler == "polynomial" else "needs lr_scheduler: polynomial"
+
+
 def _nothing_recomputed(spec: JobSpec) -> str:
     return "" if checkpoints_activations(spec) else "needs gradient_checkpointing: yes"
 
@@ -130,13 +157,18 @@ def _no_sigma(spec: JobSpec) -> str:
 
 
 def _not_normal(spec: JobSpec) -> str:
-    uniform = spec.timestep_sampling == "uniform"
-    return _no_sigma(spec) or ("needs timestep_sampling: logit_normal or shift" if uniform else "")
+    normal = spec.timestep_sampling in ("logit_normal", "shift")
+    return _no_sigma(spec) or ("" if normal else "needs timestep_sampling: logit_normal or shift")
+
+
+def _not_mode(spec: JobSpec) -> str:
+    mode = spec.timestep_sampling == "mode"
+    return _no_sigma(spec) or ("" if mode else "needs timestep_sampling: mode")
 
 
 def _not_shifted(spec: JobSpec) -> str:
-    shifted = spec.timestep_sampling == "shift"
-    return _no_sigma(spec) or ("" if shifted else "needs timestep_sampling: shift")
+    shifted = spec.timestep_sampling in ("shift", "uniform_shift")
+    return _no_sigma(spec) or ("" if shifted else "needs timestep_sampling: shift or uniform_shift")
 
 
 def _flow(spec: JobSpec) -> str:
@@ -228,16 +260,25 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("num_machines", "machine_rank", "main_process_ip"), _one_machine),
     (("main_process_port", "shard_text_encoders"), _alone),
     (("deepspeed_config",), _no_deepspeed),
-    (("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"), _no_adapter),
+    (
+        ("lora_rank", "lora_alpha", "lora_dropout", "lora_init", "lora_target_modules"),
+        _no_adapter,
+    ),
+    (("lora_experts",), lambda spec: _no_adapter(spec) or _no_experts(spec)),
     (("lora_placement",), lambda spec: _no_adapter(spec) or _not_sharded(spec)),
     (("adam_beta1", "adam_beta2", "adam_epsilon"), _not_adam),
     (("lr_warmup_steps",), _no_warmup),
+    (("lr_end",), _no_end),
+    (("lr_num_cycles",), _no_restarts),
+    (("lr_power",), _no_power),
     (("gradient_checkpointing_policy", "gradient_checkpointing_interval"), _nothing_recomputed),
     (("torch_compile_backend",), _not_compiled),
-    (("timestep_sampling",), _no_sigma),
+    (("timestep_sampling", "sigma_min", "sigma_max", "loss_weighting"), _no_sigma),
+    (("mode_scale",), _not_mode),
     (("logit_mean", "logit_std"), _not_normal),
     (("flow_shift",), _not_shifted),
     (("snr_gamma",), _flow),
+    (("size_conditioning",), _not_told),
     (("huber_c",), _square),
     (("ema_decay",), _no_average),
     (("ema_device",), _sharded_average),

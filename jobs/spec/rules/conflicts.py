@@ -64,10 +64,11 @@ def find_warnings(spec: JobSpec) -> list[str]:
     if not shards(spec) and (ignored := _of_fsdp(spec)):
         strategy, _ = chosen_strategy(spec)
         warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
-    if spec.model_type == "full" and "kohya" in (spec.export_formats or ()):
+    named = [name for name in spec.export_formats or () if name != "diffusers"]
+    if spec.model_type == "full" and named:
         warnings.append(
-            "export_formats: kohya names are for a LoRA; a whole model is exported as a diffusers "
-            "pipeline"
+            f"export_formats: {' and '.join(named)} names are for a LoRA; a whole model is "
+            "exported as a diffusers pipeline"
         )
     return warnings + validation_warnings(spec) + find_overruled(spec)
 
@@ -326,12 +327,22 @@ def _objective(spec: JobSpec) -> Conflict | None:
             "snr_gamma",
             f"snr_gamma weights epsilon and v-prediction; {family.title} is a flow-matching model",
         )
-    if spec.flow_shift is not None and spec.timestep_sampling != "shift":
-        return Conflict("flow_shift", "flow_shift needs timestep_sampling: shift")
+    if spec.flow_shift is not None and spec.timestep_sampling not in ("shift", "uniform_shift"):
+        return Conflict("flow_shift", "flow_shift needs timestep_sampling: shift or uniform_shift")
+    if spec.sigma_min >= spec.sigma_max:
+        return Conflict(
+            "sigma_min",
+            f"sigma_min ({spec.sigma_min:g}) is not below sigma_max ({spec.sigma_max:g})",
+        )
     return None
 
 
 def _warmup(spec: JobSpec) -> Conflict | None:
+    if spec.lr_end >= spec.learning_rate:
+        return Conflict(
+            "lr_end",
+            f"lr_end ({spec.lr_end:g}) is not below learning_rate ({spec.learning_rate:g})",
+        )
     if spec.lr_warmup_steps and spec.lr_scheduler == "constant":
         return Conflict(
             "lr_warmup_steps",

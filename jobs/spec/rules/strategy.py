@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jobs.spec.job_spec import JobSpec
 
 SHARDING: Final = ("fsdp2", "hsdp")
 
-# Tells the ranks what the launcher came to: "<strategy>: <reason>".
+# Tell the ranks what the launcher came to, and why.
 STRATEGY_VARIABLE: Final = "FSDP_TUI_STRATEGY"
+REASON_VARIABLE: Final = "FSDP_TUI_STRATEGY_REASON"
+AS_ASKED: Final = "as asked"
 
 # Names the person's wrap policies that may be imported before a job runs; see `may_import`.
 POLICIES_VARIABLE: Final = "FSDP_TUI_WRAP_POLICIES"
@@ -97,6 +101,16 @@ def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
     return "fsdp2", f"a whole copy would fill a GPU ({share})"
 
 
+def launched_strategy(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The strategy that a launch was given, and why; both empty where there was none.
+
+    Args:
+        environment: Of the launch; older ones have both in one variable.
+    """
+    strategy, _, reason = str(environment.get(STRATEGY_VARIABLE, "")).partition(": ")
+    return strategy, str(environment.get(REASON_VARIABLE, reason))
+
+
 def depends_on_memory(spec: JobSpec) -> bool:
     """Whether `auto` may choose another strategy once it knows the GPUs' memory."""
     return _settled(spec) is None and spec.device != "cpu"
@@ -105,7 +119,7 @@ def depends_on_memory(spec: JobSpec) -> bool:
 def _settled(spec: JobSpec) -> tuple[str, str] | None:
     """The strategy and the reason, where the job's own settings decide."""
     if spec.strategy != "auto":
-        return spec.strategy, "as asked"
+        return spec.strategy, AS_ASKED
     if spec.fsdp_enable:
         return "fsdp2", "fsdp_enable is on"
     ranks = world_size(spec)

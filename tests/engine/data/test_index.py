@@ -94,7 +94,9 @@ def test_captions_come_from_text_files_of_all_encodings_that_editors_write(
     }  # fmt: skip
     with_empty = build_index(job("d", missing_captions="empty"))
     assert names(with_empty) == ["a.png", "b.png", "c.png", "e.png", "f.png", "g.png"]
-    assert sample_texts(with_empty.samples[-1], job("d")) == ("one", "two")
+    assert sample_texts(with_empty.samples[-1], job("d")) == ("one two",)
+    apart = job("d", caption_lines="variants")
+    assert sample_texts(with_empty.samples[-1], apart) == ("one", "two")
 
 
 def test_rows_of_metadata_files_name_pictures_beside_them(
@@ -348,6 +350,7 @@ def test_the_report_counts_what_a_person_should_know(
     spec = job(
         {"path": "a", "repeats": 2}, {"path": "b", "trigger_word": "sks"}, max_sequence_length=16,
         missing_captions="empty", train_batch_size=2, max_train_steps=10, random_flip=True,
+        caption_lines="variants",
     )  # fmt: skip
     report = make_report(spec, build_index(spec), toy / "model")
     assert report.samples == 5

@@ -10,6 +10,7 @@ import torch
 
 from engine import families
 from engine.data.index.batch_plan import Draw
+from engine.data.index.views import Shown
 from engine.data.loader import Loader
 from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import sample_generators
@@ -43,6 +44,9 @@ class Data:
         """The objective's: what it gives depends on the generators alone."""
         draws = torch.stack([torch.rand(3, generator=one) for one in generators])
         return Drawn(draws[:, 0], draws[:, 1:])
+
+    def shown_of(self, draw: Draw) -> Shown:
+        return Shown((draw.sample + 1, 8), 0, 0, (8, 8))
 
     def caption_of(self, draw: Draw) -> str:
         return str(draw.sample)
@@ -95,6 +99,18 @@ def test_what_depends_on_the_values_of_texts_is_done_before_they_leave_the_host(
     family: Any = at._family
     family.arrange = lambda condition: {"arranged": -condition["embeds"]}
     assert [set(batch.condition) for batch in at.step(0)] == [{"arranged"}] * 3
+    at.close()
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_the_denoiser_is_told_the_sizes_of_its_own_samples(resident: bool) -> None:
+    at = loader(Data(resident=resident))
+    family: Any = at._family
+    family.sizes = lambda spec, pictures: {
+        "sizes": torch.tensor([one.original[0] for one in pictures])
+    }
+    told = [batch.condition["sizes"].tolist() for batch in at.step(0)]
+    assert told == [[1, 2], [3, 4], [5, 6]]
     at.close()
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from diffusers import DDPMScheduler
-from diffusers.training_utils import compute_snr
+from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 
 from engine.diffusion.denoising import Denoising
-from engine.diffusion.objective import Problem, build_objective, loss_of
+from engine.diffusion.objective import Drawn, Problem, build_objective, loss_of
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.diffusion.rectified_flow import Flow
 from jobs.errors import UserError
@@ -75,6 +75,62 @@ def test_shift_is_the_familys_unless_the_job_names_one() -> None:
         flow(1.0, timestep_sampling="shift", flow_shift=3.0),
     ):
         assert torch.allclose(many_sigmas(objective), 3 * plain / (1 + 2 * plain))
+
+
+def test_a_uniform_sigma_is_shifted_like_a_logit_normal_one() -> None:
+    plain = many_sigmas(flow(timestep_sampling="uniform"))
+    found = many_sigmas(flow(7.0, timestep_sampling="uniform_shift"))
+    assert torch.allclose(found, 7 * plain / (1 + 6 * plain))
+    own = many_sigmas(flow(7.0, timestep_sampling="uniform_shift", flow_shift=1.0))
+    assert torch.allclose(own, plain)
+
+
+@pytest.mark.parametrize("scale", [1.29, -0.5])
+def test_mode_draws_as_diffusers_does(scale: float) -> None:
+    """Sorted, they are theirs for evenly spaced ones; the middle has more of them, or fewer."""
+    sigmas = many_sigmas(flow(timestep_sampling="mode", mode_scale=scale)).sort().values
+    even = (torch.arange(len(sigmas)) + 0.5) / len(sigmas)
+    theirs = 1 - even - scale * (torch.cos(torch.pi * even / 2) ** 2 - 1 + even)
+    assert (sigmas - theirs.sort().values).abs().max() < 0.03
+    middle = ((sigmas > 0.4) & (sigmas < 0.6)).float().mean().item()
+    assert (middle > 0.23) if scale > 0 else (middle < 0.18)
+
+
+@pytest.mark.parametrize("scheme", ["sigma_sqrt", "cosmap"])
+def test_losses_are_weighted_as_by_diffusers(scheme: str) -> None:
+    objective = flow(timestep_sampling="uniform", loss_weighting=scheme)
+    problem = problem_of_draw(objective, LATENTS, sample_generators(0, 0, range(4)))
+    wanted = compute_loss_weighting_for_sd3(scheme, problem.level)
+    assert problem.weight is not None
+    assert torch.allclose(problem.weight, wanted)
+    plain = problem_of_draw(flow(timestep_sampling="uniform"), LATENTS,
+                            sample_generators(0, 0, range(4)))  # fmt: skip
+    assert plain.weight is None
+    assert torch.equal(plain.level, problem.level)
+
+
+def test_the_weighted_curve_has_mean_one_and_is_highest_where_noise_is_high() -> None:
+    sigma = torch.linspace(0, 1, 1001)
+    objective = flow(loss_weighting="weighted")
+    weight = objective.problem(
+        torch.zeros(1001, 1, 1, 1), Drawn(sigma, torch.zeros(1001, 1, 1, 1))
+    ).weight
+    assert weight is not None
+    assert weight.mean().item() == pytest.approx(1, abs=0.01)
+    assert sigma[weight.argmax()].item() == pytest.approx(0.875, abs=0.002)
+    assert weight[[0, 30, 1000]].tolist() == pytest.approx([0.45, 0.5, 0.91])
+
+
+def test_a_job_trains_only_the_sigmas_between_its_bounds(tmp_path: Path) -> None:
+    spec = JobSpec(sigma_min=0.3, sigma_max=0.95, timestep_sampling="uniform")
+    objective = build_objective(spec, family_of("flow"), tmp_path)
+    assert isinstance(objective, Flow)
+    assert objective.sigmas == (0.3, 0.9), "the family has bounds too"
+    sigmas = many_sigmas(objective)
+    assert sigmas.min() >= 0.3
+    assert sigmas.max() <= 0.9
+    with pytest.raises(UserError, match="leave out all"):
+        build_objective(JobSpec(sigma_min=0.95), family_of("flow"), tmp_path)
 
 
 def test_a_familys_shift_is_that_of_height_width_and_frames() -> None:

@@ -22,6 +22,7 @@ from engine.exports.components import files_of, take_over
 from engine.exports.readback import DamagedError, VerifiedFile
 from engine.exports.recipe import describe
 from engine.families import load
+from engine.families.shared.lora_names import Layout
 from engine.model import adapters
 from jobs.errors import UserError
 from jobs.run.export_places import export_facts
@@ -144,13 +145,13 @@ def test_a_module_without_a_name_in_kohyas_style_costs_only_that_file(
 ) -> None:
     spec = toy_spec(toy, lora_target_modules=["transformer_blocks.0.attn.to_out.0"])
     model = trained_model(spec, toy / "model")
-    monkeypatch.setattr("engine.families.shared.flux_kohya._SAME", {})
+    monkeypatch.setattr("engine.families.shared.flux_kohya.LAYOUT", Layout({}))
     made = export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "a")
     assert [path.name for path in made.path.glob("*.safetensors")] == [
         "pytorch_lora_weights.safetensors"
     ]
-    assert "kohya has no name for transformer_blocks.0.attn.to_out.0" in made.warnings[0]
-    with pytest.raises(UserError, match="kohya has no name"):
+    assert "no name for transformer_blocks.0.attn.to_out.0" in made.warnings[0]
+    with pytest.raises(UserError, match="there is no name"):
         export_alone(model, recipe_of(spec, toy / "model", formats=["kohya"]), tmp_path / "b")
 
 
@@ -162,7 +163,7 @@ def test_formats_that_do_not_fit_cost_no_export(
     model = trained_model(full, toy / "model")
     made = export_alone(model, recipe_of(full, toy / "model"), tmp_path / "full")
     assert (made.path / "model_index.json").exists()
-    assert "kohya's names are for LoRAs" in made.warnings[0]
+    assert "other tools' names are for LoRAs" in made.warnings[0]
     monkeypatch.setattr(type(flux), "KOHYA", None)
     spec = toy_spec(toy, export_formats="kohya", lora_target_modules=DOUBLE_BLOCKS)
     lora = trained_model(spec, toy / "model")

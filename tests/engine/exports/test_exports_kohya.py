@@ -125,7 +125,7 @@ def test_a_module_that_bfl_does_not_have_is_named() -> None:
         "new_block.lora_A.weight": torch.ones(2, 4),
         "new_block.lora_B.weight": torch.ones(4, 2),
     }
-    with pytest.raises(UserError, match="kohya has no name for new_block"):
+    with pytest.raises(UserError, match="no name for new_block"):
         flux_kohya.convert(layers, 1.0)
 
 

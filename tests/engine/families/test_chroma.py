@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from diffusers import attention_backend
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers import transformer_flux
+from diffusers.models.transformers.transformer_flux import FluxAttention
 
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters import add_lora
@@ -23,10 +27,61 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def test_padding_is_masked_but_for_its_first_token(case: Case) -> None:
     text = case.encoded(PROMPT)
     tokens = len(case.text.tokenizer(PROMPT).input_ids)
-    mask = text["prompt_attention_mask"].bool()
+    mask = text["prompt_attention_mask"]
+    assert mask.dtype is torch.bool, "numbers would be added to attention's scores"
     assert len(mask) == len(text["prompt_embeds"]) == 64
     assert mask[: tokens + 1].all()
     assert not mask[tokens + 1 :].any()
+
+
+@torch.no_grad()
+def test_masked_padding_changes_nothing_and_is_left_out(case: Case) -> None:
+    batch = batch_of(case.encoded(PROMPT), case.encoded("a star"))
+    mask = batch["prompt_attention_mask"]
+    other = batch | {"prompt_embeds": torch.where(mask[..., None], batch["prompt_embeds"], 9.0)}
+    model = case.stock().transformer
+    seen = []
+    for module in model.modules():
+        if isinstance(module, FluxAttention):
+            module.register_forward_pre_hook(
+                lambda module, args, names: seen.append(names["attention_mask"]), with_kwargs=True
+            )
+    noisy = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(2))
+    conditions = (batch, other, case.family.arrange(other))
+    plain, *found = (
+        case.family.predict(model, noisy, torch.tensor([0.3, 0.8]), condition, 1.0)
+        for condition in conditions
+    )
+    for prediction in found:
+        assert torch.allclose(prediction, plain, rtol=1e-4, atol=1e-5)
+    assert {mask.dtype for mask in seen} == {torch.bool}
+    assert seen[-1].shape[-1] < seen[0].shape[-1], "nobody sees the end of the texts"
+    assert case.family.arrange(batch_of(case.encoded(PROMPT))).keys() == {"prompt_embeds"}
+
+
+@pytest.mark.parametrize("kernel", [None, "_native_math"])
+def test_no_token_is_left_without_anything_to_attend_to(case: Case, kernel: str | None) -> None:
+    """Some kernels have NaN for that. The kernel that was chosen stays."""
+    model = case.stock().transformer
+    if kernel:
+        with attention_backend(kernel):
+            model.set_attention_backend(kernel)
+    masks = []
+
+    def spied(*words: object, **names: Any) -> torch.Tensor:
+        masks.append((names["attn_mask"], names["backend"] and names["backend"].value))
+        return dispatch_attention_fn(*words, **names)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer_flux, "dispatch_attention_fn", spied)
+        case.family.predict(
+            model, torch.zeros(2, 16, 8, 8), torch.tensor([0.3, 0.8]),
+            batch_of(case.encoded(PROMPT), case.encoded("a star")), 1.0,
+        )  # fmt: skip
+    assert masks
+    for mask, backend in masks:
+        assert mask.any(dim=-1).all()
+        assert backend == kernel
 
 
 def gradients(

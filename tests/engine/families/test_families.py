@@ -30,6 +30,13 @@ from tests.support.engine.families import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+MASKED = {
+    "chroma", "hunyuanvideo", "ltxvideo", "lumina2", "pixart_sigma", "qwen_image", "sana",
+    "z_image",
+}  # fmt: skip
+# Its pipeline sets what is masked to zero, and the model was trained to attend to those zeros.
+ATTENDS_TO_PADDING = {"auraflow"}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -79,6 +86,37 @@ def test_a_batch_is_its_samples(case: Case) -> None:
         limit = 1e-5 * float(alone.abs().max())
         assert torch.allclose(together[part], alone, rtol=1e-4, atol=limit)
     assert not torch.allclose(together[:1], together[1:], atol=1e-2)
+
+
+@torch.no_grad()
+def test_what_is_masked_changes_nothing(case: Case) -> None:
+    """Also where a sample's own text has padding, and where a batch adds it."""
+    texts = batch_of(case.encoded(PROMPT), case.encoded("a star"))
+    masks = [name for name in texts if "mask" in name]
+    assert bool(masks) == (case.family.facts.name in MASKED | ATTENDS_TO_PADDING)
+    if not masks:
+        pytest.skip("its texts have no mask")
+    hidden = ~texts[masks[0]].bool()
+    assert hidden.any()
+    other = dict(texts)
+    for name, text in texts.items():
+        if text.dim() == 3:
+            noise = torch.randn(text.shape, generator=torch.Generator().manual_seed(4))
+            other[name] = torch.where(hidden[..., None], text.std() * noise, text)
+    denoiser = getattr(case.stock(), case.family.component)
+    shape = case.family.encode_pictures(*vae_and_pixels(case)).shape[1:]
+    noisy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
+    levels = torch.tensor([0.3, 0.8])
+    if case.family.facts.objective == "denoising":
+        levels = torch.tensor([300, 800])
+    plain, found = (
+        case.family.predict(denoiser, noisy, levels, condition, 2.0) for condition in (texts, other)
+    )
+    arranged = case.family.predict(denoiser, noisy, levels, case.family.arrange(other), 2.0)
+    limit = 1e-6 * float(plain.abs().max())
+    same = case.family.facts.name not in ATTENDS_TO_PADDING
+    assert torch.allclose(found, plain, rtol=1e-5, atol=limit) is same
+    assert torch.allclose(arranged, plain, rtol=1e-4, atol=10 * limit) is same
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,17 @@ def test_training_computes_what_sampling_does(
         if ".experts." in name and parameter.grad is not None
     ]
     assert sum(amount > 0 for amount in learned) > 20
+
+
+def test_routed_experts_are_adapted_only_if_asked_for(case: Case, transformer: Any) -> None:
+    linear = [n for n, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
+    usual, more = (
+        {n for n in linear if re.fullmatch(case.family.lora_targets(case.spec(**changes)), n)}
+        for changes in ({}, {"lora_experts": True})
+    )
+    assert not any(".experts." in name for name in usual)
+    assert any(".shared_experts." in name for name in usual)
+    assert more - usual == {name for name in linear if ".experts." in name}
 
 
 def test_every_expert_is_called_though_no_token_is_for_it(case: Case, transformer: Any) -> None:

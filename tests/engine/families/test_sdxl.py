@@ -13,10 +13,12 @@ from diffusers import DDPMScheduler, EulerDiscreteScheduler
 from engine import families
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import NO_TEXT, TextKeys
+from engine.data.index.data_index import Sample
+from engine.data.index.views import View, shown
 from engine.diffusion.objective import build_objective
 from engine.diffusion.random_numbers import keyed_generator
 from engine.toy.components.weights import one_thread
-from tests.support.engine.families import PROMPT, Case
+from tests.support.engine.families import PROMPT, Case, batch_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,3 +140,32 @@ def test_models_that_zero_empty_prompts_and_others_share_no_cached_texts(
         keys.append(TextKeys(case.spec(), family, cache, case.paths.model)(NO_TEXT))
     index.write_text(written)
     assert keys[0] != keys[1]
+
+
+def test_it_is_told_each_pictures_size_and_where_it_was_cut(case: Case) -> None:
+    """As diffusers' script tells it; and as its pipeline does for whole pictures of the size."""
+    sample = Sample("a", "a", 0, (), 300, 150, "x", (64, 64))
+    views = [View((64, 64)), View((64, 64), centre=0.0, flip=True), View((64, 64), centre=1.0)]
+    pictures = [shown(sample, view) for view in views]
+    told = case.family.sizes(case.spec(), pictures)["time_ids"]
+    # Scaled to 128x64: 64 pixels are beyond the sides, and none above.
+    assert told.tolist() == [
+        [150, 300, 0, 32, 64, 64], [150, 300, 0, 64, 64, 64], [150, 300, 0, 64, 64, 64],
+    ]  # fmt: skip
+    assert case.family.sizes(case.spec(size_conditioning="target"), pictures) == {}
+
+    unet = case.stock().unet
+    text = batch_of(case.encoded(PROMPT))
+    noisy = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    whole = shown(Sample("b", "b", 0, (), 64, 64, "y", (64, 64)), View((64, 64)))
+    with torch.no_grad():
+        plain, same, cut = (
+            case.family.predict(unet, noisy, torch.tensor([500]), text | sizes, 1.0)
+            for sizes in (
+                {},
+                case.family.sizes(case.spec(), [whole]),
+                case.family.sizes(case.spec(), pictures[:1]),
+            )
+        )  # fmt: skip
+    assert torch.allclose(same, plain, atol=1e-6)
+    assert not torch.allclose(cut, plain, atol=1e-4)

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from diffusers.optimization import get_scheduler
+from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from engine.train.optimizer import WHOLE_ONLY, build_optimizer, explain_load_failure
+from engine.model.adapters import initialise, lora_parameters
+from engine.train.optimizer import (
+    WHOLE_ONLY,
+    build_optimizer,
+    build_scheduler,
+    explain_load_failure,
+)
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.ranks.optim import CPU, RATES, Run, round_trip, work
@@ -24,6 +32,58 @@ SHARDING = [name for name in RATES if name not in WHOLE_ONLY]
 # Lion takes signs, so it is exact or off by a whole step. 8 bits round such a difference up to a
 # neighbouring code now and then: about a hundredth of the parameters' way of 0.1 in ten steps.
 TOLERANCE = {"adamw": 1e-5, "sgd": 1e-6, "lion": 1e-6, "adamw_8bit": 3e-3}
+
+
+@pytest.mark.parametrize("end", [0.0, 1e-5])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("linear", {}), ("cosine", {}), ("polynomial", {"lr_power": 2.0}),
+        ("cosine_with_restarts", {"lr_num_cycles": 3}), ("constant_with_warmup", {}),
+    ],
+)  # fmt: skip
+def test_rates_are_those_of_diffusers(kind: str, changes: dict[str, Any], end: float) -> None:
+    """With a last rate, theirs of a polynomial; of the others, theirs raised in proportion."""
+    steps, warmup, peak = 20, 4, 1e-3
+    spec = JobSpec(
+        lr_scheduler=kind, lr_warmup_steps=warmup, max_train_steps=steps, learning_rate=peak,
+        lr_end=end, **changes,
+    )  # fmt: skip
+    ours, theirs = (torch.optim.SGD([torch.zeros(1)], lr=peak) for _ in range(2))
+    own = build_scheduler(spec, ours)
+    words = {"num_cycles": changes.get("lr_num_cycles", 1), "power": changes.get("lr_power", 1.0)}
+    stock = get_scheduler(kind, theirs, num_warmup_steps=warmup, num_training_steps=steps, **words)
+    for step in range(steps + 1):
+        (found,), (rate,) = own.get_last_lr(), stock.get_last_lr()
+        if step < warmup:  # their first step has rate 0, ours has none without
+            assert found == pytest.approx(peak * (step + 1) / warmup)
+        elif kind == "constant_with_warmup":
+            assert found == rate
+        elif kind == "polynomial":  # they cannot end at 0: 1e-7 is what they take
+            share = max(0.0, 1 - (step - warmup) / (steps - warmup))
+            assert found == pytest.approx(end + (peak - end) * share**2)
+            assert rate == pytest.approx(1e-7 + (peak - 1e-7) * share**2)
+        else:
+            assert found == pytest.approx(end + (peak - end) * rate / peak, abs=1e-12)
+        ours.step()
+        theirs.step()
+        own.step()
+        stock.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "pefts", "deviation"),
+    [("kaiming", True, 1 / (3 * 64) ** 0.5), ("gaussian", "gaussian", 1 / 8)],
+)
+def test_adapters_begin_as_pefts_do(how: Any, pefts: Any, deviation: float) -> None:
+    config = LoraConfig(r=8, target_modules=["0"], init_lora_weights=pefts)
+    stock = inject_adapter_in_model(config, torch.nn.Sequential(torch.nn.Linear(64, 48)))
+    model = inject_adapter_in_model(config, torch.nn.Sequential(torch.nn.Linear(64, 48)))
+    initialise(model, 3, how)
+    drawn, theirs = (lora_parameters(one)["0.lora_A.default.weight"] for one in (model, stock))
+    assert drawn.std().item() == pytest.approx(deviation, rel=0.15)
+    assert theirs.std().item() == pytest.approx(deviation, rel=0.15)
+    assert not lora_parameters(model)["0.lora_B.default.weight"].any()
 
 
 @pytest.fixture(scope="module")

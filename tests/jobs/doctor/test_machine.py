@@ -37,7 +37,6 @@ from jobs.doctor.checks.terminal import Tmux, ask_tmux, is_utf8, judge_terminal
 from jobs.doctor.checks.variables import judge_variables
 from jobs.doctor.disk_needs import checkpoints_kept
 from jobs.doctor.finding import Finding, Verdict
-from jobs.doctor.numbers import size
 from jobs.doctor.nvml import Nvml
 from jobs.doctor.patient import Patient
 from jobs.errors import UserError
@@ -46,6 +45,7 @@ from jobs.machine.devices import Gpu
 from jobs.preflight import check_job
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
+from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

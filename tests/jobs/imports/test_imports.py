@@ -157,7 +157,7 @@ def test_simpletuner_flux_lora() -> None:
     ]
     assert job["crop"] == "random"
     assert (job["timestep_sampling"], job["flow_shift"]) == ("shift", 3.0)
-    assert (job["lr_scheduler"], job["lr_warmup_steps"]) == ("linear", 100)
+    assert (job["lr_scheduler"], job["lr_warmup_steps"]) == ("polynomial", 100)
     assert (job["weight_decay"], job["lora_dropout"], job["max_grad_norm"]) == (0.01, 0.1, 2.0)
     prompts = job["validation_prompts"]
     assert prompts == [
@@ -171,6 +171,7 @@ def test_simpletuner_flux_lora() -> None:
     assert "(not shown)" in [e.value for e in imported.report.entries]
     assert {e.key for e in imported.report.assumed} == {
         "adam_weight_decay", "lora_dropout", "max_grad_norm",
+        "multidatabackend.json[0].disable_multiline_split",
     }  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def test_simpletuner_video() -> None:
     job = imported.to_dict()
     assert (job["model_family"], job["model_flavour"]) == ("wan", "2.1-t2v-14b")
     assert job["num_frames"] == 73  # 4n + 1
-    assert job["caption_lines"] == "joined"
+    assert imported.spec.caption_lines == "joined"
     assert job["validation_resolution"] == "832x480"
     assert (job["context_parallel_size"], job["num_processes"]) == (2, 4)
     assert imported.spec.seed == 42  # theirs could not be read
@@ -286,7 +287,8 @@ def test_defaults_that_are_as_here_are_not_told(tmp_path: Path) -> None:
 def test_a_script_whose_noise_levels_count_from_the_other_end() -> None:
     imported = example("diffusers-script", "sd3-lora.txt")
     job = imported.to_dict()
-    assert (job["timestep_sampling"], job["logit_mean"], job["logit_std"]) == ("shift", -0.5, 1.2)
+    assert imported.spec.timestep_sampling == "shift", "as the family has it"
+    assert (job["logit_mean"], job["logit_std"]) == (-0.5, 1.2)
     assert job["learning_rate"] == pytest.approx(4e-4 * 4 * 2)
     assert job["datasets"] == [{"path": "someone/yarn-art", "caption_column": "text"}]
     assert [e.key for e in imported.report.of(Kind.UNKNOWN)] == ["new_flag_of_tomorrow"]
@@ -330,11 +332,15 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"optimizer": "prodigy"}, {"optimizer": "prodigy"}),
     ({"optimizer": "soap"}, Lost),
     ({"lr_scheduler": "sine"}, {"lr_scheduler": "cosine"}),
-    ({"lr_scheduler": "polynomial"}, {"lr_scheduler": "linear"}),
+    ({"lr_scheduler": "polynomial"}, {"lr_scheduler": "polynomial"}),
+    (
+        {"lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 3},
+        {"lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 3},
+    ),
     ({"lr_scheduler": "something"}, Lost),
     ({"lr_warmup_steps": 100, "lr_scheduler": "constant"}, Needless),
     ({"lr_warmup_steps": 100}, {"lr_warmup_steps": 100, "lr_scheduler": "constant_with_warmup"}),
-    ({"lr_power": 0.8, "lr_scheduler": "polynomial"}, Lost),
+    ({"lr_power": 0.8, "lr_scheduler": "polynomial"}, {"lr_power": 0.8}),
     ({"lr_power": 0.8, "lr_scheduler": "cosine"}, Needless),
     ({"lr_scale": True, "learning_rate": 1e-6, "train_batch_size": 3}, Needless),
     ({"learning_rate": 1e-6, "lr_scale_sqrt": "true", "train_batch_size": 4},
@@ -352,7 +358,7 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"lora_rank": 64}, {"lora_rank": 64}),
     ({"lora_rank": 0}, Kind.UNREADABLE),
     ({"lora_alpha": "None"}, Needless),
-    ({"lora_format": "comfyui"}, {"export_formats": ["kohya"]}),
+    ({"lora_format": "comfyui"}, {"export_formats": ["comfyui"]}),
     ({"flux_lora_target": "mmdit"},
      {"lora_target_modules": ["to_k", "to_q", "to_v", "to_out.0"]}),
     ({"flux_lora_target": "context"},
@@ -365,8 +371,22 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"flow_schedule_shift": 1}, {"timestep_sampling": "logit_normal", "flow_shift": None}),
     ({"flow_schedule_shift": 0}, {"timestep_sampling": "logit_normal"}),
     ({"flow_schedule_shift": 2.5}, {"timestep_sampling": "shift", "flow_shift": 2.5}),
-    ({"flow_schedule_shift": 3, "flow_use_uniform_schedule": True}, Lost),
-    ({"flow_use_uniform_schedule": "true"}, {"timestep_sampling": "uniform", "flow_shift": None}),
+    (
+        {"flow_schedule_shift": 3, "flow_use_uniform_schedule": True},
+        {"flow_shift": 3.0, "timestep_sampling": "uniform_shift"},
+    ),
+    (
+        {"flow_schedule_auto_shift": 1, "flow_use_uniform_schedule": True},
+        {"flow_shift": None, "timestep_sampling": "uniform_shift"},
+    ),
+    (  # its shift is 3 where it is left out
+        {"flow_use_uniform_schedule": "true"},
+        {"timestep_sampling": "uniform_shift", "flow_shift": 3.0},
+    ),
+    (
+        {"flow_use_uniform_schedule": "true", "flow_schedule_shift": 0},
+        {"timestep_sampling": "uniform", "flow_shift": None},
+    ),
     ({"flow_schedule_auto_shift": 1}, {"timestep_sampling": "shift", "flow_shift": None}),
     ({"flow_schedule_shift": 3, "model_family": "sdxl"}, Needless),
     ({"flow_sigmoid_scale": 0.8}, {"logit_std": 0.8}),
@@ -519,6 +539,11 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
      {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}),
     ({"train__dtype": "float16"}, {"mixed_precision": "fp16"}),
     ({"train__timestep_type": "linear"}, {"timestep_sampling": "uniform"}),
+    ({"train__timestep_type": "shift"}, {"timestep_sampling": "uniform_shift"}),
+    (
+        {"train__timestep_type": "weighted"},
+        {"timestep_sampling": "uniform", "loss_weighting": "weighted"},
+    ),
     ({"train__timestep_type": "sigmoid"}, {"timestep_sampling": "logit_normal"}),
     ({"train__timestep_type": "lognorm_blend"}, Lost),
     ({"train__gradient_accumulation": 4}, {"gradient_accumulation_steps": 4}),
@@ -578,7 +603,11 @@ SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
     ("--random_flip", {"random_flip": True}),
     ("--guidance_scale=2", {"train_guidance": 2.0}),
     ("--weighting_scheme=none", {"timestep_sampling": "uniform"}),
-    ("--weighting_scheme=mode", Lost),
+    (
+        "--weighting_scheme=cosmap",
+        {"timestep_sampling": "uniform", "loss_weighting": "cosmap"},
+    ),
+    ("--weighting_scheme=mode", {"timestep_sampling": "mode"}),
     ("--logit_mean=-1 --weighting_scheme logit_normal", {"logit_mean": 1.0}),
     ("--train_text_encoder", Lost),
     ("--with_prior_preservation", Lost),

@@ -21,11 +21,12 @@ from jobs.memory.auto import predicted_ddp
 from jobs.memory.calibration import Calibration, file, read_calibration, record
 from jobs.memory.predicted import Predicted
 from jobs.queue.states import State
+from jobs.run.failure import Cause, Failure, keep_failure
 from jobs.run.rundir import RunDir, event
 from jobs.service import dry_run
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.cascade import settle
-from jobs.spec.rules.strategy import STRATEGY_VARIABLE, Room, Whole, chosen_strategy
+from jobs.spec.rules.strategy import Room, Whole, chosen_strategy, launched_strategy
 from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
 from tests.support.tui.made_up_runs import add_job, append_events, write_rank
@@ -262,21 +263,21 @@ def test_a_restart_goes_on_with_what_auto_came_to(
     rooms = iter([Room(10**9, 80 << 30), Room(10**12, 80 << 30), Room(10**12, 80 << 30)])
     monkeypatch.setattr("jobs.launch.local.room_of", lambda spec, gpus: next(rooms))
 
-    def launch(one: JobSpec, on: list[str]) -> tuple[str, str]:
+    def launch(one: JobSpec, on: list[str]) -> tuple[str, tuple[str, str]]:
         started = local.build(one, run_dir, gpus=on, run_id="r")
         record = {"environment": started.environment, "gpus": on}
         run_dir.launch_file.write_text(json.dumps(record))
-        return started.strategy, started.environment[STRATEGY_VARIABLE]
+        return started.strategy, launched_strategy(started.environment)
 
-    first, told = launch(spec, gpus)
-    assert first == "ddp"
+    first, (strategy, told) = launch(spec, gpus)
+    assert first == strategy == "ddp"
     assert [launch(spec, gpus) for _ in range(2)] == [
-        ("ddp", f"{told}, as at its first launch")
+        ("ddp", ("ddp", f"{told}, as at its first launch"))
     ] * 2
     more = spec.model_copy(update={"num_processes": 4})
     assert launch(more, [*gpus, "GPU-2", "GPU-3"])[0] == "fsdp2", "it is decided anew"
     asked = more.model_copy(update={"strategy": "ddp"})
-    assert launch(asked, [*gpus, "GPU-2", "GPU-3"]) == ("ddp", "ddp: as asked")
+    assert launch(asked, [*gpus, "GPU-2", "GPU-3"]) == ("ddp", ("ddp", "as asked"))
 
 
 # -- two real steps ------------------------------------------------------------------------
@@ -288,7 +289,7 @@ class FakeRuns:
     def __init__(
         self, store: Store, monkeypatch: pytest.MonkeyPatch, end: tuple[State, str]
     ) -> None:
-        self.store, self.specs, self.end = store, [], end
+        self.store, self.specs, self.end, self.cause = store, [], end, Cause.OTHER
         monkeypatch.setattr(dry_run, "plan_submit", self.plan)
         monkeypatch.setattr("jobs.service.carry_out", self.carry_out)
         monkeypatch.setattr("jobs.service.refresh", self.refresh)
@@ -307,6 +308,7 @@ class FakeRuns:
                 event("memory", measure="allocated", peaks=PEAKS, step=2),
             )  # fmt: skip
         else:
+            keep_failure(one.run_dir, Failure(self.end[1], self.cause))
             store.change(one.id, *self.end)
         return one
 
@@ -342,6 +344,7 @@ def test_a_dry_run_that_fails_is_told_and_removed(
 ) -> None:
     runs = FakeRuns(store, monkeypatch, (State.FAILED, reason))
     if out_of_memory:
+        runs.cause = Cause.GPU_MEMORY
         found = dry_run.measure(store, job())
         assert (found.out_of_memory, found.reason) == (True, reason)
     else:

@@ -32,6 +32,7 @@ _OTHER: dict[str, Any] = {
     "validation_prompts": ["a dog"], "export_formats": ["kohya"], "name": "other",
     "learning_rate": 0.5, "lora_dropout": 0.5, "caption_dropout_probability": 0.5,
     "adam_beta1": 0.5, "adam_beta2": 0.5, "ema_decay": 0.5, "flow_shift": 3.0, "snr_gamma": 5.0,
+    "sigma_min": 0.25, "sigma_max": 0.5, "mode_scale": 0.5,
     "validation_fraction": 0.25, "fsdp_version": 1, "validation_resolution": 512,
     "model_family": "sdxl", "model_flavour": "2.2-t2v-a14b-low",
     "fsdp_auto_wrap_policy": "NO_WRAP",
@@ -39,6 +40,8 @@ _OTHER: dict[str, Any] = {
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
+    "size_conditioning": {"model_family": "sdxl"},
+    "mode_scale": {"timestep_sampling": "mode"},
     "model_flavour": {"model_family": "wan"},
     "num_frames": {"model_family": "wan"},
     "fps": {"model_family": "wan"},
@@ -188,6 +191,23 @@ def test_batches_are_told_exactly_when_they_differ(
 _BATCH = ("num_processes", "train_batch_size", "gradient_accumulation_steps")
 
 
+def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
+    """What they wrote down is whole but for that key."""
+    new = JobSpec(**BASE | {"model_family": "hidream"})
+    assert not new.lora_experts
+    later = ("lora_experts", "size_conditioning")
+    written = {key: value for key, value in new.to_dict().items() if key not in later}
+    before = JobSpec(**written)
+    assert before.lora_experts
+    assert before.size_conditioning == "target"
+    assert find_resume_conflicts(written, before, done=1).impossible == []
+    (refused,) = find_resume_conflicts(written, new, done=1).impossible
+    assert "lora_experts" in refused
+    flux = JobSpec(**BASE).to_dict()
+    del flux["lora_experts"]
+    assert find_resume_conflicts(flux, JobSpec(**BASE), done=1).impossible == []
+
+
 # -- the schedule --------------------------------------------------------------------------
 
 
@@ -219,6 +239,10 @@ def test_another_schedule_is_told() -> None:
     assert conflicts(cosine, cosine | {"lr_warmup_steps": 6}, done=9).changes == [
         "lr_warmup_steps: 5 → 6"
     ], "the rest of a cosine begins where the warm-up ends"
+    assert conflicts(cosine, cosine | {"lr_end": 1e-6, "lr_power": 2.0}).changes == [
+        "lr_end: 0 → 1e-06"
+    ], "a cosine has no power"
+    assert conflicts(new={"lr_end": 1e-6}).changes == [], "a constant rate has no end"
 
 
 # -- the model, the adapter, the average -----------------------------------------------------

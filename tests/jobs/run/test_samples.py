@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.queue.states import State
+from jobs.run.failure import Cause, Failure, keep_failure, read_failure
 from jobs.run.rundir import RunDir, event
 from jobs.run.samples import Samples, list_samples
 from jobs.run.timeline import Timeline, in_words
@@ -150,7 +151,7 @@ def test_the_timeline_tells_what_happened_and_keeps_the_steps(store: Store) -> N
     assert [moment.words for moment in log.moments] == [
         "trains from the beginning on 2 ranks",
         "caching latents took 3 min 12 s (500)",
-        "saved step-10 (3.00 GiB, 2.0 s)",
+        "saved step-10 (3.0 GiB, 2.0 s)",
         "sampled 1 prompt at step 10",
         "watch out",
         "rank 1: RuntimeError at step 3 during forward: no",
@@ -170,27 +171,41 @@ def test_phases_that_train_are_no_moment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "words"),
+    ("cause", "phase", "words"),
     [
-        ("rank 1 ran out of GPU memory in the forward pass of step 4: x", "gradient_checkpointing"),
-        ("rank 0 was killed by the kernel at step 2: the machine ran out of memory", "fewer ranks"),
-        ("there is no room for a checkpoint: 3 GiB", "fsdp-tui prune"),
-        ("the loss or gradient is not finite at step 7", "learning_rate"),
-        ("hang: no rank moved on for 600 s; stacks are in logs/rank*.log", "stacks"),
-        ("rank 1 failed at step 1 during forward: DistBackendError: NCCL error", "doctor"),
-        ("rank 1 was killed by SIGKILL at step 12 during train", "from outside"),
-        ("rank 0 failed at step 0 during load: ModuleNotFoundError: av", "missing"),
-        ("rank 0 failed at step 4 during forward: ValueError: shapes", "traceback"),
+        (Cause.GPU_MEMORY, "forward", "gradient_checkpointing"),
+        (Cause.HOST_MEMORY, "", "fewer ranks"),
+        (Cause.DISK_FULL, "save", "fsdp-tui prune"),
+        (Cause.NOT_FINITE, "", "learning_rate"),
+        (Cause.HANG, "", "stacks"),
+        (Cause.COMMUNICATION, "forward", "doctor"),
+        (Cause.KILLED, "", "from outside"),
+        (Cause.MISSING_PACKAGE, "load", "missing"),
+        (Cause.OTHER, "forward", "traceback"),
     ],
 )
-def test_failures_come_with_advice(reason: str, words: str) -> None:
-    assert words in advice(State.FAILED, reason)
+def test_failures_come_with_advice(tmp_path: Path, cause: Cause, phase: str, words: str) -> None:
+    run_dir, failure = RunDir(tmp_path), Failure("why", cause, 1, phase)
+    keep_failure(run_dir, failure)
+    assert read_failure(run_dir) == failure
+    assert words in advice(State.FAILED, failure)
+
+
+def test_a_failure_of_another_version_is_read(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert read_failure(run_dir) is None
+    run_dir.failure_file.write_text('{"text": "why", "cause": "of tomorrow", "more": 1}')
+    assert read_failure(run_dir) == Failure("why", Cause.OTHER)
+    keep_failure(run_dir, None)
+    assert read_failure(run_dir) is None
+    assert "traceback" in advice(State.FAILED, None)
 
 
 def test_what_went_well_needs_no_advice() -> None:
-    assert advice(State.COMPLETED, "trained 5 steps") == ""
-    assert advice(State.RUNNING, "out of GPU memory") == ""
-    assert "start it again" in advice(State.LOST, "the machine was restarted")
+    full = Failure("why", Cause.GPU_MEMORY)
+    assert advice(State.COMPLETED, None) == ""
+    assert advice(State.RUNNING, full) == ""
+    assert "start it again" in advice(State.LOST, None)
 
 
 # -- command line --------------------------------------------------------------------------

@@ -152,6 +152,8 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"num_processes": 2, "use_ema": True, "ema_device": "cpu"}, "ema_device",
          "cannot be used with FSDP"),
         ({"snr_gamma": 5.0}, "snr_gamma", "FLUX.1 is a flow-matching model"),
+        ({"lr_end": 1e-3, "learning_rate": 1e-3}, "lr_end", "not below learning_rate"),
+        ({"sigma_min": 0.5, "sigma_max": 0.5}, "sigma_min", "not below sigma_max"),
         ({"flow_shift": 3.0}, "flow_shift", "needs timestep_sampling: shift"),
         (
             {"fsdp_state_dict_type": "full", "optimizer": "adamw_8bit"},

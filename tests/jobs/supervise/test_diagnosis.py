@@ -14,7 +14,7 @@ from jobs.machine.processes import kernel_oom_kills
 from jobs.queue.states import State
 from jobs.run.diagnosis.flight_records import find_wait
 from jobs.run.diagnosis.rank_exits import RankExit, rank_exits
-from jobs.run.diagnosis.why_failed import why_failed
+from jobs.run.diagnosis.why_failed import diagnose, why_failed
 from jobs.run.rundir import RankStatus, RunDir
 from jobs.supervise.remedies import advice
 from tests.support.jobs.fakes.launcher import summary
@@ -180,9 +180,9 @@ def test_a_gpu_that_is_full(
     run_dir: RunDir, phase: str, step: int, words: str, advised: str
 ) -> None:
     write_error(run_dir, 1, "OutOfMemoryError", FULL + TORCH_ADVICE, phase=phase, step=step)
-    reason = why_failed(run_dir, 1)
-    assert reason == f"rank 1 ran out of GPU memory {words}: {FULL}"
-    assert advised in advice(State.FAILED, reason)
+    failure = diagnose(run_dir, 1)
+    assert failure.text == f"rank 1 ran out of GPU memory {words}: {FULL}"
+    assert advised in advice(State.FAILED, failure)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,25 @@ def test_libraries_that_get_no_gpu_memory_say_so_too(
     assert why_failed(run_dir, 1) == (
         f"rank 0 ran out of GPU memory in the forward pass of step 1: {told}"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "more", "cause"),
+    [
+        ("OSError", "[Errno 28] No space left on device: '/x'", {}, "disk_full"),
+        ("UserError", "cannot save step-4", {"cause": "disk_full"}, "disk_full"),
+        ("UserError", "the loss is bad", {"cause": "not_finite"}, "not_finite"),
+        ("DistBackendError", "NCCL error in: x.cpp", {}, "communication"),
+        ("ModuleNotFoundError", "No module named 'av'", {}, "missing_package"),
+        ("ValueError", "shapes", {"cause": "other"}, "other"),
+        ("ValueError", "shapes", {"cause": 7}, "other"),
+    ],
+)
+def test_the_kind_of_a_failure_is_a_fact(
+    run_dir: RunDir, kind: str, message: str, more: dict[str, Any], cause: str
+) -> None:
+    write_error(run_dir, 0, kind, message, **more)
+    assert diagnose(run_dir, 1).cause == cause
 
 
 def test_the_first_error_is_the_cause(run_dir: RunDir) -> None:

@@ -23,6 +23,7 @@ from jobs.machine.processes import RUN_ID_VARIABLE, with_run_id
 from jobs.queue.states import State
 from jobs.queue.summaries import kept_progress
 from jobs.run.eventlog import EventLog
+from jobs.run.failure import Cause, Failure, read_failure
 from jobs.run.rundir import read_json
 from tests.support.jobs.fakes.supervise import start_supervisor
 from tests.support.jobs.lab import ENDLESS, opened
@@ -338,6 +339,7 @@ def test_a_job_that_stands_still_is_ended(lab: Lab) -> None:
     job = lab.wait(job, State.FAILED)
     assert job.reason.startswith("hang: ")
     assert job.reason.endswith("stacks are in logs/rank*.log")
+    assert read_failure(job.run_dir) == Failure(job.reason, Cause.HANG)
 
 
 # -- kills ---------------------------------------------------------------------------------
@@ -350,6 +352,7 @@ def test_a_rank_is_killed(lab: Lab, number: int) -> None:
     lab.kill(lab.rank(job, number))
     job = lab.wait(job, State.FAILED)
     assert job.reason.startswith(f"rank {number} was killed by SIGKILL at step ")
+    assert read_failure(job.run_dir) == Failure(job.reason, Cause.KILLED, number)
 
 
 def test_the_launcher_is_killed(lab: Lab) -> None:
@@ -586,6 +589,22 @@ def test_a_suspended_supervisor_is_told_of_and_the_job_is_stopped_without_it(lab
     service.stop(lab.store, job.id)
     lab.wait(job, State.STOPPED)
     assert not first.alive()
+
+
+def test_what_was_said_of_a_suspended_supervisor_goes_with_it(lab: Lab) -> None:
+    job = lab.running()
+    first = lab.supervisor(job)
+    assert first.signal(signal.SIGSTOP)
+    eventually(first.suspended)
+    service.refresh(lab.store)
+    assert "is suspended" in lab.get(job).reason
+    assert first.signal(signal.SIGKILL)
+    eventually(lambda: not first.alive())
+    service.refresh(lab.store)
+    eventually(lambda: lab.get(job).reason == "all ranks are up")
+    assert lab.supervisor(job) != first
+    service.stop(lab.store, job.id)
+    lab.wait(job, State.STOPPED)
 
 
 def test_a_stop_that_nobody_asked_for_is_told_as_what_it_was(lab: Lab) -> None:

@@ -230,7 +230,7 @@ OBJECTS = st.builds(
 
 
 @settings(
-    max_examples=100, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(rank=OBJECTS, error=VALUES | OBJECTS, launch=OBJECTS, raw=st.binary(max_size=8))

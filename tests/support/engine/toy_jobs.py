@@ -103,7 +103,7 @@ def build(toy: Path, spec: JobSpec) -> torch.nn.Module:
     weights.materialise(model, ALONE.device)
     weights.stream(model, stored, names=adapters.adapted_name(model).__getitem__)
     if spec.model_type == "lora":
-        adapters.initialise(model, spec.seed)
+        adapters.initialise(model, spec.seed, spec.lora_init)
     return model
 
 

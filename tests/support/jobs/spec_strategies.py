@@ -61,6 +61,9 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "ema_device": st.just("accelerator"),
     "snr_gamma": st.none(),
     "flow_shift": st.none(),
+    "sigma_min": st.floats(0, 0.4),
+    "lr_end": st.just(0.0),
+    "sigma_max": st.floats(0.6, 1),
     "logit_mean": st.floats(-3, 3),
     "optimizer": st.sampled_from(["adamw", "sgd", "lion", "adamw_8bit"]),
     "fsdp_cpu_offload": st.just(False),
@@ -85,7 +88,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "resume_from_checkpoint": st.none() | st.sampled_from(["3", "3:100", "runs/3-a"]),
     "validation_resolution": _SIZE,
     "export_formats": st.none()
-    | st.lists(st.sampled_from(["diffusers", "kohya"]), min_size=1, unique=True),
+    | st.lists(st.sampled_from(["diffusers", "kohya", "comfyui"]), min_size=1, unique=True),
     "validation_seed": st.none() | st.integers(0, 2**63 - 1),
     "validation_num_frames": st.none() | st.integers(1, 4096),
     "validation_negative_prompt": st.none() | st.just("") | _TEXT,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
+import traceback
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from tests.support.tui.made_up_runs import (
 )
 from tests.support.tui.made_up_server import predict
 from tests.support.tui.pilot import settle, until
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, eventually_shown
 from tui.job.checkpoints.pane import CheckpointsPane
 from tui.job.panes.config_rows import command_rows
 from tui.job.panes.pick_job import PickJobScreen
@@ -36,6 +38,7 @@ from tui.job.screen import JobScreen
 from tui.job.tabs import NAMES, tab_line
 from tui.keys.key_table import Key, line_of
 from tui.log.screen import LogScreen
+from tui.look.job_look import Looker
 from tui.plots.pick_runs import PickRunsScreen
 from tui.text.format import plain
 
@@ -98,6 +101,17 @@ async def opened(
         yield app, pilot, screen
 
 
+def looking_threads() -> list[threading.Thread]:
+    """Threads that look at a job for its screen."""
+    frames = sys._current_frames()
+    return [
+        thread
+        for thread in threading.enumerate()
+        if (frame := frames.get(thread.ident or 0)) is not None
+        and any(one.f_code is Looker.run.__code__ for one, _ in traceback.walk_stack(frame))
+    ]
+
+
 def text_of(screen: JobScreen, name: str) -> str:
     return str(screen.query_one(f"#{name}").content)  # type: ignore[attr-defined]
 
@@ -149,6 +163,18 @@ async def test_tabs_turn_both_ways_and_the_last_one_is_remembered(store: Store, 
         for key in ("q", "i", "i", "c", "escape"):
             await pilot.press(key)
         await until(pilot, lambda: app.screen is app.dashboard)
+
+
+async def test_looking_ends_with_the_app_even_if_the_screen_was_never_told(
+    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the dashboard waits for that thread, and the shell never comes back."""
+    monkeypatch.setattr("tui.look.job_look.Looker.close", lambda self: None)
+    monkeypatch.setattr(JobScreen, "is_current", False)
+    async with running(store) as (app, pilot):
+        await pilot.press("i")
+        await until(pilot, lambda: any(worker.node is app.screen for worker in app.workers))
+    await eventually_shown(lambda: not looking_threads())
 
 
 async def test_a_tab_that_was_left_keeps_no_keys(store: Store, job: Job) -> None:
@@ -529,7 +555,7 @@ async def test_the_history_has_states_and_events(store: Store, job: Job, copied:
     store.requeue(job.id, "resumed after step 30")
     store.claim(job.id, [], "starting on CPU ranks")
     async with opened(store, (80, 24), "8") as (_, pilot, screen):
-        await until(pilot, lambda: "saved step-30 (1.00 GiB, 1.5 s)" in shown(lines_of(screen)))
+        await until(pilot, lambda: "saved step-30 (1.0 GiB, 1.5 s)" in shown(lines_of(screen)))
         text = shown(lines_of(screen))
         for words in ("submitted", "attempt 1: starting", "✗ failed", "attempt 2: starting"):
             assert words in text

@@ -51,8 +51,8 @@ def export(
 ) -> None:
     """Export a checkpoint for stock tools, and print where it is.
 
-    The job may be running. A LoRA comes under diffusers' and kohya's names, a whole model as a
-    pipeline for from_pretrained. Everything is read back before it counts.
+    The job may be running. A LoRA comes under the names of diffusers and of other tools, a
+    whole model as a pipeline for from_pretrained. Everything is read back before it counts.
     """
     with ProgressLine("exporting") as line:
         made = export_checkpoint(

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from jobs import service
-from jobs.queue.dispatch import dispatch
 from jobs.queue.store import Store
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import ID
@@ -18,9 +17,7 @@ from tui.cli.common.job_arguments import ID
 @ID
 def hold(job_id: int) -> None:
     """Keep a queued job waiting until it is released."""
-    store = Store()
-    store.hold(job_id, True)
-    dispatch(store)
+    service.hold(Store(), job_id)
     echo(f"job {job_id} is held; `fsdp-tui release {job_id}` lets it start")
 
 
@@ -28,10 +25,8 @@ def hold(job_id: int) -> None:
 @ID
 def release(job_id: int) -> None:
     """Let a held job start when its turn comes."""
-    store = Store()
-    store.hold(job_id, False)
-    dispatch(store)
-    echo(f"job {job_id} is {store.get(job_id).state}")
+    job = service.hold(Store(), job_id, False)
+    echo(f"job {job_id} is {job.state}")
 
 
 @click.command()
@@ -43,12 +38,8 @@ def move(job_id: int, place: str | None, priority: int | None) -> None:
     """Change a queued job's place: --first, --last, or --priority N."""
     if place is None and priority is None:
         raise click.UsageError("say where to: --first, --last or --priority N")
-    store = Store()
-    if priority is not None:
-        store.set_priority(job_id, priority)
-    if place is not None:
-        store.move(job_id, first=place == "first")
-    dispatch(store)
+    first = None if place is None else place == "first"
+    service.move(Store(), job_id, first=first, priority=priority)
     echo(f"job {job_id} is moved")
 
 
@@ -56,9 +47,7 @@ def move(job_id: int, place: str | None, priority: int | None) -> None:
 @click.option("--off", is_flag=True, help="Go on starting queued jobs.")
 def pause(off: bool) -> None:
     """Start no queued job until `pause --off`; running jobs are not touched."""
-    store = Store()
-    store.pause(not off)
-    dispatch(store)
+    service.pause(Store(), not off)
     echo("the queue goes on" if off else "the queue is paused; `pause --off` goes on")
 
 

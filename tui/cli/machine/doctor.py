@@ -19,7 +19,7 @@ from jobs.doctor.checks.terminal import check_terminal, environment_at_start, is
 from jobs.doctor.finding import Verdict
 from jobs.errors import UserError
 from jobs.paths import ensure_state_home
-from jobs.queue.repair import repair
+from jobs.service.repair import repair
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import JSON
 from tui.cli.common.progress_line import ProgressLine

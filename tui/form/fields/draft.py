@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -17,7 +16,7 @@ from jobs.spec.file.value_errors import key_of
 from jobs.spec.job_spec import JobSpec, field_names
 from jobs.spec.rules.applicable import find_inapplicable
 from jobs.spec.rules.cascade import FOLLOWING
-from jobs.spec.rules.conflicts import find_conflicts, find_warnings
+from jobs.spec.rules.conflicts import find_warnings
 from jobs.spec.rules.strategy import SHARDING, chosen_strategy, depends_on_memory
 from tui.form.fields.field_texts import as_text
 from tui.form.fields.pages import SHOWN
@@ -175,27 +174,11 @@ def find_problems(values: Mapping[str, Any]) -> dict[str, str]:
     try:
         load_spec(None, values)
     except SpecError as error:
-        return _by_field(values, str(error).removeprefix("flags: "))
-    return {}
-
-
-def _by_field(values: Mapping[str, Any], message: str) -> dict[str, str]:
-    try:
-        spec = JobSpec.model_validate(dict(values))
-    except ValidationError:
-        # One sentence per field, each beginning with its key.
-        names = "|".join(field_names())
-        parts = re.split(rf"; (?=(?:{names}|unknown key)\b)", message)
         return {
-            key if key in field_names() else "": text
-            for part in parts
-            for key, _, text in [part.partition(": ")]
+            one.key if one.key in field_names() else "": one.text.removeprefix(f"{one.key}: ")
+            for one in error.problems
         }
-    conflicts = find_conflicts(spec)
-    if conflicts:
-        return {conflict.key: conflict.message for conflict in conflicts}
-    key = next((name for name in ("model_flavour", "model_family") if name in message), "")
-    return {key: message}
+    return {}
 
 
 def warnings(values: Mapping[str, Any]) -> list[str]:

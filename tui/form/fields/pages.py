@@ -58,7 +58,10 @@ _PARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "training": {
         "optimizer and schedule": ("optimizer", "adam_", "weight_", "lr_", "max_grad"),
         "memory and speed": ("gradient_", "torch_compile", "attention_", "allow_", "deterministic"),
-        "noise and loss": ("timestep_", "logit_", "flow_", "loss_", "huber_", "snr_", "train_g"),
+        "noise and loss": (
+            "timestep_", "logit_", "mode_", "flow_", "sigma_", "loss_", "huber_", "snr_", "train_g",
+            "size_",
+        ),
         "moving average": ("use_ema", "ema_"),
     },
     "data": {

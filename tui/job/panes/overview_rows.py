@@ -45,7 +45,7 @@ def _state(look: Look, width: int) -> list[Row]:
     glyph, role = GLYPHS[job.state]
     words = f"{glyph} {job.state}" + (f": {job.reason}" if job.reason else "")
     rows = fact("state", words, width, role)
-    if todo := advice(job.state, job.reason):
+    if todo := advice(job.state, look.failure):
         rows += fact("to do", todo, width, "accent")
     if job.state in (State.FAILED, State.LOST, State.STOPPED):
         newest = look.newest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 
 from jobs import service
 from jobs.errors import SpecError
@@ -555,7 +555,7 @@ def test_form_flags_and_file_say_the_same(
 @example(values={"lora_target_modules": []})
 @example(values={"lora_target_modules": ["none"], "cache_dir": "/no/such \1"})
 @example(values={"fsdp_transformer_layer_cls_to_wrap": ["a,b", "'c'", " "]})
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_form_file_flags_and_file_are_one_job(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
 ) -> None:

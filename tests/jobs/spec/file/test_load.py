@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jobs.errors import SpecError
@@ -302,7 +302,7 @@ def test_flags_mean_what_the_file_means() -> None:
 
 @given(values=VALUES)
 @example(values={"validation_prompts": ["\x85", "\u2028 a\u2029", "\ufeff", "é\n\r\t x"]})
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @pytest.mark.parametrize("only_set", [False, True])
 def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any], only_set: bool
@@ -328,7 +328,7 @@ _ANYTHING = st.recursive(
 @given(
     data=st.dictionaries(st.sampled_from(list(JobSpec.model_fields)), _ANYTHING, max_size=6)
 )  # fmt: skip
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 def test_no_file_crashes_the_reader(
     tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]
 ) -> None:
@@ -343,7 +343,7 @@ def test_no_file_crashes_the_reader(
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_text_crashes_the_reader(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "text.yaml"
     path.write_bytes(text.encode("utf-8", errors="surrogatepass"))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.queue.repair import repair
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.queue.tables import trouble
 from jobs.run.rundir import event
+from jobs.service.repair import repair
 from jobs.spec.file.load import dump_spec, load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.tui.made_up_runs import add_job, append_events, nothing_starts
@@ -47,7 +47,7 @@ def jobs(
             append_events(job, event("end", reason=str(state)))
             save_checkpoint(job.run_dir, 7)
         if state is State.FAILED:
-            error = {"type": "ValueError", "message": "no", "t": 1.0}
+            error = {"type": "ValueError", "message": "no", "t": 1.0, "step": 7, "phase": "train"}
             (job.run_dir.ranks / "1.error.json").write_text(json.dumps(error))
     return made
 
@@ -86,7 +86,7 @@ def test_no_job_is_lost_with_the_database(store: Store, jobs: dict[str, Job], ho
         assert found.run_id == job.run_id or name == "queued"
         assert found.held is (name == "queued")
         assert again.history(job.id)[-1].reason.startswith("restored: ")
-    assert again.get(3).reason == "rank 1: ValueError: no"
+    assert again.get(3).reason == "rank 1 failed at step 7 during train: ValueError: no"
     assert add_job(again, "next").id == len(jobs) + 1
     assert repair(store.home).kept is None, "it is sound now"
 
@@ -145,12 +145,15 @@ def test_the_command_line_says_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("code", "told"),
     [
-        ("database is locked", "is locked by another process"),
-        ("database or disk is full", "the disk is full"),
-        ("disk I/O error", "cannot use"),
+        (sqlite3.SQLITE_BUSY_SNAPSHOT, "is locked by another process"),
+        (sqlite3.SQLITE_FULL, "the disk is full"),
+        (sqlite3.SQLITE_IOERR, "cannot use"),
+        (sqlite3.SQLITE_NOTADB, "is damaged"),
     ],
 )
-def test_what_sqlite_says_is_said_in_words(said: str, told: str) -> None:
-    assert told in trouble(sqlite3.OperationalError(said))
+def test_what_sqlite_says_is_said_in_words(code: int, told: str) -> None:
+    error = sqlite3.OperationalError("its own words")
+    error.sqlite_errorcode = code
+    assert told in trouble(error)

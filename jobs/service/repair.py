@@ -4,7 +4,6 @@ the run directories, which hold all that a job is.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -17,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.machine import processes
+from jobs.machine import file_lock, processes
 from jobs.machine.processes import ProcessId, boot_id
 from jobs.preflight.check_job import check_devices
+from jobs.queue.job import Terms
 from jobs.queue.states import State
-from jobs.queue.tables import TABLES, VERSION
+from jobs.queue.tables import TABLES, VERSION, insert, is_locked
+from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
 from jobs.spec.file.load import load_spec
@@ -64,14 +65,13 @@ def repair(home: Path) -> Repaired:
     """
     path = home / "jobs.db"
     with open(home / "dispatch.lock", "a") as lock:
-        _take(lock.fileno())
+        if not file_lock.take(lock, _WAITS):
+            raise UserError("another process holds the queue; try again")
         if path.exists() and _is_sound(path):
             return Repaired(None)
         rows = {name: list(_readable(path, name)) for name in _TABLES}
         known = {row["id"] for row in rows["jobs"]}
-        restored = [
-            row for run in _runs(home) if (row := _of_run(*run, home=home))["id"] not in known
-        ]
+        restored = [row for run in _runs(home) if (row := _of_run(*run))["id"] not in known]
         new = path.with_name("jobs.db.new")
         new.unlink(missing_ok=True)
         _write(new, rows, restored)
@@ -83,19 +83,6 @@ def repair(home: Path) -> Repaired:
     return Repaired(kept, tuple(sorted(known)), tuple(row["id"] for row in restored))
 
 
-def _take(lock: int) -> None:
-    until = time.monotonic() + _WAITS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise UserError("another process holds the queue; try again") from None
-            time.sleep(0.05)
-        else:
-            return
-
-
 def _is_sound(path: Path) -> bool:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
@@ -103,15 +90,13 @@ def _is_sound(path: Path) -> bool:
             found = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
             whole = db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
             return bool(whole and (version > VERSION or found.issuperset(_TABLES)))
-    except sqlite3.OperationalError as error:
-        if "lock" in str(error):
+    except sqlite3.Error as error:
+        if is_locked(error):
             raise UserError(f"{path} is locked by another process; try again") from None
         return False
-    except sqlite3.Error:
-        return False
 
 
-def _readable(path: Path, table: str) -> Iterator[dict[str, Any]]:
+def _readable(path: Path, table: str) -> Iterator[Row]:
     """The rows of a table that can be read, from both of its ends."""
     seen: set[int] = set()
     for order in ("", " DESC"):
@@ -147,7 +132,7 @@ def _runs(home: Path) -> Iterator[tuple[int, str, RunDir]]:
             yield int(match[1]), match[2], RunDir(path)
 
 
-def _of_run(job_id: int, name: str, run_dir: RunDir, *, home: Path) -> dict[str, Any]:
+def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
     """A row of jobs, of what is in a run directory."""
     record = read_json(run_dir.launch_file) or {}
     run_id = record.get("run_id")
@@ -184,27 +169,22 @@ def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, s
         return State.COMPLETED, f"trained {newest[0] if newest else 0} steps"
     if said == "stopped":
         return State.STOPPED, f"stopped; {where}"
-    if errors := run_dir.rank_errors():
-        first = errors[0]
-        return State.FAILED, f"rank {first['rank']}: {first['type']}: {first['message']}"[:300]
+    if run_dir.rank_errors():
+        return State.FAILED, why_failed(run_dir, None)
     return State.LOST, f"its end was lost with the database; {where}"
 
 
-def _terms(run_dir: RunDir) -> dict[str, Any]:
+def _terms(run_dir: RunDir) -> Row:
     """What the queue goes by; of a job file that cannot be read, one rank on the CPU."""
     try:
         spec = load_spec(run_dir.job_file)
     except UserError:
-        return {"ranks": 1, "wanted": "null", "total_steps": 0}
+        return Terms(1, None, 0).columns()
     try:
         wanted = check_devices(spec)
     except UserError:  # a GPU that is not there today
         wanted = world_size(spec)
-    return {
-        "ranks": world_size(spec), "wanted": json.dumps(wanted), "priority": spec.priority,
-        "total_steps": spec.max_train_steps, "shares": spec.share_gpus,
-        "auto_resume": spec.auto_resume,
-    }  # fmt: skip
+    return Terms.of(spec, wanted).columns()
 
 
 def _supervisor_of(job_id: int, run_dir: RunDir) -> ProcessId | None:
@@ -225,14 +205,13 @@ def _changed(path: Path) -> float | None:
         return None
 
 
-def _write(
-    path: Path, rows: dict[str, list[dict[str, Any]]], restored: list[dict[str, Any]]
-) -> None:
+def _write(path: Path, rows: dict[str, list[Row]], restored: list[Row]) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=WAL")
         db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
         db.execute("BEGIN IMMEDIATE")
-        for row in [*rows["jobs"], *restored]:
+        jobs = [*rows["jobs"], *restored]
+        for row in jobs:
             _insert(db, "jobs", row)
         for row in restored:
             reason = f"restored: {row['reason']}"
@@ -241,7 +220,7 @@ def _write(
             if row["state"] == State.RUNNING:
                 for device in json.loads(row["gpus"]):
                     _insert(db, "claims", {"device": device, "job": row["id"]})
-        known = {row["id"] for row in (*rows["jobs"], *restored)}
+        known = {row["id"] for row in jobs}
         for table in ("history", "claims"):
             for row in rows[table]:
                 if row.get("job") in known:
@@ -252,8 +231,6 @@ def _write(
         db.execute(f"PRAGMA user_version={VERSION}")
 
 
-def _insert(db: sqlite3.Connection, table: str, row: dict[str, Any]) -> None:
-    columns = ", ".join(row)
-    marks = ",".join("?" * len(row))
+def _insert(db: sqlite3.Connection, table: str, row: Row) -> None:
     with suppress(sqlite3.IntegrityError):  # a row of a damaged page
-        db.execute(f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({marks})", [*row.values()])
+        insert(db, table, row)

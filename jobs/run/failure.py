@@ -1,0 +1,68 @@
+"""Why a job failed, as facts that the supervisor keeps in the run directory."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from jobs.run.rundir import read_json, write_atomic
+
+if TYPE_CHECKING:
+    from jobs.run.rundir import RunDir
+
+
+class Cause(StrEnum):
+    """What kind of failure it was; the words are kept in run directories."""
+
+    GPU_MEMORY = "gpu_memory"
+    HOST_MEMORY = "host_memory"
+    DISK_FULL = "disk_full"
+    NOT_FINITE = "not_finite"
+    HANG = "hang"
+    COMMUNICATION = "communication"
+    KILLED = "killed"
+    MISSING_PACKAGE = "missing_package"
+    OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Cause:
+        return cls.OTHER  # of an older or newer version
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job failed.
+
+    Attributes:
+        text: One line for people.
+        cause: What kind it was.
+        rank: Which rank is to blame, if one is.
+        phase: What the rank was doing, if one is to blame: a key of `PHASES`, or a part of a step.
+    """
+
+    text: str
+    cause: Cause = Cause.OTHER
+    rank: int | None = None
+    phase: str = ""
+
+
+def keep_failure(run_dir: RunDir, failure: Failure | None) -> None:
+    """Write why the latest attempt failed; forget what an earlier one said if it did not."""
+    with suppress(OSError):
+        if failure is None:
+            run_dir.failure_file.unlink(missing_ok=True)
+        else:
+            write_atomic(run_dir.failure_file, json.dumps(asdict(failure)) + "\n")
+
+
+def read_failure(run_dir: RunDir) -> Failure | None:
+    """Why a job failed; None where nothing says so, as in run directories of older versions."""
+    found = read_json(run_dir.failure_file)
+    if found is None:
+        return None
+    rank, phase = found.get("rank"), str(found.get("phase", ""))
+    cause = Cause(str(found.get("cause")))
+    return Failure(str(found.get("text", "")), cause, rank if type(rank) is int else None, phase)

@@ -152,7 +152,9 @@ def _spent(pid: int) -> float:
 def measure(home: Path, asked: argparse.Namespace) -> Iterator[Row]:
     """All rows of the table."""
     log = RunDir(home / "runs" / f"{asked.jobs}-job-{asked.jobs}").rank_log(0)
+    # The keeper first: commands start one, which would look after the queue in its place.
     parts: dict[str, Any] = {
+        "keeper": lambda: [keeper(home, asked.seconds)],
         "list": lambda: [
             command(home, "list, the first time", "list"), command(home, "list", "list"),
             command(home, "list --json", "list", "--json"),
@@ -163,7 +165,6 @@ def measure(home: Path, asked: argparse.Namespace) -> Iterator[Row]:
             command(home, "show, running", "show", str(asked.jobs)),
             command(home, "show, running, again", "show", str(asked.jobs)),
         ],
-        "keeper": lambda: [keeper(home, asked.seconds)],
         "dashboard": lambda: dashboard(home, f"job-{asked.jobs}", asked.settle, asked.seconds),
         "logs": lambda: [_logs(home, log, asked)],
     }  # fmt: skip

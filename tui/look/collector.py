@@ -32,6 +32,7 @@ PERIOD: Final = 1.0  # seconds
 _POLL_BYTES: Final = 1 << 20  # of one event log at a time, so that the screen's thread gets a turn
 # Of what is long, at first: the rows need not wait for it. Each look after that takes twice more.
 _POLLS_PER_LOOK: Final = 2
+_TURN: Final = 0.2  # seconds for the screen's thread to draw what was published of a long log
 _ENDED_AT_FIRST: Final = 25
 _ENDED_PER_LOOK: Final = 250  # of those whose files have to be read
 _KEPT_LOGS: Final = 6  # event logs of ended jobs that were selected
@@ -74,9 +75,8 @@ class Collector:
         """Look until closed. A failure is published, and the next look is made all the same."""
         while not self._closed.is_set():
             publish(self.look())
-            if self._behind:
-                continue
-            self._wake.wait(PERIOD if self.period is None else self.period)
+            period = PERIOD if self.period is None else self.period
+            self._wake.wait(min(period, _TURN) if self._behind else period)
             self._wake.clear()
 
     def tend(self) -> None:

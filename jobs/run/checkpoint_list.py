@@ -67,8 +67,10 @@ class Listed:
         return ", ".join(words) or "complete"
 
     def to_dict(self) -> dict[str, Any]:
-        """For scripts."""
-        return asdict(self) | {"path": str(self.path), "health": self.health}
+        """For scripts; `health` says whether it is readable."""
+        facts = asdict(self) | {"path": str(self.path), "health": self.health}
+        del facts["readable"]
+        return facts
 
 
 def list_all(run_dir: RunDir) -> list[Listed]:

@@ -30,7 +30,7 @@ from engine.ranks.telemetry import Telemetry
 from engine.train.ema import Ema
 from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.train_state import TrainState
-from jobs.errors import UserError
+from jobs.errors import DiskFullError, UserError
 from jobs.run.checkpoint_files import STATE_FILE, find_damage, list_checkpoints, read_checkpoint
 from jobs.run.rundir import RunDir
 from tests.support.engine.toy_jobs import ALONE, build, inputs, toy_spec, trained_digest
@@ -490,9 +490,13 @@ def test_a_save_without_room_is_not_begun(
 ) -> None:
     spec = toy_spec(toy)
     training, saver = training_of(toy, spec), saver_of(spec)
-    with pytest.raises(UserError, match=r"there is no room for a checkpoint: it takes .* 1 MiB"):
+    with pytest.raises(
+        DiskFullError, match=r"there is no room for a checkpoint: it takes .* 1 MiB"
+    ):
         saver.check_room(training)
-    with pytest.raises(UserError, match=r"cannot save step-0: it takes .*on_save_failure: warn"):
+    with pytest.raises(
+        DiskFullError, match=r"cannot save step-0: it takes .*on_save_failure: warn"
+    ):
         saver.save(training)
     assert not run_dir.checkpoints.exists()
 

@@ -25,8 +25,13 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "model_family": st.sampled_from(["flux", "sd3", "qwen_image"]),
     "model_flavour": st.none(),
     # Neither a path that exists nor one that is made absolute.
-    "pretrained_model_name_or_path": st.from_regex(r"\Ano/such[a-z0-9 :#'\"&*%@`]{1,20}\Z"),
-    "dataset": st.from_regex(r"\Ano/such[\w \-:#'\"{}\[\]]{1,20}\Z"),
+    # The form takes no path that ends with a blank.
+    "pretrained_model_name_or_path": st.from_regex(r"\Ano/such[a-z0-9 :#'\"&*%@`]{1,20}\Z").filter(
+        lambda path: path == path.strip()
+    ),
+    "dataset": st.from_regex(r"\Ano/such[\w \-:#'\"{}\[\]]{1,20}\Z").filter(
+        lambda path: path == path.strip()
+    ),
     "cache_dir": st.sampled_from([None, "/no/such place"]),
     "validation_prompts": st.lists(_TEXT | _PROMPT, max_size=3),
     "lora_target_modules": st.none() | st.lists(_TEXT, max_size=3),

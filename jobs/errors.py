@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_LONGEST: Final = 3000  # characters of a message
+_END: Final = 500  # of it, which often says what is expected
 
 
 class UserError(Exception):
     """Something the person can put right; shown as one line, never as a traceback.
 
     Args:
-        message: What is wrong and where.
+        message: What is wrong and where. Of a very long one, as of foreign text, the middle is
+            left out.
         hint: What to do about it, if that is not obvious from the message.
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST - _END]} … {message[-_END:]}"
         super().__init__(message)
         self.message = message
         self.hint = hint

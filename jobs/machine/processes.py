@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from jobs.machine.procfs import is_suspended, started_at
+from jobs.machine.procfs import is_being_killed, is_suspended, started_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,6 +46,10 @@ class ProcessId:
     def suspended(self) -> bool:
         """Whether it lives, and does nothing until somebody lets it go on."""
         return is_suspended(self.pid) and self.alive()
+
+    def is_dead(self) -> bool:
+        """Whether it does nothing any more, though the kernel may still keep it."""
+        return not self.alive() or is_being_killed(self.pid)
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal if it still is the same process; whether it was sent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Final
 
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -12,6 +13,31 @@ def is_suspended(pid: int) -> bool:
     """Whether a process is stopped by a signal or a debugger."""
     fields = _fields(pid)
     return bool(fields) and fields[0] in (b"T", b"t")
+
+
+def is_waiting_for_kernel(pid: int) -> bool:
+    """Whether a process is in a system call that no signal interrupts, as of a dead disk."""
+    fields = _fields(pid)
+    return bool(fields) and fields[0] == b"D"
+
+
+def switches(pid: int) -> int | None:
+    """How often a process has left a processor; the same number again: it did not run meanwhile."""
+    found = _status(pid)
+    try:
+        return int(found["voluntary_ctxt_switches"]) + int(found["nonvoluntary_ctxt_switches"])
+    except (KeyError, ValueError):
+        return None
+
+
+def is_being_killed(pid: int) -> bool:
+    """Whether SIGKILL was sent, and nothing but the end will follow whatever keeps it waiting."""
+    found = _status(pid)
+    try:
+        pending = int(found["SigPnd"], 16) | int(found["ShdPnd"], 16)
+    except (KeyError, ValueError):
+        return False
+    return bool(pending & 1 << signal.SIGKILL - 1)
 
 
 def started_at(pid: int) -> float | None:
@@ -24,6 +50,14 @@ def started_at(pid: int) -> float | None:
     if len(fields) < 20 or fields[0] in (b"Z", b"X", b"x"):
         return None
     return int(fields[19]) / _TICKS_PER_SECOND
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            return {name: value.strip() for name, _, value in (s.partition(":") for s in file)}
+    except OSError:
+        return {}
 
 
 def _fields(pid: int) -> list[bytes]:

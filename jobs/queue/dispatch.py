@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.machine import devices, file_lock, processes
 from jobs.machine.processes import boot_id
+from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.machine.start_detached import start_detached
 from jobs.queue.placement import Request, Start, place
 from jobs.queue.states import ACTIVE, State
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
+_SUSPENDED: Final = "is suspended and does not answer"
+_BLOCKED: Final = "is blocked in the kernel, as by a disk that does not answer"
+_BLOCKED_FOR: Final = 10.0  # seconds without a step after which a wait is no usual one
 _KILLED_WITHIN: Final = 1.0  # seconds
 _QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
 _LONGEST_PID: Final = 20  # characters
@@ -100,38 +104,61 @@ def _mend(store: Store) -> None:
                 store.requeue(job.id, "resumed after a reboot")
         elif _unsupervised(job):
             _start_supervisor(job)
-        elif job.supervisor is not None and job.supervisor.suspended():
-            _do_without(store, job, job.supervisor)
-        elif _told_as_suspended(job):
+        elif job.supervisor is not None and (why := why_silent(job.supervisor)):
+            _do_without(store, job, job.supervisor, why)
+        elif _told_as_silent(job):
             store.explain(job.id, "all ranks are up", State.RUNNING)
 
 
-def _do_without(store: Store, job: Job, supervisor: ProcessId) -> None:
-    """A supervisor that is suspended is told of, and replaced where something is to be done.
+def _do_without(store: Store, job: Job, supervisor: ProcessId, why: str) -> None:
+    """A supervisor that does not answer is told of, and replaced where something is to be done.
 
     It looks at nothing: without this, a job whose ranks are gone would be shown as running.
     """
     if job.stop_level or not processes.with_run_id(job.run_id):
-        if not processes.end([supervisor], grace=0, timeout=_KILLED_WITHIN):
+        processes.end([supervisor], grace=0, timeout=_KILLED_WITHIN)
+        if supervisor.is_dead():
             _start_supervisor(job)
         return
-    store.explain(job.id, _suspended(supervisor), State.RUNNING)
+    store.explain(job.id, _silent(supervisor, why), State.RUNNING)
 
 
-def _suspended(supervisor: ProcessId) -> str:
-    what = "is suspended and does not answer; its ranks keep running"
-    return f"its supervisor (process {supervisor.pid}) {what}"
+def why_silent(supervisor: ProcessId) -> str:
+    """Why a live supervisor does not answer, or "".
+
+    Whoever looks again and again notices that one is blocked: it waits for the kernel, and has not
+    run since `_BLOCKED_FOR` seconds. To wait for it for a moment is nothing.
+    """
+    if supervisor.suspended():
+        return _SUSPENDED
+    if not is_waiting_for_kernel(supervisor.pid):
+        _blocked.pop(supervisor, None)
+        return ""
+    count, now = switches(supervisor.pid), time.monotonic()
+    before, since = _blocked.setdefault(supervisor, (count, now))
+    if before != count:
+        _blocked[supervisor] = count, now
+        return ""
+    return _BLOCKED if now - since >= _BLOCKED_FOR else ""
 
 
-def _told_as_suspended(job: Job) -> bool:
-    return job.supervisor is not None and job.reason == _suspended(job.supervisor)
+_blocked: dict[ProcessId, tuple[int | None, float]] = {}  # its switches, and since when
+
+
+def _silent(supervisor: ProcessId, why: str) -> str:
+    return f"its supervisor (process {supervisor.pid}) {why}; its ranks go on"
+
+
+def _told_as_silent(job: Job) -> bool:
+    one = job.supervisor
+    return one is not None and job.reason in (_silent(one, _SUSPENDED), _silent(one, _BLOCKED))
 
 
 def _needs_mending(job: Job) -> bool:
     return (
         _unsupervised(job)
-        or _told_as_suspended(job)
-        or (job.state.active and job.supervisor is not None and job.supervisor.suspended())
+        or _told_as_silent(job)
+        or (job.state.active and job.supervisor is not None and bool(why_silent(job.supervisor)))
     )
 
 
@@ -139,7 +166,7 @@ def _unsupervised(job: Job) -> bool:
     if not job.state.active:
         return False
     if job.supervisor is not None:
-        return not job.supervisor.alive()
+        return job.supervisor.is_dead()
     return time.time() - (job.started or 0.0) > _SUPERVISOR_STARTS_WITHIN
 
 

@@ -66,9 +66,9 @@ def main() -> None:
     import signal
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from jobs.queue.store import Store
+    from jobs.queue.store import SERVICE, Store
 
-    keep(Store(), float(os.environ.get("FSDP_TUI_RUNNER_IDLE", IDLE_SECONDS)))
+    keep(Store(patience=SERVICE), float(os.environ.get("FSDP_TUI_RUNNER_IDLE", IDLE_SECONDS)))
 
 
 if __name__ == "__main__":

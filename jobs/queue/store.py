@@ -10,7 +10,7 @@ import json
 import shutil
 import sqlite3
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
@@ -18,32 +18,46 @@ from jobs.machine.processes import boot_id
 from jobs.paths import ensure_state_home
 from jobs.queue.job import Change, Job, Terms, job_of_row
 from jobs.queue.states import State, may_follow
-from jobs.queue.tables import VERSION, create_tables, insert, trouble, update
+from jobs.queue.tables import (
+    PERSON,
+    SERVICE,
+    VERSION,
+    create_tables,
+    insert,
+    opened,
+    trouble,
+    update,
+)
 from jobs.run.rundir import RunDir
 from jobs.untrusted.text import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from jobs.machine.processes import ProcessId
 
-__all__ = ["Change", "Job", "Store", "Terms"]
+__all__ = ["PERSON", "SERVICE", "Change", "Job", "Store", "Terms"]
 
 
 class Store:
     """The database file. Cheap to create; every call opens its own connection.
 
+    Attributes:
+        patience: Seconds that a call waits for a locked database.
+
     Raises:
         UserError: The state directory cannot be used, or holds a newer database.
     """
 
-    def __init__(self, home: Path | None = None) -> None:
+    def __init__(self, home: Path | None = None, patience: float = PERSON) -> None:
         self.home = home or ensure_state_home()
+        self.patience = patience
         self.read_only = False  # someone only looks: what would change a job is refused
         self.path = self.home / "jobs.db"
         try:
-            with self._connect("rwc") as db:
+            with self.connect("rwc") as db:
                 version = db.execute("PRAGMA user_version").fetchone()[0]
                 if version > VERSION:
                     raise UserError(
@@ -59,22 +73,22 @@ class Store:
 
     def get(self, job_id: int) -> Job:
         """Raises `NotFoundError` when there is no such job."""
-        with self._connect() as db:
+        with self.connect() as db:
             return self._get(db, job_id)
 
     def all(self) -> list[Job]:
         """Every job, the newest first."""
-        with self._connect() as db:
+        with self.connect() as db:
             return [job_of_row(row) for row in db.execute("SELECT * FROM jobs ORDER BY id DESC")]
 
     def in_states(self, states: Iterable[State]) -> list[Job]:
         """Jobs in any of these states, in queue order."""
-        with self._connect() as db:
+        with self.connect() as db:
             return self._in_states(db, states)
 
     def history(self, job_id: int) -> list[Change]:
         """Every change of state, oldest first."""
-        with self._connect() as db:
+        with self.connect() as db:
             rows = db.execute("SELECT * FROM history WHERE job=? ORDER BY t, rowid", (job_id,))
             return [
                 Change(
@@ -109,7 +123,7 @@ class Store:
             UserError: The run directory of the new job's number exists already.
         """
         now = time.time()
-        with self._write() as db:
+        with self.write() as db:
             row: dict[str, object] = {"name": name, "state": State.QUEUED, "run_dir": ""}
             row |= {"run_id": run_id, "created": now, "queued": now}
             job_id = insert(db, "jobs", row | terms.columns())
@@ -142,7 +156,7 @@ class Store:
         Raises:
             StateError: The job has not ended.
         """
-        with self._write() as db:
+        with self.write() as db:
             self._change(db, self._get(db, job_id), State.QUEUED, reason)
             db.execute(
                 "UPDATE jobs SET queued=?, ended=NULL, stop_level=0, attempt=attempt+1, gpus='[]',"
@@ -164,7 +178,7 @@ class Store:
         Raises:
             StateError: The job does not wait in the queue any more.
         """
-        with self._write() as db:
+        with self.write() as db:
             job = self._get_queued(db, job_id)
             update(db, job_id, {"name": name, "reason": ""} | terms.columns())
             self._note(db, job_id, time.time(), job.state, job.state, reason)
@@ -185,7 +199,7 @@ class Store:
         Raises:
             StateError: The states table does not allow the change.
         """
-        with self._write() as db:
+        with self.write() as db:
             job = self._get(db, job_id)
             if only_from is not None and job.state not in set(only_from):
                 return False
@@ -199,7 +213,7 @@ class Store:
             False when someone holds one of the GPUs, or the job is not queued as it was `seen`.
         """
         try:
-            with self._write() as db:
+            with self.write() as db:
                 job = self._get(db, job_id)
                 if job.state is not State.QUEUED or (seen and job.request != seen.request):
                     return False
@@ -214,12 +228,12 @@ class Store:
 
     def claims(self) -> dict[str, int]:
         """GPU UUID → job that holds it."""
-        with self._connect() as db:
+        with self.connect() as db:
             return {row["device"]: row["job"] for row in db.execute("SELECT * FROM claims")}
 
     def take_over(self, job_id: int, former: ProcessId | None, new: ProcessId) -> bool:
         """Compare-and-set of the job's supervisor; False when someone else was quicker."""
-        with self._write() as db:
+        with self.write() as db:
             changed = db.execute(
                 "UPDATE jobs SET supervisor_pid=?, supervisor_started=?"
                 " WHERE id=? AND supervisor_pid IS ? AND supervisor_started IS ?",
@@ -233,7 +247,7 @@ class Store:
         Nothing happens when the job is not in `state`.
         """
         reason = harmless(reason)
-        with self._write() as db:
+        with self.write() as db:
             db.execute(
                 "UPDATE jobs SET reason=? WHERE id=? AND state=? AND reason<>?",
                 (reason, job_id, state, reason),
@@ -244,7 +258,7 @@ class Store:
         known = {job.id: job.reason for job in self.in_states([State.QUEUED])}
         new = [(harmless(r), i, State.QUEUED) for i, r in reasons.items() if known.get(i, r) != r]
         if new:
-            with self._write() as db:
+            with self.write() as db:
                 db.executemany("UPDATE jobs SET reason=? WHERE id=? AND state=?", new)
 
     def set_priority(self, job_id: int, priority: int) -> None:
@@ -257,7 +271,7 @@ class Store:
 
     def move(self, job_id: int, *, first: bool) -> None:
         """Put a queued job before (or behind) all others of its priority."""
-        with self._connect() as db:
+        with self.connect() as db:
             edge = "MIN(queued) - 1" if first else "MAX(queued) + 1"
             (place,) = db.execute(
                 f"SELECT {edge} FROM jobs WHERE state=?", (State.QUEUED,)
@@ -266,18 +280,18 @@ class Store:
 
     def pause(self, paused: bool) -> None:
         """Stop (or go on) starting queued jobs; running ones are not touched."""
-        with self._write() as db:
+        with self.write() as db:
             db.execute("REPLACE INTO settings VALUES ('paused', ?)", (str(int(paused)),))
 
     @property
     def paused(self) -> bool:
-        with self._connect() as db:
+        with self.connect() as db:
             row = db.execute("SELECT value FROM settings WHERE name='paused'").fetchone()
             return row is not None and row["value"] == "1"
 
     def raise_stop_level(self, job_id: int, level: int) -> int:
         """Ask the supervisor to stop the job at least this firmly; the level now in force."""
-        with self._write() as db:
+        with self.write() as db:
             db.execute("UPDATE jobs SET stop_level=MAX(stop_level, ?) WHERE id=?", (level, job_id))
             return self._get(db, job_id).stop_level
 
@@ -287,7 +301,7 @@ class Store:
         Raises:
             StateError: The job is active or queued.
         """
-        with self._write() as db:
+        with self.write() as db:
             job = self._get(db, job_id)
             if not job.state.ended:
                 raise StateError(f"job {job_id} is {job.state}", "stop it first")
@@ -296,37 +310,30 @@ class Store:
 
     def _set_queued(self, job_id: int, column: str, value: float) -> None:
         """Raises `StateError` when the job does not wait in the queue."""
-        with self._write() as db:
+        with self.write() as db:
             self._get_queued(db, job_id)
             update(db, job_id, {column: value})
 
     # -- inside ----------------------------------------------------------------------------
 
-    @contextmanager
-    def _connect(self, mode: str = "rw") -> Iterator[sqlite3.Connection]:
-        # Never created here: an empty file in the place of a deleted one would have no tables.
-        uri = f"{self.path.absolute().as_uri()}?mode={mode}"
-        db = sqlite3.connect(uri, uri=True, timeout=30.0, isolation_level=None)
-        with closing(db):
-            db.row_factory = sqlite3.Row
-            db.execute("PRAGMA foreign_keys=ON")
-            db.execute("PRAGMA synchronous=NORMAL")
-            # The log is written from its beginning again each time, in space it has already.
-            db.execute("PRAGMA wal_autocheckpoint=1")
-            yield db
+    def connect(
+        self, mode: str = "rw", patience: float | None = None
+    ) -> AbstractContextManager[sqlite3.Connection]:
+        """A connection of its own; what it waits for a lock is `patience`, or the store's."""
+        return opened(self.path, mode, self.patience if patience is None else patience)
 
     @contextmanager
     def held_open(self) -> Iterator[None]:
         """Keep SQLite's side files in existence: to make them takes space, a full disk has none."""
-        with self._connect() as db:
+        with self.connect() as db:
             db.execute("SELECT 1 FROM jobs LIMIT 1").fetchone()
             yield
 
     @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
+    def write(self, patience: float | None = None) -> Iterator[sqlite3.Connection]:
         """A write transaction: takes the lock at the start, so that what is read holds."""
         self.check_writable()
-        with self._connect() as db:
+        with self.connect(patience=patience) as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db

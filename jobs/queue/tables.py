@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import sqlite3
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-VERSION: Final = 1
+VERSION: Final = 2
+# Seconds that a locked database is waited for: by who answers a person, and by who serves nobody.
+PERSON: Final = 4.0
+SERVICE: Final = 30.0
 TABLES: Final = """
 CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -54,7 +58,27 @@ CREATE TABLE IF NOT EXISTS claims (
     device TEXT PRIMARY KEY,
     job INTEGER NOT NULL REFERENCES jobs (id) ON DELETE CASCADE
 );
+CREATE TABLE IF NOT EXISTS summaries (
+    job INTEGER PRIMARY KEY REFERENCES jobs (id) ON DELETE CASCADE,
+    ended REAL,
+    progress TEXT NOT NULL,
+    report TEXT NOT NULL
+);
 """
+
+
+@contextmanager
+def opened(path: Path, mode: str, patience: float) -> Iterator[sqlite3.Connection]:
+    """A connection, closed in the end; a lock is waited for this many seconds."""
+    # Never created here: an empty file in the place of a deleted one would have no tables.
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    with closing(sqlite3.connect(uri, uri=True, timeout=patience, isolation_level=None)) as db:
+        db.row_factory = sqlite3.Row
+        db.execute("PRAGMA foreign_keys=ON")
+        db.execute("PRAGMA synchronous=NORMAL")
+        # The log is written from its beginning again each time, in space it has already.
+        db.execute("PRAGMA wal_autocheckpoint=1")
+        yield db
 
 
 # Our statements are right, so that one in error means that its tables are missing.

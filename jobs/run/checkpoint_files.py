@@ -80,7 +80,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         files = {str(n): (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
         step = int(manifest["step"])
         written = float(manifest.get("time") or (path / MANIFEST).stat().st_mtime)
-    except (LookupError, TypeError, ValueError, AttributeError, OSError):
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError):
         return None
     return Checkpoint(
         step=step,

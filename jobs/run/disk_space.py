@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -12,16 +13,21 @@ if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
 
 LOG_LIMIT: Final = 256 << 20
-_LOG_KEPT: Final = 16 << 20
+_LOG_KEPT: Final = 16 << 20  # at each end
+_COPIED: Final = 1 << 20  # bytes at a time
+_CUT: Final = b"[... fsdp-tui cut %d bytes here: the log grew too large ...]\n"
+_CUT_LINE: Final = re.compile(
+    rb"\[\.\.\. fsdp-tui cut (\d{1,18}) bytes here: the log grew too large \.\.\.\]\n"
+)
 _HEAD_ROOM: Final = 1.2
 _ALWAYS_FREE: Final = 256 << 20
 
 
 def cap_logs(run_dir: RunDir, limit: int = LOG_LIMIT, kept: int = _LOG_KEPT) -> list[Path]:
-    """Cut logs that grew beyond `limit` bytes; their last `kept` bytes move to `<name>.1`.
+    """Cut the middle out of logs that grew beyond `limit` bytes; `kept` bytes stay at each end.
 
-    Ranks hold their logs open in append mode, so the file is emptied in place: what they write
-    next lands at its beginning.
+    A line between them says how much is missing. Ranks hold their logs open in append mode, so the
+    end is moved forward within the file, and what they write next lands behind it.
 
     Returns:
         The logs that were cut.
@@ -31,12 +37,55 @@ def cap_logs(run_dir: RunDir, limit: int = LOG_LIMIT, kept: int = _LOG_KEPT) -> 
         size = path.stat().st_size
         if size <= limit:
             continue
-        with open(path, "rb") as source, open(path.with_name(path.name + ".1"), "wb") as target:
-            source.seek(size - kept)
-            shutil.copyfileobj(source, target)
-        os.truncate(path, 0)
+        with open(path, "r+b") as file:
+            _cut_middle(file.fileno(), size, kept)
         cut.append(path)
     return cut
+
+
+class Cut(NamedTuple):
+    """The line in a log that stands for what was cut out: where it is, and how much is missing."""
+
+    start: int
+    stop: int
+    missing: int
+
+    def now_at(self, offset: int, before: Cut | None) -> int:
+        """Where what stood at an offset is now; the line itself where that was cut out.
+
+        Args:
+            offset: Of what was read up to, behind the line of the cut `before`.
+            before: The cut that was in the log then.
+        """
+        if before is not None:
+            offset += before.missing - (before.stop - before.start)
+        moved = offset - self.missing + (self.stop - self.start)
+        return moved if moved >= self.stop else self.start
+
+
+def find_cut(log: int, kept: int = _LOG_KEPT) -> Cut | None:
+    """The cut in an open log, if it was cut."""
+    found = _CUT_LINE.search(os.pread(log, kept + 2 * len(_CUT), 0))
+    return Cut(found.start(), found.end(), int(found[1])) if found else None
+
+
+def _cut_middle(log: int, size: int, kept: int) -> None:
+    """Cut an open file of so many bytes, at line ends where there are any nearby.
+
+    Should this be broken off, the end is still where it was.
+    """
+    before = find_cut(log, kept)
+    if before is None:  # as if nothing was missing so far
+        head = os.pread(log, kept, 0).rfind(b"\n") + 1 or kept
+        before = Cut(head, head, 0)
+    tail = size - kept
+    tail += max(0, os.pread(log, min(kept, _COPIED), tail - 1).find(b"\n"))
+    missing = before.missing + tail - before.stop
+    at = before.start + os.pwrite(log, _CUT % missing, before.start)
+    while data := os.pread(log, _COPIED, tail):  # and what is written meanwhile
+        at += os.pwrite(log, data, at)
+        tail += len(data)
+    os.ftruncate(log, at)
 
 
 def space_warning(run_dir: RunDir) -> str | None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from jobs.untrusted.text import harmless_value
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_PACE_WINDOW: Final = 20  # steps
+_FIRST_END: Final = 16 << 10  # bytes
+_LARGER: Final = 8  # times, each end than the one before
+# As `jobs.run.rundir.event` begins a line; of others every line is decoded.
+STEP_LINE: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "step"')
+_NEITHER_STEP_NOR_START: Final = re.compile(rb'\{"t": [0-9.e+]+, "kind": "(?!step"|start")')
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,8 @@ class EventLog:
 
     After a resume from an earlier checkpoint the steps since then are repeated; the later
     attempt replaces them, and what was measured after them (`validations`: step and loss).
+
+    Lines that `passed_over` matches are read, but not decoded.
     """
 
     path: Path
@@ -67,6 +78,8 @@ class EventLog:
     validations: list[tuple[int, float]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    passed_over: re.Pattern[bytes] | None = None
+    behind: bool = False  # whether the last poll found more than it read
     _offset: int = 0
     _inode: int = 0
 
@@ -83,7 +96,11 @@ class EventLog:
         if end == 0 and len(data) >= limit:  # one endless line: nothing of ours, pass over it
             end = len(data)
         self._offset += end
+        self.behind = len(data) >= limit
+        skips = self.passed_over
         for line in data[:end].splitlines():
+            if skips is not None and skips.match(line):
+                continue
             try:
                 event = json.loads(line)
             except (ValueError, RecursionError):
@@ -94,7 +111,7 @@ class EventLog:
                 self._take(event if plain else harmless_value(event))
         return end > 0
 
-    def read_all(self) -> EventLog:
+    def read_all(self) -> Self:
         """Poll until there is nothing new."""
         while self.poll():
             pass
@@ -104,17 +121,16 @@ class EventLog:
     def last(self) -> StepRecord | None:
         return self.steps[-1] if self.steps else None
 
-    def seconds_per_step(self, window: int = 20) -> float | None:
+    def seconds_per_step(self, window: int = _PACE_WINDOW) -> float | None:
         """Median wall time of the latest steps."""
         recent = sorted(s.seconds for s in self.steps[-window:] if s.seconds is not None)
         return recent[len(recent) // 2] if recent else None
 
     def _notice_replacement(self, descriptor: int) -> None:
-        import os
-
         stat = os.fstat(descriptor)
         if (self._inode and stat.st_ino != self._inode) or stat.st_size < self._offset:
-            self.__init__(self.path)  # type: ignore[misc]  # another file now: start over
+            # Another file now: start over.
+            self.__init__(self.path, passed_over=self.passed_over)  # type: ignore[misc]
         self._inode = stat.st_ino
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -173,6 +189,25 @@ class EventLog:
             seconds_left=_number(event.get("seconds_left")),
             ranks=tuple(int(done) for done in event.get("ranks") or ()),
         )
+
+
+def read_end(path: Path) -> EventLog:
+    """The newest steps alone: at least as many as the pace is taken of, where there are any.
+
+    Read from the end of the file, as far back as it takes. Whether a step counts is decided by
+    what comes after it, so these are exactly the last ones of the whole stream.
+    """
+    try:
+        size = os.stat(path).st_size
+    except OSError:
+        return EventLog(path)
+    length = _FIRST_END
+    while True:
+        offset = max(0, size - length)
+        log = EventLog(path, passed_over=_NEITHER_STEP_NOR_START, _offset=offset).read_all()
+        if offset == 0 or len(log.steps) >= _PACE_WINDOW:
+            return log
+        length *= _LARGER
 
 
 def _number(value: Any) -> float | None:

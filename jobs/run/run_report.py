@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from jobs.run.eventlog import EventLog
+from jobs.run.eventlog import STEP_LINE, EventLog
 
 if TYPE_CHECKING:
     from jobs.run.rundir import RunDir
@@ -22,7 +23,7 @@ class RunReport:
         measure: What `peaks` counts: `allocated` on GPUs, `rss` on CPU ranks.
         peaks: Phase → the most bytes each rank has taken in it.
         validations: Step and loss on what is held out, the newest few, the last one last.
-        warnings: What the run warned about.
+        warnings: What the run warned about, the newest of very many.
     """
 
     strategy: str = ""
@@ -45,17 +46,63 @@ class RunReport:
             measure=str(memory.get("measure", "")),
             peaks=_whole(peaks) if isinstance(peaks, dict) else {},
             validations=tuple(log.validations[-_NEWEST:]),
-            warnings=tuple(log.warnings),
+            warnings=tuple(log.warnings[-_MOST_WARNINGS:]),
         )
 
 
 _FRAME = ("t", "kind")  # what every event has
-_NEWEST = 5  # validation losses
+_NEWEST: Final = 5  # validation losses
+_MOST_WARNINGS: Final = 500
+_MOST_VALIDATIONS: Final = 5000  # a resume takes back some of them
+_NOTES: Final = ("start", "sharding", "memory")
+_TOLD: Final = frozenset({*_NOTES, "validation", "warning"})
+
+
+class ReportLog(EventLog):
+    """What a report is made of, and no more: its size does not grow with the stream.
+
+    It can be put aside as text, and goes on from there.
+    """
+
+    @classmethod
+    def begin(cls, run_dir: RunDir, kept: str = "") -> ReportLog:
+        """Where `to_json` left off; at the beginning where nothing, or nothing usable, was kept."""
+        try:
+            state = json.loads(kept)
+            return cls(
+                run_dir.events,
+                notes={str(kind): dict(note) for kind, note in state["notes"].items()},
+                validations=[(int(step), float(loss)) for step, loss in state["validations"]],
+                warnings=[str(text) for text in state["warnings"]],
+                passed_over=STEP_LINE,
+                _offset=int(state["offset"]),
+                _inode=int(state["inode"]),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+            return cls(run_dir.events, passed_over=STEP_LINE)
+
+    def to_json(self) -> str:
+        """What was read so far."""
+        return json.dumps({
+            "offset": self._offset, "inode": self._inode, "notes": self.notes,
+            "validations": self.validations, "warnings": self.warnings,
+        })  # fmt: skip
+
+    @property
+    def offset(self) -> int:
+        """Bytes that were read."""
+        return self._offset
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if str(event.get("kind")) not in _TOLD:
+            return
+        super()._take(event)
+        del self.warnings[:-_MOST_WARNINGS], self.validations[:-_MOST_VALIDATIONS]
 
 
 def read_report(run_dir: RunDir) -> RunReport:
     """The report of a run directory."""
-    return RunReport.of(EventLog(run_dir.events).read_all())
+    return RunReport.of(ReportLog.begin(run_dir).read_all())
 
 
 def _whole(peaks: dict[Any, Any]) -> dict[str, list[int]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import shutil
 import uuid
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,10 +19,10 @@ from jobs.queue.dispatch import dispatch, has_work, needs_attention
 from jobs.queue.job import Terms
 from jobs.queue.keeper import ensure_runner
 from jobs.queue.states import State
+from jobs.queue.summaries import Progress, progress, progress_of
 from jobs.resume.start_point import check_unneeded
 from jobs.run import checkpoint_files
 from jobs.run.checkpoint_list import find_listed, list_all
-from jobs.run.eventlog import EventLog
 from jobs.run.rundir import write_atomic
 from jobs.service.plan import plan_resume, plan_submit
 from jobs.spec.file.load import dump_spec
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from jobs.service.plan import Plan
     from jobs.spec.job_spec import JobSpec
 
+
+__all__ = ["Progress", "progress"]  # with what is defined here
 
 _STOP_WORDS: Final = {
     1: "stops after the current step, with a checkpoint",
@@ -300,42 +301,24 @@ def refresh(store: Store) -> None:
         ensure_runner(store)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a job is, from its run directory. `eta` in seconds."""
-
-    step: int = 0
-    loss: float | None = None
-    seconds_per_step: float | None = None
-    eta: float | None = None
-
-
-def progress(job: Job, log: EventLog | None = None) -> Progress:
-    """How far a job is.
-
-    Args:
-        job: The job.
-        log: Its event log, if the caller follows it anyway; it is not polled here.
-    """
-    log = log if log is not None else EventLog(job.run_dir.events).read_all()
-    last = log.last
-    if last is None:
-        return Progress()
-    pace = log.seconds_per_step()
-    left = max(0, job.total_steps - last.step)
-    eta = pace * left if pace is not None and job.state.active else None
-    return Progress(last.step, last.loss, pace, eta)
-
-
 def gpu_indices(job: Job, present: list[Gpu]) -> list[int]:
     """The job's GPUs as people number them; those this machine no longer shows are left out."""
     index = {gpu.uuid: gpu.index for gpu in present}
     return [index[name] for name in job.gpus if name in index]
 
 
-def as_dict(job: Job, present: list[Gpu]) -> dict[str, Any]:
-    """The job as scripts see it (`list --json`, `show --json`)."""
-    now = progress(job)
+def as_dicts(store: Store, jobs: Sequence[Job], present: list[Gpu]) -> list[dict[str, Any]]:
+    """Jobs as scripts see them (`list --json`)."""
+    far = progress_of(store, jobs)
+    return [_as_dict(job, far[job.id], present) for job in jobs]
+
+
+def as_dict(store: Store, job: Job, present: list[Gpu]) -> dict[str, Any]:
+    """The job as scripts see it (`show --json`)."""
+    return as_dicts(store, [job], present)[0]
+
+
+def _as_dict(job: Job, now: Progress, present: list[Gpu]) -> dict[str, Any]:
     return {
         "id": job.id,
         "name": job.name,

@@ -10,10 +10,10 @@ from jobs.machine.start_detached import leave_starter
 def main() -> None:
     leave_starter()
     # After leaving: these imports take longer than the starter should wait.
-    from jobs.queue.store import Store
+    from jobs.queue.store import SERVICE, Store
     from jobs.supervise.supervisor import supervise
 
-    supervise(Store(), int(sys.argv[1]))
+    supervise(Store(patience=SERVICE), int(sys.argv[1]))
 
 
 if __name__ == "__main__":

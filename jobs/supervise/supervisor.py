@@ -22,6 +22,7 @@ from jobs.machine.gpu import still_held
 from jobs.machine.processes import ProcessId
 from jobs.memory.calibration import record
 from jobs.queue.states import State
+from jobs.queue.summaries import keep_summary
 from jobs.run.diagnosis.flight_records import find_wait
 from jobs.run.diagnosis.hang import Watch, find_hang
 from jobs.run.disk_space import cap_logs, space_warning
@@ -302,7 +303,9 @@ class Supervisor:
                 self._say(f"could not record the end: {error}")
                 time.sleep(1.0)
             else:
-                return
+                break
+        with suppress(Exception):  # who looks reads it instead
+            keep_summary(self.store, self.store.get(self.job.id))
 
     def _tidy(self) -> None:
         if time.monotonic() - self.tidied_at < HOUSEKEEPING_EVERY:
@@ -315,7 +318,7 @@ class Supervisor:
 
     def _keep_house(self) -> None:
         for path in cap_logs(self.job.run_dir):
-            self._say(f"{path.name} grew too large; its end is in {path.name}.1")
+            self._say(f"{path.name} grew too large: its middle is cut out")
         if warning := space_warning(self.job.run_dir):
             self.store.explain(self.job.id, f"warning: {warning}", State.RUNNING)
             self._say(warning)
@@ -345,7 +348,7 @@ def supervise(store: Store, job_id: int) -> None:
     me = ProcessId.of(os.getpid())
     assert me is not None
     job = store.get(job_id)
-    if not job.state.active or (job.supervisor is not None and job.supervisor.alive()):
+    if not job.state.active or (job.supervisor is not None and not job.supervisor.is_dead()):
         return
     if not store.take_over(job_id, job.supervisor, me):
         return

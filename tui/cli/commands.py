@@ -26,9 +26,9 @@ from jobs.memory.kept_prediction import facts as predicted_facts
 from jobs.paths import state_home
 from jobs.queue.states import State
 from jobs.queue.store import Store
+from jobs.queue.summaries import report_of
 from jobs.queue.tables import trouble
 from jobs.run.disk_space import directory_size
-from jobs.run.run_report import read_report
 from jobs.service.plan import plan_submit
 from jobs.spec.file.load import dump_spec
 from jobs.untrusted.text import one_line
@@ -221,7 +221,7 @@ def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
         return
     service.refresh(store)
     present = devices.gpus()
-    rows = [service.as_dict(job, present) for job in store.all()]
+    rows = service.as_dicts(store, store.all(), present)
     echo(json.dumps(rows) if as_json else job_table(rows))
 
 
@@ -245,7 +245,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     if form is not None:
         echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
         return
-    facts = service.as_dict(job, devices.gpus())
+    facts = service.as_dict(store, job, devices.gpus())
     changes = store.history(job_id)
     facts["history"] = [
         {"t": c.t, "from": c.before and str(c.before), "to": str(c.after), "reason": c.reason}
@@ -255,7 +255,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     facts["traceback"] = errors[0].get("traceback") if errors else None
     facts["disk_bytes"] = directory_size(job.run_dir.root)
     facts["checkpoints"] = [step for step, _ in job.run_dir.complete_checkpoints()]
-    report = read_report(job.run_dir)
+    report = report_of(store, job)
     facts["strategy"], facts["strategy_reason"] = report.strategy, report.reason
     facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)
     facts["validation"] = [[step, _finite(loss)] for step, loss in report.validations]

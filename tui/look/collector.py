@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections import OrderedDict
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Final
 from jobs import service
 from jobs.errors import UserError
 from jobs.machine import devices
+from jobs.queue.job_list import JobList
 from jobs.queue.states import State
+from jobs.queue.summaries import progress_of
 from jobs.queue.tables import trouble
 from jobs.run.eventlog import EventLog
 from jobs.run.run_report import RunReport
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
 
 PERIOD: Final = 1.0  # seconds
 _POLL_BYTES: Final = 1 << 20  # of one event log at a time, so that the screen's thread gets a turn
-_ENDED_TAIL: Final = 64 << 10  # bytes of an ended job's events that hold its last steps
-_ENDED_PER_LOOK: Final = 25
+# Of what is long, at first: the rows need not wait for it. Each look after that takes twice more.
+_POLLS_PER_LOOK: Final = 2
+_TURN: Final = 0.2  # seconds for the screen's thread to draw what was published of a long log
+_ENDED_AT_FIRST: Final = 25
+_ENDED_PER_LOOK: Final = 250  # of those whose files have to be read
 _KEPT_LOGS: Final = 6  # event logs of ended jobs that were selected
 
 
@@ -56,8 +60,14 @@ class Collector:
         self._resting: dict[int, JobView] = {}  # of jobs that do not run
         self._present: dict[str, int] = {}  # GPUs, by their UUID
         self._curve = Curve(-1)
-        self._budget = _ENDED_PER_LOOK
+        self._share = self._polls = _POLLS_PER_LOOK  # of a look, and what is left of it
+        self._behind = False  # a log has more than was read of it
         self._history = History()
+        self._list = JobList(store)
+        self._listed: list[Job] | None = None  # as it was listed, and in the order of the screen
+        self._jobs: list[Job] = []
+        self._moving: dict[int, int] | None = None  # places of views that change; None: any may
+        self._shown: int | None = None  # the job that was looked at closely
         self._views: list[JobView] = []  # what was read last stays when reading fails
         self._untended = ""  # why the queue could not be tended; one thread writes, one reads
 
@@ -65,7 +75,8 @@ class Collector:
         """Look until closed. A failure is published, and the next look is made all the same."""
         while not self._closed.is_set():
             publish(self.look())
-            self._wake.wait(PERIOD if self.period is None else self.period)
+            period = PERIOD if self.period is None else self.period
+            self._wake.wait(min(period, _TURN) if self._behind else period)
             self._wake.clear()
 
     def tend(self) -> None:
@@ -102,11 +113,19 @@ class Collector:
             if present != self._present:
                 self._present = present
                 self._resting.clear()
+                self._moving = None
             self._history.add(time.time(), gpus)
-            jobs = in_order(self.store.all())
+            listed = self._list.look()
+            if listed is not self._listed:
+                self._listed, self._jobs = listed, in_order(listed)
+                self._moving = None
+            jobs = self._jobs
             chosen = self._chosen(jobs)
-            self._views = [self._try_view(job, gpus, chosen == job.id, problems) for job in jobs]
-            self._forget(jobs)
+            if self._moving is None:
+                self._read_ended(jobs)
+            self._share = self._share * 2 if self._behind else _POLLS_PER_LOOK
+            self._polls, self._behind = self._share, False
+            self._look_at(jobs, gpus, chosen, problems)
             self._draw(chosen)
         except Exception as error:  # one failing look must not end the looking
             problems.append(f"cannot read the jobs: {_words(error)}")
@@ -128,6 +147,24 @@ class Collector:
             return self.selected
         return jobs[0].id if jobs else None
 
+    def _look_at(
+        self, jobs: Sequence[Job], gpus: Sequence[Gpu], chosen: int | None, problems: list[str]
+    ) -> None:
+        """Views of all jobs; of very many that rest only those are made again that may change."""
+        if self._moving is None or chosen != self._shown:
+            self._views = [self._try_view(job, gpus, chosen == job.id, problems) for job in jobs]
+            self._forget(jobs)
+            resting = all(job.state.active or job.id in self._ended for job in jobs)
+            self._shown, self._moving = chosen, {
+                job.id: place for place, job in enumerate(jobs)
+                if job.state.active or job.id == chosen
+            } if resting and not problems else None  # fmt: skip
+            return
+        views = self._views.copy()
+        for job_id, place in self._moving.items():
+            views[place] = self._try_view(jobs[place], gpus, chosen == job_id, problems)
+        self._views = views
+
     def _try_view(
         self, job: Job, gpus: Sequence[Gpu], chosen: bool, problems: list[str]
     ) -> JobView:
@@ -148,17 +185,19 @@ class Collector:
             ranks = tuple(job.run_dir.rank_statuses())
             report = RunReport.of(log)
             strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
-            return JobView(job, service.progress(job, log), where, log.phase, ranks, strategy)
+            phase = None if log.behind else log.phase
+            return JobView(job, self._progress(job, log), where, phase, ranks, strategy)
         if chosen:
-            return JobView(job, service.progress(job, self._follow(job)), where)
+            return JobView(job, self._progress(job, self._follow(job)), where)
         view = JobView(job, self._ended_progress(job), where)
-        # The same view as long as nothing changed, so that its row need not be rebuilt.
+        # The same view as long as nothing changed, so that its row need not be made again.
         if known and (known.job, known.progress, known.where) == (job, view.progress, where):
             return known
         self._resting[job.id] = view
         return view
 
     def _follow(self, job: Job) -> EventLog:
+        """The events of a job; a long log is read in several looks."""
         log = self._logs.get(job.id)
         if log is None:
             log = self._logs[job.id] = EventLog(job.run_dir.events)
@@ -166,32 +205,38 @@ class Collector:
         changed = False
         while log.poll(_POLL_BYTES) and not self._closed.is_set():
             changed = True
+            self._polls -= 1
+            if self._polls <= 0 and log.behind:
+                self._behind = True
+                break
         if changed and self._curve.job == job.id:
             self._curve = Curve(-1)
         return log
 
+    def _progress(self, job: Job, log: EventLog) -> Progress:
+        """How far a job is; while much of its log is not read yet, as the end of it says."""
+        return service.progress(job, None if log.behind else log)
+
     def _ended_progress(self, job: Job) -> Progress:
-        """The last steps of a job that nobody looks at, read once for each of its ends."""
         known = self._ended.get(job.id)
-        if known is not None and known[0] == job.ended:
-            return known[1]
-        if job.attempt == 0 and job.state is State.QUEUED:
-            return service.Progress()
-        if self._budget <= 0:
-            return known[1] if known else service.Progress()
-        self._budget -= 1
-        try:
-            size = os.stat(job.run_dir.events).st_size
-        except OSError:
-            size = 0
-        log = EventLog(job.run_dir.events, _offset=max(0, size - _ENDED_TAIL)).read_all()
-        progress = service.progress(job, log)
-        self._ended[job.id] = (job.ended, progress)
-        return progress
+        return known[1] if known else service.Progress()
+
+    def _read_ended(self, jobs: Sequence[Job]) -> None:
+        """How far jobs came that do not run: kept in the database; of some the files are read."""
+        new = [
+            job for job in jobs
+            if not job.state.active
+            and ((known := self._ended.get(job.id)) is None or known[0] != job.ended)
+        ]  # fmt: skip
+        if new:
+            most = _ENDED_PER_LOOK if self._views else _ENDED_AT_FIRST
+            found = progress_of(self.store, new, most=most)
+            for job in new:
+                if job.id in found:
+                    self._ended[job.id] = job.ended, found[job.id]
 
     def _forget(self, jobs: Sequence[Job]) -> None:
         """Drop what belongs to jobs that are gone or that nobody has looked at for long."""
-        self._budget = _ENDED_PER_LOOK
         present = {job.id for job in jobs}
         active = {job.id for job in jobs if job.state.active}
         for known in [job_id for job_id in self._ended if job_id not in present]:

@@ -189,7 +189,7 @@ def _records(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         yield f"line {number}", record if isinstance(record, dict) else "is not a JSON object"
 

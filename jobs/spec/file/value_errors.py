@@ -50,13 +50,16 @@ def in_words(error: ErrorDetails) -> str:
         return f'{key}: entry {" ".join(where)} has an unknown key "{word}"{known}'
     choices = field_choices(key) if key in JobSpec.model_fields else ()
     if choices:
-        allowed, meant = ", ".join(choices), did_you_mean(unquoted(str(value)), choices)
-        return f'{key}: "{value}" is not one of {allowed}{meant}'
+        given = _beginning(str(value))
+        allowed, meant = ", ".join(choices), did_you_mean(unquoted(given), choices)
+        return f'{key}: "{given}" is not one of {allowed}{meant}'
     message = error["msg"][0].lower() + error["msg"][1:]
     message = _PLAIN.get(error["type"], message)
     if error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, dot, dash and underscore, starting with a letter or digit"
     place = f"entry {' '.join(inner)}: " if inner else ""
-    shown = repr(value)
-    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
-    return f"{key}: {place}{message} (got {shown})"
+    return f"{key}: {place}{message} (got {_beginning(repr(value))})"
+
+
+def _beginning(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"

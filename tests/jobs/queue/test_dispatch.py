@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import signal
+import subprocess
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,13 +15,17 @@ import pytest
 
 from jobs.machine.devices import Gpu
 from jobs.machine.processes import ProcessId
+from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.queue import dispatch as dispatching
 from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
 from jobs.queue.store import Store, Terms
+from tests.support.tui.made_up_runs import add_job
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from jobs.queue.store import Job
 
@@ -296,3 +303,68 @@ def test_the_driver_is_asked_before_the_queue_is_taken(
     job = add(1)
     dispatch(store)
     assert started == [job]
+
+
+# -- a supervisor that the kernel does not let go on -----------------------------------------
+
+_BLOCKED = """
+#include <unistd.h>
+int main(void) {
+    if (vfork() == 0) { write(1, "x", 1); pause(); _exit(0); }  /* waits for its child in state D */
+    return 0;
+}
+"""
+
+
+@pytest.fixture
+def blocked(tmp_path: Path) -> Iterator[ProcessId]:
+    """A process that waits for the kernel, whatever signal it is sent but SIGKILL."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "blocked.c").write_text(_BLOCKED)
+    program = str(tmp_path / "blocked")
+    subprocess.run(["cc", "-w", "-o", program, f"{program}.c"], check=True)
+    process = subprocess.Popen([program], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    identity = ProcessId.of(process.pid)
+    assert identity is not None
+    eventually(lambda: is_waiting_for_kernel(process.pid))
+    yield identity
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_blocked_supervisor_is_told_of_and_done_without(
+    store: Store, blocked: ProcessId, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = add_job(store, state=State.RUNNING)
+    assert store.take_over(job.id, None, blocked)
+    ranks = [blocked]
+    monkeypatch.setattr("jobs.queue.dispatch.processes.with_run_id", lambda run_id: ranks)
+    dispatch(store)
+    assert store.get(job.id).reason == "all ranks are up", "waiting for a moment is usual"
+    monkeypatch.setattr(dispatching, "_BLOCKED_FOR", 0.0)
+    assert needs_attention(store)
+    dispatch(store)
+    said = f"its supervisor (process {blocked.pid}) is blocked in the kernel, as by a disk that"
+    assert store.get(job.id).reason == f"{said} does not answer; its ranks go on"
+    assert started == []
+    store.raise_stop_level(job.id, 1)
+    dispatch(store)
+    assert blocked.is_dead()
+    assert started == [job.id]
+
+
+def test_a_process_that_is_being_killed_is_as_good_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    assert not me.is_dead()
+    assert switches(me.pid) is not None
+    assert switches(2**22) is None
+    status = {"SigPnd": "0" * 16, "ShdPnd": "0000000000000100"}
+    monkeypatch.setattr("jobs.machine.procfs._status", lambda pid: status)
+    assert me.is_dead()
+    status["ShdPnd"] = "0000000000004000"  # SIGTERM
+    assert not me.is_dead()

@@ -17,7 +17,7 @@ import pytest
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.processes import ProcessId, boot_id
 from jobs.queue.states import ACTIVE, ENDED, State
-from jobs.queue.store import Job, Store, Terms
+from jobs.queue.store import PERSON, SERVICE, Job, Store, Terms
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, eventually
 
@@ -514,7 +514,7 @@ def test_a_state_directory_of_another_user_is_refused(
 def test_rows_that_did_not_change_are_the_same_jobs_however_many_there_are(
     store: Store,
 ) -> None:
-    with store._write() as db:
+    with store.write() as db:
         db.executemany(
             "INSERT INTO jobs (name, state, ranks, wanted, total_steps, run_dir, run_id, created,"
             " queued) VALUES ('t', 'completed', 1, 'null', 1, '/nowhere', 'r', 1, 1)",
@@ -522,7 +522,35 @@ def test_rows_that_did_not_change_are_the_same_jobs_however_many_there_are(
         )
     first, again = store.all(), store.all()
     assert all(one is other for one, other in zip(first, again, strict=True))
-    with store._write() as db:
+    with store.write() as db:
         db.execute("UPDATE jobs SET reason='new' WHERE id=7")
     third = store.all()
     assert [one.id for one, other in zip(third, again, strict=True) if one is not other] == [7]
+
+
+def test_a_locked_database_is_waited_for_as_long_as_a_person_waits(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command gives up after a few seconds, with a sentence; who serves nobody waits longer."""
+    from tui.cli import commands
+
+    waits: list[float] = []
+    connect = sqlite3.connect
+
+    def counted(*words: Any, timeout: float = 5.0, **more: Any) -> sqlite3.Connection:
+        waits.append(timeout)
+        return connect(*words, timeout=0.0, **more)
+
+    monkeypatch.setattr("jobs.queue.store.sqlite3.connect", counted)
+    with store.write() as db:
+        db.execute("UPDATE settings SET value=value")
+        monkeypatch.setattr("sys.argv", ["fsdp-tui", "pause"])
+        with pytest.raises(SystemExit) as ended:
+            commands.main()
+    assert ended.value.code == 1
+    assert "is locked by another process" in capsys.readouterr().err
+    assert set(waits) == {PERSON}
+    assert PERSON <= 5 < 20 <= SERVICE
+    waits.clear()
+    Store(store.home, patience=SERVICE).all()
+    assert set(waits) == {SERVICE}

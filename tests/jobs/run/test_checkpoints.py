@@ -627,3 +627,14 @@ def test_a_submitted_job_is_its_file(store: Store, ended: Callable[..., Job]) ->
     first = service.submit(store, load_spec(path))
     again = service.submit(store, load_spec(first.run_dir.job_file))
     assert first.run_dir.job_file.read_text() == again.run_dir.job_file.read_text()
+
+
+@pytest.mark.parametrize("key", ["step", "bytes", "time"])
+def test_a_manifest_with_an_endless_number_is_of_no_checkpoint(tmp_path: Path, key: str) -> None:
+    run_dir = RunDir(tmp_path)
+    manifest = save_checkpoint(run_dir, 5) / MANIFEST
+    facts = json.loads(manifest.read_text())
+    named = next(iter(facts["files"].values())) if key == "bytes" else facts
+    named[key] = 10**400 if key == "time" else float("inf")
+    manifest.write_text(json.dumps(facts))
+    assert [one.damage for one in list_all(run_dir)] == ["no manifest that can be read"]

@@ -184,7 +184,7 @@ def test_a_resume_on_another_number_of_ranks_is_known_to_everyone(
     job = ended(store, job_spec)
     again = service.resume(store, job.id, {"num_processes": "4"})
     assert again.ranks == 4
-    assert service.as_dict(again, [])["ranks"] == 4
+    assert service.as_dict(store, again, [])["ranks"] == 4
 
 
 def test_a_resume_on_other_gpus_claims_those(
@@ -292,7 +292,7 @@ def test_a_log_that_is_followed_anyway_is_not_read_again(store: Store, job_spec:
 
 
 def test_scripts_get_the_promised_fields(store: Store, job_spec: JobSpec) -> None:
-    facts = service.as_dict(service.submit(store, job_spec), [])
+    facts = service.as_dict(store, service.submit(store, job_spec), [])
     promised = {
         "id", "name", "state", "reason", "step", "total_steps", "gpus", "run_dir", "created",
         "started", "ended",
@@ -305,7 +305,7 @@ def test_scripts_get_json_even_when_the_loss_is_no_number(store: Store, job_spec
     """JSON has no NaN; `jq` and JavaScript refuse it."""
     job = service.submit(store, job_spec)
     write_steps(job.run_dir.events, 1, loss=float("nan"))
-    facts = service.as_dict(job, [])
+    facts = service.as_dict(store, job, [])
     json.dumps(facts, allow_nan=False)
     assert facts["loss"] is None
 

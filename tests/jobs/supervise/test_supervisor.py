@@ -21,6 +21,7 @@ from jobs import service
 from jobs.errors import StateError
 from jobs.machine.processes import RUN_ID_VARIABLE, with_run_id
 from jobs.queue.states import State
+from jobs.queue.summaries import kept_progress
 from jobs.run.eventlog import EventLog
 from jobs.run.failure import Cause, Failure, read_failure
 from jobs.run.rundir import read_json
@@ -59,6 +60,8 @@ def test_a_job_completes(lab: Lab) -> None:
     go_on.touch()
     job = lab.wait(job, State.COMPLETED)
     assert job.reason == "trained 6 steps"
+    eventually(lambda: kept_progress(lab.store).get(job.id))
+    assert kept_progress(lab.store)[job.id] == (job.ended, service.progress(job))
     assert lab.path(job) == ["queued", "starting", "running", "completed"]
     assert job.run_dir.latest_checkpoint() == (6, job.run_dir.checkpoint(6))
     assert with_run_id(job.run_id) == [], "the state is true the moment it is shown"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from jobs.errors import UserError
 from jobs.run.rundir import read_json
 from jobs.spec.values.yaml_lines import parse_yaml
 from jobs.untrusted.files import read_regular
@@ -46,8 +47,9 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
         ("seed: 1.0e+400\n", "seed"),
         ("".join(f"k{n}: 1\n" for n in range(5000)), "4990 more unknown keys"),
         (f"{'k' * 900}: 1\n", "kkk…"),
-        ('dataset: "a\\0b"\n', "dataset has an invalid character"),
-        ('validation_prompts: ["a\\uDC00b"]\n', "validation_prompts has an invalid character"),
+        (f"optimizer: {'x' * 5000}\n", 'x…" is not one of adamw'),
+        ('dataset: "a\\0b"\n', "dataset holds a character"),
+        ('validation_prompts: ["a\\uDC00b"]\n', "validation_prompts holds a character"),
         ('dataset: "\\uD800"\n', "dataset"),
         ('cache_dir: "/tmp/\\0"\n', "cache_dir|directory"),
         ('accelerate_config: "\\0"\n', "accelerate"),
@@ -157,3 +159,10 @@ def test_a_large_log_is_printed_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     _Tail(path).copy_new()
     assert sum(lengths) == 64 << 20
     assert max(lengths) <= 1 << 20
+
+
+def test_foreign_text_cannot_make_a_message_endless() -> None:
+    said = str(UserError(f"the model is a {'x' * 100_000}, not a FLUX.1 model", "take another"))
+    assert len(said) < 3100
+    assert said.startswith("the model is a xxx")
+    assert said.endswith(" not a FLUX.1 model; take another")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -22,6 +23,7 @@ aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("textual_serve")
 
 from tui.cli import commands as cli  # noqa: E402
+from tui.cli.machine import web as web_command  # noqa: E402
 from tui.cli.machine import web_server  # noqa: E402
 
 if TYPE_CHECKING:
@@ -76,17 +78,67 @@ def test_without_textual_serve_it_says_what_to_install(
 def test_beyond_loopback_it_warns(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served: list[tuple[str, int, bool]] = []
+    served: list[tuple[str, int, bool, bool]] = []
     monkeypatch.setattr(
         "tui.cli.machine.web_server.serve",
-        lambda host, port, *, read_only: served.append((host, port, read_only)),
+        lambda host, port, *, read_only, token: served.append((host, port, read_only, bool(token))),
     )
-    status, err = run(monkeypatch, capsys, "--host", "0.0.0.0", "--port", "8123")
+    monkeypatch.setattr("tui.cli.machine.web.others_have_accounts", lambda: False)
+    beyond = ("--host", "0.0.0.0", "--port", "8123")
+    status, err = run(monkeypatch, capsys, *beyond)
     assert status == 0
-    assert "anyone who reaches port 8123 controls your jobs" in err
+    assert "the token is sent in the clear: whoever reads it controls your jobs" in err
     assert "ssh -L 8123:127.0.0.1:8123" in err
+    status, err = run(monkeypatch, capsys, *beyond, "--no-token")
+    assert "whoever reaches port 8123 controls your jobs" in err
     assert run(monkeypatch, capsys, "--read-only") == (0, "")
-    assert served == [("0.0.0.0", 8123, False), ("127.0.0.1", 8000, True)]
+    monkeypatch.setattr("tui.cli.machine.web.others_have_accounts", lambda: True)
+    assert run(monkeypatch, capsys) == (0, "")
+    assert run(monkeypatch, capsys, "--no-token") == (0, "")
+    assert served == [
+        ("0.0.0.0", 8123, False, True), ("0.0.0.0", 8123, False, False),
+        ("127.0.0.1", 8000, True, False), ("127.0.0.1", 8000, False, True),
+        ("127.0.0.1", 8000, False, False),
+    ]  # fmt: skip
+
+
+def test_other_people_show_by_accounts_processes_and_homes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accounts = [(0, "/bin/bash"), (33, "/usr/sbin/nologin"), (1500, "/usr/sbin/nologin")]
+    monkeypatch.setattr(
+        "tui.cli.machine.web.pwd.getpwall",
+        lambda: [SimpleNamespace(pw_uid=uid, pw_shell=shell) for uid, shell in accounts],
+    )
+    monkeypatch.setattr("tui.cli.machine.web.os.getuid", lambda: 1001)
+    proc, homes = tmp_path / "proc", tmp_path / "home"
+    for folder in (proc / "77", homes / "ann"):
+        folder.mkdir(parents=True)
+    assert web_command.others_have_accounts(proc, homes) is (os.geteuid() >= 1000)
+    accounts.append((1002, "/bin/zsh"))
+    assert web_command.others_have_accounts(proc, homes)
+    accounts.pop()
+    if os.geteuid() == 0:
+        os.chown(homes / "ann", 1002, -1)
+        assert web_command.others_have_accounts(proc, homes)
+
+
+async def test_with_a_token_only_who_knows_it_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pytest.importorskip("aiohttp.test_utils")
+    server = web_server.DashboardServer("true", "127.0.0.1", 8000)
+    server.token = "open-sesame"
+    jar = aiohttp.CookieJar(unsafe=True)  # also keeps those of addresses
+    app = made.TestServer(await server._make_app())
+    async with made.TestClient(app, cookie_jar=jar) as client:
+        for path in ("/", "/?token=wrong", "/?token=\u00e9", "/ws", "/static/css/xterm.css"):
+            assert (await client.get(path)).status == 403, path
+        first = await client.get("/?token=open-sesame", allow_redirects=False)
+        assert (first.status, first.headers["Location"]) == (302, "/")
+        assert "HttpOnly" in first.headers["Set-Cookie"]
+        assert "SameSite=Strict" in first.headers["Set-Cookie"]
+        page = await client.get("/")
+        assert page.status == 200
+        assert "open-sesame" not in await page.text()
 
 
 def test_a_port_that_is_taken_is_one_line(
@@ -131,6 +183,7 @@ class Closed:
 def served(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A real server on loopback, and its address."""
     command = [sys.executable, "-m", "tui", "web", "--port", str(free_port()), "--read-only"]
+    command.append("--no-token")
     environ = {key: value for key, value in os.environ.items() if key != "TEXTUAL_DRIVER"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=home,

@@ -199,6 +199,49 @@ async def test_hundreds_of_ended_jobs_are_read_once(
     assert len(read) == len(set(read))
 
 
+def test_the_first_rows_do_not_wait_for_long_logs(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "_POLL_BYTES", 4000)
+    for name in ("one", "two"):
+        write_steps(add_job(store, name, state=State.RUNNING), 900)
+    look = collector.Collector(store)
+    first = look.look()
+    assert [view.progress.step for view in first.jobs] == [900, 900]
+    assert first.curve is not None
+    assert 0 < len(first.curve.steps) < 100
+    looks = 1
+    while look._behind:
+        last, looks = look.look(), looks + 1
+        assert [view.progress.step for view in last.jobs] == [900, 900]
+    assert last.curve is not None
+    assert len(last.curve.steps) == 900
+    assert 3 < looks < 12, "each look takes twice as much"
+
+
+def test_jobs_that_rest_are_not_looked_at_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        add_job(store, f"old-{number}", state=State.COMPLETED)
+    running = add_job(store, "new", state=State.RUNNING)
+    look = collector.Collector(store, selected=2)
+    look.look()  # which keeps what it reads of ended jobs, and so changes the database
+    first = look.look()
+    seen: list[int] = []
+    original = look._try_view
+    monkeypatch.setattr(
+        look, "_try_view", lambda job, *rest: (seen.append(job.id), original(job, *rest))[1]
+    )
+    write_steps(running, 7)
+    again = look.look()
+    assert sorted(seen) == [2, running.id]
+    assert again.jobs[0].progress.step == 7
+    assert again.jobs[1:] == first.jobs[1:]
+    store.remove(3)
+    assert [view.job.id for view in look.look().jobs] == [6, 5, 4, 2, 1]
+
+
 async def test_one_unreadable_job_does_not_hide_the_others(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +271,7 @@ def test_a_database_that_cannot_be_read_leaves_the_last_picture(
         raise OSError("gone")
 
     monkeypatch.setattr(store, "all", fail)
+    store.set_priority(1, 5)  # nothing is read while nothing has changed
     snapshot = look.look()
     assert "gone" in snapshot.problem
     assert len(snapshot.jobs) == 1

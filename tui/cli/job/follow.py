@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jobs import service
 from jobs.errors import StateError
 from jobs.queue.states import State
+from jobs.run.disk_space import find_cut
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import PHASES
 from tui.cli.common.echo import Stream, echo
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.queue.store import Job, Store
+    from jobs.run.disk_space import Cut
 
 _LOOK_EVERY = 0.25
+_FINGERPRINT = 64  # bytes
 EXIT_STATUS = {State.COMPLETED: 0, State.STOPPED: 3, State.FAILED: 1, State.LOST: 1}
 
 
@@ -80,6 +84,8 @@ class _Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._cut: Cut | None = None  # of what was read
+        self._last = b""  # bytes before the offset
         # A character of several bytes may be read in two parts.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = Stream()
@@ -87,13 +93,26 @@ class _Tail:
     def copy_new(self) -> None:
         try:
             with open(self._path, "rb") as file:
+                self._notice_cut(file.fileno())
                 file.seek(self._offset)
                 while data := file.read(1 << 20):
                     self._offset += len(data)
+                    self._last = (self._last + data[-_FINGERPRINT:])[-_FINGERPRINT:]
                     sys.stdout.write(self._text.take(self._decoder.decode(data)))
         except FileNotFoundError:
             return
         sys.stdout.flush()
+
+    def _notice_cut(self, log: int) -> None:
+        """A log that has something else where it was read last was cut, or begins again."""
+        size = len(self._last)
+        if self._offset and os.pread(log, size, self._offset - size) == self._last:
+            return
+        before, self._cut = self._cut, find_cut(log)
+        self._offset = self._cut.now_at(self._offset, before) if self._offset and self._cut else 0
+        self._last = os.pread(
+            log, min(_FINGERPRINT, self._offset), max(0, self._offset - _FINGERPRINT)
+        )
 
 
 def _stop(store: Store, job_id: int) -> None:

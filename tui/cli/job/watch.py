@@ -62,7 +62,7 @@ def look(store: Store) -> list[dict[str, Any]]:
     """All jobs as scripts see them, the oldest first."""
     service.refresh(store)
     present = devices.gpus()
-    return [service.as_dict(job, present) for job in reversed(store.all())]
+    return service.as_dicts(store, store.all()[::-1], present)
 
 
 def changed_objects(rows: Sequence[Mapping[str, Any]], seen: dict[int, str]) -> Iterator[str]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import pwd
+import secrets
+from pathlib import Path
+from typing import Final
 
 import click
 
@@ -10,6 +16,9 @@ from jobs.errors import UserError
 from jobs.queue.store import Store
 from tui.cli.common.job_arguments import warn
 
+_FIRST_PERSON: Final = 1000  # the lowest user id of people, on all common systems
+_NOBODY: Final = 65534
+_NO_LOGIN: Final = ("nologin", "false")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -17,12 +26,15 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 @click.option("--host", default="127.0.0.1", show_default=True,
               help="Address to listen on; other than loopback: open to the network.")  # fmt: skip
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--read-only", is_flag=True, help="Serve a read-only dashboard.")
-def web(host: str, port: int, read_only: bool) -> None:
-    """Serve the dashboard to a browser until Ctrl-C.
+@click.option("--read-only", is_flag=True, help="Let the browser look only.")
+@click.option("--token/--no-token", default=None,
+              help="Ask for the token in the printed address; on by default where other users "
+              "have accounts, or beyond loopback.")  # fmt: skip
+def web(host: str, port: int, read_only: bool, token: bool | None) -> None:
+    """The dashboard in a browser, until Ctrl-C.
 
-    There is no password: anyone who reaches the port controls the jobs, also
-    other users of this machine. To connect from elsewhere, forward the port through SSH:
+    Without a token, whoever reaches the port controls the jobs, other users of this machine too.
+    From elsewhere, forward the port through SSH instead of opening it:
 
     \b
     ssh -L 8000:127.0.0.1:8000 this-machine      then open http://127.0.0.1:8000
@@ -30,13 +42,29 @@ def web(host: str, port: int, read_only: bool) -> None:
     if importlib.util.find_spec("textual_serve") is None:
         raise UserError("the web dashboard needs textual-serve", "pip install 'fsdp-tui[web]'")
     Store()  # what is wrong with the state directory is better said here than in the browser
+    if token is None:
+        token = host not in _LOOPBACK or others_have_accounts()
     if host not in _LOOPBACK:
-        who = "can see your jobs" if read_only else "controls your jobs as you"
+        who = "looks at your jobs" if read_only else "controls your jobs, as you"
+        secret = "the token is sent in the clear: whoever reads it" if token else (
+            f"there is no password: whoever reaches port {port}"
+        )  # fmt: skip
         warn(
-            f"{host} is not loopback, and there is no password: anyone who reaches port {port} "
-            f"{who}; "
-            f"`ssh -L {port}:127.0.0.1:{port}` is the safe way to a dashboard on loopback"
+            f"{host} is not loopback, and {secret} {who}; "
+            f"`ssh -L {port}:127.0.0.1:{port}` reaches a dashboard on loopback safely"
         )
     from tui.cli.machine.web_server import serve  # aiohttp takes a second
 
-    serve(host, port, read_only=read_only)
+    serve(host, port, read_only=read_only, token=secrets.token_urlsafe(24) if token else "")
+
+
+def others_have_accounts(proc: Path = Path("/proc"), homes: Path = Path("/home")) -> bool:
+    """Whether people other than this one can log in here, as far as can be told.
+
+    A directory service need not list its accounts; their processes and homes show.
+    """
+    seen = {entry.pw_uid for entry in pwd.getpwall() if not entry.pw_shell.endswith(_NO_LOGIN)}
+    for path in (*proc.glob("[0-9]*"), *homes.glob("*")):
+        with contextlib.suppress(OSError):
+            seen.add(path.stat().st_uid)
+    return any(_FIRST_PERSON <= uid < _NOBODY and uid != os.getuid() for uid in seen)

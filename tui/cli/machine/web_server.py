@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import shlex
 import sys
 from typing import TYPE_CHECKING, Any, Final
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _GRACE: Final = 1.0  # seconds that open browsers get when it ends
+_TOKEN: Final = "token"
 _NAMES_OF_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
-def serve(host: str, port: int, *, read_only: bool) -> None:
-    """Serve until Ctrl-C or SIGTERM.
+def serve(host: str, port: int, *, read_only: bool, token: str = "") -> None:
+    """Serve until Ctrl-C or SIGTERM, to who knows the token if there is one.
 
     Raises:
         UserError: The address cannot be listened at.
@@ -33,10 +35,12 @@ def serve(host: str, port: int, *, read_only: bool) -> None:
     command = [sys.executable, "-m", "tui", *(["--read-only"] if read_only else [])]
     # textual-serve starts it through a shell, which is to leave nothing between the two.
     server = DashboardServer(f"exec {shlex.join(command)}", host, port, title="fsdp-tui")
+    server.token = token
     shown = f"[{host}]" if ":" in host else host
+    query = f"/?{_TOKEN}={token}" if token else ""
 
     def tell(_: str) -> None:
-        echo(f"http://{shown}:{port}  (Ctrl-C to stop; jobs keep running)")
+        echo(f"http://{shown}:{port}{query}  (Ctrl-C ends it; jobs go on)")
 
     try:
         web.run_app(
@@ -55,7 +59,12 @@ class DashboardServer(Server):
 
     A browser lets any site open websockets to any address, loopback too, and its owner's name
     server call that address its own: a page that a person visits could so control the jobs.
+
+    Attributes:
+        token: What the first request must bring, and a cookie each later one; "" for none.
     """
+
+    token = ""
 
     async def _make_app(self) -> web.Application:
         app = await super()._make_app()
@@ -66,7 +75,20 @@ class DashboardServer(Server):
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if refusal := refuse(self.host, request.host, request.headers.get("Origin")):
             raise web.HTTPForbidden(text=refusal)
-        return await handler(request)
+        if not self.token:
+            return await handler(request)
+        cookie = f"fsdp-tui-{self.port}"  # a browser has the same cookies for all ports of a host
+        if self._is_token(request.cookies.get(cookie, "")):
+            return await handler(request)
+        if not self._is_token(request.query.get(_TOKEN, "")):
+            raise web.HTTPForbidden(text="open the address with the token that fsdp-tui printed")
+        # To an address without it, which may be seen.
+        welcome = web.HTTPFound(request.path)
+        welcome.set_cookie(cookie, self.token, httponly=True, samesite="Strict")
+        raise welcome
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), self.token.encode())
 
     async def handle_index(self, request: web.Request) -> Any:
         # Where the browser is, through SSH on another port, or on 0.0.0.0: not where this is.

@@ -1,0 +1,127 @@
+"""How far jobs are, and what their runs say of themselves, without reading all that they wrote.
+
+Of a job that has ended this is kept in the database, by its supervisor at its end. Who finds
+nothing kept (a supervisor was killed, or of an older version) reads it once, and keeps it. Of a run
+that goes on, the newest steps are read from the end of its events, and the rest from where whoever
+asked last left off.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Final
+
+from jobs.queue.states import State
+from jobs.run.eventlog import EventLog, read_end
+from jobs.run.run_report import ReportLog, RunReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from jobs.queue.store import Job, Store
+
+_PATIENCE: Final = 0.2  # seconds for a database that is locked
+_WORTH_KEEPING: Final = 1 << 20  # bytes of events that nobody needs to read again
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is, from its run directory. `eta` in seconds."""
+
+    step: int = 0
+    loss: float | None = None
+    seconds_per_step: float | None = None
+    eta: float | None = None
+
+
+def progress(job: Job, log: EventLog | None = None) -> Progress:
+    """How far a job is.
+
+    Args:
+        job: The job.
+        log: Its event log, if the caller follows it anyway; it is not polled here.
+    """
+    log = log if log is not None else read_end(job.run_dir.events)
+    last = log.last
+    if last is None:
+        return Progress()
+    pace = log.seconds_per_step()
+    left = max(0, job.total_steps - last.step)
+    eta = pace * left if pace is not None and job.state.active else None
+    return Progress(last.step, last.loss, pace, eta)
+
+
+def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> dict[int, Progress]:
+    """How far each of these jobs is, by its id.
+
+    Args:
+        store: The jobs.
+        jobs: Which ones.
+        most: Read the files of so many ended jobs at most, and leave the others out.
+    """
+    kept = kept_progress(store)
+    found: dict[int, Progress] = {}
+    read: list[tuple[Job, Progress, str]] = []
+    for job in jobs:
+        if job.state is State.QUEUED and job.attempt == 0:
+            found[job.id] = Progress()
+        elif job.state.ended and job.id in kept and kept[job.id][0] == job.ended:
+            found[job.id] = kept[job.id][1]
+        elif not job.state.ended:
+            found[job.id] = progress(job)
+        elif most is None or len(read) < most:
+            found[job.id] = progress(job)
+            read.append((job, found[job.id], ""))
+    _keep(store, read)
+    return found
+
+
+def kept_progress(store: Store) -> dict[int, tuple[float | None, Progress]]:
+    """What is kept: by job, of which end, and how far it was."""
+    found = {}
+    with store.connect() as db:
+        for job, ended, text in db.execute("SELECT job, ended, progress FROM summaries"):
+            with suppress(ValueError, TypeError):
+                step, loss, pace, eta = json.loads(text)
+                found[job] = ended, Progress(step, loss, pace, eta)
+    return found
+
+
+def report_of(store: Store, job: Job) -> RunReport:
+    """What the run of a job says of itself."""
+    with store.connect() as db:
+        row = db.execute("SELECT ended, report FROM summaries WHERE job=?", (job.id,)).fetchone()
+    log = ReportLog.begin(job.run_dir, row["report"] if row else "")
+    before = log.offset
+    if not (row and row["report"] and job.state.ended and row["ended"] == job.ended):
+        log.read_all()
+        if job.state.ended or log.offset - before >= _WORTH_KEEPING:
+            _keep(store, [(job, progress(job), log.to_json())])
+    return RunReport.of(log)
+
+
+def keep_summary(store: Store, job: Job) -> None:
+    """Keep what is asked of a job that has ended."""
+    log = ReportLog.begin(job.run_dir).read_all()
+    _keep(store, [(job, progress(job), log.to_json())])
+
+
+def _keep(store: Store, summaries: Iterable[tuple[Job, Progress, str]]) -> None:
+    """Where it cannot be kept, or a report is not known (""), it is read again next time."""
+    rows = [
+        (job.id, job.ended, json.dumps(astuple(at)), report, job.id)
+        for job, at, report in summaries
+    ]
+    if store.read_only or not rows:
+        return
+    with suppress(sqlite3.Error), store.write(patience=_PATIENCE) as db:
+        db.executemany(
+            "INSERT INTO summaries (job, ended, progress, report) SELECT ?,?,?,?"
+            " WHERE EXISTS (SELECT 1 FROM jobs WHERE id=?)"
+            " ON CONFLICT (job) DO UPDATE SET ended=excluded.ended, progress=excluded.progress,"
+            " report=excluded.report",
+            rows,
+        )

@@ -413,7 +413,7 @@ async def test_the_app_tells_and_rings(store: Store, monkeypatch: pytest.MonkeyP
     async with running(store, notifications="osc9") as (app, pilot):
         store.change(job.id, State.COMPLETED, "all steps")
         await until(pilot, lambda: rung)
-        assert rung == [(f"job {job.id} “cats” is completed", "osc9")]
+        assert rung == [(f"job {job.id} “cats” completed", "osc9")]
         assert said(app) == [rung[0][0]]
 
 
@@ -542,7 +542,7 @@ def test_the_terminal_is_told_as_was_set(
 def test_a_text_is_copied_to_terminal_and_file(home: Path) -> None:
     app = FakeApp()
     told = copy(app, "a\nb\udce9\n")  # type: ignore[arg-type]
-    assert "2 lines copied; also in " in told
+    assert "2 lines copied; also saved in " in told
     assert "clipboard.txt" in told
     assert (home / "clipboard.txt").read_text() == "a\nb?\n"
     assert app._driver.written == "\x1b]52;c;YQpiPwo=\x07"

@@ -253,7 +253,7 @@ def test_how_the_ranks_share_the_work_is_told_where_there_is_room(store: Store) 
     view = JobView(job, Progress(120, 0.4, 0.5, 60.0), strategy="ddp: a full copy fits")
     assert "ddp: a full copy fits" in said(view, 116)
     assert "ddp" in said(view, 76)
-    assert "whole copy" not in said(view, 76)
+    assert "full copy" not in said(view, 76)
     for width in range(40, 180):
         (row,) = text_of(activity_rows(view, width))
         assert len(row) <= width

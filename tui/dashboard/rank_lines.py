@@ -127,7 +127,7 @@ def keeping_up(rank: RankStatus, furthest: int, now: float) -> Span:
     if (behind := furthest - rank.step) > 1:
         return Span(f"! {behind} steps behind", "bad")
     if (still := now - rank.progressed) > _STILL:
-        return Span(f"no progress for {duration(still)}", "warn")
+        return Span(f"stalled {duration(still)}", "warn")
     return Span("ok", "good")
 
 

@@ -304,7 +304,7 @@ def test_a_value_that_is_no_date_is_one_line(shell: Shell) -> None:
 def test_a_folder_without_pictures_is_one_line(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     said = shell.refused("submit", shell.job_file(dataset=str(tmp_path / "empty")))
-    assert f"0 pictures in the dataset folder {tmp_path / 'empty'}" in said
+    assert f"0 images in the dataset folder {tmp_path / 'empty'}" in said
 
 
 def test_a_full_disk_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_a_rank_that_does_not_keep_up_is_named_in_words(store: Store) -> None:
     )  # fmt: skip
     words = [keeping_up(rank, 20, now) for rank in view.ranks]
     assert [span.text for span in words] == [
-        "ok", "ok", "! 8 steps behind", "! late 1:04", "still for 3:10",
+        "ok", "ok", "! 8 steps behind", "! late 1:04", "stalled 3:10",
     ]  # fmt: skip
     assert [span.role == "bad" for span in words] == [False, False, True, True, False]
     assert rank_title(view, now).endswith("5 of 5 · late: 2,3")

@@ -158,7 +158,7 @@ async def test_what_is_recommended_is_checked_and_judged(store: Store, detector:
         )
         assert text_of(screen, "outcome") == (
             "wraps 99.5% in 57 units · largest unit 648 MiB · root 122 MiB gathered on each rank "
-            "· 5.5 GiB a rank on 4 ranks"
+            "· 5.5 GiB per rank on 4 ranks"
         )
         assert not screen.query_one("#detect-cautions").display
         (first,) = (plain(line) for line in screen.panel.rows if SINGLE in plain(line))

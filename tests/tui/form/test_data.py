@@ -423,7 +423,7 @@ def test_rows_fit(width: int) -> None:
 
 def test_columns_stand_below_their_headings() -> None:
     heading, *rows = (plain(row) for row in bucket_rows(made_up(3).report["buckets"], 76))
-    for name, text in (("steps", "10"), ("cut off", "30%"), ("at most", "40%"), ("fill", "5")):
+    for name, text in (("steps", "10"), ("cropped", "30%"), ("max crop", "40%"), ("fill", "5")):
         end = heading.index(name) + len(name)
         assert all(row[:end].endswith(text) for row in rows)
 

@@ -216,7 +216,7 @@ def test_a_missing_dataset_is_found_at_once(tmp_path: Path) -> None:
 def test_a_dataset_is_counted(tmp_path: Path) -> None:
     (tmp_path / "a.png").touch()
     (tmp_path / "a.txt").write_text("a red circle")
-    assert draft.check_path("dataset", {"dataset": str(tmp_path)}) == (True, "1 pictures")
+    assert draft.check_path("dataset", {"dataset": str(tmp_path)}) == (True, "1 image")
 
 
 def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ WHAT_FITS = ("→ what fits", "On GPUs: ddp if the full model fits on each, else
 @pytest.mark.parametrize(
     ("change", "note"),
     [
-        ({"num_processes": 1}, ("→ single", "Now single: there is one rank.")),
+        ({"num_processes": 1}, ("→ single", "Now single: 1 rank.")),
         (
             {"num_processes": 2, "device": "cpu"},
             (

@@ -247,7 +247,7 @@ async def test_every_byte_is_read_when_asked(store: Store, job: Job) -> None:
         await until(pilot, lambda: "step-30: verified" in all_said(app))
         await until(pilot, lambda: "verified" in shown(screen.panel).splitlines()[1])
         await pilot.press("j", "v")
-        await until(pilot, lambda: "step-20: damaged: __0_0.distcp has other" in all_said(app))
+        await until(pilot, lambda: "step-20: damaged: __0_0.distcp has changed" in all_said(app))
         await until(pilot, lambda: "damaged: __0_0" in shown(screen.panel).splitlines()[2])
         shutil.rmtree(job.run_dir.checkpoint(30))
         save_checkpoint(job.run_dir, 30)

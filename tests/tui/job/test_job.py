@@ -273,7 +273,7 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
         await until(pilot, lambda: "step 40 of 200  20%" in shown(lines_of(screen)))
         text = shown(lines_of(screen))
         for words in (
-            "● running: all ranks are up", "0.42 s/step", "4.76 images/s", "fsdp2: a whole copy",
+            "● running: all ranks are up", "0.42 s/step", "4.76 images/s", "fsdp2: a full copy",
             "2 ranks on the CPU", "11.0 GiB on each rank; units: 19 FluxTransformerBlock",
             "backward  74.0 GiB  74.0 GiB", "FSDP v1 is deprecated", "rank 1 is late",
             "checkpoints/step-30",
@@ -290,7 +290,7 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
         await pilot.press("y", "Y")
         await until(pilot, lambda: len(copied) == 2)
         assert copied[0] == str(job.run_dir.root)
-        assert "strategy    fsdp2: a whole copy" in copied[1]
+        assert "strategy    fsdp2: a full copy" in copied[1]
 
 
 @pytest.mark.slow

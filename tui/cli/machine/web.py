@@ -26,14 +26,14 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 @click.option("--host", default="127.0.0.1", show_default=True,
               help="Address to listen on; other than loopback: open to the network.")  # fmt: skip
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option("--read-only", is_flag=True, help="Let the browser look only.")
+@click.option("--read-only", is_flag=True, help="Serve a read-only dashboard.")
 @click.option("--token/--no-token", default=None,
               help="Ask for the token in the printed address; on by default where other users "
               "have accounts, or beyond loopback.")  # fmt: skip
 def web(host: str, port: int, read_only: bool, token: bool | None) -> None:
-    """The dashboard in a browser, until Ctrl-C.
+    """Serve the dashboard to a browser until Ctrl-C.
 
-    Without a token, whoever reaches the port controls the jobs, other users of this machine too.
+    Without a token, anyone who reaches the port controls the jobs, other users of this machine too.
     From elsewhere, forward the port through SSH instead of opening it:
 
     \b
@@ -45,13 +45,13 @@ def web(host: str, port: int, read_only: bool, token: bool | None) -> None:
     if token is None:
         token = host not in _LOOPBACK or others_have_accounts()
     if host not in _LOOPBACK:
-        who = "looks at your jobs" if read_only else "controls your jobs, as you"
+        who = "can see your jobs" if read_only else "controls your jobs as you"
         secret = "the token is sent in the clear: whoever reads it" if token else (
-            f"there is no password: whoever reaches port {port}"
+            f"there is no password: anyone who reaches port {port}"
         )  # fmt: skip
         warn(
             f"{host} is not loopback, and {secret} {who}; "
-            f"`ssh -L {port}:127.0.0.1:{port}` reaches a dashboard on loopback safely"
+            f"`ssh -L {port}:127.0.0.1:{port}` is the safe way to a dashboard on loopback"
         )
     from tui.cli.machine.web_server import serve  # aiohttp takes a second
 

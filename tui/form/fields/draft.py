@@ -224,7 +224,7 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         })  # fmt: skip
         if name == "dataset":
             count = check_job.check_dataset(spec)
-            return True, f"{count} images" if count else "a table of images"
+            return True, f"{count} image{'s' * (count != 1)}" if count else "a table of images"
         check_job.check_model(spec)
         return True, f"a {spec.model_family} model"
     except UserError as error:

@@ -146,7 +146,7 @@ _blocked: dict[ProcessId, tuple[int | None, float]] = {}  # its switches, and si
 
 
 def _silent(supervisor: ProcessId, why: str) -> str:
-    return f"its supervisor (process {supervisor.pid}) {why}; its ranks go on"
+    return f"its supervisor (process {supervisor.pid}) {why}; its ranks keep running"
 
 
 def _told_as_silent(job: Job) -> bool:

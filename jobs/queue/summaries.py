@@ -60,7 +60,7 @@ def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> d
     Args:
         store: The jobs.
         jobs: Which ones.
-        most: Read the files of so many ended jobs at most, and leave the others out.
+        most: Read the files of at most this many ended jobs, and skip the others.
     """
     kept = kept_progress(store)
     found: dict[int, Progress] = {}

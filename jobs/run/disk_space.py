@@ -70,7 +70,7 @@ def find_cut(log: int, kept: int = _LOG_KEPT) -> Cut | None:
 
 
 def _cut_middle(log: int, size: int, kept: int) -> None:
-    """Cut an open file of so many bytes, at line ends where there are any nearby.
+    """Cut an open file of `size` bytes, at line ends where there are any nearby.
 
     Should this be broken off, the end is still where it was.
     """

@@ -146,7 +146,7 @@ async def describe(me: Person) -> None:
         await me.press("tab")
         await me.until(lambda found=found: me.app.focused.value == found, found)  # type: ignore[union-attr, misc]
         await me.press("down")
-    await me.sees("✓ a flux model", "✓ 24 pictures")
+    await me.sees("✓ a flux model", "✓ 24 images")
     assert me.has_focus("field-max_train_steps")
     await me.write("many")
     await me.sees("! ")

@@ -349,7 +349,7 @@ def test_a_blocked_supervisor_is_told_of_and_done_without(
     assert needs_attention(store)
     dispatch(store)
     said = f"its supervisor (process {blocked.pid}) is blocked in the kernel, as by a disk that"
-    assert store.get(job.id).reason == f"{said} does not answer; its ranks go on"
+    assert store.get(job.id).reason == f"{said} does not answer; its ranks keep running"
     assert started == []
     store.raise_stop_level(job.id, 1)
     dispatch(store)

@@ -86,7 +86,7 @@ def stopped_twice(app: FsdpTui) -> int:
 _NEW: Final = ("n", sees("8 running"))  # drawn before something lies over it
 _COPY: Final = ("D", sees("8 running"))
 _FIND_RESOLUTION: Final = ("ctrl+f", *"resolution", sees("resolution "), "enter", has_left_palette)
-_SAVE_TEMPLATE: Final = ("ctrl+t", *"save these", sees("Save these"), "enter", has_left_palette)
+_SAVE_TEMPLATE: Final = ("ctrl+t", *"save as", sees("Save as"), "enter", has_left_palette)
 
 SCENES: Final = (
     Scene("dashboard", (), ()),
@@ -130,7 +130,7 @@ SCENES: Final = (
     Scene("caches", ("C",)),
     Scene("help", ("question_mark",)),
     Scene("palette", ("ctrl+p", *"check")),
-    Scene("themes", ("ctrl+p", *"theme", sees("Choose one"))),
+    Scene("themes", ("ctrl+p", *"theme", sees("Choose a theme"))),
     Scene("remove-question", ("G", "r"), ("n", "g")),
     Scene("stop-question", (stopped_twice, "x", sees("Kill job"))),
     Scene("no-jobs", (), (), jobs=False),

@@ -552,7 +552,7 @@ async def test_a_job_is_described_and_queued_by_keyboard(
             control.value = ""  # type: ignore[attr-defined]
             for char in str(job_values[name]):
                 control.insert_text_at_cursor(char)  # type: ignore[attr-defined]
-        await until(pilot, lambda: "3 pictures" in str(
+        await until(pilot, lambda: "3 images" in str(
             field(app, "dataset").query_one(".note").content))  # type: ignore[attr-defined]  # fmt: skip
         await pilot.press("ctrl+r")
         await until(pilot, lambda: app.screen is app.dashboard)

@@ -105,7 +105,7 @@ async def test_a_whole_job_is_described_and_queued_by_keys_alone(
         await type_over(pilot, model.name)
         await pilot.press("down")
         await type_over(pilot, data.name)
-        await until(pilot, lambda: "3 pictures" in note_of(app, "dataset"))
+        await until(pilot, lambda: "3 images" in note_of(app, "dataset"))
         await pilot.press("down")
         await type_over(pilot, "5")
         await find_field(app, pilot, "mixed_precision")

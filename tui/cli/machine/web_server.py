@@ -40,7 +40,7 @@ def serve(host: str, port: int, *, read_only: bool, token: str = "") -> None:
     query = f"/?{_TOKEN}={token}" if token else ""
 
     def tell(_: str) -> None:
-        echo(f"http://{shown}:{port}{query}  (Ctrl-C ends it; jobs go on)")
+        echo(f"http://{shown}:{port}{query}  (Ctrl-C to stop; jobs keep running)")
 
     try:
         web.run_app(

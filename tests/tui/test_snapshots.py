@@ -118,7 +118,8 @@ def test_a_screen_looks_as_it_did(
 
 
 def test_every_screen_has_its_picture(albums: Albums) -> None:
-    ours = {kind for kind in _kinds(Screen) if kind.__module__.startswith("tui.")}
+    kinds = {kind for kind in _kinds(Screen) if kind.__module__.startswith("tui.")}
+    ours = {kind for kind in kinds if not kind.__subclasses__()}  # the rest are bases of these
     assert not ours - albums.of(FIRST[0]).screens
 
 

@@ -120,7 +120,7 @@ class FitBars(Static):
                 self._accepted = values
                 self.screen.call_later(go_on)
 
-        detail = f"{fit.room.name}: {band(fit.low, fit.high)} needed: {verdict(fit)}."
+        detail = f"{fit.room.name}: {band(fit.low, fit.high)} needed, {verdict(fit)}."
         if found.step is not None:
             detail += f"\n{_in_words(found.step)}"
         self.app.push_screen(

@@ -127,7 +127,7 @@ def adapters_of(layers: Mapping[str, torch.Tensor]) -> dict[str, Adapter]:
 def unnamed(module: str) -> UserError:
     """A module that only diffusers has."""
     return UserError(
-        f"export_formats: only diffusers has a name for {module}",
+        f"export_formats: there is no name for {module} outside diffusers",
         "remove it from lora_target_modules, or export for diffusers only",
     )
 

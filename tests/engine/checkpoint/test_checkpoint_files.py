@@ -221,7 +221,7 @@ def test_other_data_and_another_rate_are_told(
     )
     begin(toy_spec(tmp_path, learning_rate=0.5), run_dir, telemetry)
     _, rate = warnings(run_dir)
-    assert rate.startswith("not as when step-2 was saved: learning_rate")
+    assert rate.startswith("changed since step-2 was saved: learning_rate")
 
 
 def test_a_checkpoint_that_says_nothing_of_its_data_is_believed(

@@ -178,9 +178,9 @@ def test_what_fills_a_batch_takes_its_turns_too() -> None:
 
 def test_an_epoch_that_cannot_be_planned_is_refused() -> None:
     far = [Dataset(path="a", weight=1000), Dataset(path="b", weight=0.001)]
-    with pytest.raises(UserError, match="weight an epoch has"):
+    with pytest.raises(UserError, match="weight, an epoch has"):
         shares_of(far, [100, 100])
-    with pytest.raises(UserError, match="repeats an epoch has 100,000,000 samples"):
+    with pytest.raises(UserError, match="repeats, an epoch has 100,000,000 samples"):
         shares_of([Dataset(path="a", repeats=10_000)], [10_000])
 
 

@@ -217,7 +217,7 @@ def test_nothing_disappears_in_silence(
     assert set(reasons) == {
         "torn.png", "empty.jpg", "words.png", "tiny.png", "phone.heic", "clip.mp4", "loose.png"
     }  # fmt: skip
-    assert reasons["tiny.png"] == "too small: 8x8 would be enlarged 8.0 times (max_upscale 4)"
+    assert reasons["tiny.png"] == "too small: 8x8 would be upscaled 8.0 times (max_upscale 4)"
     assert reasons["phone.heic"] == ".heic images cannot be read"
     assert reasons["clip.mp4"] == "a video, but the model trains on images"
     assert reasons["loose.png"] == "a broken link"

@@ -286,7 +286,7 @@ def test_files_of_one_table_fit_together(parquet: Callable[..., Path]) -> None:
     assert captions(root) == [("x",), ("y",), None, None, ("z",)]
     assert Table(str(root), None, None).content(4) == png()
     parquet("d.parquet", "x", tags=["t"])
-    with pytest.raises(UserError, match=r"has other columns .*image, text, tags instead of"):
+    with pytest.raises(UserError, match=r"has different columns .*image, text, tags instead of"):
         Table(str(root), None, None)
 
 

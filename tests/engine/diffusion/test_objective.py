@@ -129,7 +129,7 @@ def test_a_job_trains_only_the_sigmas_between_its_bounds(tmp_path: Path) -> None
     sigmas = many_sigmas(objective)
     assert sigmas.min() >= 0.3
     assert sigmas.max() <= 0.9
-    with pytest.raises(UserError, match="leave out all"):
+    with pytest.raises(UserError, match="exclude this model"):
         build_objective(JobSpec(sigma_min=0.95), family_of("flow"), tmp_path)
 
 

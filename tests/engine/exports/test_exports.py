@@ -354,7 +354,7 @@ def test_numbers_that_nobody_can_use_are_refused(
     spec = toy_spec(toy, model_type="full", export_dtype=asked)
     model = trained_model(spec, toy / "model")
     model.proj_out.bias.data[3] = value
-    with pytest.raises(UserError, match=f"proj_out.bias holds .*{words}"):
+    with pytest.raises(UserError, match=f"proj_out.bias contains .*{words}"):
         export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "export")
 
 
@@ -366,9 +366,9 @@ def test_a_place_that_cannot_be_is_a_sentence(tmp_path: Path, full: tuple[Any, A
 
 def test_what_does_not_fit_is_named(toy: Path, tmp_path: Path, full: tuple[Any, Any]) -> None:
     wrong = {"proj_out.bias": (torch.float32, (3,))}
-    with pytest.raises(UserError, match=r"proj_out.bias is \(3,\), and the .* has it as \(64,\)"):
+    with pytest.raises(UserError, match=r"proj_out.bias is \(3,\), but the .* has it as \(64,\)"):
         writing.Writing(full[1], wrong, tmp_path / "export")
-    with pytest.raises(UserError, match=r"other is .* base model does not have it"):
+    with pytest.raises(UserError, match=r"other is .* base model's transformer does not have it"):
         writing.Writing(full[1], {"other": wrong["proj_out.bias"]}, tmp_path / "export")
     spec = toy_spec(toy, lora_rank=8)
     facts = {

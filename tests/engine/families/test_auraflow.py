@@ -26,5 +26,5 @@ def test_pictures_beyond_the_table_of_positions_are_refused(tmp_path: Path) -> N
     level = torch.tensor([0.5])
     largest = torch.zeros(1, 4, 32, 2)  # 16 patches of 2x2
     assert family.predict(transformer, largest, level, condition, 1.0).isfinite().all()
-    with pytest.raises(UserError, match=r"16x272 are larger .* ends at 256 pixels"):
+    with pytest.raises(UserError, match=r"16x272 exceed .* ends at 256 pixels"):
         family.predict(transformer, torch.zeros(1, 4, 34, 2), level, condition, 1.0)

@@ -42,6 +42,6 @@ def test_encoded_texts_are_as_the_pipeline_has_them(case: Case) -> None:
 
 
 def test_more_text_than_the_model_has_positions_for_is_refused(case: Case) -> None:
-    with pytest.raises(UserError, match="300 is more than the 299 text tokens"):
+    with pytest.raises(UserError, match="300 is more than the model's 299 text positions"):
         case.family.encode(case.text, PROMPT, 300)
     assert case.family.encode(case.text, PROMPT, 299)

@@ -110,4 +110,4 @@ def test_flash_attention_in_a_ring_takes_no_masked_texts(strategy: str, refused:
     found = [c for c in find_conflicts(spec) if c.key == "context_parallel_comm_strategy"]
     assert bool(found) is refused
     if refused:
-        assert "Qwen-Image masks texts" in found[0].message
+        assert "Qwen-Image masks padded captions" in found[0].message

@@ -132,7 +132,7 @@ def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
     directory = write(tmp_path / "m", {"a": torch.ones(1)}, "part.safetensors")
     index = directory / "diffusion_pytorch_model.safetensors.index.json"
     for map_, complaint in (
-        ({"b": "part.safetensors"}, "says that b is in part.safetensors, and it is not"),
+        ({"b": "part.safetensors"}, "lists b in part.safetensors, but it is not there"),
         ({"a": "../m/part.safetensors"}, "not a file next to it"),
         (["a"], "is damaged"),
     ):
@@ -277,7 +277,7 @@ def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
     tensors = tiny_tensors()
     tensors["inner.weight"][1, 2] = 1e5
     directory = write(tmp_path / "m", tensors)
-    with pytest.raises(UserError, match=r"inner.weight holds a number .* too large for float16"):
+    with pytest.raises(UserError, match=r"inner.weight contains a value .*too large for float16"):
         load(directory, lora(tmp_path, "fp16"))
     load(directory, lora(tmp_path, "bf16"))
 
@@ -307,7 +307,7 @@ def test_a_quantised_config_or_integer_weights_are_refused(tmp_path: Path) -> No
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"is quantised \(bitsandbytes\)"):
+    with pytest.raises(UserError, match=r"is quantized \(bitsandbytes\)"):
         load(directory, lora(tmp_path))
 
 

@@ -161,7 +161,7 @@ def test_a_policy_that_the_person_does_not_name_is_left_to_the_ranks(
         ("policy = 3", "mine.policy is a int, not a function"),
         ("def policy(module): pass", "cannot be called as a policy"),
         ("import os; os._exit(7)", "importing mine.policy failed"),
-        ("import time; time.sleep(600)", "importing mine.policy did not end in 2 s"),
+        ("import time; time.sleep(600)", "importing mine.policy did not finish in 2 s"),
     ],
 )
 def test_a_bad_policy_is_told_before_the_job_is_queued(

@@ -176,7 +176,9 @@ def test_health_and_connections_as_a_driver_tells_them(
     assert any(name == "persistence" and "GPU 2, 3" in text for _, name, text in health)
     finding = judge_paths(found.gpus, found.paths)
     assert finding.verdict is Verdict.WARN
-    assert "GPUs 0–2, 0–3, 1–2, 1–3 have only the link between processors" in finding.found
+    assert (
+        "GPUs 0–2, 0–3, 1–2, 1–3 are connected only by the link between processors" in finding.found
+    )
     assert finding.lines[1].split() == ["0", "·", "NV12", "SYS", "SYS"]
 
 

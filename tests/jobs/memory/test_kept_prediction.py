@@ -272,12 +272,12 @@ def test_a_restart_goes_on_with_what_auto_came_to(
     first, (strategy, told) = launch(spec, gpus)
     assert first == strategy == "ddp"
     assert [launch(spec, gpus) for _ in range(2)] == [
-        ("ddp", ("ddp", f"{told}, as at its first launch"))
+        ("ddp", ("ddp", f"{told}, as on its first launch"))
     ] * 2
     more = spec.model_copy(update={"num_processes": 4})
     assert launch(more, [*gpus, "GPU-2", "GPU-3"])[0] == "fsdp2", "it is decided anew"
     asked = more.model_copy(update={"strategy": "ddp"})
-    assert launch(asked, [*gpus, "GPU-2", "GPU-3"]) == ("ddp", ("ddp", "as asked"))
+    assert launch(asked, [*gpus, "GPU-2", "GPU-3"]) == ("ddp", ("ddp", "set in job"))
 
 
 # -- two real steps ------------------------------------------------------------------------

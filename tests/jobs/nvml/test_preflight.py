@@ -31,10 +31,10 @@ MIG = [
     ("asked", "said"),
     [
         ([1], "GPU 1 is in MIG mode"),
-        (["MIG-1"], "MIG-1 is a MIG instance: GPU 1 is divided"),
+        (["MIG-1"], "MIG-1 is a MIG instance: GPU 1 is in MIG mode"),
         ([0, 2], "GPU 2 is lost"),
-        (2, "asks for 2 GPUs, and this machine has 1 that jobs may use (GPU 1 is divided"),
-        ([9], "there is no GPU 9"),
+        (2, "asks for 2 GPUs, and this machine has 1 that jobs may use (GPU 1 is in MIG mode"),
+        ([9], "no GPU 9"),
     ],
 )
 def test_gpus_that_no_job_may_have(

@@ -637,4 +637,4 @@ def test_a_manifest_with_an_endless_number_is_of_no_checkpoint(tmp_path: Path, k
     named = next(iter(facts["files"].values())) if key == "bytes" else facts
     named[key] = 10**400 if key == "time" else float("inf")
     manifest.write_text(json.dumps(facts))
-    assert [one.damage for one in list_all(run_dir)] == ["no manifest that can be read"]
+    assert [one.damage for one in list_all(run_dir)] == ["no readable manifest"]

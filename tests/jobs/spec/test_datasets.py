@@ -150,7 +150,7 @@ def test_pictures_without_captions_need_a_word_of_the_person(
 
 def test_a_folder_of_unreadable_kinds_names_one(tmp_path: Path) -> None:
     (tmp_path / "IMG_1.HEIC").write_text("")
-    with pytest.raises(SpecError, match=r"0 pictures.*IMG_1\.HEIC"):
+    with pytest.raises(SpecError, match=r"0 images.*IMG_1\.HEIC"):
         check_dataset(job(dataset=str(tmp_path)))
 
 

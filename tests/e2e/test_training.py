@@ -85,7 +85,7 @@ def test_every_base_parameter_is_half_on_each_rank(straight: Run) -> None:
     for rank in range(2):
         summary = next(
             line for line in straight.files.rank_log(rank).read_text().splitlines()
-            if "sharded:" in line
+            if "base tensors" in line
         )  # fmt: skip
         assert "DTensors over 2 ranks" in summary
         assert "(0.5000," in summary

@@ -490,9 +490,7 @@ def test_a_save_without_room_is_not_begun(
 ) -> None:
     spec = toy_spec(toy)
     training, saver = training_of(toy, spec), saver_of(spec)
-    with pytest.raises(
-        DiskFullError, match=r"there is no room for a checkpoint: it takes .* 1 MiB"
-    ):
+    with pytest.raises(DiskFullError, match=r"no room for a checkpoint: it takes .* 1 MiB"):
         saver.check_room(training)
     with pytest.raises(
         DiskFullError, match=r"cannot save step-0: it takes .*on_save_failure: warn"

@@ -48,7 +48,9 @@ def test_nccl_connects_at_once_on_the_ranks_own_device(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="asks for 2 ranks"):  # there is no process group here
+    with pytest.raises(
+        UserError, match="has 2 ranks but the launcher started 1"
+    ):  # there is no process group here
         start_world(toy_spec(toy, device="auto", num_processes=2, strategy="ddp"))
     assert gpus[0]["device_id"] == torch.device("cuda", 1)
     assert gpus[0]["backend"] == "cpu:gloo,cuda:nccl"

@@ -388,7 +388,7 @@ def test_the_supervisor_is_killed_and_the_job_completes(lab: Lab) -> None:
     go_on.touch()
     job = lab.wait(job, State.COMPLETED)
     assert job.reason == "trained 12 steps"
-    assert "adopted" in job.run_dir.supervisor_log.read_text()
+    assert "took over" in job.run_dir.supervisor_log.read_text()
 
 
 def test_the_supervisor_is_killed_and_nobody_looks_until_the_end(lab: Lab) -> None:
@@ -533,7 +533,7 @@ def test_of_many_that_look_at_an_orphaned_job_one_adopts_it(lab: Lab) -> None:
         service.refresh(lab.store)
     service.stop(lab.store, job.id)
     job = lab.wait(job, State.STOPPED)
-    assert job.run_dir.supervisor_log.read_text().count("adopted") == 1
+    assert job.run_dir.supervisor_log.read_text().count("took over") == 1
 
 
 def test_what_a_launch_cut_short_left_behind_is_ended_first(lab: Lab) -> None:

@@ -63,7 +63,7 @@ def test_every_usable_picture_is_trained_on_and_every_other_is_named(zoo: Zoo, r
     assert all(named.values())
     assert report["samples"] + len(named) == PICTURES
     log = run.rank_log(0).read_text()
-    assert all(f"left out {name}: {why}" in log for name, why in named.items())
+    assert all(f"skipped {name}: {why}" in log for name, why in named.items())
 
 
 def test_reasons_are_those_for_which_pictures_were_spoilt(zoo: Zoo, run: RunDir) -> None:

@@ -33,7 +33,7 @@ def test_this_machine_passes(home: Path) -> None:
         "train", "stop, resume", "saves", "export", "ddp", "fsdp2", "all-reduce", "killed rank",
     ]  # fmt: skip
     by_name = {one["name"]: one for one in report["findings"]}
-    assert "bit for bit" in by_name["stop, resume"]["found"]
+    assert "bit-identical" in by_name["stop, resume"]["found"]
     assert 0 < by_name["stop, resume"]["facts"]["step"] < 8
     assert by_name["killed rank"]["found"].startswith("“rank 1 was killed by SIGKILL at step")
     assert Store(home).all() == []

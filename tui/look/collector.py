@@ -234,6 +234,7 @@ class Collector:
             for job in new:
                 if job.id in found:
                     self._ended[job.id] = job.ended, found[job.id]
+                    self._resting.pop(job.id, None)  # a row made before this was read
 
     def _forget(self, jobs: Sequence[Job]) -> None:
         """Drop what belongs to jobs that are gone or that nobody has looked at for long."""

@@ -136,7 +136,7 @@ async def test_what_clearing_freed_is_told_twice(store: Store, caches: Caches) -
         await pilot.press("j", "x")
         asked = await question(app, pilot)
         assert asked.question == "Clear the latents cache?"
-        assert "3.2 GiB in 640 files are deleted" in asked.detail
+        assert "3.2 GiB in 640 files will be deleted" in asked.detail
         assert "/cache/fsdp-tui/latents" in asked.detail
         assert caches.cleared == []
         await pilot.press("y")

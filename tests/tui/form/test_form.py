@@ -380,7 +380,7 @@ async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[
     async with form(store) as (app, pilot):
         await find(app, pilot, "tiny", "tiny", "ctrl+t")
         await until(pilot, lambda: field(app, "model_family").value == "wan")
-        assert "begun from tiny" in said(app)
+        assert "loaded tiny" in said(app)
         assert field(app, "lora_rank").value == "4"
         assert field(app, "dataset").value == job_values["dataset"]
         assert screen(app).values["seed"] == 9

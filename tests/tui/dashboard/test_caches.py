@@ -204,7 +204,7 @@ async def test_what_could_not_be_deleted_is_told_and_what_is_left_is_shown(
         await question(app, pilot)
         caches.held[1] = replace(caches.held[1], files=3)
         await pilot.press("y")
-        await until(pilot, lambda: text_of(screen, "status").startswith("3 files cannot be"))
+        await until(pilot, lambda: text_of(screen, "status").startswith("3 files could not be"))
         await until(pilot, lambda: screen.panel.caches[1].files == 3)
 
 

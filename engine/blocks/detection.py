@@ -1,4 +1,4 @@
-"""What is told about a model, as JSON values that `jobs.models.blocks.detection` reads."""
+"""The facts about a model, as JSON values that `jobs.models.blocks.detection` reads."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def resume(
 ) -> Job:
     """Queue an ended job again; it goes on after its newest complete checkpoint.
 
-    What that changes is told by `jobs.service.plan.plan_resume`.
+    `jobs.service.plan.plan_resume` lists what that changes.
 
     Args:
         store: The jobs.

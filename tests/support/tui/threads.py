@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _PACKAGES: Final = (str(ROOT / "tui"), str(ROOT / "jobs"))
-_COLLECTOR: Final = str(ROOT / "tui" / "look" / "collector.py")
 # Threads that run in these look, wait for a while, and look again.
 _RETURNING: Final = {
     str(ROOT / "tui" / name)
@@ -42,8 +41,13 @@ def busy(rested: set[int]) -> list[str]:
 
 def collecting() -> bool:
     """Whether a thread looks at the jobs or tends the queue, or rests between two times."""
+    return running("look/collector.py")
+
+
+def running(module: str) -> bool:
+    """Whether a thread is in a module of the dashboard, at work or waiting."""
     frames = [one for frame in _frames().values() for one in _callers(frame)]
-    return any(one.f_code.co_filename == _COLLECTOR for one in frames)
+    return any(one.f_code.co_filename == str(ROOT / "tui" / module) for one in frames)
 
 
 def _frames() -> dict[int, FrameType]:

@@ -214,7 +214,7 @@ async def test_leaving_the_dashboard_ends_the_process_that_looks(
 
 
 def many(folder: Path) -> None:
-    """So many images that looking at them takes a while."""
+    """Enough images that scanning them takes a while."""
     for number in range(3, MANY):
         os.link(folder / "0.png", folder / f"{number}.png")
         os.link(folder / "0.txt", folder / f"{number}.txt")

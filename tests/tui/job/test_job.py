@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
-import traceback
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from jobs.queue.states import State
 from jobs.run.rundir import event
 from jobs.spec.file.load import dump_spec, load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.tui import threads
 from tests.support.tui.driven_app import all_said, running, shown
 from tests.support.tui.made_up_runs import (
     GIB,
@@ -38,7 +37,6 @@ from tui.job.screen import JobScreen
 from tui.job.tabs import NAMES, tab_line
 from tui.keys.key_table import Key, line_of
 from tui.log.screen import LogScreen
-from tui.look.job_look import Looker
 from tui.plots.pick_runs import PickRunsScreen
 from tui.text.format import plain
 
@@ -99,17 +97,6 @@ async def opened(
         await until(pilot, lambda: screen.look is not None)
         await pilot.press(*keys)
         yield app, pilot, screen
-
-
-def looking_threads() -> list[threading.Thread]:
-    """Threads that look at a job for its screen."""
-    frames = sys._current_frames()
-    return [
-        thread
-        for thread in threading.enumerate()
-        if (frame := frames.get(thread.ident or 0)) is not None
-        and any(one.f_code is Looker.run.__code__ for one, _ in traceback.walk_stack(frame))
-    ]
 
 
 def text_of(screen: JobScreen, name: str) -> str:
@@ -174,7 +161,7 @@ async def test_looking_ends_with_the_app_even_if_the_screen_was_never_told(
     async with running(store) as (app, pilot):
         await pilot.press("i")
         await until(pilot, lambda: any(worker.node is app.screen for worker in app.workers))
-    await eventually_shown(lambda: not looking_threads())
+    await eventually_shown(lambda: not threads.running("look/job_look.py"))
 
 
 async def test_a_tab_that_was_left_keeps_no_keys(store: Store, job: Job) -> None:

@@ -209,9 +209,7 @@ class Supervisor:
         ended = [s for s in statuses if not ProcessId(s.pid, s.started).alive()]
         failed = self.job.run_dir.rank_errors()
         if self.failed_at is None:
-            # A rank that was at its end may leave long before rank 0, which has more to write.
-            early = [s for s in ended if s.phase != "end"]
-            if failed or (early and len(ended) < len(statuses)):
+            if failed or self._one_left_early(ended, statuses):
                 self.failed_at = time.monotonic()
             return
         if time.monotonic() - self.failed_at < FAILURE_GRACE:
@@ -224,6 +222,18 @@ class Supervisor:
             self.ended_by_us.add(status.rank)
             ProcessId(status.pid, status.started).signal(signal.SIGKILL)
         self._say(f"ended ranks that waited for a failed one: {[s.rank for s in stranded]}")
+
+    def _one_left_early(self, ended: list[RankStatus], statuses: list[RankStatus]) -> bool:
+        """Whether a rank is gone that was not at its end, and another still runs.
+
+        A rank at its end may leave long before rank 0, which has more to write. It may have reached
+        it after `statuses` were read, so the statuses of the dead are read again: they are final.
+        """
+        early = {s.rank for s in ended if s.phase != "end"}
+        if not early or len(ended) == len(statuses):
+            return False
+        at_their_end = {s.rank for s in self.job.run_dir.rank_statuses() if s.phase == "end"}
+        return not early <= at_their_end
 
     def _end_a_hang(self, attempt: Attempt, ranks: list[Stillness]) -> None:
         """A job that stands still is ended, once every rank's stack is in its log."""

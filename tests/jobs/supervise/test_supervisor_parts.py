@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sqlite3
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +150,20 @@ def test_a_rank_that_said_why_it_fails_is_not_one_that_waits(
     watch._end_the_stranded([rank(0), rank(1)])
     assert watch.ended_by_us == set()
     assert capsys.readouterr().err == "", "there is nothing to say"
+
+
+def test_a_rank_that_came_to_its_end_after_the_look_has_not_failed(
+    watch: Supervisor, world: World
+) -> None:
+    """It read «train», then the rank wrote «end» and was gone; rank 0 still writes its export."""
+    seen = [rank(0), rank(1)]
+    watch.job.run_dir.rank_file(1).write_text(replace(rank(1), phase="end").to_json())
+    world.alive = {100}
+    watch._end_the_stranded(seen)
+    assert watch.failed_at is None
+    watch.job.run_dir.rank_file(1).write_text(rank(1).to_json())
+    watch._end_the_stranded(seen)
+    assert watch.failed_at == world.now, "it was training when it died"
 
 
 def test_ranks_that_have_all_ended_have_not_failed(watch: Supervisor, world: World) -> None:

@@ -21,6 +21,7 @@ from tests.support.tui.made_up_server import Clock, make_up, nobody_starts
 from tests.support.tui.pilot import driven, rest, until
 from tui.app.app import FsdpTui
 from tui.form.beside.fit import FitBars
+from tui.plots.panel import PlotsPanel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -78,6 +79,11 @@ def does_not_fit(app: FsdpTui) -> bool:
     return found is not None and getattr(found.worst, "verdict", None) is Verdict.TOO_LARGE
 
 
+def has_curves(app: FsdpTui) -> bool:
+    """Whether the thread that reads what is plotted, which may begin late, has told it."""
+    return bool(app.screen.query_one(PlotsPanel).values.runs)
+
+
 def stopped_twice(app: FsdpTui) -> int:
     """The job that runs was asked to stop, and got SIGTERM."""
     return app.store.raise_stop_level(RUNNING, 2)
@@ -95,13 +101,13 @@ SCENES: Final = (
     Scene("log-search", ("l", "slash", *"WARN", "enter"), ("escape", "escape")),
     Scene("log-filter", ("l", "ampersand", *"WARN", "enter"), ("escape", "escape")),
     Scene("log-go-to", ("l", "colon"), ("escape", "escape")),
-    Scene("plots", ("v",)),
-    Scene("plots-all", ("v", "a")),
-    Scene("plots-compare", ("v", "c"), ("escape", "escape")),
+    Scene("plots", ("v", has_curves)),
+    Scene("plots-all", ("v", has_curves, "a")),
+    Scene("plots-compare", ("v", has_curves, "c"), ("escape", "escape")),
     Scene("job-overview", ("i", "1")),
     Scene("job-ranks", ("i", "2")),
     Scene("job-logs", ("i", "3")),
-    Scene("job-plots", ("i", "4")),
+    Scene("job-plots", ("i", "4", has_curves)),
     Scene("job-samples", ("i", "5")),
     Scene("job-sample", ("i", "5", "enter"), ("escape", "escape")),
     Scene("job-sample-compare", ("i", "5", "enter", "v"), ("escape", "escape")),

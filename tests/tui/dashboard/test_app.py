@@ -663,7 +663,7 @@ async def test_the_form_tells_what_auto_comes_to_and_what_is_deprecated(
         await until(pilot, lambda: note() == "→ fsdp2")
         field(app, "strategy").control.focus()
         help_text = lambda: str(app.screen.query_one("#field-help").content)  # noqa: E731
-        await until(pilot, lambda: "Now fsdp2: there are 2 ranks" in help_text())
+        await until(pilot, lambda: "Now fsdp2: 2 ranks" in help_text())
         warning = app.screen.query_one("#form-error")
         assert "FSDP v1 is deprecated" in str(warning.content)
         assert warning.has_class("-warning")

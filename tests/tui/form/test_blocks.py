@@ -310,7 +310,7 @@ async def test_what_the_field_says_is_checked_at_first_and_stays_on_escape(
         assert checked(screen) == [DOUBLE]
         told = text_of(screen, "cautions")
         assert told.splitlines() == [
-            "! the model has no FluxSingelTransformerBlock, which the field names; did you mean "
+            "! the model has no FluxSingelTransformerBlock, named in the field; did you mean "
             f'"{SINGLE}"?',
             "! the model has no Conv, named in the field",
         ]

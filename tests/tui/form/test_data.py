@@ -149,7 +149,7 @@ async def test_a_job_s_data_is_looked_at_and_shown(store: Store, ended_job: Any)
         screen = await look(app, pilot)
         assert "data of job 1 “cats”" in text_of(app, "#data-title")
         assert "3 samples · 3 captions" in text_of(app, "#data-totals")
-        assert "2 steps of 2 an epoch" in text_of(app, "#data-totals")
+        assert "2 steps of 2 per epoch" in text_of(app, "#data-totals")
         assert "16x16" in shown(screen.buckets)
         assert screen.pictures.border_title == "16x16 · 3 samples, cropped as for training"
         assert [p.getpixel((2, 2)) for p in screen.pictures.pictures] == [

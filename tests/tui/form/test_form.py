@@ -450,7 +450,7 @@ async def test_a_waiting_job_is_changed_in_its_place(store: Store, waiting: Job)
         field(app, "max_train_steps").put(77)
         await pilot.press("ctrl+r")
         await until(pilot, lambda: app.screen is app.dashboard)
-        await until(pilot, lambda: "job 1 is changed" in said(app))
+        await until(pilot, lambda: "job 1 changed" in said(app))
         assert [job.total_steps for job in store.all()] == [77]
         assert load_spec(store.get(1).run_dir.job_file).max_train_steps == 77
 
@@ -491,7 +491,7 @@ async def test_who_leaves_while_a_job_is_queued_is_told_of_it(
         await pilot.press("y")
         await until(pilot, lambda: app.screen is app.dashboard)
         go_on.set()
-        await until(pilot, lambda: "job 1 is changed" in said(app))
+        await until(pilot, lambda: "job 1 changed" in said(app))
 
 
 @pytest.mark.slow

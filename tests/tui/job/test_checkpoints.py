@@ -342,7 +342,7 @@ async def test_an_export_goes_on_when_the_screen_is_closed(
         screen = await opened(app, pilot)
         await until(pilot, lambda: "exporting step-20 ━" in status_of(screen))
         exporter.go.set()
-        await until(pilot, lambda: "step 20 of job 1 is exported to " in all_said(app))
+        await until(pilot, lambda: "step 20 of job 1 exported to " in all_said(app))
         assert "this is a warning" in all_said(app)
         await until(pilot, lambda: not screen.status.rows)
         assert exporter.calls == [(1, 20)]

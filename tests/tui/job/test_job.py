@@ -434,7 +434,7 @@ async def test_a_locked_database_does_not_hold_keys_up(
 async def test_what_was_predicted_stands_beside_what_is_measured(store: Store, job: Job) -> None:
     write_facts(job)
     async with opened(store, (120, 40), "1") as (_, pilot, screen):
-        await until(pilot, lambda: "most memory" in shown(lines_of(screen)))
+        await until(pilot, lambda: "peak memory per phase" in shown(lines_of(screen)))
         assert "memory: predicted" not in shown(lines_of(screen))
         predict(job)  # beside the run, while it is looked at
         await until(pilot, lambda: "predicted 72.0 GiB to 79.0 GiB" in shown(lines_of(screen)))

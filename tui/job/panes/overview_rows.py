@@ -135,7 +135,7 @@ def _how(look: Look, gpus: str, width: int) -> list[Row]:
 
 
 def peaks_of(look: Look) -> tuple[dict[str, list[int]], str]:
-    """The Peak memory per phase and rank, and what was counted; of a running job, so far."""
+    """Peak memory per phase and rank, and how it was measured; of a running job, so far."""
     if look.report.peaks:
         return look.report.peaks, look.report.measure
     ranks = [rank for rank in look.view.ranks if rank.peaks]
@@ -154,7 +154,7 @@ def _memory(look: Look) -> list[Row]:
     peaks, measure = peaks_of(look)
     if not peaks:
         return []
-    title = "Peak memory per phase and rank" + ("" if look.report.peaks else ", so far")
+    title = "peak memory per phase and rank" + ("" if look.report.peaks else ", so far")
     if measure == "rss":
         title += " (RSS)"
     head, *lines = memory_table(peaks).splitlines()

@@ -8,6 +8,8 @@ from typing import Final, Literal
 from PIL import Image, UnidentifiedImageError
 
 MOST_PIXELS: Final = 178_956_970  # where Pillow stops too: 512 MiB as RGB
+LARGE_PIXELS: Final = 4_000_000  # up to here a wrong size does no harm
+PIXELS_PER_BYTE: Final = 10_000  # deflate packs at most 8,256 pixels of one bit into a byte
 TOO_MANY_PIXELS: Final = f"too many pixels (over {MOST_PIXELS // 1_000_000} million)"
 
 _READ: Final = (  # how the formats begin that are read

@@ -354,6 +354,13 @@ def test_bombs_are_refused_before_they_go_off(monkeypatch: pytest.MonkeyPatch) -
     assert refusal(hollow_png(60_000, 60_000)) == "too many pixels (over 178 million)"
 
 
+def test_a_size_that_the_bytes_cannot_hold_is_refused_before_memory_is_taken() -> None:
+    content = hollow_png(12_000, 12_000)
+    assert refusal(content) == f"damaged (12000 × 12000 pixels in {len(content)} bytes)"
+    blank = saved(Image.new("1", (3000, 3000)), "PNG")  # as dense as a picture can be
+    assert decode(blank).size == (3000, 3000)
+
+
 def test_a_large_picture_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)  # Pillow warns above, refuses above twice
     with warnings.catch_warnings(record=True) as said:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from engine.model.release import STILL_HELD
 from jobs.run.diagnosis.why_failed import why_failed
 from jobs.spec.families import FAMILIES
 from tests.support.cuda_stub import budgets
@@ -195,6 +196,7 @@ def test_a_job_on_gpus_runs_to_its_end(name: str, rehearsal: Rehearsal) -> None:
     assert "export" in kinds
     warnings = [event["message"] for event in done.events if event["kind"] == "warning"]
     assert not [text for text in warnings if "was skipped" in text], "no update was skipped"
+    assert not [text for text in warnings if text.startswith(STILL_HELD)]
     (end,) = done.run_dir.complete_checkpoints()[-1:]
     assert end[0] == last
     prompts = len(job.values.get("validation_prompts", ()))

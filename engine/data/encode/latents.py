@@ -85,7 +85,8 @@ def prepare_latents(
         if vae is not None:
             watch = Watch({"vae": vae})
             vae = None
-            watch.check()
+            if left := watch.still_held():
+                team.telemetry.warn(left)
             give_back(team.world.device)
     return keys
 

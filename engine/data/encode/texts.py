@@ -228,10 +228,13 @@ def _encode(family: Family, pipeline: Any, text: Text, spec: JobSpec) -> dict[st
 
 
 def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
-    mib = {name: f"{size / 2**20:.0f} MiB" for name, size in asdict(memory).items()
+    facts = asdict(memory)
+    if left := facts.pop("left"):
+        telemetry.warn(left)
+    mib = {name: f"{size / 2**20:.0f} MiB" for name, size in facts.items()
            if isinstance(size, int)}  # fmt: skip
     telemetry.say(
         f"text encoders freed: {mib['held']} of weights; {memory.measure} {mib['before']} "
         f"before, {mib['loaded']} with them, {mib['after']} after"
     )
-    telemetry.emit("freed", what="text encoders", **asdict(memory))
+    telemetry.emit("freed", what="text encoders", **facts)

@@ -51,6 +51,8 @@ def test_resident_encoders_train_like_cached_captions(
     assert losses(resident) == losses(cached)
     assert len(losses(cached)) == 5
 
+    assert not [event for event in cached + resident if event["kind"] == "warning"]
+
     def order(events: list[dict[str, Any]]) -> list[str]:
         kinds = [event["kind"] for event in events]
         return [kind for kind in kinds if kind in ("freed", "start", "end")]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from safetensors.torch import load_file
 
+from engine.model.release import STILL_HELD
 from jobs.run.eventlog import EventLog
 from tests.support.engine.ranks.parity import train
 from tests.support.engine.toy_jobs import start_ranks, toy_values
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
-    from pathlib import Path
 
     import torch
 
@@ -263,3 +264,6 @@ def _train(ranks: int, jobs: dict[str, dict[str, Any]], root: Path) -> None:
     cases = root / f"cases-{ranks}.json"
     cases.write_text(json.dumps(jobs))
     start_ranks(train, ranks, cases).join()
+    for folder in jobs:
+        warned = EventLog(Path(folder, "events.jsonl")).read_all().warnings
+        assert not [text for text in warned if text.startswith(STILL_HELD)], warned

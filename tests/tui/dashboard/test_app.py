@@ -473,7 +473,7 @@ async def test_remove_asks_first(store: Store) -> None:
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         await pilot.press("y")
         await until(pilot, lambda: "No jobs yet" in shown(jobs_of(app)))
-        assert not job.run_dir.root.exists()
+        await until(pilot, lambda: not job.run_dir.root.exists())
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
-_SUSPENDED: Final = "is suspended and does not answer"
-_BLOCKED: Final = "is blocked in the kernel, as by a disk that does not answer"
+_SUSPENDED: Final = "is suspended and does not respond"
+_BLOCKED: Final = "is blocked in the kernel, for example by a disk that does not respond"
 _BLOCKED_FOR: Final = 10.0  # seconds without a step after which a wait is no usual one
 _KILLED_WITHIN: Final = 1.0  # seconds
 _QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
@@ -206,6 +206,6 @@ def _one_at_a_time(store: Store) -> Iterator[bool]:
         else:
             lock.seek(0)
             holder = lock.read(_LONGEST_PID).strip() or "another"
-            reason = f"process {holder} holds the queue and does not answer"
+            reason = f"process {holder} holds the queue and does not respond"
             store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
         yield free

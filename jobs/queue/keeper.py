@@ -52,7 +52,7 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
             except Exception as error:  # one bad look must not end the keeping
                 _say(f"{type(error).__name__}: {error}")
             time.sleep(LOOK_EVERY)
-        _say("nothing to do, ended")
+        _say("nothing left to do; exiting")
 
 
 def _say(text: str) -> None:

@@ -130,7 +130,7 @@ class Store:
             run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
             if run_dir.root.exists():
                 raise UserError(
-                    f"{run_dir.root} already exists, from a database that is gone",
+                    f"{run_dir.root} already exists, left by a database that was deleted",
                     "move it away, or its checkpoints would be mistaken for the new job's",
                 )
             update(db, job_id, {"run_dir": str(run_dir.root)})

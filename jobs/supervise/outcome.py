@@ -56,7 +56,7 @@ def judge(
         # Ranks that trained have saved; those that still prepared had nothing to save.
         where = f"at step {newest[0]}, saved" if newest else "before the first step"
         if not stop_level and (sent := launcher_signal(run_dir)):
-            return Outcome(State.STOPPED, f"somebody sent {sent} to the launcher; stopped {where}")
+            return Outcome(State.STOPPED, f"someone sent {sent} to the launcher; stopped {where}")
         return Outcome(State.STOPPED, f"stopped {where}")
     if stop_level >= 2:
         word = "SIGTERM" if stop_level == 2 else "SIGKILL"

@@ -101,7 +101,7 @@ class Supervisor:
         try:
             attempt = adopt(self.job)
         except ValueError as error:
-            self._say(f"cannot read launch.json: {error}; launches again")
+            self._say(f"cannot read launch.json: {error}; launching again")
             return None
         if attempt is not None:
             self._say("took over from a supervisor that exited")
@@ -123,7 +123,7 @@ class Supervisor:
             except (OSError, sqlite3.Error) as error:  # a full disk must not end the training
                 self._say(f"cannot read the processes: {error}")
             except Exception as error:  # and neither must a mistake of ours
-                self._say_once(type(error).__name__, f"could not look: {traceback.format_exc()}")
+                self._say_once(type(error).__name__, f"monitoring failed: {traceback.format_exc()}")
             processes.reap()
             time.sleep(LOOK_EVERY)
         self._clean_up(attempt)
@@ -169,7 +169,7 @@ class Supervisor:
         """How long the ranks have stood still; a time when nobody could look counts for nothing."""
         ranks = self.watch.look(statuses, time.monotonic())
         if unwatched := self.watch.unwatched:
-            self._say(f"was not running for {unwatched:.0f} s")
+            self._say(f"the supervisor did not run for {unwatched:.0f} s")
             if self.deadline is not None:
                 self.deadline += unwatched
             if self.failed_at is not None:
@@ -324,11 +324,11 @@ class Supervisor:
         try:
             self._keep_house()
         except (OSError, sqlite3.Error) as error:
-            self._say(f"housekeeping: {error}")
+            self._say(f"cleanup failed: {error}")
 
     def _keep_house(self) -> None:
         for path in cap_logs(self.job.run_dir):
-            self._say(f"{path.name} grew too large: its middle is cut out")
+            self._say(f"{path.name} grew too large; its middle was removed")
         if warning := space_warning(self.job.run_dir):
             self.store.explain(self.job.id, f"warning: {warning}", State.RUNNING)
             self._say(warning)

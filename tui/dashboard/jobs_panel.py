@@ -33,7 +33,7 @@ _EMPTY: tuple[Row, ...] = (
 )
 _ON_GPUS: Row = (
     Span("  fsdp-tui selftest", "accent"),
-    Span("  tests in 3 minutes that these GPUs train", "dim"),
+    Span("  checks in 3 minutes that these GPUs can train", "dim"),
 )
 
 

@@ -22,12 +22,12 @@ _SECRET_VALUE: Final = re.compile(
 class Kind(StrEnum):
     """What became of a key. Each ends in exactly one of these."""
 
-    TAKEN = "taken over"
+    TAKEN = "converted"
     TRANSLATED = "translated"
     UNSUPPORTED = "not supported"
     UNNEEDED = "not needed"
-    UNKNOWN = "not known"
-    UNREADABLE = "could not be read"
+    UNKNOWN = "unknown"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _report(imported: Imported, output: Path | None) -> str:
     if entries := report.of(Kind.UNNEEDED):
         lines += ["", f"{Kind.UNNEEDED} ({len(entries)})", *_names(entries)]
     if assumed := report.assumed:
-        title = f"not set there, so that tool's default ({len(assumed)})"
+        title = f"not set; that tool's default is used ({len(assumed)})"
         lines += ["", title, *(_line(entry) for entry in assumed)]
     for title, sentences in (("warnings", report.warnings), ("to fill in", report.to_fill_in)):
         if sentences:

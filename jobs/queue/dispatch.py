@@ -150,8 +150,10 @@ def _silent(supervisor: ProcessId, why: str) -> str:
 
 
 def _told_as_silent(job: Job) -> bool:
-    one = job.supervisor
-    return one is not None and job.reason in (_silent(one, _SUSPENDED), _silent(one, _BLOCKED))
+    supervisor = job.supervisor
+    if supervisor is None:
+        return False
+    return job.reason in (_silent(supervisor, _SUSPENDED), _silent(supervisor, _BLOCKED))
 
 
 def _needs_mending(job: Job) -> bool:

@@ -92,10 +92,10 @@ class Change:
 def job_of_row(row: sqlite3.Row) -> Job:
     """A row of the `jobs` table as a `Job`; the same one for a row that did not change."""
     values, key = tuple(row), (row["run_dir"], row["id"])
-    known = _latest.get(key)
-    if known is None or known[0] != values:
-        known = _latest[key] = (values, _job(tuple(row.keys()), values))
-    return known[1]
+    cached = _latest.get(key)
+    if cached is None or cached[0] != values:
+        cached = _latest[key] = (values, _job(tuple(row.keys()), values))
+    return cached[1]
 
 
 # Who looks every second at a thousand ended jobs would spend a twentieth of a core on them. One

@@ -168,7 +168,7 @@ def _how_it_goes_on(plan: Plan) -> str:
     if plan.begin is not None:
         how = f"resumed after step {plan.begin.step}"
     if plan.rewound:
-        steps = ", ".join(str(one.step) for one in plan.rewound)
+        steps = ", ".join(str(checkpoint.step) for checkpoint in plan.rewound)
         how += f"; newer checkpoints are set aside ({steps})"
     return how
 
@@ -225,15 +225,16 @@ def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[List
     """
     job = store.get(job_id)
     listed = list_all(job.run_dir)
-    found = list(dict.fromkeys(find_listed(listed, name, f"job {job_id}") for name in names))
-    for one in found:
-        if one.next and not job.state.ended:
+    checkpoints = list(dict.fromkeys(find_listed(listed, name, f"job {job_id}") for name in names))
+    for checkpoint in checkpoints:
+        if checkpoint.next and not job.state.ended:
             raise StateError(
-                f"job {job_id} is {job.state}, and {one.name} is its newest complete checkpoint",
+                f"job {job_id} is {job.state}, and {checkpoint.name} is its newest complete "
+                "checkpoint",
                 "a restart needs it; stop the job first",
             )
-    check_unneeded(store, [one.path for one in found])
-    return found
+    check_unneeded(store, [checkpoint.path for checkpoint in checkpoints])
+    return checkpoints
 
 
 def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
@@ -245,10 +246,10 @@ def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[
         UserError: One cannot be deleted.
     """
     store.check_writable()
-    found = find_deletable(store, job_id, names)
-    for one in found:
-        checkpoint_files.delete_files(one.path)
-    return found
+    checkpoints = find_deletable(store, job_id, names)
+    for checkpoint in checkpoints:
+        checkpoint_files.delete_files(checkpoint.path)
+    return checkpoints
 
 
 def request(store: Store, job_id: int, name: str) -> None:

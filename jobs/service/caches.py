@@ -78,12 +78,12 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
         UserError: There is no such cache, or something cannot be deleted.
         StateError: A job that runs may be using one of them; nothing was deleted.
     """
-    wanted = _known(names)
+    chosen = _known(names)
     if not force:
-        _check_unused(store, wanted)
+        _check_unused(store, chosen)
     size = count = 0
     stuck: list[OSError] = []
-    for name in wanted:
+    for name in chosen:
         for path in _files(name):
             try:
                 freed = path.lstat().st_size
@@ -101,7 +101,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
             f"{count} deleted",
             "check the permissions",
         )
-    return Cleared(tuple(wanted), size, count)
+    return Cleared(tuple(chosen), size, count)
 
 
 def _known(names: Sequence[str]) -> list[str]:
@@ -160,8 +160,8 @@ def _files(name: str) -> Iterator[Path]:
         yield from [place] if place.is_file() else []
         return
     for folder, folders, files in os.walk(place):
-        yield from (Path(folder, one) for one in files)
-        yield from (link for one in folders if (link := Path(folder, one)).is_symlink())
+        yield from (Path(folder, file) for file in files)
+        yield from (link for each in folders if (link := Path(folder, each)).is_symlink())
 
 
 def _remove_empty(place: Path) -> None:

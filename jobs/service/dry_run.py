@@ -113,13 +113,13 @@ def _leaving_in_order() -> Iterator[None]:
 
 def _watch(store: Store, job: Job, tell: Callable[[str], None]) -> tuple[RunReport, Job | None]:
     """Wait for what is measured; also the job if it ended before."""
-    log, told = EventLog(job.run_dir.events), ""
+    log, latest = EventLog(job.run_dir.events), ""
     while True:
         service.refresh(store)
         now = store.get(job.id)
         log.read_all()  # after the state: what an ended job wrote is complete
-        if (words := f"{now.state}: {now.reason}") != told:
-            told = words
+        if (words := f"{now.state}: {now.reason}") != latest:
+            latest = words
             tell(words)
         report = RunReport.of(log)
         if "step" in report.peaks and log.last is not None and log.last.step >= STEPS:

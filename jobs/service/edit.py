@@ -90,9 +90,9 @@ def free_name(name: str, taken: Collection[str]) -> str:
         return name
     stem = re.sub(r"-\d{1,4}$", "", name)
     number = 2
-    while (found := f"{stem[: _LONGEST_NAME - len(str(number)) - 1]}-{number}") in taken:
+    while (candidate := f"{stem[: _LONGEST_NAME - len(str(number)) - 1]}-{number}") in taken:
         number += 1
-    return found
+    return candidate
 
 
 def fresh_values(jobs: Collection[Job]) -> dict[str, Any]:

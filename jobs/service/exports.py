@@ -73,7 +73,7 @@ def export_checkpoint(
         ToolError: Exporting failed for another reason.
         Cancelled: `cancelled` said so.
     """
-    whose, newest = f"job {job.id}", [one.step for one in list_checkpoints(job.run_dir)][-1:]
+    whose, newest = f"job {job.id}", [saved.step for saved in list_checkpoints(job.run_dir)][-1:]
     checkpoint = find_checkpoint(job.run_dir, step, whose)
     state = read_state(checkpoint.path)
     averaged = bool(state.get("ema"))
@@ -88,7 +88,7 @@ def export_checkpoint(
     arguments += [f"--format={each}" for each in formats]
     arguments += [] if ema else ["--no_ema"]
 
-    def told(line: str) -> None:
+    def report(line: str) -> None:
         match line.split():
             case ["exporting", stage, done, total] if done.isdigit() and total.isdigit():
                 begin, end = _STAGES.get(stage, (0, 100))
@@ -96,11 +96,11 @@ def export_checkpoint(
                 progress(begin + int((end - begin) * share), 100)
 
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as folder:
-        found = ask("engine.exports", arguments, Path(folder, "answer"), told, cancelled)
-    warnings = list(found["warnings"])
+        answer = ask("engine.exports", arguments, Path(folder, "answer"), report, cancelled)
+    warnings = list(answer["warnings"])
     if step is None and newest != [checkpoint.step]:
         warnings.insert(0, f"step-{newest[0]} is damaged; exported step {checkpoint.step}")
-    return Export(Path(found["path"]), found["step"], found["ema"], tuple(warnings))
+    return Export(Path(answer["path"]), answer["step"], answer["ema"], tuple(warnings))
 
 
 def _absolute(path: Path) -> Path:

@@ -55,10 +55,10 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     Raises:
         UserError: Something is wrong with it, or it cannot resume from where it is to begin.
     """
-    wanted = check_job.check(spec)
+    gpus = check_job.check(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
-        return Plan(spec, wanted)
+        return Plan(spec, gpus)
     origin = find_origin(store, spec.resume_from_checkpoint)
     spec = spec.model_copy(update={KEY: str(origin.path.resolve())})
     changes = _compare(origin, spec)
@@ -68,7 +68,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
             f"steps that {origin.path} has already trained",
             "use a larger number",
         )
-    return Plan(spec, wanted, origin, changes=changes, warnings=_find_haste(store, origin))
+    return Plan(spec, gpus, origin, changes=changes, warnings=_find_haste(store, origin))
 
 
 def plan_resume(
@@ -96,7 +96,7 @@ def plan_resume(
         raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
     notes: list[str] = []
     spec = load_spec(job.run_dir.job_file, overrides, told=notes.append)
-    wanted = check_job.check(spec)
+    gpus = check_job.check(spec)
     spec = settle(spec)
     begin = _own(job, back_to)
     if begin is not None and KEY in (overrides or {}):
@@ -118,10 +118,10 @@ def plan_resume(
         )
     rewound = []
     if back_to is not None:
-        rewound = [one for one in list_checkpoints(job.run_dir) if one.step > back_to]
-        check_unneeded(store, [one.path for one in rewound])
+        rewound = [saved for saved in list_checkpoints(job.run_dir) if saved.step > back_to]
+        check_unneeded(store, [saved.path for saved in rewound])
     return Plan(
-        spec, wanted, begin, rewound, changes, [*notes, *_find_needs(store, job, spec)],
+        spec, gpus, begin, rewound, changes, [*notes, *_find_needs(store, job, spec)],
         job=job, back_to=back_to, rewritten=bool(overrides),
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
     begin = newest_whole(job.run_dir)
     if begin is None:
         return replace(plan_submit(store, spec), job=job, rewritten=True)
-    wanted = check_job.check(spec)
+    gpus = check_job.check(spec)
     spec = settle(spec)
     if begin.step > spec.max_train_steps:
         raise UserError(
@@ -149,7 +149,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
         )
     changes = _compare(begin, spec)
     return Plan(
-        spec, wanted, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
+        spec, gpus, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
     )
 
 
@@ -201,7 +201,7 @@ def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:
     before = read_state(begin.path).get("spec")
     if not isinstance(before, dict):
         return []  # nothing to compare with
-    found = find_resume_conflicts(before, spec, done=begin.step)
-    if found.impossible:
-        raise UserError(f"cannot resume from {begin.path.name}: {'; '.join(found.impossible)}")
-    return found.changes
+    conflicts = find_resume_conflicts(before, spec, done=begin.step)
+    if conflicts.impossible:
+        raise UserError(f"cannot resume from {begin.path.name}: {'; '.join(conflicts.impossible)}")
+    return conflicts.changes

@@ -70,8 +70,8 @@ def repair(home: Path) -> Repaired:
         if path.exists() and _is_sound(path):
             return Repaired(None)
         rows = {name: list(_readable(path, name)) for name in _TABLES}
-        known = {row["id"] for row in rows["jobs"]}
-        restored = [row for run in _runs(home) if (row := _of_run(*run))["id"] not in known]
+        readable = {row["id"] for row in rows["jobs"]}
+        restored = [row for run in _runs(home) if (row := _of_run(*run))["id"] not in readable]
         new = path.with_name("jobs.db.new")
         new.unlink(missing_ok=True)
         _write(new, rows, restored)
@@ -80,16 +80,16 @@ def repair(home: Path) -> Repaired:
             with suppress(FileNotFoundError):
                 os.replace(f"{path}{side}", f"{kept}{side}")
         os.replace(new, path)
-    return Repaired(kept, tuple(sorted(known)), tuple(row["id"] for row in restored))
+    return Repaired(kept, tuple(sorted(readable)), tuple(row["id"] for row in restored))
 
 
 def _is_sound(path: Path) -> bool:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            found = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
             whole = db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-            return bool(whole and (version > VERSION or found.issuperset(_TABLES)))
+            return bool(whole and (version > VERSION or tables.issuperset(_TABLES)))
     except sqlite3.Error as error:
         if is_locked(error):
             raise UserError(f"{path} is locked by another process; try again") from None
@@ -163,11 +163,11 @@ def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, s
         return State.RUNNING, "all ranks are up"
     if not launched:
         return State.QUEUED, _HELD
-    said, newest = EventLog(run_dir.events).read_all().end_reason, run_dir.latest_checkpoint()
+    end, newest = EventLog(run_dir.events).read_all().end_reason, run_dir.latest_checkpoint()
     where = f"step {newest[0]}" if newest else "no checkpoint"
-    if said == "completed":
+    if end == "completed":
         return State.COMPLETED, f"trained {newest[0] if newest else 0} steps"
-    if said == "stopped":
+    if end == "stopped":
         return State.STOPPED, f"stopped; {where}"
     if run_dir.rank_errors():
         return State.FAILED, why_failed(run_dir, None)
@@ -181,10 +181,10 @@ def _terms(run_dir: RunDir) -> Row:
     except UserError:
         return Terms(1, None, 0).columns()
     try:
-        wanted = check_devices(spec)
+        gpus = check_devices(spec)
     except UserError:  # a GPU that is not there today
-        wanted = world_size(spec)
-    return Terms.of(spec, wanted).columns()
+        gpus = world_size(spec)
+    return Terms.of(spec, gpus).columns()
 
 
 def _supervisor_of(job_id: int, run_dir: RunDir) -> ProcessId | None:
@@ -220,10 +220,10 @@ def _write(path: Path, rows: dict[str, list[Row]], restored: list[Row]) -> None:
             if row["state"] == State.RUNNING:
                 for device in json.loads(row["gpus"]):
                     _insert(db, "claims", {"device": device, "job": row["id"]})
-        known = {row["id"] for row in jobs}
+        ids = {row["id"] for row in jobs}
         for table in ("history", "claims"):
             for row in rows[table]:
-                if row.get("job") in known:
+                if row.get("job") in ids:
                     _insert(db, table, row)
         for row in rows["settings"]:
             _insert(db, "settings", row)

@@ -161,9 +161,9 @@ class Supervisor:
             # What it saves is what the stop is for; it gets the time that it needs.
             self.deadline = max(self.deadline, time.monotonic() + SAVE_STEP)
         overdue = self.deadline is not None and time.monotonic() > self.deadline
-        wanted = max(job.stop_level, self.stop_level + 1 if overdue else 0)
-        if wanted > self.stop_level:
-            self._stop(attempt, min(wanted, 3))
+        level = max(job.stop_level, self.stop_level + 1 if overdue else 0)
+        if level > self.stop_level:
+            self._stop(attempt, min(level, 3))
 
     def _watch_ranks(self, statuses: list[RankStatus]) -> list[Stillness]:
         """How long the ranks have stood still; a time when nobody could look counts for nothing."""
@@ -214,8 +214,8 @@ class Supervisor:
             return
         if time.monotonic() - self.failed_at < FAILURE_GRACE:
             return
-        told = {error["rank"] for error in failed}
-        stranded = [s for s in statuses if s not in ended and s.rank not in told]
+        failed_ranks = {error["rank"] for error in failed}
+        stranded = [s for s in statuses if s not in ended and s.rank not in failed_ranks]
         if not stranded or not (failed or ended):
             return
         for status in stranded:
@@ -239,11 +239,11 @@ class Supervisor:
         """A job that stands still is ended, once every rank's stack is in its log."""
         if self.hang is not None or self.failed_at is not None or self.stop_level:
             return
-        found = find_hang(ranks, attempt.spec.hang_timeout)
-        if found is None:
+        hang = find_hang(ranks, attempt.spec.hang_timeout)
+        if hang is None:
             return
-        self.hang = found.reason
-        self._say(f"hang: {found.reason}")
+        self.hang = hang.reason
+        self._say(f"hang: {hang.reason}")
         self.job.run_dir.request(FLIGHT)
         identities = [ProcessId(rank.status.pid, rank.status.started) for rank in ranks]
         for identity in identities:
@@ -251,7 +251,7 @@ class Supervisor:
         time.sleep(STACKS_TAKE)
         try:
             if wait := find_wait(self.job.run_dir):
-                self.hang = f"{found.reason}; {wait}"
+                self.hang = f"{hang.reason}; {wait}"
                 self._say(f"hang: {wait}")
         except Exception as error:  # whatever another torch wrote, the ranks have to go
             self._say(f"cannot read the flight records: {type(error).__name__}: {error}")

@@ -140,8 +140,8 @@ class CachesScreen(Screen[None]):
 
     @on(CachesPanel.Highlighted)
     def _show_about(self) -> None:
-        one = self.panel.highlighted
-        text = f"{one.title}\n{one.path}" if one is not None else ""
+        cache = self.panel.highlighted
+        text = f"{cache.title}\n{cache.path}" if cache is not None else ""
         self.query_one("#cache-about", Static).update(text)
 
     # -- moving ----------------------------------------------------------------------------
@@ -155,8 +155,8 @@ class CachesScreen(Screen[None]):
     # -- clearing --------------------------------------------------------------------------
 
     def action_clear(self) -> None:
-        if (one := self.panel.highlighted) is not None:
-            self._ask([one])
+        if (cache := self.panel.highlighted) is not None:
+            self._ask([cache])
 
     def action_clear_all(self) -> None:
         self._ask(self.panel.caches)
@@ -164,11 +164,11 @@ class CachesScreen(Screen[None]):
     def _ask(self, caches: Sequence[Cache]) -> None:
         if self._clearing or not caches:
             return
-        if not any(one.files for one in caches):
+        if not any(cache.files for cache in caches):
             self._tell("nothing to clear")
             return
-        held = [one for one in caches if one.files]
-        names = [one.name for one in held]
+        filled = [cache for cache in caches if cache.files]
+        names = [cache.name for cache in filled]
 
         def answered(yes: bool | None) -> None:
             if yes:
@@ -176,27 +176,28 @@ class CachesScreen(Screen[None]):
                 self._tell(f"clearing {listed(names)} …")
                 self.app.act(partial(self._clear, names))
 
-        what = "\n".join(f"{one.title}: {one.path}" for one in held)
+        what = "\n".join(f"{cache.title}: {cache.path}" for cache in filled)
         detail = (
-            f"{amount(held)} will be deleted; the next job that needs them rebuilds them.\n\n{what}"
+            f"{amount(filled)} will be deleted; the next job that needs them rebuilds them."
+            f"\n\n{what}"
         )
         question = f"Clear the {listed(names)} cache{'s' * (len(names) > 1)}?"
         self.app.push_screen(ConfirmScreen(question, detail, "clear"), answered)
 
     def _clear(self, names: list[str]) -> str:
         """In a thread. The toast is shown wherever one is then, the line on this screen."""
-        told, refused = "clearing failed", True
+        outcome, refused = "clearing failed", True
         try:
-            told, refused = freed(clear(self.store, names)), False
+            outcome, refused = freed(clear(self.store, names)), False
         except StateError as error:
-            told = f"nothing cleared: {error}"
+            outcome = f"nothing cleared: {error}"
             raise
         except UserError as error:  # some of it may be gone
-            told = str(error)
+            outcome = str(error)
             raise
         finally:
-            self.post_message(self.Cleared(told, refused))
-        return told
+            self.post_message(self.Cleared(outcome, refused))
+        return outcome
 
     def on_caches_screen_cleared(self, message: Cleared) -> None:
         self._clearing = False

@@ -35,7 +35,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """The job waits, and why, for people."""
+    """The job waits; `reason` is the sentence shown to users."""
 
     job: int
     reason: str

@@ -1,4 +1,4 @@
-"""Export a checkpoint: for the command line and the dashboard, while the job runs or afterwards."""
+"""Export a checkpoint, for the command line and the dashboard; the job may be running."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _STAGES: Final = {"checking": (0, 40), "writing": (40, 100)}
 
 @dataclass(frozen=True)
 class Export:
-    """An export that was read back and is in its place.
+    """A finished export: read back, and renamed into place.
 
     Attributes:
         path: Its directory.
         step: Optimizer steps of the checkpoint.
         ema: Whether it is the moving average of the weights.
-        warnings: What the person should know of it.
+        warnings: One line each.
     """
 
     path: Path
@@ -58,20 +58,21 @@ def export_checkpoint(
 
     Args:
         job: Running or not.
-        step: Which checkpoint; the newest that is whole by default.
-        output: Where to; by default `jobs.run.export_places.default_place`. An earlier export of
-            the same step is replaced, when the new one is complete.
+        step: Of the checkpoint; the newest intact one by default.
+        output: The directory; by default `jobs.run.export_places.default_place`. An earlier
+            export of the same step is replaced once the new one is complete.
         dtype: The precision to store; the job's `export_dtype` by default.
         formats: The names to export a LoRA under; the job's `export_formats` by default.
         ema: Take the moving average of the weights, if there is one.
-        progress: Told how far it has come, in per cent of the whole.
-        cancelled: Asked many times a second, in the thread of the caller; nothing is left then.
+        progress: Called with the percentage done, and 100.
+        cancelled: Polled several times a second in the caller's thread; True cancels the export
+            and removes what it wrote.
 
     Raises:
         NotFoundError: There is no such checkpoint.
         UserError: The checkpoint is damaged, or the export cannot be written.
-        ToolError: Exporting failed for another reason.
-        Cancelled: `cancelled` said so.
+        ToolError: The export failed for another reason.
+        Cancelled: `cancelled` returned True.
     """
     whose, newest = f"job {job.id}", [saved.step for saved in list_checkpoints(job.run_dir)][-1:]
     checkpoint = find_checkpoint(job.run_dir, step, whose)

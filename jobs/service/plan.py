@@ -1,4 +1,4 @@
-"""What will happen when a job is submitted or resumed, found out before anything is touched."""
+"""Plan a submit, resume or edit: run every check before anything changes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Plan:
 
     Attributes:
         spec: The job, settled.
-        wanted: What it wants of the machine; see `jobs.preflight.check_job.check`.
-        begin: What it goes on after; None at the beginning.
-        rewound: Newer checkpoints of its own, which are set aside.
-        changes: What makes its result another than that of a run never stopped, a line each.
-        warnings: What may come between, a line each.
-        job: Which is resumed; None for a new one.
-        back_to: The step that it was asked to go back to.
-        rewritten: Whether its job file says something else from now on.
+        wanted: The devices it needs; see `jobs.preflight.check_job.check`.
+        begin: The checkpoint it continues from; None: step 0.
+        rewound: Its own newer checkpoints, which are set aside.
+        changes: What makes its result differ from an uninterrupted run, a line each.
+        warnings: What may go wrong, a line each.
+        job: The job to resume or change; None for a new one.
+        back_to: The step to go back to, if the user named one.
+        rewritten: Whether its job file changes.
     """
 
     spec: JobSpec
@@ -53,7 +53,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     """Check a new job.
 
     Raises:
-        UserError: Something is wrong with it, or it cannot resume from where it is to begin.
+        UserError: The job is invalid, or cannot start from its checkpoint.
     """
     gpus = check_job.check(spec)
     spec = settle(spec)
@@ -78,7 +78,7 @@ def plan_resume(
     *,
     back_to: int | None = None,
 ) -> Plan:
-    """Check whether an ended job can go on.
+    """Check whether an ended job can resume.
 
     Args:
         store: The jobs.
@@ -87,8 +87,8 @@ def plan_resume(
         back_to: Resume from this step instead of the newest; 0: restart at step 0.
 
     Raises:
-        StateError: The job has not ended, has nothing left to train, or would set something
-            aside that another job needs.
+        StateError: The job has not ended, has nothing left to train, or would set aside a
+            checkpoint that another job needs.
         UserError: It can no longer run as described, or not from that checkpoint.
     """
     job = store.get(job_id)
@@ -127,11 +127,11 @@ def plan_resume(
 
 
 def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
-    """Check another description of a job that waits in the queue.
+    """Check a change to a queued job.
 
     Raises:
-        StateError: It does not wait in the queue any more.
-        UserError: Something is wrong with it, or it cannot resume from where the job is to begin.
+        StateError: It is no longer queued.
+        UserError: The job is invalid, or cannot start from its checkpoint.
     """
     job = store.get(job_id)
     if job.state is not State.QUEUED:
@@ -162,7 +162,7 @@ def _own(job: Job, back_to: int | None) -> Checkpoint | None:
 
 
 def _find_haste(store: Store, origin: Checkpoint) -> list[str]:
-    """Whether a job that still runs may delete what another is to begin from."""
+    """Warn if a running job may delete the checkpoint that this job starts from."""
     for job in store.in_states(ACTIVE):
         if job.run_dir.checkpoints.resolve() == origin.path.resolve().parent:
             try:
@@ -178,7 +178,7 @@ def _find_haste(store: Store, origin: Checkpoint) -> list[str]:
 
 
 def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
-    """Whether a job that is resumed may delete what another one is to begin from."""
+    """Warn if this resumed job may delete a checkpoint that another job starts from."""
     kept = spec.checkpoints_total_limit
     if kept is None:
         return []
@@ -193,7 +193,7 @@ def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
 
 
 def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:
-    """What going on from a checkpoint changes.
+    """List what a resume from a checkpoint changes.
 
     Raises:
         UserError: It cannot be done.

@@ -1,5 +1,5 @@
-"""Make a new jobs database where the old one is damaged: of the rows that can still be read, and of
-the run directories, which hold all that a job is.
+"""Rebuild a damaged jobs database from the rows that can still be read and from the run
+directories, which hold everything about a job.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _WAITS: Final = 5.0  # seconds for others to leave the queue
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair came to.
+    """The result of a repair.
 
     Attributes:
-        kept: Where the old database is; None where it was sound and nothing was done.
+        kept: The old database; None if it was intact and nothing was done.
         read: Jobs whose rows could still be read.
-        restored: Jobs that were made of their run directories.
+        restored: Jobs that were rebuilt from their run directories.
     """
 
     kept: Path | None
@@ -97,7 +97,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def _readable(path: Path, table: str) -> Iterator[Row]:
-    """The rows of a table that can be read, from both of its ends."""
+    """Yield the readable rows of a table, reading from both ends."""
     seen: set[int] = set()
     for order in ("", " DESC"):
         try:
@@ -133,7 +133,7 @@ def _runs(home: Path) -> Iterator[tuple[int, str, RunDir]]:
 
 
 def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
-    """A row of jobs, of what is in a run directory."""
+    """Build a row of `jobs` from a run directory."""
     record = read_json(run_dir.launch_file) or {}
     run_id = record.get("run_id")
     run_id = run_id if isinstance(run_id, str) and run_id else uuid.uuid4().hex
@@ -158,7 +158,7 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
 
 
 def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, str]:
-    """What became of a job, by its processes and by what its ranks wrote last."""
+    """Tell how a job ended, from its processes and its ranks' last events."""
     if alive:
         return State.RUNNING, "all ranks are up"
     if not launched:
@@ -175,7 +175,7 @@ def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, s
 
 
 def _terms(run_dir: RunDir) -> Row:
-    """What the queue goes by; of a job file that cannot be read, one rank on the CPU."""
+    """Return the columns that the queue uses; one CPU rank if the job file cannot be read."""
     try:
         spec = load_spec(run_dir.job_file)
     except UserError:

@@ -1,7 +1,7 @@
-"""One process per job: launch it, watch it, stop it, and say truthfully how it ended.
+"""One process per job: launch it, watch it, stop it, and record how it ended.
 
-It outlives the dashboard and the SSH session. When it is killed itself, the next look at the job
-starts another one, which adopts the launcher and the ranks that are still running.
+It outlives the dashboard and the SSH session. If it is killed itself, the next command that reads
+the queue starts another one, which adopts the launcher and the ranks that still run.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Supervisor:
         self._finish(outcome)
 
     def _adopt(self) -> Attempt | None:
-        """What an earlier supervisor launched; None if there is nothing that could be watched."""
+        """Adopt what an earlier supervisor launched; None if there is nothing to watch."""
         try:
             attempt = adopt(self.job)
         except ValueError as error:
@@ -115,7 +115,7 @@ class Supervisor:
         return attempt
 
     def _watch(self, attempt: Attempt) -> Outcome:
-        """Stay with an attempt until nothing of it is left."""
+        """Watch an attempt until no process of it is left."""
         self.watch = Watch(attempt.spec.hang_timeout)
         while attempt.alive():
             try:
@@ -138,7 +138,7 @@ class Supervisor:
         )
 
     def _look(self, attempt: Attempt) -> None:
-        """Follow the ranks' phases, and carry out what was asked."""
+        """Follow the ranks' phases, and carry out requests."""
         job = self.store.get(self.job.id)
         statuses, unreadable = self.job.run_dir.read_ranks()
         for name, why in unreadable.items():
@@ -166,7 +166,7 @@ class Supervisor:
             self._stop(attempt, min(level, 3))
 
     def _watch_ranks(self, statuses: list[RankStatus]) -> list[Stillness]:
-        """How long the ranks have stood still; a time when nobody could look counts for nothing."""
+        """Measure how long ranks have made no progress, less the time this process did not run."""
         ranks = self.watch.look(statuses, time.monotonic())
         if unwatched := self.watch.unwatched:
             self._say(f"the supervisor did not run for {unwatched:.0f} s")
@@ -236,7 +236,7 @@ class Supervisor:
         return not early <= at_their_end
 
     def _end_a_hang(self, attempt: Attempt, ranks: list[Stillness]) -> None:
-        """A job that stands still is ended, once every rank's stack is in its log."""
+        """End a job that hangs, after every rank's stack has been written to its log."""
         if self.hang is not None or self.failed_at is not None or self.stop_level:
             return
         hang = find_hang(ranks, attempt.spec.hang_timeout)
@@ -261,7 +261,7 @@ class Supervisor:
     # -- ending ----------------------------------------------------------------------------
 
     def _clean_up(self, attempt: Attempt) -> None:
-        """Nothing of the run may outlive it, whatever killed the launcher."""
+        """End every remaining process of the run, whatever killed the launcher."""
         left = processes.with_run_id(self.job.run_id)
         if not left:
             return
@@ -285,7 +285,7 @@ class Supervisor:
         processes.end(processes.with_run_id(self.job.run_id), grace=2.0)
 
     def _wait_for_gpu_memory(self) -> None:
-        """A dead process's memory is given back a moment later; the next job must find it free."""
+        """Wait until the driver has freed dead processes' memory: the next job needs it."""
         pids = {status.pid for status in self.job.run_dir.rank_statuses()}
         deadline = time.monotonic() + RELEASE_TAKES
         while self.job.gpus:
@@ -343,7 +343,7 @@ class Supervisor:
             self._say(text)
 
     def _say(self, text: str) -> None:
-        """A line in logs/supervisor.log, which standard error is."""
+        """Print a line to standard error, which is logs/supervisor.log."""
         with suppress(OSError):
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
@@ -370,5 +370,5 @@ def supervise(store: Store, job_id: int) -> None:
 
 
 def saves_on(ranks: list[Stillness]) -> bool:
-    """Whether a checkpoint is being written, and has not stood still."""
+    """Whether a checkpoint is being written and makes progress."""
     return any(r.status.phase in ("copy", "save") and r.still < SAVE_STEP for r in ranks)

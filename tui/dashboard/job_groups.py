@@ -16,7 +16,7 @@ _ENDED = "ended"
 
 
 class Group(NamedTuple):
-    """Jobs that share GPUs: who runs there, then who waits for them, in the order of the queue."""
+    """Jobs that share GPUs: running ones first, then waiting ones in queue order."""
 
     title: str
     views: tuple[JobView, ...]

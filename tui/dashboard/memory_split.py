@@ -1,4 +1,4 @@
-"""Whose bytes fill a GPU: the selected job's, our other jobs', or other people's. Pure."""
+"""Split a GPU's used memory: selected job, our other jobs, other processes. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEGEND: Final = f"{SELECTED} this job  {OURS} our other jobs  {OTHERS} other pro
 
 
 class Split(NamedTuple):
-    """Bytes of a GPU that are in use, by whose they are."""
+    """Used bytes of a GPU, by owner."""
 
     selected: int
     ours: int
@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
 
 def split_of(gpu: Gpu, seats: Sequence[Seat], selected: int | None, claimed: bool) -> Split:
-    """Whose the used memory is.
+    """Split the used memory by owner.
 
     The driver's word on a process counts where its pid is a rank's; where pids cannot be matched
     (in a container they may be the host's), what torch reserved does. What nobody can be named

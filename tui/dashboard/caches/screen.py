@@ -1,4 +1,4 @@
-"""The screen of what is cached: how large it is, and clearing it."""
+"""The caches screen: sizes, and clearing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MARGIN: Final = 2  # columns beside the keys
 
 
 class CachesScreen(Screen[None]):
-    """Lists the caches. Clearing one goes on when the screen is closed, and is told in any case."""
+    """Lists the caches. Clearing continues when the screen is closed, and its result is shown."""
 
     CSS_PATH = "caches.tcss"
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
@@ -65,19 +65,19 @@ class CachesScreen(Screen[None]):
 
     @dataclass
     class Looked(Message):
-        """What there is now."""
+        """The caches have been measured."""
 
         caches: list[Cache]
 
     @dataclass
     class Failed(Message):
-        """There is nothing to look at."""
+        """The caches cannot be read."""
 
         problem: str
 
     @dataclass
     class Cleared(Message):
-        """Clearing is over, or was refused: what to tell of it."""
+        """Clearing has finished or was refused, with the text to show."""
 
         text: str
         refused: bool = False
@@ -185,7 +185,7 @@ class CachesScreen(Screen[None]):
         self.app.push_screen(ConfirmScreen(question, detail, "clear"), answered)
 
     def _clear(self, names: list[str]) -> str:
-        """In a thread. The toast is shown wherever one is then, the line on this screen."""
+        """Clear caches in a thread. The toast appears on any screen, the line on this one."""
         outcome, refused = "clearing failed", True
         try:
             outcome, refused = freed(clear(self.store, names)), False

@@ -351,7 +351,7 @@ def test_the_other_of_two_denoisers_is_refused_and_another_word_for_the_same_is_
     high, low = ({**wan, "model_flavour": f"2.2-t2v-a14b-{noise}"} for noise in ("high", "low"))
     (refusal,) = conflicts(high, low).impossible
     assert "model_flavour" in refusal
-    assert "another of the model's denoisers" in refusal
+    assert "a different denoiser of the model" in refusal
     assert conflicts(low, wan).impossible
     assert not conflicts(low, low).impossible
     assert not conflicts(high, wan).impossible

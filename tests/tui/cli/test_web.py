@@ -90,7 +90,7 @@ def test_beyond_loopback_it_warns(
     assert "the token is sent unencrypted: anyone who intercepts it controls your jobs" in err
     assert "ssh -L 8123:127.0.0.1:8123" in err
     status, err = run(monkeypatch, capsys, *beyond, "--no-token")
-    assert "anyone who reaches port 8123 controls your jobs" in err
+    assert "anyone who can reach port 8123 controls your jobs" in err
     assert run(monkeypatch, capsys, "--read-only") == (0, "")
     monkeypatch.setattr("tui.cli.machine.web.others_have_accounts", lambda: True)
     assert run(monkeypatch, capsys) == (0, "")

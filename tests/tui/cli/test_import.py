@@ -50,7 +50,7 @@ def test_the_job_is_printed_and_the_report_stands_beside_it(words: tuple[object,
     job = yaml.safe_load(done.stdout)
     assert job["pretrained_model_name_or_path"] == "black-forest-labs/FLUX.1-dev"
     assert "to fill in" in done.stderr
-    assert str(Kind.UNSUPPORTED) in done.stderr
+    assert Kind.UNSUPPORTED.heading in done.stderr
     assert "hf_AbCdEf" not in done.output
 
 

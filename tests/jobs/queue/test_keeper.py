@@ -118,6 +118,6 @@ def test_it_is_started_once_and_detached(store: Store) -> None:
         runner.ensure_runner(store)
         assert log.read_text().count("started") == 1
         eventually(lambda: not found.alive())
-        assert "ended" in log.read_text()
+        assert "exiting" in log.read_text()
     finally:
         end([found], grace=0)

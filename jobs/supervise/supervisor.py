@@ -152,7 +152,7 @@ class Supervisor:
             elif saving and job.state is State.RUNNING:
                 self._change(State.SAVING, saving[0], {State.RUNNING})
             elif not saving and job.state is State.SAVING:
-                self._change(State.RUNNING, f"no longer {job.reason}", {State.SAVING})
+                self._change(State.RUNNING, f"finished {job.reason}", {State.SAVING})
         self._end_the_stranded(statuses)
         if everyone:
             self._end_a_hang(attempt, ranks)

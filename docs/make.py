@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
+import errors
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -107,6 +108,7 @@ _PARTS: Final[dict[Path, tuple[str, Callable[[], str]]]] = {
     ROOT / "docs/families.md": ("families", _families),
     ROOT / "docs/dashboard-and-keys.md": ("actions", _actions),
     ROOT / "docs/command-line.md": ("commands", _commands),
+    ROOT / "docs/errors.md": ("errors", errors.tables),
 }
 
 

@@ -160,8 +160,8 @@ def _notes(spec: JobSpec, root: Path | None, *, sampled: bool, compiles: bool) -
         share, less = _COMPILED[spec.model_type]
         said.append(
             f"torch_compile: true would run blocks with about {share} of the kernels, and keep "
-            f"{less} % less for backward where they are not recomputed (counted on FLUX.1's); how "
-            "much faster a step is depends on the GPU, and the first steps take minutes"
+            f"{less} % less for backward where they are not recomputed (measured on FLUX.1); the "
+            "speedup depends on the GPU, and the first steps take minutes"
         )
     if spec.context_parallel_size > 1:
         said.append(

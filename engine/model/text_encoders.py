@@ -93,18 +93,18 @@ def shards_encoders(
         return False, f"{quantised[0]} is quantized"
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
-        where = "are free on a GPU"
+        where = "free on a GPU"
     else:
         # What all ranks of this machine share.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         free, where = (
             available_memory() // ranks,
-            f"of host memory are free for each of {ranks} ranks",
+            f"of host memory free for each of {ranks} ranks",
         )
     return (
         needed > _CROWDED * free,
         f"they need {needed / 2**30:.1f} GiB, {needed / free:.0%} of the {free / 2**30:.1f} GiB "
-        f"that {where}; sharded from {_CROWDED:.0%}",
+        f"{where}; sharded from {_CROWDED:.0%}",
     )
 
 

@@ -117,7 +117,7 @@ class Sampler:
             give_back(self.world.device)
             *written, others = self.world.any([*written, failed])
         if others and not failed:
-            self.telemetry.warn("another rank could not write its samples; see its log")
+            self.telemetry.warn("another rank could not write its samples; see that rank's log")
         return [sample_name(number) for number, there in enumerate(written) if there]
 
     def _number(self, numbers: list[int]) -> int | None:

@@ -195,7 +195,7 @@ def _go_on(cancelled: Callable[[], bool], deadline: float) -> None:
     if cancelled():
         raise Cancelled
     if time.monotonic() > deadline:
-        raise ToolError("the memory prediction timed out; this job has none")
+        raise ToolError("the memory prediction timed out")
 
 
 _shared: list[Server] = []

@@ -130,7 +130,7 @@ def _check_kernel(spec: JobSpec) -> None:
     if spec.attention_backend == "flash3" and find_spec("flash_attn_interface") is None:
         raise SpecError(
             "attention_backend: flash3 needs the package flash_attn_3; it is not installed",
-            "build it from the folder hopper of github.com/Dao-AILab/flash-attention, or use auto",
+            "build it from the hopper folder of github.com/Dao-AILab/flash-attention, or use auto",
         )
 
 

@@ -54,9 +54,9 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
 _WHY: Final = {
     "model_type": "an adapter and a full model are not interchangeable",
     "model_family": "its weights belong to another model",
-    "model_flavour": "it trains another of the model's denoisers",
+    "model_flavour": "it trains a different denoiser of the model",
     "optimizer": "the optimizer state differs",
-    "lora_rank": "the adapter's weights have another shape",
+    "lora_rank": "the adapter's weights have a different shape",
 }
 
 
@@ -173,8 +173,7 @@ def _alpha(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     now = float(spec.lora_alpha or spec.lora_rank)
     if was != now:
         found.changes.append(
-            f"lora_alpha: {was:g} → {now:g}, so the adapter is {now / was:.3g} times as strong "
-            "from here on"
+            f"lora_alpha: {was:g} → {now:g}, so the adapter becomes {now / was:.3g} times as strong"
         )
 
 
@@ -182,7 +181,9 @@ def _batch(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     """Which samples a step trains on depends on their number alone, not on who takes them."""
     was, now = global_batch_size(old), global_batch_size(spec)
     if was != now:
-        found.changes.append(f"the global batch: {was} → {now}, so steps train on other samples")
+        found.changes.append(
+            f"the global batch: {was} → {now}, so steps train on different samples"
+        )
 
 
 def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:

@@ -152,7 +152,7 @@ class _First:
         if self.why_equal:
             raise SceneFailed(
                 f"{STEPS} steps, 2 checkpoints, a sample and an export, but {self.why_equal}: "
-                "the device does not compute",
+                "the device does not compute correctly",
                 job,
             )
         yield ok("train", f"{STEPS} steps, 2 checkpoints, a sample and an export", losses=found)
@@ -184,7 +184,7 @@ class _First:
             yield warn(
                 "stop, resume",
                 f"stopped after step {after} and resumed, but this proves little: {self.why_equal}",
-                "see above: the device does not compute",
+                "see above: the device does not compute correctly",
                 step=after,
             )
         elif difference:
@@ -229,7 +229,7 @@ class _First:
             yield warn(
                 "export",
                 "diffusers loads it, but this proves little: the run's sample is one flat color",
-                "see above: the device does not compute",
+                "see above: the device does not compute correctly",
             )
             return
         yield ok(
@@ -249,7 +249,7 @@ class _First:
         if self.why_equal:
             yield warn(
                 name, f"{stage.ranks} ranks train, but this proves little: {self.why_equal}",
-                "see above: the device does not compute", difference=found,
+                "see above: the device does not compute correctly", difference=found,
             )  # fmt: skip
             return
         yield ok(

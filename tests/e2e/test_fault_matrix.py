@@ -419,7 +419,7 @@ def test_a_rank_is_suspended(lab: Lab, matrix: list[Row]) -> None:
     bed.open("haste")
     bed.look_until_true()
     job = bed.until_the_end(State.FAILED)
-    assert job.reason.startswith("hang: rank 1 gave no sign of life")
+    assert job.reason.startswith("hang: rank 1 sent no heartbeat")
 
 
 # -- the machine ---------------------------------------------------------------------------

@@ -158,9 +158,9 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
     """Queue a job and print its id.
 
     Every key of a job file is also a flag (`fsdp-tui keys` lists them); flags win over the file.
-    Spelling is free: --lora_rank=8, --lora-rank 8; true, yes, on, 1 or nothing for a switch, no or
-    --no-KEY against it; None for not set; lists with commas, as JSON, or flag by flag. What cannot
-    be understood is an error, and nothing is queued.
+    Spelling is flexible: --lora_rank=8 and --lora-rank 8 are the same. A switch takes true, yes,
+    on, 1 or no value; =no or --no-KEY turns it off. None unsets a key. Lists may use commas or
+    JSON, or repeat the flag. An invalid flag is an error, and nothing is queued.
 
     \b
     fsdp-tui submit job.yaml --gpus=0,1 --strategy=fsdp2
@@ -211,8 +211,8 @@ def run(words: tuple[str, ...], template: str | None) -> int:
 def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
     """List all jobs, newest first.
 
-    --watch suits screen readers and logs: sentences, nothing redrawn. With --json
-    too, each line is the object of a job that changed.
+    --watch prints plain sentences and redraws nothing, for screen readers and logs. With --json,
+    each line is the JSON object of a job that changed.
     """
     store = Store()
     if forever:
@@ -228,8 +228,8 @@ def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
 @cli.command()
 @ID
 @click.option("--as", "form", type=click.Choice(FORMS),
-              help="Print what recreates the job anywhere: its file, its flags, or a shell script "
-              "with the accelerate launch command.")  # fmt: skip
+              help="Print the job to recreate it elsewhere: as a file, as flags, or as a shell "
+              "script with the accelerate launch command.")  # fmt: skip
 @JSON
 def show(job_id: int, form: Form | None, as_json: bool) -> None:
     """Show a job: state, progress, history, files.
@@ -237,7 +237,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     \b
     fsdp-tui show 3 --as yaml > again.yaml      the whole job, to edit and submit
     eval fsdp-tui submit "$(fsdp-tui show 3 --as flags)"
-    fsdp-tui show 3 --as accelerate | bash      without the queue, in a directory of its own
+    fsdp-tui show 3 --as accelerate | bash      without the queue, in its own directory
     """
     store = Store()
     service.refresh(store)
@@ -288,7 +288,7 @@ def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool)
 
 @cli.command()
 @ID
-@click.option("--now", is_flag=True, help="Send SIGKILL at once, without a checkpoint.")
+@click.option("--now", is_flag=True, help="Send SIGKILL immediately, without a checkpoint.")
 def stop(job_id: int, now: bool) -> None:
     """Stop a job after the current step, with a checkpoint. Again: SIGTERM, then SIGKILL."""
     echo(service.stop(Store(), job_id, now=now))

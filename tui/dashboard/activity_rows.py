@@ -1,4 +1,4 @@
-"""The line about the selected job: what it does now, how far that is, or why it ended."""
+"""The line about the selected job: current phase, progress, or why it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ON_X = {0: " · x again: SIGTERM", 1: " · x again: SIGTERM", 2: " · x again: 
 
 
 def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
-    """One line for a job that runs; up to three for the reason of one that does not."""
+    """Return one line for a running job; up to three with the reason of any other."""
     if view is None or width < 20:
         return ()
     job = view.job

@@ -33,7 +33,7 @@ _EMPTY: tuple[Row, ...] = (
 )
 _ON_GPUS: Row = (
     Span("  fsdp-tui selftest", "accent"),
-    Span("  tests in 3 minutes that these GPUs train", "dim"),
+    Span("  checks in 3 minutes that these GPUs can train", "dim"),
 )
 
 
@@ -151,11 +151,11 @@ class JobsPanel(Lines, can_focus=True):
             self._lines = []
             self.show((*_EMPTY, _ON_GPUS) if snapshot.gpus else _EMPTY)
             return
-        known = self._shaped
-        if known is None or known[0] is not snapshot.jobs or known[1] != width:
+        shaped = self._shaped
+        if shaped is None or shaped[0] is not snapshot.jobs or shaped[1] != width:
             shape = columns(snapshot, width - 2)
-            known = self._shaped = (snapshot.jobs, width, shape, queue_places(snapshot.jobs))
-        _, _, shape, places = known
+            shaped = self._shaped = (snapshot.jobs, width, shape, queue_places(snapshot.jobs))
+        _, _, shape, places = shaped
         rows: list[Row] = [(Span("  "), *header_row(shape))]
         lines: list[int | None] = [None]
         headed = self._headed
@@ -175,10 +175,10 @@ class JobsPanel(Lines, can_focus=True):
 
     def _row(self, view: JobView, shape: Columns, place: str, selected: bool) -> Row:
         """The row of a job, rebuilt only when something about it changed."""
-        known = self._made.get(view.job.id)
+        drawn = self._made.get(view.job.id)
         facts = (id(view), shape, place, selected)
-        if known is not None and known[0] == facts:
-            return known[2]
+        if drawn is not None and drawn[0] == facts:
+            return drawn[2]
         mark = Span("▸ " if selected else "  ", "accent")
         row = (mark, *job_row(view, shape, place))
         self._made[view.job.id] = (facts, view, row)  # the view too, or its id may be another's

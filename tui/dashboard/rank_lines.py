@@ -113,7 +113,7 @@ def rank_table(view: JobView, gpus: Sequence[Gpu], now: float, width: int) -> tu
 
 
 def keeping_up(rank: RankStatus, furthest: int, now: float) -> Span:
-    """Whether a rank lives and moves on with the others, in words.
+    """Say whether a rank is alive and keeps up with the others.
 
     Args:
         rank: The rank.

@@ -232,7 +232,7 @@ class LogView(ScrollView, can_focus=True):
             text = "following"
         else:
             last = min(count, self.scroll_offset.y + self.size.height)
-            text = f"stopped at line {last} of {count} · f: follow"
+            text = f"paused at line {last} of {count} · f: follow"
         if self.border_subtitle != text:
             self.border_subtitle = text
 

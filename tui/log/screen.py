@@ -44,7 +44,7 @@ _KEYS: Final = (  # action, keys as people read them, what it does; the first ar
 _PROMPTS: Final = {  # what is asked for: the sign before it, and what may be typed
     "search": ("/", "text or regular expression · capitals make it case-sensitive"),
     "filter": ("&", "show only matching lines · empty: all lines"),
-    "place": (":", "line 1200 · part 50% · time 14:05 or 14:05:30"),
+    "place": (":", "line 1200 · percentage 50% · time 14:05 or 14:05:30"),
 }
 
 
@@ -88,7 +88,7 @@ class LogScreen(Screen[int]):
         Binding("E,shift+e", "previous_error", "previous error", id="log.previous_error",
                 key_display="E", tooltip="Go to the previous error or traceback"),
         Binding("colon", "ask('place')", "go to", id="log.go_to", key_display=":",
-                tooltip="Go to a line, a part of the log, or a time"),
+                tooltip="Go to a line, a percentage, or a time"),
         Binding("right_square_bracket", "next_log", "next log", id="log.next_log", key_display="]",
                 tooltip="Next log: ranks, launcher, supervisor"),
         Binding("left_square_bracket", "previous_log", "previous log", id="log.previous_log",
@@ -293,8 +293,8 @@ class LogScreen(Screen[int]):
         if reader.following:
             return f"following · {of}" + (" lines" if reader.only is None else "")
         if not model.complete:
-            return "stopped · counting lines"
-        line = f"held · line {reader.line_of(reader.row) + 1:,} of {count:,}"
+            return "paused · counting lines"
+        line = f"paused · line {reader.line_of(reader.row) + 1:,} of {count:,}"
         if reader.origin is None:
             return line
         low, high = reader.selected

@@ -191,7 +191,7 @@ def settings(values: Values, choices: Choices) -> str:
             parts.append(f"average of {span}")
     parts += ["log scale"] if choices.log else []
     parts += ["no raw values"] if not choices.has_raw(len(values.runs)) and span != 1 else []
-    parts += ["extremes included"] if choices.whole else []
+    parts += ["outliers included"] if choices.whole else []
     parts += ["zoomed"] if choices.extent is not None else []
     return " · ".join(parts)
 

@@ -100,7 +100,8 @@ def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
     for outer, inner in does.nested:
         around.setdefault(inner, []).append(outer)
     told += [
-        f"nested: {inner} is inside {listed(outer)}; only the rest of that becomes its own unit"
+        f"nested: {inner} is inside {listed(outer)}; only the rest of the outer class is its own "
+        "unit"
         for inner, outer in around.items()
     ]
     if does.units and does.largest > _MUCH * found.total_params:

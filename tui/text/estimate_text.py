@@ -36,8 +36,8 @@ def verdict(fit: Fit) -> str:
         case Verdict.FITS:
             return f"fits, {size(fit.spare)} spare"
         case Verdict.TIGHT:
-            return f"tight: up to {size(-fit.spare)} too much"
-    return f"does not fit: {size(fit.low - fit.room.free)} too much"
+            return f"tight: up to {size(-fit.spare)} over"
+    return f"does not fit: {size(fit.low - fit.room.free)} over"
 
 
 def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
@@ -46,7 +46,7 @@ def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
     head = (
         "strategy",
         "ranks",
-        "each needs",
+        "per rank",
         "largest phase",
         *(f"on {f.room.name}" for f in rooms),
     )
@@ -76,7 +76,7 @@ def phases_text(predicted: Predicted) -> str:
                        predicted.overheads.items())  # fmt: skip
     reserved = f"torch reserves {band(*predicted.reserved)}"
     if beside:
-        reserved += f"; the driver shows, with {beside}, {band(*predicted.device)}"
+        reserved += f"; the driver shows {band(*predicted.device)}, including {beside}"
     return f"{table(head, rows)}\n{reserved}"
 
 
@@ -106,7 +106,7 @@ def fewest_text(counts: Mapping[str, int | None]) -> str:
     unable = [name for name, count in counts.items() if count is None]
     told = ", ".join(able)
     if unable:
-        told += f"{'; ' if able else ''}no number of {', '.join(unable)}"
+        told += f"{'; ' if able else ''}not possible on {', '.join(unable)}"
     return told
 
 

@@ -29,7 +29,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     """`fsdp-tui list`."""
     if not jobs:
-        return "no jobs yet; `fsdp-tui demo` starts one, `fsdp-tui submit JOB.yaml` queues yours"
+        return "no jobs yet; `fsdp-tui demo` starts one, `fsdp-tui submit JOB.yaml` queues your own"
     head = ("ID", "NAME", "STATE", "STEP", "LOSS", "S/STEP", "ETA", "ON", "REASON")
     rows = [
         (

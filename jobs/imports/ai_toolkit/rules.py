@@ -204,7 +204,7 @@ def loss(draft: Draft, key: str, value: Any) -> None:
     elif word == "mae":
         draft.take(key, "loss_type", "smooth_l1", "the nearest")
     else:
-        draft.unsupported(key, "the loss is on the model's prediction: mse, huber or smooth_l1")
+        draft.unsupported(key, "use mse, huber or smooth_l1, on the model's prediction")
 
 
 def export_dtype(draft: Draft, key: str, value: Any) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jobs.imports.common.draft import Rule
 
 _ONE_MACHINE: Final = "jobs run on one machine"
-_NO_DEEPSPEED: Final = "DeepSpeed is not supported; strategy: fsdp2 shards what ZeRO 3 does"
+_NO_DEEPSPEED: Final = "DeepSpeed is not supported; strategy: fsdp2 shards the same state as ZeRO 3"
 _BY_ITSELF: Final = "FSDP2 always does this"
 
 
@@ -181,7 +181,7 @@ def read_file(draft: Draft, key: str, name: str, over: Collection[str] = ()) -> 
         part.unreadable(key, str(error))
         return
     if path is None or not isinstance(values, dict):
-        why = "no such file here" if path is None else "it has no keys"
+        why = "no such file" if path is None else "it has no keys"
         part.unreadable(key, f"{why}; set num_processes or gpus, and the fsdp_* keys")
         return
     part.record(Kind.TAKEN, key, why="its keys follow")

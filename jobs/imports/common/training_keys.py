@@ -42,7 +42,7 @@ OPTIMIZERS: Final[Words] = {
     **dict.fromkeys(("sgd", "optimi_sgd"), ("sgd", "without momentum")),
 }  # fmt: skip
 
-_NO_RESTARTS: Final = "one half cosine without restarts"
+_NO_RESTARTS: Final = "half a cosine period, without restarts"
 SCHEDULES: Final[Words] = {
     **{name: (name, "") for name in get_args(LRScheduler)},
     "sine": ("cosine", _NO_RESTARTS),
@@ -73,7 +73,7 @@ TEXT_ENCODERS_FREED: Final = (
     "captions are encoded and cached first; then the text encoders are freed"
 )
 ONE_DIRECTORY: Final = "the model is one directory; build one that contains this"
-NOISE: Final = "noise follows the model's own training"
+NOISE: Final = "noise is drawn as when the model was trained"
 NO_METHOD: Final = "not supported"
 OTHER_CHECKPOINTS: Final = (
     "cannot resume from other tools' checkpoints; `fsdp-tui resume ID` resumes the job's own"
@@ -94,7 +94,7 @@ def warm_up(draft: Draft, key: str, value: Any) -> None:
     """Steps of warm-up, which a constant rate has neither there nor here."""
     word = str(draft.get("lr_scheduler") or "constant").strip().lower()
     if not is_off(value) and SCHEDULES.get(word, ("constant", ""))[0] == "constant":
-        draft.unneeded(key, "lr_scheduler: constant has no warm-up there either")
+        draft.unneeded(key, "lr_scheduler: constant has no warm-up in that tool either")
     else:
         draft.take(key, "lr_warmup_steps", value)
 
@@ -129,8 +129,8 @@ def rate(draft: Draft, key: str, value: Any, *, scaled: bool = False, root: bool
         return
     batch = global_batch(draft)
     factor = math.sqrt(batch) if root else batch
-    how = f"times {'the root of ' if root else ''}the global batch of {batch:g}"
-    draft.take(key, "learning_rate", number * factor, f"{how}, as the scaling option does there")
+    how = f"times {'the square root of ' if root else ''}the global batch of {batch:g}"
+    draft.take(key, "learning_rate", number * factor, f"{how}, as that tool's scaling option does")
 
 
 def snr(draft: Draft, key: str, value: Any) -> None:

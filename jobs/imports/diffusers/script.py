@@ -70,7 +70,7 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     launch.read_environment(draft, command.environment)
     launch.read_flags(draft, "accelerate launch --", command.launch)
     for word in command.strays:
-        draft.unreadable(word, "belongs to no flag")
+        draft.unreadable(word, "does not belong to any flag")
     draft.defaults = _defaults(draft, command)
     several = [key for key, value in draft.theirs.items() if isinstance(value, list)]
     odd = dict.fromkeys(set(several) - set(_TAKE_SEVERAL), _several)
@@ -78,7 +78,7 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     draft.apply(_RULES | odd, _PREFIXES, _FIRST)
     if draft.values["model_type"] == "lora":
         draft.values["lora_init"] = "gaussian"
-        draft.assume("init_lora_weights", "as its scripts draw A", lora_init="gaussian")
+        draft.assume("init_lora_weights", "as the script initializes A", lora_init="gaussian")
     _warn(draft)
     return source, draft
 
@@ -191,7 +191,7 @@ def _weighting(draft: Draft, key: str, value: Any) -> None:
         # Its scripts draw among the scheduler's steps, which for SD3 are shifted.
         shifted = models.family_of(draft).name == "sd3"
         plain, moved = ("logit_normal", "shift") if word == "logit_normal" else _UNIFORM
-        how = "with the model scheduler's shift" if shifted else "as drawn there"
+        how = "with the model scheduler's shift" if shifted else "drawn as in the script"
         draft.take(key, "timestep_sampling", moved if shifted else plain, how)
         if word in ("sigma_sqrt", "cosmap"):
             draft.values["loss_weighting"] = word
@@ -205,7 +205,7 @@ def _mean(draft: Draft, key: str, value: Any) -> None:
     if number is None:
         draft.unreadable(key, "not a number")
     else:
-        draft.take(key, "logit_mean", -number or 0.0, "counted from the other end")
+        draft.take(key, "logit_mean", -number or 0.0, "sign inverted: 0 is noise there")
 
 
 def _guidance(draft: Draft, key: str, value: Any) -> None:
@@ -299,7 +299,7 @@ _RULES: Final[dict[str, Rule]] = {
     "logit_mean": _mean,
     "mode_scale": needless("only for weighting_scheme: mode"),
     "snr_gamma": training_keys.snr,
-    "precondition_outputs": without("the loss is on the predicted velocity"),
+    "precondition_outputs": without("the loss is computed on the predicted velocity"),
     "prediction_type": needless("set by the model's scheduler_config.json"),
     "noise_offset": without(training_keys.NOISE),
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),

@@ -48,7 +48,7 @@ def read_backends(draft: Draft, key: str, value: Any) -> None:
         draft.unreadable(key, str(error))
         return
     if path is None or not isinstance(backends, list):
-        why = "no such file here" if path is None else "not a list of datasets"
+        why = "no such file" if path is None else "not a list of datasets"
         draft.unreadable(key, f"{why}; set dataset or datasets")
         return
     draft.record(Kind.TAKEN, key, why="its datasets follow")

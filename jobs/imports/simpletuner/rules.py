@@ -116,7 +116,7 @@ def target(draft: Draft, key: str, value: Any) -> None:
     else:
         flux = draft.values.get("model_family", "flux") == "flux"
         targets = modules if flux else _ATTENTION
-        draft.take(key, "lora_target_modules", targets, "attention layers only, as there")
+        draft.take(key, "lora_target_modules", targets, "attention layers only, as in SimpleTuner")
 
 
 def steps(draft: Draft, key: str, value: Any) -> None:

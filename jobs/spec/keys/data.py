@@ -33,10 +33,10 @@ class DataKeys(BaseModel):
         2.0, "data", "Skip images that would have to be upscaled more than this.", ge=1
     )
     crop: Annotated[Crop, choice(Crop)] = field(
-        "center", "data", "Where an image is cropped to the shape of its bucket."
+        "center", "data", "Part of an image to keep when it is cropped to its bucket."
     )
     crop_variants: int = field(
-        4, "data", "Crops of each image that are cached with crop: random.", ge=1, le=64
+        4, "data", "Number of crops cached per image with crop: random.", ge=1, le=64
     )
     random_flip: Bool = field(
         False, "data", "Mirror half of the samples; both versions are cached."
@@ -61,13 +61,13 @@ class DataKeys(BaseModel):
         "Replaces [trigger] in captions and prompts; prepended to captions without it.",
     )  # fmt: skip
     shuffle_captions: Bool = field(
-        False, "data", "Also train with the comma-separated parts in other orders."
+        False, "data", "Also train with the comma-separated parts of captions shuffled."
     )
     caption_shuffles: int = field(
-        4, "data", "Orders of each caption to encode, including the original.", ge=2, le=64
+        4, "data", "Number of orders to encode per caption, including the original.", ge=2, le=64
     )
     keep_tags: int = field(
-        0, "data", "Number of leading parts of a caption that stay in place.", ge=0
+        0, "data", "Number of leading caption parts that are never shuffled.", ge=0
     )
 
     # -- text encoders and caches ----------------------------------------------------------

@@ -28,7 +28,7 @@ class DeviceKeys(BaseModel):
         "auto", "devices", "auto: GPUs if there are any, else CPU ranks over gloo."
     )
     gpus: Annotated[int | list[int | str] | None, BeforeValidator(read_gpus)] = field(
-        None, "devices", "GPUs by index or UUID, or a count of any free ones."
+        None, "devices", "GPUs by index or UUID, or the number of free GPUs to use."
     )
     share_gpus: Bool = field(
         False, "devices", "Also use GPUs on which other processes hold memory."
@@ -54,7 +54,7 @@ class DeviceKeys(BaseModel):
         ContextParallelStrategy, choice(ContextParallelStrategy)
     ] = field("allgather", "devices", "allgather: ring attention; alltoall: Ulysses, by heads.")
     deepspeed_config: OptionalSettings = field(
-        None, "devices", "Not supported; accepted so that configs of other tools can be read."
+        None, "devices", "Not supported; accepted so that other tools' configs can be read."
     )
 
     # -- accelerate launch -----------------------------------------------------------------

@@ -15,13 +15,13 @@ class LoraKeys(BaseModel):
 
     lora_rank: int = field(16, "lora", "Rank of the adapter.", ge=1, le=4096)
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None, "lora", "Alpha, the numerator of the scale (default: the rank).", gt=0
+        None, "lora", "LoRA alpha; the scale is alpha / rank (default: the rank).", gt=0
     )
-    lora_dropout: float = field(0.0, "lora", "Dropout before the adapter.", ge=0, lt=1)
+    lora_dropout: float = field(0.0, "lora", "Dropout on the adapter's input.", ge=0, lt=1)
     lora_init: Annotated[LoraInit, choice(LoraInit)] = field(
         "kaiming", "lora",
-        "How A is drawn, as peft calls it: kaiming, uniform and its own default; or gaussian with "
-        "deviation 1 / rank, as diffusers' scripts have it. B is zero.",
+        "How matrix A is initialized: kaiming (peft's default) or gaussian (standard deviation "
+        "1 / rank, as in diffusers' scripts). B starts at zero.",
     )  # fmt: skip
     lora_placement: Annotated[Placement, choice(Placement)] = field(
         "replicated", "lora",
@@ -29,7 +29,7 @@ class LoraKeys(BaseModel):
         "like the base weights.",
     )  # fmt: skip
     lora_experts: Bool = field(
-        False, "lora", "Also adapt the experts that tokens are routed to, where a family has them."
+        False, "lora", "Also adapt the routed experts of mixture-of-experts families."
     )
     lora_target_modules: OptionalTextList = field(
         None, "lora", "Suffixes of module names that get an adapter (default: the family's)."

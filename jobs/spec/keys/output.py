@@ -14,8 +14,8 @@ class OutputKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     checkpointing_steps: int = field(
-        500, "output", "Steps between checkpoints; 0: only at the end and at a stop, which always "
-                       "save.",
+        500, "output", "Steps between checkpoints; 0: only at the end and when the job is stopped, "
+                       "which always save.",
         ge=0,
     )  # fmt: skip
     checkpoints_total_limit: Annotated[int | None, BeforeValidator(as_none)] = field(

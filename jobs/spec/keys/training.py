@@ -56,13 +56,13 @@ class TrainingKeys(BaseModel):
     )
     lr_warmup_steps: int = field(0, "training", "Steps of linear warm-up.", ge=0)
     lr_end: float = field(
-        0.0, "training", "Learning rate that schedules other than constant end at.", ge=0, le=10
+        0.0, "training", "Final learning rate; not for constant schedules.", ge=0, le=10
     )
     lr_num_cycles: int = field(
-        1, "training", "Half waves of cosine_with_restarts, each from the peak.", ge=1, le=1000
+        1, "training", "Cycles of cosine_with_restarts; each starts at the peak.", ge=1, le=1000
     )
     lr_power: float = field(
-        1.0, "training", "Power of polynomial: 1 is linear, 2 falls faster first.", gt=0, le=100
+        1.0, "training", "Power of polynomial: 1 is linear; 2 decays faster at first.", gt=0, le=100
     )
     max_grad_norm: float = field(
         1.0, "training", "Clip the global gradient norm to this; 0 turns clipping off.", ge=0
@@ -101,30 +101,30 @@ class TrainingKeys(BaseModel):
     )
     on_nonfinite: Annotated[NonFinite, choice(NonFinite)] = field(
         "fail", "training",
-        "If a loss or gradient is not finite on any rank. fail: end the job; skip: skip the step "
-        "on all ranks (20 in a row end the job).",
+        "What to do if a loss or gradient is not finite on any rank. fail: end the job; skip: skip "
+        "the step on all ranks (20 in a row end the job).",
     )  # fmt: skip
     seed: int = field(42, "training", "Random seed.", ge=0, le=2**31 - 1)
     timestep_sampling: Annotated[TimestepSampling, choice(TimestepSampling)] = field(
         "logit_normal", "training",
         "How sigma is drawn: uniform, logit_normal, either of them shifted (uniform_shift, shift), "
-        "or mode, which draws the middle more or less often. Families whose samplers shift have "
-        "shift as default.",
+        "or mode, which favors mid-range values. Families whose sampler shifts sigma default to "
+        "shift.",
     )  # fmt: skip
     logit_mean: float = field(0.0, "training", "Mean of the logit-normal sigma.")
-    logit_std: float = field(1.0, "training", "Standard deviation of the logit-normal.", gt=0)
+    logit_std: float = field(1.0, "training", "Standard deviation of the logit-normal sigma.", gt=0)
     mode_scale: float = field(
-        1.29, "training", "How much more often mode draws the middle; below 0 less often.",
+        1.29, "training", "Strength of mode: above 0 favors mid-range sigmas, below 0 avoids them.",
         ge=-1, le=1.75,
     )  # fmt: skip
     flow_shift: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "training", "Shift of sigma (default: the family's, by resolution).", gt=0
     )
     sigma_min: float = field(
-        0.0, "training", "Lowest sigma that is trained; 0 is data.", ge=0, lt=1
+        0.0, "training", "Lowest sigma to train on; 0 is clean data.", ge=0, lt=1
     )
     sigma_max: float = field(
-        1.0, "training", "Highest sigma that is trained; 1 is noise.", gt=0, le=1
+        1.0, "training", "Highest sigma to train on; 1 is pure noise.", gt=0, le=1
     )
     loss_weighting: Annotated[LossWeighting, choice(LossWeighting)] = field(
         "none", "training",

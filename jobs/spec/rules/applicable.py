@@ -124,13 +124,13 @@ def _not_told(spec: JobSpec) -> str:
 def _no_experts(spec: JobSpec) -> str:
     family = _family(spec)
     if spec.lora_target_modules:
-        return "lora_target_modules names what is adapted"
+        return "lora_target_modules decides what is adapted"
     return "" if family is None or family.experts else f"{family.title} has none"
 
 
 def _no_end(spec: JobSpec) -> str:
     constant = spec.lr_scheduler in ("constant", "constant_with_warmup")
-    return f"lr_scheduler: {spec.lr_scheduler} does not fall" if constant else ""
+    return f"lr_scheduler: {spec.lr_scheduler} does not decay" if constant else ""
 
 
 def _no_restarts(spec: JobSpec) -> str:

@@ -144,7 +144,7 @@ def test_what_is_missing_is_said(tool: str, name: str) -> None:
     imported = example(tool, name)
     missing = "\n".join(imported.report.to_fill_in)
     assert "hf download" in missing  # the model
-    assert "no such folder here" in missing or "dataset is missing" in missing
+    assert "no such folder: " in missing or "dataset is missing" in missing
 
 
 def test_simpletuner_flux_lora() -> None:

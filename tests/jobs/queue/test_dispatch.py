@@ -285,7 +285,7 @@ def test_a_queue_that_another_keeps_is_not_waited_for_without_end(
         held.write("4321")
         held.flush()
         dispatch(store)
-        assert store.get(job).reason == "process 4321 holds the queue and does not answer"
+        assert store.get(job).reason == "process 4321 holds the queue and does not respond"
         assert started == []
     dispatch(store)
     assert started == [job]
@@ -348,8 +348,8 @@ def test_a_blocked_supervisor_is_told_of_and_done_without(
     monkeypatch.setattr(dispatching, "_BLOCKED_FOR", 0.0)
     assert needs_attention(store)
     dispatch(store)
-    said = f"its supervisor (process {blocked.pid}) is blocked in the kernel, as by a disk that"
-    assert store.get(job.id).reason == f"{said} does not answer; its ranks keep running"
+    said = f"its supervisor (process {blocked.pid}) is blocked in the kernel, for example by a disk"
+    assert store.get(job.id).reason == f"{said} that does not respond; its ranks keep running"
     assert started == []
     store.raise_stop_level(job.id, 1)
     dispatch(store)

@@ -47,7 +47,7 @@ def test_without_work_it_leaves_once_it_has_been_idle_for_long_enough(
     runner.keep(store, idle_seconds=3.0)
     assert now == 1003.0
     assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == [
-        "started", "nothing to do, ended",
+        "started", "nothing left to do; exiting",
     ]  # fmt: skip
     with open(store.home / "runner.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the next one may come
@@ -118,6 +118,6 @@ def test_it_is_started_once_and_detached(store: Store) -> None:
         runner.ensure_runner(store)
         assert log.read_text().count("started") == 1
         eventually(lambda: not found.alive())
-        assert "ended" in log.read_text()
+        assert "exiting" in log.read_text()
     finally:
         end([found], grace=0)

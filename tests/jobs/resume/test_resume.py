@@ -173,7 +173,7 @@ def test_who_takes_which_samples_of_a_step_does_not_matter(
 )
 def test_another_global_batch_is_told(new: dict[str, Any]) -> None:
     assert conflicts({"num_processes": 2}, new).changes == [
-        "the global batch: 2 → 4, so steps train on other samples"
+        "the global batch: 2 → 4, so steps train on different samples"
     ]
 
 
@@ -300,7 +300,7 @@ def test_the_order_of_target_modules_does_not_matter() -> None:
 def test_alpha_scales_what_is_trained_already() -> None:
     assert conflicts({"lora_alpha": None}, {"lora_alpha": 16}) == conflicts(), "the rank is meant"
     assert conflicts({"lora_alpha": 8}, {"lora_alpha": 12}).changes == [
-        "lora_alpha: 8 → 12, so the adapter is 1.5 times as strong from here on"
+        "lora_alpha: 8 → 12, so the adapter becomes 1.5 times as strong"
     ]
 
 
@@ -351,7 +351,7 @@ def test_the_other_of_two_denoisers_is_refused_and_another_word_for_the_same_is_
     high, low = ({**wan, "model_flavour": f"2.2-t2v-a14b-{noise}"} for noise in ("high", "low"))
     (refusal,) = conflicts(high, low).impossible
     assert "model_flavour" in refusal
-    assert "another of the model's denoisers" in refusal
+    assert "a different denoiser of the model" in refusal
     assert conflicts(low, wan).impossible
     assert not conflicts(low, low).impossible
     assert not conflicts(high, wan).impossible

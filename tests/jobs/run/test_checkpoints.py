@@ -404,7 +404,7 @@ def test_what_a_resume_changes_is_found_from_the_checkpoint(
     assert plan_resume(store, job.id).changes == []
     assert plan_resume(store, job.id, back_to=20).changes == [
         "learning_rate: 0.001 → 0.0005",
-        "the global batch: 2 → 4, so steps train on other samples",
+        "the global batch: 2 → 4, so steps train on different samples",
     ]
 
 

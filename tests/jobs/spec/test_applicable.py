@@ -46,7 +46,7 @@ FSDP = TWO | {"strategy": "fsdp2"}
         ({"optimizer": "sgd"}, "adam_beta1", "optimizer: sgd has none"),
         ({"lr_scheduler": "cosine"}, "lr_warmup_steps", ""),
         ({}, "lr_warmup_steps", "lr_scheduler: constant has no warm-up"),
-        ({}, "lr_end", "lr_scheduler: constant does not fall"),
+        ({}, "lr_end", "lr_scheduler: constant does not decay"),
         ({"lr_scheduler": "linear"}, "lr_end", ""),
         ({"lr_scheduler": "cosine"}, "lr_num_cycles", "needs lr_scheduler: cosine_with_restarts"),
         ({"lr_scheduler": "polynomial"}, "lr_power", ""),

@@ -365,12 +365,12 @@ def test_a_single_rank_is_started_without_elastic(run_dir: RunDir, end: str, rea
 
 def test_a_launcher_that_was_told_to_end(run_dir: RunDir) -> None:
     run_dir.launcher_log.write_text(SIGNALED)
-    assert why_failed(run_dir, 1) == "somebody sent SIGTERM to the launcher, which ended the ranks"
+    assert why_failed(run_dir, 1) == "someone sent SIGTERM to the launcher, which ended the ranks"
 
 
 def test_a_launcher_that_was_interrupted_while_it_imported(run_dir: RunDir) -> None:
     run_dir.launcher_log.write_text("Traceback\n  File torch/x.py\nKeyboardInterrupt\n\n".rstrip())
-    said = "somebody sent SIGINT to the launcher while it started"
+    said = "someone sent SIGINT to the launcher while it started"
     assert why_failed(run_dir, 1) == said
 
 
@@ -431,7 +431,7 @@ def test_a_collective_that_timed_out_is_named_and_so_is_the_late_rank(run_dir: R
     [
         ([3, 2, 3], "rank 1 never reached the all_gather that ranks 0, 2 wait in"),
         ([3, 0, 3], "rank 1 never reached the all_reduce that ranks 0, 2 wait in"),
-        ([3, 3, 3], "all ranks are in the same all_gather, which does not end"),
+        ([3, 3, 3], "all ranks are in the same all_gather, which never finishes"),
     ],
 )
 def test_who_is_late_for_what(run_dir: RunDir, reached: list[int], words: str) -> None:

@@ -578,7 +578,7 @@ def test_a_suspended_supervisor_is_told_of_and_the_job_is_stopped_without_it(lab
     assert first.signal(signal.SIGSTOP)
     eventually(first.suspended)
     service.refresh(lab.store)
-    suspended = f"its supervisor (process {first.pid}) is suspended and does not answer"
+    suspended = f"its supervisor (process {first.pid}) is suspended and does not respond"
     said = f"{suspended}; its ranks keep running"
     assert lab.get(job).reason == said
     assert first.signal(signal.SIGCONT)
@@ -614,4 +614,4 @@ def test_a_stop_that_nobody_asked_for_is_told_as_what_it_was(lab: Lab) -> None:
     lab.supervisor(job).signal(signal.SIGTERM)
     assert launcher.signal(signal.SIGTERM)
     job = lab.wait(job, State.STOPPED, look=True)
-    assert job.reason.startswith("somebody sent SIGTERM to the launcher; stopped at step ")
+    assert job.reason.startswith("someone sent SIGTERM to the launcher; stopped at step ")

@@ -125,7 +125,7 @@ def test_after_a_pause_a_hang_is_still_found(watched: Watched) -> None:
     assert watched.look(after=86400) is None
     looks = [watched.look(after=5) for _ in range(HANG // 5)]
     assert looks[:-1] == [None] * (HANG // 5 - 1)
-    assert looks[-1] == f"ranks 0, 1 gave no sign of life for {HANG} s at step 3 while training"
+    assert looks[-1] == f"ranks 0, 1 sent no heartbeat for {HANG} s at step 3 while training"
 
 
 def test_stillness_counts_up_to_the_timeout_and_any_progress_ends_it(watched: Watched) -> None:
@@ -277,7 +277,7 @@ def test_no_flight_record_keeps_a_hang_from_its_end(watched: Watched, entries: A
     watched.look()
     hang = [watched.look(after=5) for _ in range(HANG // 5)][-1]
     assert hang is not None
-    assert hang.startswith("ranks 0, 1 gave no sign of life")
+    assert hang.startswith("ranks 0, 1 sent no heartbeat")
 
 
 def test_a_mistake_of_ours_in_a_look_ends_no_training(

@@ -211,7 +211,8 @@ def test_a_resume_says_what_changes(shell: Shell, run_dir: RunDir) -> None:
     assert status == 0
     assert err.splitlines() == [
         "fsdp-tui: the result changes: learning_rate: 0.0001 → 0.0005",
-        "fsdp-tui: the result changes: the global batch: 2 → 4, so steps train on other samples",
+        "fsdp-tui: the result changes: the global batch: 2 → 4, so steps train on different "
+        "samples",
     ]
     assert "the result" not in out
 
@@ -230,8 +231,8 @@ def test_scripts_get_what_changes(shell: Shell, store: Store, run_dir: RunDir) -
         (("--from", "x"), '"x" is not a step; use a number such as 20 or step-20'),
         (("--from",), "Option '--from' requires an argument."),
         (("--lora_rank=4",), "cannot resume from step-30: lora_rank: the checkpoint was written "
-                             "with 16, not with 4: the adapter's weights have another shape; set "
-                             "lora_rank to 16, or start a job without the checkpoint"),
+                             "with 16, not with 4: the adapter's weights have a different shape; "
+                             "set lora_rank to 16, or start a job without the checkpoint"),
         (("20",), '"20" is not a --key=value flag'),
     ],
 )  # fmt: skip

@@ -38,7 +38,7 @@ def test_a_job_in_words() -> None:
     )
     going = row(gpus=[0, 1, 3], step=40, loss=0.4123, seconds_per_step=1.5, eta=239.0)
     assert sentence(going) == (
-        "job 3 cats is running on GPUs 0, 1 and 3, step 40 of 200, loss 0.4123, 1.50 seconds a "
+        "job 3 cats is running on GPUs 0, 1 and 3, step 40 of 200, loss 0.4123, 1.50 seconds per "
         "step, about 4 minutes left"
     )
     assert sentence(row(state="completed", gpus=[0], step=200, seconds_per_step=1.5)) == (
@@ -109,7 +109,7 @@ def test_what_passes_does_not_end_it(
     out, err = capsys.readouterr()
     assert "job 1 cats is queued" in out
     assert err.count("cannot read the jobs") == 1
-    assert "reading the jobs again" in err
+    assert "the jobs can be read again" in err
 
 
 @pytest.fixture

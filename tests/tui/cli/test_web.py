@@ -87,10 +87,10 @@ def test_beyond_loopback_it_warns(
     beyond = ("--host", "0.0.0.0", "--port", "8123")
     status, err = run(monkeypatch, capsys, *beyond)
     assert status == 0
-    assert "the token is sent in the clear: whoever reads it controls your jobs" in err
+    assert "the token is sent unencrypted: anyone who intercepts it controls your jobs" in err
     assert "ssh -L 8123:127.0.0.1:8123" in err
     status, err = run(monkeypatch, capsys, *beyond, "--no-token")
-    assert "anyone who reaches port 8123 controls your jobs" in err
+    assert "anyone who can reach port 8123 controls your jobs" in err
     assert run(monkeypatch, capsys, "--read-only") == (0, "")
     monkeypatch.setattr("tui.cli.machine.web.others_have_accounts", lambda: True)
     assert run(monkeypatch, capsys) == (0, "")

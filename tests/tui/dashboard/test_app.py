@@ -324,7 +324,7 @@ async def test_the_log_follows_stops_when_scrolled_back_and_follows_again(store:
         write_log(job, "more\n" * 50, append=True)
         await until(pilot, lambda: log.virtual_size.height == 550)
         assert log.scroll_y == there
-        assert "stopped" in str(log.border_subtitle)
+        assert "paused" in str(log.border_subtitle)
         await pilot.press("end")
         await until(pilot, lambda: log.following and log.scroll_y == log.max_scroll_y)
         await pilot.press("f")

@@ -298,5 +298,5 @@ def test_rows_fit(width: int) -> None:
 
 def test_what_was_freed_in_words() -> None:
     assert amount([Cleared((), 2**20, 1), Cleared((), 0, 1)]) == "1 MiB in 2 files"
-    assert freed(Cleared(("text",), 0, 0)) == "the text cache held nothing"
+    assert freed(Cleared(("text",), 0, 0)) == "nothing to clear in the text cache"
     assert freed(Cleared(("a", "b"), 1024, 2)) == "freed 1 KiB in 2 files from the a and b caches"

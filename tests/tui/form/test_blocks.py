@@ -351,8 +351,8 @@ async def test_nested_choices_are_warned_about_until_the_recommended_are_taken(
         line = screen.query_one("#detect-cautions")
         await until(pilot, lambda: line.display)
         assert text_of(screen, "cautions") == (
-            f"! nested: AdaLayerNormZeroSingle is inside {SINGLE}; only the rest of that becomes "
-            "its own unit"
+            f"! nested: AdaLayerNormZeroSingle is inside {SINGLE}; only the rest of the outer "
+            "class is its own unit"
         )
         await pilot.press("k", "space")
         await until(pilot, lambda: "FluxAttention" in text_of(screen, "cautions"))

@@ -95,7 +95,7 @@ async def test_it_follows_and_keys_hold_and_move_it(store: Store, job: Job) -> N
         assert shown(reader)[-1].endswith(LINES[-1])
         await pilot.press("k")
         assert line(reader) == LINES[298]
-        assert "held · line 299 of 300" in status(screen, "place")
+        assert "paused · line 299 of 300" in status(screen, "place")
         await pilot.press("up", "j", "down")
         assert line(reader) == LINES[299]
         await pilot.press("j")
@@ -239,7 +239,8 @@ async def test_a_search_that_finds_nothing_says_so_and_stays(store: Store, job: 
         await typed(pilot, "slash", "no such (")
         await until(pilot, lambda: "0 lines" in status(screen, "found"))
         assert reader.following
-        assert any("no line has “no such (”" in str(n.message) for n in pilot.app._notifications)
+        said = [str(n.message) for n in pilot.app._notifications]
+        assert any("no line contains “no such (”" in text for text in said)
 
 
 @pytest.mark.slow
@@ -337,7 +338,7 @@ async def test_it_goes_to_a_place(store: Store, job: Job, place: str, number: in
 async def test_what_is_no_place_is_told_and_can_be_mended(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
         await typed(pilot, "colon", "there")
-        assert any("is not a place in a log" in str(n.message) for n in pilot.app._notifications)
+        assert any("is not a position in a log" in str(n.message) for n in pilot.app._notifications)
         assert screen.prompt.has_focus
         await pilot.press("escape")
         assert reader.has_focus

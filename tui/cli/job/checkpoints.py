@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--verify", "contents", is_flag=True,
               help="Read every byte; exit status 1 if anything is damaged.")  # fmt: skip
 @click.option("--delete", "names", multiple=True, metavar="STEP …",
-              help="Delete these steps; a checkpoint that was set aside, by name.")  # fmt: skip
+              help="Delete these steps' checkpoints (set-aside ones by name).")  # fmt: skip
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @JSON
 def checkpoints(

@@ -55,8 +55,8 @@ def export(
 ) -> None:
     """Export a checkpoint for other tools and print its path.
 
-    The job may be running. A LoRA comes under the names of diffusers and of other tools, a
-    whole model as a pipeline for from_pretrained. Every file is read back and compared.
+    The job may be running. A LoRA is written with the key names of diffusers and of other tools, a
+    full model as a pipeline for from_pretrained. Every file is read back and compared.
     """
     with ProgressLine("exporting") as line:
         made = export_checkpoint(

@@ -48,7 +48,8 @@ def move(job_id: int, place: str | None, priority: int | None) -> None:
 def pause(off: bool) -> None:
     """Start no queued job until `pause --off`; running jobs continue."""
     service.pause(Store(), not off)
-    echo("the queue is running" if off else "the queue is paused; `pause --off` resumes it")
+    paused = "the queue is paused; `fsdp-tui pause --off` resumes it"
+    echo("the queue is running" if off else paused)
 
 
 @click.command(name="save-now")

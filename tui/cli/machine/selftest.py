@@ -38,11 +38,12 @@ _INTERRUPTED: Final = 130  # exit status
               help="Number of CPU ranks.")  # fmt: skip
 @JSON
 def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
-    """Test that this machine trains; run it once on a new machine.
+    """Test that this machine can train; run it once on every new machine.
 
-    Real jobs on a small model: one device and all of them with each strategy, compared with each
-    other; stop and resume; the export in diffusers; a killed rank; on GPUs also out-of-memory,
-    bandwidth, step time and memory. About 3 minutes. Exit status: 0 if nothing fails, else 1.
+    Trains a small model on one device, then on all devices with each strategy, and compares the
+    results. Also tests stop and resume, the export in diffusers, and a killed rank; on GPUs also
+    out-of-memory, bandwidth, step time and memory. Takes about 3 minutes. Exit status: 0 if nothing
+    fails, else 1.
     """
     store = Store()
     chosen = [] if cpu else jobs_selftest.choose_gpus(store, read_names(gpus))

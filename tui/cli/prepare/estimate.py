@@ -180,11 +180,11 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
             end = "" if last is Verdict.FITS else "\n  still not enough: use more GPUs"
             parts.append(f"what to change, cheapest first\n{words_of.steps_text(facts.steps)}{end}")
         elif fit.verdict is not Verdict.FITS:
-            parts.append("no setting helps: use more GPUs, or larger ones")
+            parts.append("no setting is enough: use more GPUs, or GPUs with more memory")
         if facts.faster:
             parts.append(f"faster, and still fits\n{words_of.steps_text([facts.faster])}")
         if facts.fewest:
-            few = f"fewest GPUs that would do: {words_of.fewest_text(facts.fewest)}"
+            few = f"fewest GPUs that are enough: {words_of.fewest_text(facts.fewest)}"
             if facts.changed:
                 few += f"\nwith all of these changes: {words_of.fewest_text(facts.changed)}"
             parts.append(few)

@@ -127,11 +127,11 @@ def _report(imported: Imported, output: Path | None) -> str:
     lines = [f"{imported.source} ({imported.tool}) → {output or 'a job'}"]
     for kind in _DETAILED:
         if entries := report.of(kind):
-            lines += ["", f"{kind} ({len(entries)})", *(_line(entry) for entry in entries)]
+            lines += ["", f"{kind.heading} ({len(entries)})", *(_line(entry) for entry in entries)]
     if entries := report.of(Kind.UNNEEDED):
-        lines += ["", f"{Kind.UNNEEDED} ({len(entries)})", *_names(entries)]
+        lines += ["", f"{Kind.UNNEEDED.heading} ({len(entries)})", *_names(entries)]
     if assumed := report.assumed:
-        title = f"not set there, so that tool's default ({len(assumed)})"
+        title = f"not set; that tool's default is used ({len(assumed)})"
         lines += ["", title, *(_line(entry) for entry in assumed)]
     for title, sentences in (("warnings", report.warnings), ("to fill in", report.to_fill_in)):
         if sentences:

@@ -289,7 +289,7 @@ def _figures(fit: Fit) -> str:
 def _verdict(fit: Fit) -> str:
     """How it fits, in few words."""
     if fit.verdict is Verdict.TOO_LARGE:
-        return f"does not fit, by {size(fit.low - fit.room.free)}"
+        return f"does not fit by {size(fit.low - fit.room.free)}"
     if fit.verdict is Verdict.FITS and fit.spare < fit.room.passing:
         return f"fits when other processes free {gib(fit.room.passing)} GiB"
     return verdict(fit)

@@ -45,6 +45,15 @@ def test_size(value: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("state", "reason", "text"),
+    [("stopped", "stopped at step 5", "stopped at step 5"), ("running", "", "running"),
+     ("failed", "rank 1 vanished", "failed: rank 1 vanished")],
+)  # fmt: skip
+def test_a_state_is_not_said_twice(state: str, reason: str, text: str) -> None:
+    assert fmt.state_text(state, reason) == text
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), (math.inf, "–"), (42, "0:42"), (725, "12:05"), (12011, "3:20:11"),
      (187_200, "2d 04h")],

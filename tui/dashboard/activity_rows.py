@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from jobs.queue.states import State
-from tui.text.format import Row, Span, bar, cut, duration, pace
+from tui.text.format import Row, Span, bar, cut, duration, pace, state_text
 from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
         return _wrapped(head, f"queued: {job.reason or 'starts when the queue allows'}", width, "")
     hint = " · s: resume" if job.state is not State.COMPLETED else ""
     spent = f" · took {duration(job.ended - job.started)}" if job.ended and job.started else ""
-    words = f"{job.state}: {job.reason}{spent}{hint}"
+    words = f"{state_text(job.state, job.reason)}{spent}{hint}"
     return _wrapped(head, words, width, "bad" if job.state in (State.FAILED, State.LOST) else "")
 
 

@@ -56,6 +56,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
         UserError: Something is wrong with it, or it cannot resume from where it is to begin.
     """
     wanted = check_job.check(spec)
+    check_job.check_beginning(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
         return Plan(spec, wanted)

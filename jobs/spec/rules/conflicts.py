@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
@@ -209,6 +210,39 @@ def _lora(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def _lora_patterns(spec: JobSpec) -> Conflict | None:
+    for key in (
+        "lora_target_modules", "lora_exclude_modules", "lora_rank_pattern", "lora_alpha_pattern",
+    ):  # fmt: skip
+        for pattern in getattr(spec, key) or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                return Conflict(key, f"{key}: {pattern} is not a regular expression: {error}")
+    for pattern, rank in (spec.lora_rank_pattern or {}).items():
+        if rank != int(rank):
+            return Conflict(
+                "lora_rank_pattern", f"lora_rank_pattern: {pattern}: {rank:g} is not a whole number"
+            )
+    return None
+
+
+def _dora(spec: JobSpec) -> Conflict | None:
+    if spec.model_type != "lora" or spec.lora_variant != "dora":
+        return None
+    if spec.lora_dropout:
+        return Conflict("lora_dropout", "lora_dropout is not supported with lora_variant: dora")
+    if spec.torch_compile:
+        return Conflict("torch_compile", "torch_compile is not supported with lora_variant: dora")
+    if spec.lora_placement == "sharded" and spec.mixed_precision != "no":
+        return Conflict(
+            "lora_placement",
+            f"lora_placement: sharded would round the magnitudes of lora_variant: dora to "
+            f"{spec.mixed_precision}; use lora_placement: replicated",
+        )
+    return None
+
+
 def _optimizer(spec: JobSpec) -> Conflict | None:
     sharded = spec.model_type == "full" or spec.lora_placement == "sharded"
     if spec.optimizer in WHOLE_ONLY and sharded and shards(spec):
@@ -371,6 +405,8 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _reshard,
     _offload,
     _lora,
+    _lora_patterns,
+    _dora,
     _optimizer,
     _fp16,
     _state_dict,

@@ -128,8 +128,8 @@ def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> 
     """
     for name, parameter in lora_parameters(model).items():
         if _MAGNITUDE in name:
-            layer = model.get_submodule(name.partition(_MAGNITUDE)[0])
-            fill(parameter, _row_lengths(layer.get_base_layer().weight).view(parameter.shape))
+            base = model.get_submodule(f"{name.partition(_MAGNITUDE)[0]}.base_layer")
+            fill(parameter, _row_lengths(base.get_parameter("weight")).view(parameter.shape))
             continue
         if ".lora_B." in name:
             local_part(parameter).zero_()

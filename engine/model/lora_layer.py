@@ -64,16 +64,16 @@ class LoraLinear(Linear):
             self.scaling[_ADAPTER], self.keeps,
         )  # fmt: skip
         if dora:
-            out = self._stretched(out, narrow)
+            out = self._stretched(out, narrow[0], narrow[1])
         return out.view(*x.shape[:-1], out.shape[-1])
 
-    def _stretched(self, out: torch.Tensor, narrow: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _stretched(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """DoRA: each output times its magnitude over the length of its row of weights; `(N, out)`.
 
         What the factor differs from 1 by is added, since 1.001 is 1 in bf16.
         """
         base = self.base_layer
-        lengths = row_lengths(base.weight, *narrow, self.scaling[_ADAPTER])
+        lengths = row_lengths(base.weight, a, b, self.scaling[_ADAPTER])
         factor = self.lora_magnitude_vector[_ADAPTER].weight / lengths - 1
         out = torch.addcmul(out, out, factor.to(out.dtype))
         return out if base.bias is None else out + base.bias

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from engine import families
+from engine import families, run_job
 from engine.diffusion.random_numbers import keyed_generator
 from engine.exports.lora import _named
 from engine.model import adapters
@@ -16,6 +19,7 @@ from engine.model.lora_file import begin_from, find_lora
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
+from tests.support.engine.forked import on_ranks
 from tests.support.engine.toy_jobs import toy_spec
 
 if TYPE_CHECKING:
@@ -143,6 +147,44 @@ def test_what_does_not_fit_is_refused(
         begin_from(small(**values), file, flux)
     assert error.value.message.startswith("init_lora: cannot begin from a.safetensors: ")
     assert why in error.value.message
+
+
+@pytest.mark.parametrize("variant", ["lora", "dora"])
+def test_each_rank_keeps_its_rows(tmp_path: Path, flux: Family, variant: str) -> None:
+    tensors = {name: torch.randn(t.shape) for name, t in named(small(lora_variant=variant)).items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+
+    def begin(rank: int) -> dict[str, torch.Tensor]:
+        model = small(lora_variant=variant)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        begin_from(model, tmp_path / "a.safetensors", flux)
+        parameters = adapters.lora_parameters(model)
+        assert all(len(p.to_local()) < len(p) for p in parameters.values())
+        return {name: p.full_tensor().detach() for name, p in parameters.items()}
+
+    for found in on_ranks(begin, 2, tmp_path):
+        whole = {"transformer." + name.replace(".default", ""): t for name, t in found.items()}
+        assert whole.keys() == tensors.keys()
+        assert all(torch.equal(whole[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("place", ["a.safetensors", "export", "gone"])
+def test_a_job_begins_from_what_is_there(tmp_path: Path, flux: Family, place: str) -> None:
+    """It may be gone when the job resumes."""
+    said: list[str] = []
+    (tmp_path / "export").mkdir()
+    for name in ("a.safetensors", "export/pytorch_lora_weights.safetensors"):
+        save_file(named(small()), tmp_path / name)
+    telemetry = SimpleNamespace(say=said.append)
+    spec = JobSpec(lora_rank=2, mixed_precision="no", init_lora=str(tmp_path / place))
+    model = small()
+    with torch.no_grad():
+        for parameter in adapters.lora_parameters(model).values():
+            parameter.zero_()
+    begun = run_job.begin_from_lora(spec, model, flux, telemetry)  # type: ignore[arg-type]
+    assert begun == bool(said) == (place != "gone")
+    wanted = named(small())
+    assert begun == all(torch.equal(tensor, wanted[n]) for n, tensor in named(model).items())
 
 
 def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, flux: Family) -> None:

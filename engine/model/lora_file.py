@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from engine.families import Family
 
-_KEY: Final = "init_lora"
 _USUAL: Final = ("pytorch_lora_weights.safetensors", SAFETENSORS_WEIGHTS_NAME)
 
 # What the name of a tensor ends with, and what it is.
@@ -281,4 +280,4 @@ def _wrong_rank(file: Path, name: str, found: int, wanted: int) -> UserError:
 
 
 def _refusal(file: Path, why: str, hint: str | None = None) -> UserError:
-    return UserError(f"{_KEY}: cannot begin from {file.name}: {why}", hint)
+    return UserError(f"init_lora: cannot begin from {file.name}: {why}", hint)

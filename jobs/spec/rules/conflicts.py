@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import find_overruled
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
+from jobs.spec.rules.lora_conflicts import LORA_RULES
 from jobs.spec.rules.strategy import (
     SHARDING,
     checkpoints_activations,
@@ -218,45 +218,6 @@ def _offload(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _lora(spec: JobSpec) -> Conflict | None:
-    if spec.model_type == "lora" and spec.lora_placement == "sharded" and not shards(spec):
-        return Conflict("lora_placement", "lora_placement: sharded needs strategy: fsdp2 or hsdp")
-    return None
-
-
-def _lora_patterns(spec: JobSpec) -> Conflict | None:
-    for key in (
-        "lora_target_modules", "lora_exclude_modules", "lora_rank_pattern", "lora_alpha_pattern",
-    ):  # fmt: skip
-        for pattern in getattr(spec, key) or ():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                return Conflict(key, f"{key}: {pattern} is not a regular expression: {error}")
-    for pattern, rank in (spec.lora_rank_pattern or {}).items():
-        if rank != int(rank):
-            return Conflict(
-                "lora_rank_pattern", f"lora_rank_pattern: {pattern}: {rank:g} is not a whole number"
-            )
-    return None
-
-
-def _dora(spec: JobSpec) -> Conflict | None:
-    if spec.model_type != "lora" or spec.lora_variant != "dora":
-        return None
-    if spec.lora_dropout:
-        return Conflict("lora_dropout", "lora_dropout is not supported with lora_variant: dora")
-    if spec.torch_compile:
-        return Conflict("torch_compile", "torch_compile is not supported with lora_variant: dora")
-    if spec.lora_placement == "sharded" and spec.mixed_precision != "no":
-        return Conflict(
-            "lora_placement",
-            f"lora_placement: sharded would round the magnitudes of lora_variant: dora to "
-            f"{spec.mixed_precision}; use lora_placement: replicated",
-        )
-    return None
-
-
 def _optimizer(spec: JobSpec) -> Conflict | None:
     sharded = spec.model_type == "full" or spec.lora_placement == "sharded"
     if spec.optimizer in WHOLE_ONLY and sharded and shards(spec):
@@ -418,9 +379,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _context_parallel,
     _reshard,
     _offload,
-    _lora,
-    _lora_patterns,
-    _dora,
+    *LORA_RULES,
     _optimizer,
     _fp16,
     _state_dict,

@@ -247,7 +247,7 @@ def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: in
         raise UserError(
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
             f"{WHOLE_ONLY[spec.optimizer]}",
-            "use adamw, adamw_8bit, lion or sgd",
+            "use adamw, adamw_8bit, lion, prodigy or sgd",
         )
     replicas = spec.dp_replicate_size or 1
     if strategy == "hsdp" and (replicas < 2 or ranks % replicas):

@@ -32,6 +32,7 @@ _INDIFFERENT: Final = frozenset({
     "on_nonfinite", "on_save_failure", "max_restarts", "auto_resume", "hang_timeout",
     "stop_grace_seconds", "distributed_timeout_seconds", "trigger_word", "keep_tags",
     "validation_seed", "validation_timesteps", "lora_alpha",
+    "lora_alpha_pattern", "init_lora",
 })  # fmt: skip
 
 

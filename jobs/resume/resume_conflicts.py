@@ -41,6 +41,9 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
     "huber_c": lambda spec: spec.loss_type != "mse",
     "ema_decay": lambda spec: spec.use_ema,
     "lora_rank": lambda spec: spec.model_type == "lora",
+    "lora_variant": lambda spec: spec.model_type == "lora",
+    "lora_rank_pattern": lambda spec: spec.model_type == "lora",
+    "lora_alpha_pattern": lambda spec: spec.model_type == "lora",
     "lora_dropout": lambda spec: spec.model_type == "lora",
     "crop_variants": lambda spec: spec.crop == "random",
     "caption_shuffles": lambda spec: spec.shuffle_captions,
@@ -57,6 +60,8 @@ _WHY: Final = {
     "model_flavour": "it trains a different denoiser of the model",
     "optimizer": "the optimizer state differs",
     "lora_rank": "the adapter's weights have a different shape",
+    "lora_rank_pattern": "the adapter's weights have a different shape",
+    "lora_variant": "the adapter's weights mean something else",
 }
 
 
@@ -157,9 +162,11 @@ def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
 def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
     if spec.model_type != "lora" or old.model_type != "lora":
         return
-    was, now = old.lora_target_modules, spec.lora_target_modules
-    if (was and sorted(set(was))) != (now and sorted(set(now))):
-        found.impossible.append(_refusal("lora_target_modules", was, now))
+    for key in ("lora_target_modules", "lora_exclude_modules"):
+        was, now = getattr(old, key), getattr(spec, key)
+        if (was and sorted(set(was))) != (now and sorted(set(now))):
+            found.impossible.append(_refusal(key, was, now))
+    now = spec.lora_target_modules
     family = FAMILIES.get(spec.model_family)
     if not now and family is not None and family.experts and old.lora_experts != spec.lora_experts:
         found.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))

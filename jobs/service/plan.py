@@ -56,6 +56,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
         UserError: The job is invalid, or cannot start from its checkpoint.
     """
     gpus = check_job.check(spec)
+    check_job.check_beginning(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
         return Plan(spec, gpus)

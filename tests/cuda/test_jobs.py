@@ -83,6 +83,7 @@ JOBS: Final = dict(_families()) | dict(_on_two()) | {
     "fsdp2": Job(2, FSDP | SAMPLED),
     "fsdp2 full": Job(2, FSDP | FULL | SAMPLED | {"checkpointing_steps": 1}),
     "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
+    "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
     "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
     "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
     "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),

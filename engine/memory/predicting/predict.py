@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from engine.memory.tracing.trace import Trace
     from jobs.spec.job_spec import JobSpec
 
-_ADAPTER_B = ".lora_B."
-
 # What of a job is said beside a prediction.
 _SETTINGS = (
     "model_family", "model_flavour", "pretrained_model_name_or_path", "model_type",
@@ -157,7 +155,7 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
     it counts as zero (`engine.train.gradients`).
     """
     return [
-        Trained(layout.local(weight), weight.shape, _ADAPTER_B in weight.name)
+        Trained(layout.local(weight), weight.shape)
         for unit in trace.units
         for weight in unit.weights
         if weight.trained and not (weight.unused and layout.is_sharded(weight))
@@ -249,7 +247,7 @@ def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: in
         raise UserError(
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
             f"{WHOLE_ONLY[spec.optimizer]}",
-            "use adamw, adamw_8bit, lion or sgd",
+            "use adamw, adamw_8bit, lion, prodigy or sgd",
         )
     replicas = spec.dp_replicate_size or 1
     if strategy == "hsdp" and (replicas < 2 or ranks % replicas):

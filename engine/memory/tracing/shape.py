@@ -21,7 +21,10 @@ _ALWAYS: Final = (
     "torch_compile",
 )  # fmt: skip
 _OF_TRAINING: Final = ("train_batch_size", "loss_type", "snr_gamma")
-_OF_LORA: Final = ("lora_rank", "lora_dropout", "lora_target_modules", "lora_experts")
+_OF_LORA: Final = (
+    "lora_rank", "lora_variant", "lora_rank_pattern", "lora_dropout", "lora_target_modules",
+    "lora_exclude_modules", "lora_experts",
+)  # fmt: skip
 _OF_POLICIES: Final = {
     "SIZE_BASED_WRAP": ("fsdp_min_num_params",),
     "TRANSFORMER_BASED_WRAP": ("fsdp_transformer_layer_cls_to_wrap",),

@@ -166,7 +166,7 @@ _MODEL: Final[dict[str, Rule]] = {
     ),
     "network.transformer_only": needless("only the denoiser is trained"),
     "network.split_multistage_loras": needless("a job trains one expert"),
-    "network.pretrained_lora_path": without(training_keys.NO_BEGINNING),
+    "network.pretrained_lora_path": named("init_lora"),
 }
 
 _TRAINING: Final[dict[str, Rule]] = {

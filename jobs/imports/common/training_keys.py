@@ -78,9 +78,6 @@ NO_METHOD: Final = "not supported"
 OTHER_CHECKPOINTS: Final = (
     "cannot resume from other tools' checkpoints; `fsdp-tui resume ID` resumes the job's own"
 )
-NO_BEGINNING: Final = (
-    "cannot start from a LoRA file; resume_from_checkpoint starts from another job's checkpoint"
-)
 NO_EFFECT: Final = "has no effect on training"
 BUCKETS: Final = "images are resized and cropped to buckets of similar shape"
 OWN_DIRECTORIES: Final = "every job has its own run directory; `fsdp-tui show ID` prints it"

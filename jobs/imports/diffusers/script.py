@@ -15,6 +15,7 @@ from jobs.imports.common.draft import (
     needless,
     plain,
     same,
+    unless_off,
     without,
 )
 from jobs.imports.diffusers.command_line import Command, is_open, read_command
@@ -305,8 +306,9 @@ _RULES: Final[dict[str, Rule]] = {
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
     **all_of("train_text_encoder train_text_encoder_ti", without(training_keys.NO_TEXT_ENCODERS)),
     **all_of("do_fp8_training bnb_quantization_config_path", without(training_keys.QUANTISED)),
-    **all_of("use_dora do_edm_style_training lora_bias complex_human_instruction system_prompt",
+    **all_of("do_edm_style_training lora_bias complex_human_instruction system_prompt",
              without(training_keys.NO_METHOD)),
+    "use_dora": unless_off("lora_variant", "dora"),
     **all_of("revision variant pretrained_vae_model_name_or_path",
              without(training_keys.ONE_DIRECTORY)),
     # -- output

@@ -32,7 +32,7 @@ _LONGEST_KEY: Final = 60  # characters of one
 _HALF: Final = re.compile("[\ud800-\udfff]")
 _PATHS: Final = (
     "pretrained_model_name_or_path", "dataset", "path", "cache_dir", "resume_from_checkpoint",
-    "accelerate_config",
+    "accelerate_config", "init_lora",
 )  # fmt: skip
 
 
@@ -159,8 +159,8 @@ def _with_accelerate(
 
 def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
     update: dict[str, Any] = {}
-    for key in ("pretrained_model_name_or_path", "dataset"):
-        if path := _absolute(getattr(spec, key), roots):
+    for key in ("pretrained_model_name_or_path", "dataset", "init_lora"):
+        if path := _absolute(getattr(spec, key) or "", roots):
             update[key] = path
     if spec.datasets:
         update["datasets"] = [

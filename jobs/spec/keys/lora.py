@@ -7,7 +7,17 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator
 
 from jobs.spec.values.spellings import as_none
-from jobs.spec.values.value_types import Bool, LoraInit, OptionalTextList, Placement, choice, field
+from jobs.spec.values.value_types import (
+    Bool,
+    LoraInit,
+    LoraVariant,
+    OptionalNumbers,
+    OptionalText,
+    OptionalTextList,
+    Placement,
+    choice,
+    field,
+)
 
 
 class LoraKeys(BaseModel):
@@ -17,6 +27,21 @@ class LoraKeys(BaseModel):
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "lora", "LoRA alpha; the scale is alpha / rank (default: the rank).", gt=0
     )
+    lora_variant: Annotated[LoraVariant, choice(LoraVariant)] = field(
+        "lora", "lora",
+        "lora; rslora, which divides alpha by the root of the rank; or dora, which also trains the "
+        "length of each row of the weights.",
+    )  # fmt: skip
+    lora_rank_pattern: OptionalNumbers = field(
+        None, "lora",
+        "Ranks of single layers: suffixes or regular expressions of module names, each with its "
+        "rank.",
+    )  # fmt: skip
+    lora_alpha_pattern: OptionalNumbers = field(
+        None, "lora",
+        "Alphas of single layers, like lora_rank_pattern (default: lora_alpha; where that is not "
+        "set, the layer's rank).",
+    )  # fmt: skip
     lora_dropout: float = field(0.0, "lora", "Dropout on the adapter's input.", ge=0, lt=1)
     lora_init: Annotated[LoraInit, choice(LoraInit)] = field(
         "kaiming", "lora",
@@ -32,5 +57,17 @@ class LoraKeys(BaseModel):
         False, "lora", "Also adapt the routed experts of mixture-of-experts families."
     )
     lora_target_modules: OptionalTextList = field(
-        None, "lora", "Suffixes of module names that get an adapter (default: the family's)."
-    )
+        None, "lora",
+        "Suffixes of module names that get an adapter (default: the family's). What contains one "
+        "of * + ? | ( [ is a regular expression of the whole name.",
+    )  # fmt: skip
+    lora_exclude_modules: OptionalTextList = field(
+        None, "lora",
+        "Suffixes or regular expressions of module names that get no adapter, though "
+        "lora_target_modules or the family names them.",
+    )  # fmt: skip
+    init_lora: OptionalText = field(
+        None, "lora",
+        "A LoRA to begin from: a .safetensors file with the key names of diffusers, ComfyUI or "
+        "kohya's scripts, or a job's export directory. It must fit the job's layers and ranks.",
+    )  # fmt: skip

@@ -261,7 +261,8 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("main_process_port", "shard_text_encoders"), _alone),
     (("deepspeed_config",), _no_deepspeed),
     (
-        ("lora_rank", "lora_alpha", "lora_dropout", "lora_init", "lora_target_modules"),
+        ("lora_rank", "lora_alpha", "lora_variant", "lora_rank_pattern", "lora_alpha_pattern",
+         "lora_dropout", "lora_init", "lora_target_modules", "lora_exclude_modules", "init_lora"),
         _no_adapter,
     ),
     (("lora_experts",), lambda spec: _no_adapter(spec) or _no_experts(spec)),

@@ -108,13 +108,13 @@ def events(run_dir: RunDir, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", FULL])
-@pytest.mark.parametrize("model_type", ["lora", "full"])
+@pytest.mark.parametrize(
+    "kind", [{"model_type": "lora"}, {"lora_variant": "dora"}, {"model_type": "full"}], ids=str
+)
 def test_a_loaded_checkpoint_goes_on_bit_for_bit(
-    toy: Path, run_dir: RunDir, model_type: str, layout: str
+    toy: Path, run_dir: RunDir, kind: dict[str, str], layout: str
 ) -> None:
-    spec = toy_spec(
-        toy, model_type=model_type, lr_scheduler="cosine", fsdp_state_dict_type=layout, use_ema=True
-    )
+    spec = toy_spec(toy, lr_scheduler="cosine", fsdp_state_dict_type=layout, use_ema=True, **kind)
     straight = training_of(toy, spec)
     advance(straight, toy, 2)
     path = save(straight, spec, run_dir)

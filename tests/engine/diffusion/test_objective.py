@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.diffusion.rectified_flow import Flow
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.noise_levels import quantiles
+from jobs.spec.values.value_types import TimestepSampling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +85,13 @@ def test_a_uniform_sigma_is_shifted_like_a_logit_normal_one() -> None:
     assert torch.allclose(found, 7 * plain / (1 + 6 * plain))
     own = many_sigmas(flow(7.0, timestep_sampling="uniform_shift", flow_shift=1.0))
     assert torch.allclose(own, plain)
+
+
+def test_the_preview_of_noise_levels_is_what_is_drawn() -> None:
+    for how in get_args(TimestepSampling):
+        drawn = many_sigmas(flow(3.0, timestep_sampling=how)).sort().values
+        told = torch.tensor(quantiles(how, shift=3.0)).sort().values
+        assert (told - drawn.quantile(torch.linspace(0, 1, len(told)))).abs().mean() < 0.01, how
 
 
 @pytest.mark.parametrize("scale", [1.29, -0.5])

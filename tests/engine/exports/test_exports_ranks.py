@@ -20,7 +20,12 @@ pytestmark = pytest.mark.slow
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
-    "lora-sharded-ema": {"lora_placement": "sharded", "use_ema": True, "lora_alpha": 7},
+    "lora-sharded-ema": {
+        "lora_placement": "sharded",
+        "use_ema": True,
+        "lora_alpha": 7,
+        "lora_variant": "dora",
+    },
     "lora-full-layout-ema": {"fsdp_state_dict_type": "FULL_STATE_DICT", "use_ema": True},
     "full": {"model_type": "full"},
     "full-ema-bf16": {"model_type": "full", "use_ema": True, "export_dtype": "bf16"},

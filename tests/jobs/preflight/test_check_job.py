@@ -150,6 +150,25 @@ def test_a_dataset_that_is_a_file(job_values: dict[str, Any], tmp_path: Path) ->
     assert text == f"the dataset {tmp_path / 'data.zip'} is a file, not a folder of images"
 
 
+def test_a_lora_to_begin_from_that_is_not_there(
+    store: Store, job_values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Only of new jobs: one that resumes reads its checkpoint."""
+    (tmp_path / "a.bin").touch()
+    (tmp_path / "empty").mkdir()
+    for name, why in (
+        ("gone.safetensors", "does not exist"), ("a.bin", "is not a .safetensors file"),
+        ("empty", "has no .safetensors file"),
+    ):  # fmt: skip
+        spec = read(job_values, init_lora=str(tmp_path / name))
+        with pytest.raises(UserError, match=f"init_lora: .*{name} {why}"):
+            service.submit(store, spec)
+        resumed = spec.model_copy(update={"resume_from_checkpoint": "1"})
+        check_job.check_beginning(resumed)
+        check_job.check_beginning(spec.model_copy(update={"model_type": "full"}))
+    assert store.all() == []
+
+
 def test_no_pictures(job_values: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "none"
     (folder / ".hidden").mkdir(parents=True)

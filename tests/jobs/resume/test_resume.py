@@ -36,6 +36,7 @@ _OTHER: dict[str, Any] = {
     "validation_fraction": 0.25, "fsdp_version": 1, "validation_resolution": 512,
     "model_family": "sdxl", "model_flavour": "2.2-t2v-a14b-low",
     "fsdp_auto_wrap_policy": "NO_WRAP",
+    "lora_rank_pattern": {"to_q": 2}, "lora_alpha_pattern": {"to_q": 2.0},
 }  # fmt: skip
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts, find_warnings
 from jobs.spec.rules.strategy import Room, chosen_strategy, data_parallel_size, world_size
@@ -48,6 +49,7 @@ def read(**values: Any) -> JobSpec:
         {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
         {"use_ema": True, "ema_device": "cpu"},
         {"num_processes": 2, "optimizer": "prodigy", "learning_rate": 1.0},
+        {"num_processes": 2, "optimizer": "prodigy", "model_type": "full"},
         {"num_processes": 2, "optimizer": "adafactor", "model_type": "full", "strategy": "ddp"},
         {"num_processes": 2, "optimizer": "lion", "model_type": "full"},
         {"num_processes": 2, "use_ema": True},
@@ -134,8 +136,12 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"device": "cpu", "attention_backend": "efficient"}, "attention_backend", "needs a GPU"),
         ({"attention_backend": "cudnn", "mixed_precision": "no"}, "attention_backend",
          "cudnn does not support fp32"),
-        ({"num_processes": 2, "optimizer": "prodigy", "model_type": "full"}, "optimizer",
-         "each rank sees only its own"),
+        ({"lora_variant": "dora", "lora_dropout": 0.1}, "lora_dropout", "lora_variant: dora"),
+        ({"lora_variant": "dora", "torch_compile": True}, "torch_compile", "lora_variant: dora"),
+        ({"num_processes": 2, "strategy": "fsdp2", "lora_variant": "dora",
+          "lora_placement": "sharded"}, "lora_placement", "would round the magnitudes"),
+        ({"lora_exclude_modules": ["(to_q"]}, "lora_exclude_modules", "not a regular expression"),
+        ({"lora_rank_pattern": {"to_q": 2.5}}, "lora_rank_pattern", "2.5 is not a whole number"),
         ({"num_processes": 2, "optimizer": "adafactor", "lora_placement": "sharded"}, "optimizer",
          "row and column means"),
         ({"num_processes": 2, "mixed_precision": "fp16", "fsdp_cpu_offload": True},
@@ -197,6 +203,23 @@ def test_an_old_fsdp_version_runs_as_the_new_one_and_is_warned_about() -> None:
     (warning,) = find_warnings(old)
     assert "FSDP v1 is deprecated" in warning
     assert find_warnings(read(num_processes=2)) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_a_model_of_few_steps_is_warned_about(name: str) -> None:
+    family = FAMILIES[name]
+    for flavour, facts in family.flavours.items():
+        warned = [
+            warning
+            for warning in find_warnings(read(model_family=name, model_flavour=flavour))
+            if warning.startswith("model_flavour: ")
+        ]
+        steps = facts.defaults.get("validation_num_inference_steps", 50)
+        assert len(warned) == (facts.undistilled is not None), flavour
+        assert facts.undistilled or steps >= 20, flavour
+        if facts.undistilled:
+            assert facts.undistilled in family.flavours
+            assert f"train {facts.undistilled}," in warned[0]
 
 
 def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:

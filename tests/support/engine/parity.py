@@ -107,6 +107,11 @@ SAMPLES: Final = {
 EXTRAS: Final[dict[str, dict[str, Any]]] = {
     "": {},
     "ema": {"use_ema": True, "ema_decay": 0.9} | SAMPLES,
+    "dora": {
+        "lora_variant": "dora",
+        "lora_rank_pattern": {"to_q": 2},
+        "lora_exclude_modules": ["to_k"],
+    },
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
 }
 
@@ -169,7 +174,15 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
     return [
         *cases,
         *(Case(layout, "full", "sgd") for layout in FULL_ONLY),
-        *(Case("fsdp2 2", "full", "sgd", extra=extra) for extra in EXTRAS if extra),
+        *(
+            Case("fsdp2 2", "full", "sgd", extra=extra)
+            for extra in EXTRAS
+            if extra not in ("", "dora")
+        ),
+        *(
+            Case(layout, "lora", "sgd", extra="dora")
+            for layout in ("fsdp2 2", "fsdp2 2, sharded lora")
+        ),
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -235,7 +234,6 @@ def train_all(
         cases: The runs.
         ranks: Numbers of ranks that are launched though no run has so many.
     """
-    toy = _with_fewer_layers(toy, root / "toy")
     wanted = dict.fromkeys(cases)
     wanted |= dict.fromkeys(case.reference for case in list(wanted))
     exact = (replace(case.reference, precision="no") for case in wanted if case.precision != "no")
@@ -246,17 +244,6 @@ def train_all(
     for ranks, jobs in by_ranks.items():
         _train(ranks, jobs, root)
     return Table(root)
-
-
-def _with_fewer_layers(toy: Path, root: Path) -> Path:
-    """The toy with a block of each kind and one more: what takes time here is their number."""
-    from engine.toy.families.flux import FluxSizes, build_transformer
-
-    shutil.copytree(toy, root)
-    shutil.rmtree(root / "model" / "transformer")
-    sizes = FluxSizes(layers=1, single_layers=2)
-    build_transformer(sizes, seed=0).save_pretrained(root / "model" / "transformer")
-    return root
 
 
 def _train(ranks: int, jobs: dict[str, dict[str, Any]], root: Path) -> None:

@@ -184,7 +184,7 @@ def job_spec(job_values: dict[str, Any]) -> JobSpec:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `model` (FLUX.1's toy, of three blocks) and `data` (24 images, captioned)."""
+    """A directory with `model` (FLUX.1's toy, three blocks) and `data` (24 images, captioned)."""
     from tests.support.engine.toys import write_small_toy
 
     root = tmp_path_factory.mktemp("toy")

@@ -139,9 +139,11 @@ def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Pa
         ),
         pytest.param(FULL | {"fsdp_auto_wrap_policy": "NO_WRAP"}, (2,), marks=pytest.mark.slow),
     ],
-    ids=lambda value: (" ".join(map(str, value.values())) or "lora")
-    if isinstance(value, dict)
-    else " and ".join(map(str, value)),
+    ids=lambda value: (
+        (" ".join(map(str, value.values())) or "lora")
+        if isinstance(value, dict)
+        else " and ".join(map(str, value))
+    ),
 )
 def test_units_take_what_fsdp2_takes(
     toy: Path, changes: dict[str, Any], on: tuple[int, ...]

@@ -200,7 +200,7 @@ def test_the_memory_of_each_phase_is_recorded_for_every_rank(full: Run, straight
 def test_what_ran_and_why_is_told(bench: Bench, full: Run) -> None:
     facts = bench.show(full.job)
     assert (facts["strategy"], facts["strategy_reason"]) == ("fsdp2", "fsdp_enable is on")
-    assert facts["sharding"]["units"]["FluxTransformerBlock"] == 2
+    assert facts["sharding"]["units"]["FluxTransformerBlock"] == 1
     assert any("FSDP v1 is deprecated" in text for text in facts["warnings"])
     shown = bench.cli("show", str(full.job)).stdout
     assert "strategy     fsdp2: fsdp_enable is on" in shown

@@ -179,6 +179,7 @@ COVERED: Final = {
     Case("fsdp2 2, accumulated", "full", "sgd"),  # by LoRA, and by full accumulated in hsdp 2x2
     Case("fsdp2 2, cpu offload", "full", "sgd"),  # by LoRA, and by full accumulated
     Case("fsdp2 2, activation checkpointing", "full", "sgd"),  # by LoRA, and by full selective
+    Case("fsdp2 2, compiled", "full", "sgd"),  # by compiled with selective checkpointing
 }
 
 

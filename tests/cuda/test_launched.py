@@ -1,4 +1,8 @@
-"""Jobs on stub GPUs as a person starts them: command line, supervisor, `accelerate launch`."""
+"""Jobs on stub GPUs as a person starts them: command line, supervisor, `accelerate launch`.
+
+A launch on one GPU has nothing of the tests in it; ranks of the others are forked (see
+`tests.support.jobs.real_jobs`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from jobs import service
 from jobs.machine.processes import with_run_id
 from jobs.queue.store import Store
 from jobs.run.eventlog import EventLog
+from tests.support.forks import client as forks
 from tests.support.nvml_stub.stub import GIB, StubNvml, gpu, uuid
 
 if TYPE_CHECKING:
@@ -47,14 +52,18 @@ class Machine:
 
     def tui(self, *words: str) -> str:
         """What `fsdp-tui …` prints, run by the interpreter whose torch is built for CUDA."""
+        environment = self.cuda.environment(self.nvml.environment)
+        # Libraries look for GPUs while they are imported; having asked CUDA, torch is never forked.
+        imports = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         own = {
+            "PYTHON_EXEC": forks.python_like(self.cuda.python, imports),
             "FSDP_TUI_HOME": str(self.home / "state"),
             "XDG_CACHE_HOME": str(self.home / "cache"),
             "FSDP_TUI_RUNNER_IDLE": "2",
         }
         done = subprocess.run(
             [self.cuda.python, "-m", "tui", *words],
-            env=self.cuda.environment(self.nvml.environment) | own, cwd=self.home,
+            env=environment | own, cwd=self.home,
             capture_output=True, text=True, timeout=PATIENCE, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -89,7 +89,7 @@ def test_every_base_parameter_is_half_on_each_rank(straight: Run) -> None:
         )  # fmt: skip
         assert "DTensors over 2 ranks" in summary
         assert "(0.5000," in summary
-        assert "2 FluxTransformerBlock, 4 FluxSingleTransformerBlock" in summary
+        assert "1 FluxTransformerBlock, 2 FluxSingleTransformerBlock" in summary
 
 
 def test_a_run_leaves_what_the_contract_names(straight: Run) -> None:
@@ -200,7 +200,7 @@ def test_the_memory_of_each_phase_is_recorded_for_every_rank(full: Run, straight
 def test_what_ran_and_why_is_told(bench: Bench, full: Run) -> None:
     facts = bench.show(full.job)
     assert (facts["strategy"], facts["strategy_reason"]) == ("fsdp2", "fsdp_enable is on")
-    assert facts["sharding"]["units"]["FluxTransformerBlock"] == 2
+    assert facts["sharding"]["units"]["FluxTransformerBlock"] == 1
     assert any("FSDP v1 is deprecated" in text for text in facts["warnings"])
     shown = bench.cli("show", str(full.job)).stdout
     assert "strategy     fsdp2: fsdp_enable is on" in shown

@@ -74,9 +74,13 @@ def _write_toys(toys: dict[str, str]) -> None:
     from engine.toy import write_toy
     from jobs.spec.families import FAMILIES
     from tests.support.cuda_stub.rehearsal import side_of
+    from tests.support.engine.toys import write_small_toy
 
     for family, place in toys.items():
         flavour = next(iter(FAMILIES[family].flavours))
+        if family == "flux":  # in most jobs
+            write_small_toy(Path(place), pictures=4)
+            continue
         write_toy(Path(place), family, flavour=flavour, pictures=4, size=side_of(family))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -194,6 +193,7 @@ COVERED: Final = {
     Case("fsdp2 2, accumulated", "full", "sgd"),  # by LoRA, and by full accumulated in hsdp 2x2
     Case("fsdp2 2, cpu offload", "full", "sgd"),  # by LoRA, and by full accumulated
     Case("fsdp2 2, activation checkpointing", "full", "sgd"),  # by LoRA, and by full selective
+    Case("fsdp2 2, compiled", "full", "sgd"),  # by compiled with selective checkpointing
 }
 
 
@@ -249,7 +249,6 @@ def train_all(
         cases: The runs.
         ranks: Numbers of ranks that are launched though no run has so many.
     """
-    toy = _with_fewer_layers(toy, root / "toy")
     wanted = dict.fromkeys(cases)
     wanted |= dict.fromkeys(case.reference for case in list(wanted))
     exact = (replace(case.reference, precision="no") for case in wanted if case.precision != "no")
@@ -260,17 +259,6 @@ def train_all(
     for ranks, jobs in by_ranks.items():
         _train(ranks, jobs, root)
     return Table(root)
-
-
-def _with_fewer_layers(toy: Path, root: Path) -> Path:
-    """The toy with a block of each kind and one more: what takes time here is their number."""
-    from engine.toy.families.flux import FluxSizes, build_transformer
-
-    shutil.copytree(toy, root)
-    shutil.rmtree(root / "model" / "transformer")
-    sizes = FluxSizes(layers=1, single_layers=2)
-    build_transformer(sizes, seed=0).save_pretrained(root / "model" / "transformer")
-    return root
 
 
 def _train(ranks: int, jobs: dict[str, dict[str, Any]], root: Path) -> None:

@@ -57,6 +57,6 @@ def count_parameters(component: Path) -> int | None:
         for path in files:
             total += sum(math.prod(one["shape"]) for one in read_header(path)[0].values())
     except (DamagedError, OSError, ValueError, LookupError, TypeError, AttributeError,
-            RecursionError):  # fmt: skip
+            ArithmeticError, RecursionError):  # fmt: skip
         return None
     return total or None

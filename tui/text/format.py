@@ -27,7 +27,7 @@ def state_text(state: str, reason: str) -> str:
     """A job's state and why; a reason that begins with the state says both."""
     if not reason:
         return str(state)
-    return reason if reason.split()[0] == state else f"{state}: {reason}"
+    return reason if reason.split()[:1] == [state] else f"{state}: {reason}"
 
 
 def size(count: float | None) -> str:

@@ -195,6 +195,7 @@ def test_sizes() -> None:
     assert [size(n) for n in (8, 65536, 64 * MIB, 1.5 * GIB, 140 * GIB, 999 * MIB)] == [
         "8 B", "64 KiB", "64 MiB", "1.5 GiB", "140 GiB", "999 MiB",
     ]  # fmt: skip
+    assert size(10**400).endswith(" TiB"), "what a damaged file may hold"
 
 
 # -- disks ---------------------------------------------------------------------------------

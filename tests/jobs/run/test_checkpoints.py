@@ -638,3 +638,12 @@ def test_a_manifest_with_an_endless_number_is_of_no_checkpoint(tmp_path: Path, k
     named[key] = 10**400 if key == "time" else float("inf")
     manifest.write_text(json.dumps(facts))
     assert [one.damage for one in list_all(run_dir)] == ["no readable manifest"]
+
+
+def test_a_manifest_with_a_name_that_no_file_has_is_of_no_checkpoint(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    manifest = save_checkpoint(run_dir, 5) / MANIFEST
+    facts = json.loads(manifest.read_text())
+    facts["files"]["\ud800"] = {"bytes": 1, "sha256": ""}
+    manifest.write_text(json.dumps(facts))
+    assert [one.damage for one in list_all(run_dir)] == ["no readable manifest"]

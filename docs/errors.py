@@ -17,9 +17,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _ERRORS: Final = frozenset(
-    {"CannotBuildError", "DiskFullError", "NoSuchClassError", "NotFiniteError", "NotFoundError",
-     "SpecError", "StateError", "ToolError", "UserError"}
-)  # fmt: skip
+    {
+        "CannotBuildError",
+        "DiskFullError",
+        "NoSuchClassError",
+        "NotFiniteError",
+        "NotFoundError",
+        "SpecError",
+        "StateError",
+        "ToolError",
+        "UserError",
+    }
+)
 _CONFLICT: Final = "Conflict"  # its first argument is a key
 _FILLED: Final = "…"
 

@@ -92,9 +92,13 @@ def _helps(
 ) -> Iterator[tuple[str, str]]:
     """`(path, help)` of a command and of those below it."""
     context = click.Context(
-        command, parent, name, max_content_width=_WIDTH, terminal_width=_WIDTH,
+        command,
+        parent,
+        name,
+        max_content_width=_WIDTH,
+        terminal_width=_WIDTH,
         **command.context_settings,
-    )  # fmt: skip
+    )
     yield context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
         for below in command.list_commands(context):

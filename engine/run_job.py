@@ -119,9 +119,20 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         trained_parameters=sum(p.numel() for p in training.trained().values()),
     )
     trainer = Trainer(
-        spec, family, objective, model_root, run_dir, world, telemetry, control, training,
-        stepper, data, peaks, saver,
-    )  # fmt: skip
+        spec,
+        family,
+        objective,
+        model_root,
+        run_dir,
+        world,
+        telemetry,
+        control,
+        training,
+        stepper,
+        data,
+        peaks,
+        saver,
+    )
     with telemetry.phase("train", spec.max_train_steps):
         try:
             outcome = trainer.train()
@@ -187,9 +198,13 @@ def build_model(
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
     if world.shards:
         summary = check_sharding(
-            model, world, units, replicated=kept_whole(model, spec), offloaded=offload is not None,
+            model,
+            world,
+            units,
+            replicated=kept_whole(model, spec),
+            offloaded=offload is not None,
             gathered_in=precision_policy(spec).param_dtype,
-        )  # fmt: skip
+        )
         telemetry.say(str(summary))
         telemetry.emit("sharding", **vars(summary))
     return model

@@ -48,8 +48,11 @@ CONTINUED: Final = re.compile(r"""["']\s*\n\s*f?["']""")
 SHORTEST: Final = 5  # characters of a message that are looked for
 # What every job needs, for examples that show only a few keys.
 BASE: Final = {
-    "name": "example", "pretrained_model_name_or_path": "a/b", "dataset": "c", "num_processes": 2,
-}  # fmt: skip
+    "name": "example",
+    "pretrained_model_name_or_path": "a/b",
+    "dataset": "c",
+    "num_processes": 2,
+}
 
 
 @cache
@@ -205,9 +208,17 @@ def test_a_command_that_is_none_is_found(line: str) -> None:
 
 # Commands that read nothing but the code and the machine: these run.
 ALONE: Final = [
-    ["families"], ["families", "flux", "--json"], ["gpus"], ["keys"], ["list"], ["settings"],
-    ["settings", "--keys"], ["cache", "list"], ["templates"], ["--version"],
-]  # fmt: skip
+    ["families"],
+    ["families", "flux", "--json"],
+    ["gpus"],
+    ["keys"],
+    ["list"],
+    ["settings"],
+    ["settings", "--keys"],
+    ["cache", "list"],
+    ["templates"],
+    ["--version"],
+]
 
 
 @pytest.mark.usefixtures("home")

@@ -71,11 +71,17 @@ class Estimator:
         layout = layout_of(spec, ranks, strategy)
         beside = self._beside(spec, trace.shape, root, ranks) if root is not None else []
         found = predict(
-            trace, spec, ranks, strategy, sample=sample, beside=beside,
+            trace,
+            spec,
+            ranks,
+            strategy,
+            sample=sample,
+            beside=beside,
             resident=_resident(spec, root, ranks),
-            overheads=self._overheads, disk=disk_of(spec, trace),
+            overheads=self._overheads,
+            disk=disk_of(spec, trace),
             notes=_notes(spec, root, sampled=sample is not None, compiles=trace.compiles),
-        )  # fmt: skip
+        )
         found = self._with_decoding(found, spec, root)
         autoencoder = autoencoder_bytes(root) if root is not None else 0
         host = host_of(spec, trace, layout, ranks, device=found.peak, autoencoder=autoencoder)

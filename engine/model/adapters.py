@@ -42,9 +42,12 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
     config = _config(spec, targets)
     # Inductor fuses peft's own, and autocast's casts with them.
     if not spec.torch_compile:
-        config._register_custom_module({
-            torch.nn.Linear: LoraLinear, torch.nn.Conv2d: LoraConv2d,
-        })  # fmt: skip
+        config._register_custom_module(
+            {
+                torch.nn.Linear: LoraLinear,
+                torch.nn.Conv2d: LoraConv2d,
+            }
+        )
     model.requires_grad_(False)
     try:
         if hasattr(model, "add_adapter"):
@@ -159,9 +162,12 @@ def _row_lengths(weight: torch.Tensor) -> torch.Tensor:
         return lengths
     mesh = weight.device_mesh  # of the device that gathers, also where weights are in host memory
     spread = DTensor.from_local(
-        lengths.to(mesh.device_type), mesh, weight.placements,
-        shape=torch.Size(weight.shape[:1]), stride=(1,),
-    )  # fmt: skip
+        lengths.to(mesh.device_type),
+        mesh,
+        weight.placements,
+        shape=torch.Size(weight.shape[:1]),
+        stride=(1,),
+    )
     return spread.full_tensor().to(mine.device)
 
 

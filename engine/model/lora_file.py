@@ -32,11 +32,17 @@ _USUAL: Final = ("pytorch_lora_weights.safetensors", SAFETENSORS_WEIGHTS_NAME)
 
 # What the name of a tensor ends with, and what it is.
 _ENDS: Final = {
-    "lora_A.weight": "down", "lora_down.weight": "down", "lora.down.weight": "down",
-    "lora_B.weight": "up", "lora_up.weight": "up", "lora.up.weight": "up",
-    "lora_magnitude_vector": "lengths", "lora_magnitude_vector.weight": "lengths",
-    "dora_scale": "lengths", "alpha": "alpha",
-}  # fmt: skip
+    "lora_A.weight": "down",
+    "lora_down.weight": "down",
+    "lora.down.weight": "down",
+    "lora_B.weight": "up",
+    "lora_up.weight": "up",
+    "lora.up.weight": "up",
+    "lora_magnitude_vector": "lengths",
+    "lora_magnitude_vector.weight": "lengths",
+    "dora_scale": "lengths",
+    "alpha": "alpha",
+}
 _END: Final = re.compile(rf"(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _ENDS))})")
 _TEXT: Final = ("text_encoder", "lora_te", "text_model")
 
@@ -100,9 +106,10 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
         raise _refusal(file, what, "set lora_target_modules to what the file adapts")
     if missing := sorted(named.keys() - stored.keys()):
         raise _refusal(
-            file, f"it does not adapt {missing[0]}, and the job does",
+            file,
+            f"it does not adapt {missing[0]}, and the job does",
             "set lora_target_modules to what the file adapts",
-        )  # fmt: skip
+        )
     scale_of = _scales_in(file, header, family)
     for key, rows in named.items():
         for name, part in _parted(file, key, stored[key], rows, layers):

@@ -60,9 +60,14 @@ class LoraLinear(Linear):
         flat = x.to(dtype).reshape(-1, x.shape[-1])
         dora = bool(self.lora_magnitude_vector)
         out: torch.Tensor = _Adapted.apply(
-            flat, base.weight, None if dora else base.bias, *masters, *narrow,
-            self.scaling[_ADAPTER], self.keeps,
-        )  # fmt: skip
+            flat,
+            base.weight,
+            None if dora else base.bias,
+            *masters,
+            *narrow,
+            self.scaling[_ADAPTER],
+            self.keeps,
+        )
         if dora:
             out = self._stretched(out, narrow[0], narrow[1])
         return out.view(*x.shape[:-1], out.shape[-1])

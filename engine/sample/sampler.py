@@ -92,9 +92,13 @@ class Sampler:
                     )
                 )
             studio = _Studio(
-                self.family, self.model_root, transformer, beside, self.world.device,
+                self.family,
+                self.model_root,
+                transformer,
+                beside,
+                self.world.device,
                 self.telemetry.warn,
-            )  # fmt: skip
+            )
             # Two denoisers take turns at a place that depends on the steps.
             kinds = [(one.steps, one.guided) for one in requests] if beside else None
             for numbers in rounds_of(planned, self.world.data_size, kinds):

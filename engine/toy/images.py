@@ -219,10 +219,19 @@ def _corners(shape: str, centre: Point, radius: float, turn: float) -> Sequence[
     if shape == "cross":
         arm = radius * 0.34
         outline = [
-            (-arm, -radius), (arm, -radius), (arm, -arm), (radius, -arm), (radius, arm),
-            (arm, arm), (arm, radius), (-arm, radius), (-arm, arm), (-radius, arm),
-            (-radius, -arm), (-arm, -arm),
-        ]  # fmt: skip
+            (-arm, -radius),
+            (arm, -radius),
+            (arm, -arm),
+            (radius, -arm),
+            (radius, arm),
+            (arm, arm),
+            (arm, radius),
+            (-arm, radius),
+            (-arm, arm),
+            (-radius, arm),
+            (-radius, -arm),
+            (-arm, -arm),
+        ]
     else:
         corners, inner = {
             "square": (4, 1.0),

@@ -358,10 +358,16 @@ class Stepper:
         seconds = given.done.seconds_since(given.begun)
         self._tell(
             StepResult(
-                given.step + 1, loss, norm, not finite, scale[0] if scale else None, given.rate,
-                seconds, given.data_seconds,
+                given.step + 1,
+                loss,
+                norm,
+                not finite,
+                scale[0] if scale else None,
+                given.rate,
+                seconds,
+                given.data_seconds,
             )
-        )  # fmt: skip
+        )
 
     # ----------------------------------------------------------------------------------------
 

@@ -81,9 +81,11 @@ def _begin(state: dict[str, Any], parameter: torch.Tensor) -> None:
 
 
 def _step(
-    states: Any, parameters: Sequence[torch.nn.Parameter], group: dict[str, Any],
+    states: Any,
+    parameters: Sequence[torch.nn.Parameter],
+    group: dict[str, Any],
     estimate: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Do a step, of some tensors at a time; returns the new estimate."""
     (beta1, beta2), d0, k = group["betas"], group["d0"], group["k"]
     beta3 = group["beta3"] or math.sqrt(beta2)

@@ -127,8 +127,12 @@ def facts_of(
         "peak": predicted.peak,
         "device": list(predicted.device),
         "phases": [
-            {"name": one.phase, "predicted": one.predicted, "measured": list(one.measured),
-             "ratio": one.ratio and round(one.ratio, 4)}
+            {
+                "name": one.phase,
+                "predicted": one.predicted,
+                "measured": list(one.measured),
+                "ratio": one.ratio and round(one.ratio, 4),
+            }
             for one in compare(predicted, measure, peaks)
         ],
-    }  # fmt: skip
+    }

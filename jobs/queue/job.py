@@ -70,9 +70,13 @@ class Terms:
     def of(cls, spec: JobSpec, wanted: int | list[str] | None) -> Terms:
         """Build the terms of a job; `wanted` is resolved to this machine's GPUs."""
         return cls(
-            world_size(spec), wanted, spec.max_train_steps, spec.priority, spec.share_gpus,
+            world_size(spec),
+            wanted,
+            spec.max_train_steps,
+            spec.priority,
+            spec.share_gpus,
             spec.auto_resume,
-        )  # fmt: skip
+        )
 
     def columns(self) -> dict[str, object]:
         """Return them as database columns."""

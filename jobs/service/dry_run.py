@@ -32,10 +32,15 @@ _LOOK_EVERY: Final = 0.2  # seconds
 _LONGEST_NAME: Final = 64  # characters
 _ENDLESS: Final = 1_000_000  # steps: it must not end by itself, which would save
 _WITHOUT: Final[Mapping[str, Any]] = {
-    "max_train_steps": _ENDLESS, "checkpointing_steps": 0, "validation_prompts": [],
-    "validation_fraction": 0.0, "export_formats": None, "resume_from_checkpoint": None,
-    "max_restarts": 0, "auto_resume": False,
-}  # fmt: skip
+    "max_train_steps": _ENDLESS,
+    "checkpointing_steps": 0,
+    "validation_prompts": [],
+    "validation_fraction": 0.0,
+    "export_formats": None,
+    "resume_from_checkpoint": None,
+    "max_restarts": 0,
+    "auto_resume": False,
+}
 _NO_MEMORY: Final = (Cause.GPU_MEMORY, Cause.HOST_MEMORY)
 
 

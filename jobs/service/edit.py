@@ -23,10 +23,18 @@ _LONGEST_NAME = 64  # characters; as jobs.spec.keys.job has it
 
 # What a new job takes over from the one described before it, unless it is told otherwise.
 _LAST_CHOICES = (
-    "model_type", "model_family", "model_flavour", "pretrained_model_name_or_path", "dataset",
-    "datasets", "device", "strategy", "fsdp_enable", "unload_text_encoder",
+    "model_type",
+    "model_family",
+    "model_flavour",
+    "pretrained_model_name_or_path",
+    "dataset",
+    "datasets",
+    "device",
+    "strategy",
+    "fsdp_enable",
+    "unload_text_encoder",
     "cache_text_embeddings",
-)  # fmt: skip
+)
 
 
 def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[Job, Plan]:
@@ -59,9 +67,12 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
 
     try:
         store.redescribe(
-            job_id, name=plan.spec.name, terms=Terms.of(plan.spec, plan.wanted),
-            reason=_what_changed(before, plan.spec), prepare=prepare,
-        )  # fmt: skip
+            job_id,
+            name=plan.spec.name,
+            terms=Terms.of(plan.spec, plan.wanted),
+            reason=_what_changed(before, plan.spec),
+            prepare=prepare,
+        )
     except BaseException:
         if written:  # the database could not take it
             service.write_job_file(run_dir, old)

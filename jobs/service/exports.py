@@ -78,10 +78,16 @@ def export_checkpoint(
     checkpoint = find_checkpoint(job.run_dir, step, whose)
     state = read_state(checkpoint.path)
     averaged = bool(state.get("ema"))
-    target = _absolute(output) if output else default_place(
-        job.run_dir, checkpoint.step,
-        ends=job.state.ended and newest == [checkpoint.step], ema_left_out=averaged and not ema,
-    )  # fmt: skip
+    target = (
+        _absolute(output)
+        if output
+        else default_place(
+            job.run_dir,
+            checkpoint.step,
+            ends=job.state.ended and newest == [checkpoint.step],
+            ema_left_out=averaged and not ema,
+        )
+    )
     name = (state.get("spec") or {}).get("name")
     check_place(target, {"job": name, "step": checkpoint.step, "ema": averaged and ema})
     arguments = [str(checkpoint.path), str(target)]

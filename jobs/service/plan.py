@@ -122,9 +122,16 @@ def plan_resume(
         rewound = [saved for saved in list_checkpoints(job.run_dir) if saved.step > back_to]
         check_unneeded(store, [saved.path for saved in rewound])
     return Plan(
-        spec, gpus, begin, rewound, changes, [*notes, *_find_needs(store, job, spec)],
-        job=job, back_to=back_to, rewritten=bool(overrides),
-    )  # fmt: skip
+        spec,
+        gpus,
+        begin,
+        rewound,
+        changes,
+        [*notes, *_find_needs(store, job, spec)],
+        job=job,
+        back_to=back_to,
+        rewritten=bool(overrides),
+    )
 
 
 def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:

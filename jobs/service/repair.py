@@ -144,16 +144,23 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
     supervisor = _supervisor_of(job_id, run_dir) if alive else None
     attempt, started = record.get("attempt"), record.get("started")
     row = {
-        "id": job_id, "name": name, "state": str(state), "reason": reason, "run_id": run_id,
-        "gpus": json.dumps(gpus if isinstance(gpus, list) else []), "run_dir": str(run_dir.root),
-        "created": created, "queued": created,
+        "id": job_id,
+        "name": name,
+        "state": str(state),
+        "reason": reason,
+        "run_id": run_id,
+        "gpus": json.dumps(gpus if isinstance(gpus, list) else []),
+        "run_dir": str(run_dir.root),
+        "created": created,
+        "queued": created,
         "started": started if isinstance(started, float) else None,
         "ended": (_changed(run_dir.events) or created) if state.ended else None,
-        "attempt": attempt if isinstance(attempt, int) else 0, "held": state is State.QUEUED,
+        "attempt": attempt if isinstance(attempt, int) else 0,
+        "held": state is State.QUEUED,
         "supervisor_pid": supervisor and supervisor.pid,
         "supervisor_started": supervisor and supervisor.started,
         "boot_id": boot_id() if alive else None,
-    }  # fmt: skip
+    }
     return row | _terms(run_dir)
 
 

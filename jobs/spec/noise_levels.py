@@ -56,10 +56,13 @@ def preview(columns: int) -> list[str]:
         columns: Of the whole line.
     """
     ways = [
-        ("uniform", "uniform", 1.0), ("logit_normal", "logit_normal", 1.0),
-        ("shift, s = 3", "shift", 3.0), ("shift, s = 6", "shift", 6.0),
-        ("uniform_shift, s = 3", "uniform_shift", 3.0), ("mode", "mode", 1.0),
-    ]  # fmt: skip
+        ("uniform", "uniform", 1.0),
+        ("logit_normal", "logit_normal", 1.0),
+        ("shift, s = 3", "shift", 3.0),
+        ("shift, s = 6", "shift", 6.0),
+        ("uniform_shift, s = 3", "uniform_shift", 3.0),
+        ("mode", "mode", 1.0),
+    ]
     width = max(len(title) for title, *_ in ways)
     bars = max(10, min(40, columns - width - 9))
     lines = [f"{'sigma':{width}}  {'0 (data)':{bars - 9}}1 (noise)  > {_HIGH:g}"]

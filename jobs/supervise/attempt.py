@@ -143,8 +143,11 @@ def _git_revision() -> str | None:
     try:
         done = subprocess.run(
             ["git", "-C", here, "describe", "--always", "--dirty"],
-            capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

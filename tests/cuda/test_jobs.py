@@ -43,10 +43,12 @@ def _families() -> Iterator[tuple[str, Job]]:
     for family in FAMILIES:
         for kind in KINDS:
             values = {
-                "model_family": family, "model_type": kind, "train_batch_size": 2,
+                "model_family": family,
+                "model_type": kind,
+                "train_batch_size": 2,
                 "validation_prompts": [prompt_of(family)],
                 "validation_num_inference_steps": _SAMPLED_IN.get(family, 2),
-            }  # fmt: skip
+            }
             yield f"{family} {kind}", Job(1, values, _READS_WHILE_TRAINING.get(family, ()))
 
 
@@ -61,55 +63,67 @@ def _on_two() -> Iterator[tuple[str, Job]]:
         yield f"{family} {kind} on two", Job(2, FSDP | values)
 
 
-JOBS: Final = dict(_families()) | dict(_on_two()) | {
-    "one gpu": Job(1, SAMPLED | {"checkpointing_steps": 1}),
-    "accumulation": Job(1, {"gradient_accumulation_steps": 2}),
-    "ema": Job(1, FULL | {"use_ema": True, "checkpointing_steps": 2}),
-    "ema on the cpu": Job(1, FULL | {"use_ema": True, "ema_device": "cpu"}),
-    "checkpointing": Job(1, {"gradient_checkpointing": True}),
-    "selective checkpointing": Job(
-        1, {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
-    ),
-    "fp32": Job(1, FULL | {"mixed_precision": "no"}),
-    "fp16": Job(1, {"mixed_precision": "fp16"} | SAMPLED),
-    "fp16 full": Job(1, FULL | {"mixed_precision": "fp16"}),
-    "compiled": Job(1, COMPILED),
-    "compiled, selective checkpointing": Job(
-        1, COMPILED | {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
-    ),
-    "adafactor": Job(1, FULL | {"optimizer": "adafactor"}),
-    "held out": Job(1, {"validation_fraction": 0.25, "validation_loss_steps": 1}),
-    "ddp": Job(2, {"strategy": "ddp", "checkpointing_steps": 1} | SAMPLED),
-    "ddp full": Job(2, FULL | {"strategy": "ddp"}),
-    "fsdp2": Job(2, FSDP | SAMPLED),
-    "fsdp2 full": Job(
-        2, FSDP | FULL | SAMPLED | {"checkpointing_steps": 1, "checkpointing_async": True}
-    ),
-    "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
-    "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
-    "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
-    "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
-    "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
-    "fsdp2 fp16": Job(2, FSDP | {"mixed_precision": "fp16"}),
-    "fsdp2 compiled": Job(2, FSDP | FULL | COMPILED),
-    "fsdp2 accumulation and ema": Job(
-        2, FSDP | FULL | {"gradient_accumulation_steps": 2, "use_ema": True}
-    ),
-    "fsdp2 checkpointing": Job(
-        2, FSDP | FULL
-        | {"gradient_checkpointing": True, "checkpointing_steps": 1, "checkpointing_async": False}
-    ),
-    "ring": Job(2, FSDP | {"context_parallel_size": 2}),
-    "ulysses": Job(
-        2, FSDP | {"context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"}
-    ),
-    "hsdp": Job(4, HSDP | SAMPLED | {"checkpointing_steps": 1}),
-    "hsdp full": Job(4, HSDP | FULL | {"gradient_accumulation_steps": 2}),
-    "fsdp2 on four": Job(4, FSDP | {"context_parallel_size": 2}),
-    "fsdp2 full on one": Job(1, FULL, resumes="fsdp2 full"),
-    "full state dict on one": Job(1, FULL, resumes="full state dict"),
-    "one gpu on two": Job(2, FSDP, resumes="one gpu"),
-}  # fmt: skip
+JOBS: Final = (
+    dict(_families())
+    | dict(_on_two())
+    | {
+        "one gpu": Job(1, SAMPLED | {"checkpointing_steps": 1}),
+        "accumulation": Job(1, {"gradient_accumulation_steps": 2}),
+        "ema": Job(1, FULL | {"use_ema": True, "checkpointing_steps": 2}),
+        "ema on the cpu": Job(1, FULL | {"use_ema": True, "ema_device": "cpu"}),
+        "checkpointing": Job(1, {"gradient_checkpointing": True}),
+        "selective checkpointing": Job(
+            1, {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}
+        ),
+        "fp32": Job(1, FULL | {"mixed_precision": "no"}),
+        "fp16": Job(1, {"mixed_precision": "fp16"} | SAMPLED),
+        "fp16 full": Job(1, FULL | {"mixed_precision": "fp16"}),
+        "compiled": Job(1, COMPILED),
+        "compiled, selective checkpointing": Job(
+            1,
+            COMPILED
+            | {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
+        ),
+        "adafactor": Job(1, FULL | {"optimizer": "adafactor"}),
+        "held out": Job(1, {"validation_fraction": 0.25, "validation_loss_steps": 1}),
+        "ddp": Job(2, {"strategy": "ddp", "checkpointing_steps": 1} | SAMPLED),
+        "ddp full": Job(2, FULL | {"strategy": "ddp"}),
+        "fsdp2": Job(2, FSDP | SAMPLED),
+        "fsdp2 full": Job(
+            2, FSDP | FULL | SAMPLED | {"checkpointing_steps": 1, "checkpointing_async": True}
+        ),
+        "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
+        "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
+        "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
+        "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
+        "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
+        "fsdp2 fp16": Job(2, FSDP | {"mixed_precision": "fp16"}),
+        "fsdp2 compiled": Job(2, FSDP | FULL | COMPILED),
+        "fsdp2 accumulation and ema": Job(
+            2, FSDP | FULL | {"gradient_accumulation_steps": 2, "use_ema": True}
+        ),
+        "fsdp2 checkpointing": Job(
+            2,
+            FSDP
+            | FULL
+            | {
+                "gradient_checkpointing": True,
+                "checkpointing_steps": 1,
+                "checkpointing_async": False,
+            },
+        ),
+        "ring": Job(2, FSDP | {"context_parallel_size": 2}),
+        "ulysses": Job(
+            2, FSDP | {"context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"}
+        ),
+        "hsdp": Job(4, HSDP | SAMPLED | {"checkpointing_steps": 1}),
+        "hsdp full": Job(4, HSDP | FULL | {"gradient_accumulation_steps": 2}),
+        "fsdp2 on four": Job(4, FSDP | {"context_parallel_size": 2}),
+        "fsdp2 full on one": Job(1, FULL, resumes="fsdp2 full"),
+        "full state dict on one": Job(1, FULL, resumes="full state dict"),
+        "one gpu on two": Job(2, FSDP, resumes="one gpu"),
+    }
+)
 
 # Out of memory from a phase on → where the sentence says that it was.
 FULL_IN: Final = {
@@ -134,9 +148,19 @@ JOBS |= {
 WITH_BUDGET: Final = (
     *(f"{family} {kind}" for family in BUDGETED for kind in KINDS),
     *(f"{family} {kind} on two" for family, kind in SHARDED.items()),
-    "one gpu", "ddp", "ddp full", "fsdp2", "fsdp2 full", "cpu offload", "ema", "ema on the cpu",
-    "ring", "ulysses", "hsdp", "hsdp full",
-)  # fmt: skip
+    "one gpu",
+    "ddp",
+    "ddp full",
+    "fsdp2",
+    "fsdp2 full",
+    "cpu offload",
+    "ema",
+    "ema on the cpu",
+    "ring",
+    "ulysses",
+    "hsdp",
+    "hsdp full",
+)
 
 # Done by a plain `pytest`; the others are slow.
 CORE: Final = ("one gpu", "fsdp2", "fsdp2 full", "cpu offload", "fsdp2 full on one")
@@ -223,10 +247,13 @@ def last_step(done: Outcome) -> dict[str, int]:
     return step
 
 
-@pytest.mark.parametrize(("name", "other"), [
-    pytest.param(*pair, marks=() if {*pair} <= {*CORE} else pytest.mark.slow)
-    for pair in COMPARED.items()
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        pytest.param(*pair, marks=() if {*pair} <= {*CORE} else pytest.mark.slow)
+        for pair in COMPARED.items()
+    ],
+)
 def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehearsal) -> None:
     done, plain = rehearsal[name], rehearsal[other]
     mine, others = last_step(done), last_step(plain)

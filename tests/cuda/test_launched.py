@@ -63,9 +63,13 @@ class Machine:
         }
         done = subprocess.run(
             [self.cuda.python, "-m", "tui", *words],
-            env=environment | own, cwd=self.home,
-            capture_output=True, text=True, timeout=PATIENCE, check=False,
-        )  # fmt: skip
+            env=environment | own,
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -177,9 +181,16 @@ def test_a_full_gpu_ends_the_job_with_one_sentence(machine: Machine) -> None:
     """Of two GPUs one has hardly any memory left; the rank on the other one does not outlive it."""
     total = 80 * GIB
     machine.nvml.write(
-        [gpu(index, memory_total=total, memory_used=(total - 4 * 2**20) * (index == 1),
-             memory_reserved=0) for index in range(2)]
-    )  # fmt: skip
+        [
+            gpu(
+                index,
+                memory_total=total,
+                memory_used=(total - 4 * 2**20) * (index == 1),
+                memory_reserved=0,
+            )
+            for index in range(2)
+        ]
+    )
     job = machine.submit(name="full", gpus=2, share_gpus=True, strategy="fsdp2", max_train_steps=3)
     reason = machine.wait(job)
     assert str(machine.store.get(job).state) == "failed"

@@ -28,9 +28,11 @@ _STILL_AT_FIRST: Final = 600.0
 _TOGETHER: Final = 1.0  # seconds
 _LONGEST: Final = 160  # characters that a desktop's message shows
 _SEVERITIES: Final[dict[State, Severity]] = {
-    State.COMPLETED: "information", State.STOPPED: "information", State.FAILED: "error",
+    State.COMPLETED: "information",
+    State.STOPPED: "information",
+    State.FAILED: "error",
     State.LOST: "error",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,11 @@ def _ended(job: Job) -> str:
 
 
 _WORDS: Final = {
-    State.COMPLETED: "completed", State.STOPPED: "stopped", State.FAILED: "failed",
+    State.COMPLETED: "completed",
+    State.STOPPED: "stopped",
+    State.FAILED: "failed",
     State.LOST: "is lost",
-}  # fmt: skip
+}
 
 
 class Bell:

@@ -149,8 +149,12 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
 
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
-@click.option("--dry-run", "--dry_run", is_flag=True,
-              help="Validate and print the complete job; queue nothing.")  # fmt: skip
+@click.option(
+    "--dry-run",
+    "--dry_run",
+    is_flag=True,
+    help="Validate and print the complete job; queue nothing.",
+)
 @TEMPLATE
 @JSON
 @WORDS
@@ -203,10 +207,21 @@ def run(words: tuple[str, ...], template: str | None) -> int:
 
 
 @cli.command(name="list")
-@click.option("-w", "--watch", "forever", is_flag=True,
-              help="Keep running and print each change on its own line.")  # fmt: skip
-@click.option("--interval", type=click.FloatRange(min=0.2), default=10.0, show_default=True,
-              metavar="SECONDS", help="Seconds between updates (with --watch).")  # fmt: skip
+@click.option(
+    "-w",
+    "--watch",
+    "forever",
+    is_flag=True,
+    help="Keep running and print each change on its own line.",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.2),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Seconds between updates (with --watch).",
+)
 @JSON
 def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
     """List all jobs, newest first.
@@ -227,9 +242,13 @@ def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
 
 @cli.command()
 @ID
-@click.option("--as", "form", type=click.Choice(FORMS),
-              help="Print the job to recreate it elsewhere: as a file, as flags, or as a shell "
-              "script with the accelerate launch command.")  # fmt: skip
+@click.option(
+    "--as",
+    "form",
+    type=click.Choice(FORMS),
+    help="Print the job to recreate it elsewhere: as a file, as flags, or as a shell "
+    "script with the accelerate launch command.",
+)
 @JSON
 def show(job_id: int, form: Form | None, as_json: bool) -> None:
     """Show a job: state, progress, history, files.
@@ -308,9 +327,27 @@ def gpus(as_json: bool) -> None:
 
 
 for command in (
-    data, detect, doctor, estimate_job, families, cache, resume, checkpoints, export, import_job,
-    keys, completion, settings, web, samples, diff, edit, templates, selftest, *COMMANDS,
-):  # fmt: skip
+    data,
+    detect,
+    doctor,
+    estimate_job,
+    families,
+    cache,
+    resume,
+    checkpoints,
+    export,
+    import_job,
+    keys,
+    completion,
+    settings,
+    web,
+    samples,
+    diff,
+    edit,
+    templates,
+    selftest,
+    *COMMANDS,
+):
     cli.add_command(command)
 
 

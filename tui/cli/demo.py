@@ -46,7 +46,7 @@ JOB: Final[dict[str, Any]] = {
     ],
     "validation_steps": 200,
     "validation_num_inference_steps": 20,
-}  # fmt: skip
+}
 
 
 def start_demo(store: Store, say: Callable[[str], None]) -> Job:
@@ -83,13 +83,21 @@ def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[
         UserError: It cannot be written there, or there is no toy of this family.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "engine.toy", str(directory.absolute()), "--family", family,
-         *(["--flavour", flavour] if flavour else []), "--json"],
+        [
+            sys.executable,
+            "-m",
+            "engine.toy",
+            str(directory.absolute()),
+            "--family",
+            family,
+            *(["--flavour", flavour] if flavour else []),
+            "--json",
+        ],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables(),
         check=False,
-    )  # fmt: skip
+    )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise UserError(lines[-1].removeprefix("fsdp-tui: "))

@@ -66,9 +66,11 @@ class Exports:
             from jobs.service.exports import export_checkpoint
 
             made = export_checkpoint(
-                job, export.step, progress=told,
+                job,
+                export.step,
+                progress=told,
                 cancelled=lambda: export.cancelled or worker.is_cancelled,
-            )  # fmt: skip
+            )
             told_too = "".join(f"; {warning}" for warning in made.warnings)
             message = say(f"{what} exported to {made.path}{told_too}")
         except Cancelled:

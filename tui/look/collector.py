@@ -156,10 +156,16 @@ class Collector:
             self._views = tuple(views)
             self._forget(jobs)
             resting = all(job.state.active or job.id in self._ended for job in jobs)
-            self._shown, self._moving = chosen, {
-                job.id: place for place, job in enumerate(jobs)
-                if job.state.active or job.id == chosen
-            } if resting and not problems else None  # fmt: skip
+            self._shown, self._moving = (
+                chosen,
+                {
+                    job.id: place
+                    for place, job in enumerate(jobs)
+                    if job.state.active or job.id == chosen
+                }
+                if resting and not problems
+                else None,
+            )
             return
         moved = {}
         for job_id, place in self._moving.items():
@@ -231,10 +237,11 @@ class Collector:
     def _read_ended(self, jobs: Sequence[Job]) -> None:
         """How far jobs came that do not run: kept in the database; of some the files are read."""
         new = [
-            job for job in jobs
+            job
+            for job in jobs
             if not job.state.active
             and ((known := self._ended.get(job.id)) is None or known[0] != job.ended)
-        ]  # fmt: skip
+        ]
         if new:
             most = _ENDED_PER_LOOK if self._views else _ENDED_AT_FIRST
             found = progress_of(self.store, new, most=most)

@@ -79,12 +79,14 @@ def outcome(found: Detection, chosen: Sequence[str], ranks: int) -> str:
         return "nothing checked: the field stays blank and the family's blocks are wrapped"
     does, width = found.coverage(kept), found.dtype_bytes
     each = -(-found.total_params // ranks) * width
-    return " · ".join((
-        f"wraps {share(does.share)} in {some(does.units, 'unit')}",
-        f"largest unit {size(does.largest * width)}",
-        f"root {size(does.root * width)} gathered on each rank",
-        f"{size(each)} per rank on {ranks} ranks" if ranks > 1 else f"{size(each)} on 1 rank",
-    ))  # fmt: skip
+    return " · ".join(
+        (
+            f"wraps {share(does.share)} in {some(does.units, 'unit')}",
+            f"largest unit {size(does.largest * width)}",
+            f"root {size(does.root * width)} gathered on each rank",
+            f"{size(each)} per rank on {ranks} ranks" if ranks > 1 else f"{size(each)} on 1 rank",
+        )
+    )
 
 
 def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:

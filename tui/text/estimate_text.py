@@ -68,12 +68,16 @@ def phases_text(predicted: Predicted) -> str:
     """The phases with what they are made of, in GiB."""
     head = ("phase (GiB)", "peak", *_PARTS)
     rows = [
-        (TITLES.get(one.name, one.name), gib(one.peak),
-         *(gib(one.parts.get(part)) for part in _PARTS))
+        (
+            TITLES.get(one.name, one.name),
+            gib(one.peak),
+            *(gib(one.parts.get(part)) for part in _PARTS),
+        )
         for one in predicted.phases
-    ]  # fmt: skip
-    beside = ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in
-                       predicted.overheads.items())  # fmt: skip
+    ]
+    beside = ", ".join(
+        f"{name.replace('_', ' ')} {size(n)}" for name, n in predicted.overheads.items()
+    )
     reserved = f"torch reserves {band(*predicted.reserved)}"
     if beside:
         reserved += f"; the driver shows {band(*predicted.device)}, including {beside}"
@@ -132,10 +136,14 @@ def needs_text(needs: Sequence[Need]) -> str:
 def compared_text(compared: Sequence[Compared]) -> str:
     """Predicted beside measured; of several ranks the one that took the most."""
     rows = [
-        (TITLES.get(one.phase, one.phase), size(one.predicted),
-         size(max(one.measured)) if one.measured else "–", difference(one.ratio))
+        (
+            TITLES.get(one.phase, one.phase),
+            size(one.predicted),
+            size(max(one.measured)) if one.measured else "–",
+            difference(one.ratio),
+        )
         for one in compared
-    ]  # fmt: skip
+    ]
     return table(("phase", "predicted", "measured", "difference"), rows)
 
 

@@ -97,11 +97,14 @@ class KeyBar(_Line):
         self._shown = shown
         parts = [
             f"[@click=screen.{action.name}]"
-            + (f"[b $accent]{action.shown}[/] {action.label}" if fits
-               else f"[$foreground 35%]{action.shown} {action.label}[/]")
+            + (
+                f"[b $accent]{action.shown}[/] {action.label}"
+                if fits
+                else f"[$foreground 35%]{action.shown} {action.label}[/]"
+            )
             + "[/]"
             for action, fits in zip(actions, fitting, strict=True)
-        ]  # fmt: skip
+        ]
         self.say(Content.from_markup((" " * FOOTER_GAP).join(parts)))
 
 

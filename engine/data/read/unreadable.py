@@ -32,12 +32,14 @@ _FOREIGN: Final = (  # what else is found under the name of a picture
     (re.compile(rb"\0\0[\1\2]\0[^\0]\0"), "ICO is not supported"),
     (re.compile(rb"%PDF"), "a PDF, not an image"),
     (re.compile(rb".{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ", re.DOTALL), "a video, not an image"),
-    (re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)", re.IGNORECASE),
-     "a web page, not an image"),
+    (
+        re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)", re.IGNORECASE),
+        "a web page, not an image",
+    ),
     (re.compile(rb"[^\0]{0,1000}<svg[\s>]", re.DOTALL), "SVG is not supported"),
     (re.compile(rb"version https://git-lfs"), "a Git LFS pointer, not the image itself"),
     (re.compile(rb"\0{16}"), "zeros, not an image"),
-)  # fmt: skip
+)
 
 
 def why_unreadable(error: Exception, content: bytes) -> str:

@@ -25,14 +25,28 @@ if TYPE_CHECKING:
 
 # What of a job is said beside a prediction.
 _SETTINGS = (
-    "model_family", "model_flavour", "pretrained_model_name_or_path", "model_type",
-    "mixed_precision", "resolution", "num_frames", "train_batch_size",
-    "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_policy",
+    "model_family",
+    "model_flavour",
+    "pretrained_model_name_or_path",
+    "model_type",
+    "mixed_precision",
+    "resolution",
+    "num_frames",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "gradient_checkpointing_policy",
     "gradient_checkpointing_interval",
-    "optimizer", "use_ema", "ema_device", "lora_rank", "lora_placement",
-    "fsdp_reshard_after_forward", "fsdp_cpu_offload", "context_parallel_size",
+    "optimizer",
+    "use_ema",
+    "ema_device",
+    "lora_rank",
+    "lora_placement",
+    "fsdp_reshard_after_forward",
+    "fsdp_cpu_offload",
+    "context_parallel_size",
     "max_sequence_length",
-)  # fmt: skip
+)
 
 
 def predict(
@@ -164,12 +178,14 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
 
 def _walk(trace: Trace, layout: Layout, base: Parts, spec: JobSpec) -> Walk:
     return Walk(
-        trace, layout, base,
+        trace,
+        layout,
+        base,
         reshard=bool(spec.fsdp_reshard_after_forward),
         ahead=spec.fsdp_forward_prefetch,
         behind=spec.fsdp_backward_prefetch,
         context=spec.context_parallel_size,
-    )  # fmt: skip
+    )
 
 
 def _second_denoiser(spec: JobSpec, trace: Trace, layout: Layout) -> int:
@@ -180,9 +196,14 @@ def _second_denoiser(spec: JobSpec, trace: Trace, layout: Layout) -> int:
 
 
 def _workspace(
-    spec: JobSpec, trace: Trace, layout: Layout, trained: Sequence[Trained], ranks: int, *,
+    spec: JobSpec,
+    trace: Trace,
+    layout: Layout,
+    trained: Sequence[Trained],
+    ranks: int,
+    *,
     on_cuda: bool,
-) -> int:  # fmt: skip
+) -> int:
     """The most that a step takes between backward and the next forward, besides gradients."""
     if layout.offload:
         trained = [

@@ -276,6 +276,11 @@ _PREFIXES: Final[dict[str, Rule]] = {
 }
 
 _FIRST: Final = (
-    "model.arch", *rules.SWITCHES.split(), "model.name_or_path", "trigger_word",
-    "train.lr_scheduler", "gpu_ids", "device",
-)  # fmt: skip
+    "model.arch",
+    *rules.SWITCHES.split(),
+    "model.name_or_path",
+    "trigger_word",
+    "train.lr_scheduler",
+    "gpu_ids",
+    "device",
+)

@@ -36,8 +36,10 @@ class Kind(StrEnum):
 
 
 _TITLES: Final = {
-    Kind.TAKEN: "converted", Kind.UNKNOWN: "unknown", Kind.UNREADABLE: "unreadable",
-}  # fmt: skip
+    Kind.TAKEN: "converted",
+    Kind.UNKNOWN: "unknown",
+    Kind.UNREADABLE: "unreadable",
+}
 
 
 @dataclass(frozen=True)

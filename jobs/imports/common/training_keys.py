@@ -40,7 +40,7 @@ OPTIMIZERS: Final[Words] = {
     **dict.fromkeys(("prodigy8bit", "prodigy_8bit"), ("prodigy", "its state stays in fp32")),
     "adafactor": ("adafactor", ""),
     **dict.fromkeys(("sgd", "optimi_sgd"), ("sgd", "without momentum")),
-}  # fmt: skip
+}
 
 _NO_RESTARTS: Final = "half a cosine period, without restarts"
 SCHEDULES: Final[Words] = {
@@ -55,9 +55,10 @@ PRECISIONS: Final[Words] = {
 }
 
 optimizer: Final = chosen(
-    "optimizer", OPTIMIZERS,
+    "optimizer",
+    OPTIMIZERS,
     "not supported; adamw is used. Others: adamw_8bit, adafactor, prodigy, lion, sgd",
-)  # fmt: skip
+)
 schedule: Final = chosen(
     "lr_scheduler", SCHEDULES, "not supported; the rate stays constant. Others: linear, cosine"
 )

@@ -29,10 +29,17 @@ TITLE: Final = "a diffusers script"
 
 # In names of scripts, the longer ones first.
 _FAMILIES: Final = {
-    "flux2": "flux2", "flux": "flux", "sd3": "sd3", "sdxl": "sdxl", "sd_xl": "sdxl",
-    "sana": "sana", "lumina2": "lumina2", "hidream": "hidream", "qwen": "qwen_image",
+    "flux2": "flux2",
+    "flux": "flux",
+    "sd3": "sd3",
+    "sdxl": "sdxl",
+    "sd_xl": "sdxl",
+    "sana": "sana",
+    "lumina2": "lumina2",
+    "hidream": "hidream",
+    "qwen": "qwen_image",
     "z_image": "z_image",
-}  # fmt: skip
+}
 _OTHER_TASKS: Final = re.compile(
     r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter"
     r"|custom_diffusion|(^|_)(control|reflow|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
@@ -41,8 +48,11 @@ _ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
 _ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 _FLUX_LAYERS: Final = [
     *(f"attn.{name}" for name in _ATTENTION + _ADDED),
-    "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
-]  # fmt: skip
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+]
 
 # What the scripts take where a flag is left out, of those that decide what is trained.
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -270,10 +280,14 @@ _RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(_FOLDERS, _dataset),
     **dict.fromkeys(_OF_DATASET, _with_dataset),
     "dataset_config_name": without("set dataset to the directory of this config"),
-    **all_of("with_prior_preservation class_data_dir class_prompt",
-             without("class images are not supported; add them as a separate dataset")),
-    **all_of("num_class_images prior_loss_weight prior_generation_precision sample_batch_size",
-             needless("only for prior preservation, which is not supported")),
+    **all_of(
+        "with_prior_preservation class_data_dir class_prompt",
+        without("class images are not supported; add them as a separate dataset"),
+    ),
+    **all_of(
+        "num_class_images prior_loss_weight prior_generation_precision sample_batch_size",
+        needless("only for prior preservation, which is not supported"),
+    ),
     "max_train_samples": without("put the samples into a separate folder"),
     "proportion_empty_prompts": named("caption_dropout_probability"),
     "resolution": same,
@@ -282,9 +296,12 @@ _RULES: Final[dict[str, Rule]] = {
     "aspect_ratio_buckets": needless(training_keys.BUCKETS),
     "max_sequence_length": same,
     # -- training
-    **all_of("train_batch_size max_train_steps gradient_accumulation_steps gradient_checkpointing "
-             "max_grad_norm adam_beta1 adam_beta2 adam_epsilon use_ema checkpointing_steps "
-             "checkpoints_total_limit allow_tf32 logit_std seed validation_steps", same),
+    **all_of(
+        "train_batch_size max_train_steps gradient_accumulation_steps gradient_checkpointing "
+        "max_grad_norm adam_beta1 adam_beta2 adam_epsilon use_ema checkpointing_steps "
+        "checkpoints_total_limit allow_tf32 logit_std seed validation_steps",
+        same,
+    ),
     "num_train_epochs": _epochs,
     "learning_rate": _rate,
     "scale_lr": needless("already applied to learning_rate"),
@@ -306,11 +323,14 @@ _RULES: Final[dict[str, Rule]] = {
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
     **all_of("train_text_encoder train_text_encoder_ti", without(training_keys.NO_TEXT_ENCODERS)),
     **all_of("do_fp8_training bnb_quantization_config_path", without(training_keys.QUANTISED)),
-    **all_of("do_edm_style_training lora_bias complex_human_instruction system_prompt",
-             without(training_keys.NO_METHOD)),
+    **all_of(
+        "do_edm_style_training lora_bias complex_human_instruction system_prompt",
+        without(training_keys.NO_METHOD),
+    ),
     "use_dora": unless_off("lora_variant", "dora"),
-    **all_of("revision variant pretrained_vae_model_name_or_path",
-             without(training_keys.ONE_DIRECTORY)),
+    **all_of(
+        "revision variant pretrained_vae_model_name_or_path", without(training_keys.ONE_DIRECTORY)
+    ),
     # -- output
     "output_dir": training_keys.job_name,
     "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS, "latest"),
@@ -320,13 +340,15 @@ _RULES: Final[dict[str, Rule]] = {
     **all_of("push_to_hub hub_model_id hub_private_repo", needless(training_keys.NO_UPLOADS)),
     "report_to": needless(training_keys.NO_TRACKERS),
     "logging_dir": needless(training_keys.OWN_DIRECTORIES),
-    **all_of("cache_latents offload cache_dir remote_text_encoder skip_final_inference "
-             "text_encoder_lr adam_weight_decay_text_encoder dataloader_num_workers local_rank "
-             "upcast_before_saving enable_xformers_memory_efficient_attention set_grads_to_none "
-             "image_interpolation_mode enable_npu_flash_attention debug_loss log_validation "
-             "vae_encode_mode save_model_card foreach_ema",
-             needless(training_keys.NO_EFFECT)),
-}  # fmt: skip
+    **all_of(
+        "cache_latents offload cache_dir remote_text_encoder skip_final_inference "
+        "text_encoder_lr adam_weight_decay_text_encoder dataloader_num_workers local_rank "
+        "upcast_before_saving enable_xformers_memory_efficient_attention set_grads_to_none "
+        "image_interpolation_mode enable_npu_flash_attention debug_loss log_validation "
+        "vae_encode_mode save_model_card foreach_ema",
+        needless(training_keys.NO_EFFECT),
+    ),
+}
 
 _PREFIXES: Final[dict[str, Rule]] = {
     "prodigy_": needless("prodigy has bias correction and safeguard_warmup on"),

@@ -300,6 +300,13 @@ _PREFIXES: Final[dict[str, Rule]] = {
 }
 
 _FIRST: Final = (
-    "model_family", "model_flavour", "pretrained_model_name_or_path", "gpu_ids", "max_train_steps",
-    "train_batch_size", "gradient_accumulation_steps", "num_processes", "data_backend_config",
-)  # fmt: skip
+    "model_family",
+    "model_flavour",
+    "pretrained_model_name_or_path",
+    "gpu_ids",
+    "max_train_steps",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "num_processes",
+    "data_backend_config",
+)

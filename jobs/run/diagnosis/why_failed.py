@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 300
 _PARTS: Final = {
-    "forward": "the forward pass", "backward": "the backward pass", "step": "the optimizer update",
-}  # fmt: skip
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "step": "the optimizer update",
+}
 # What libraries say; CUDA's ask for memory beside torch's allocator.
 _SAID: Final = {
     Cause.GPU_MEMORY: re.compile(

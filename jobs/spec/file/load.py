@@ -31,9 +31,14 @@ _MOST_TOLD: Final = 10  # unknown keys
 _LONGEST_KEY: Final = 60  # characters of one
 _HALF: Final = re.compile("[\ud800-\udfff]")
 _PATHS: Final = (
-    "pretrained_model_name_or_path", "dataset", "path", "cache_dir", "resume_from_checkpoint",
-    "accelerate_config", "init_lora",
-)  # fmt: skip
+    "pretrained_model_name_or_path",
+    "dataset",
+    "path",
+    "cache_dir",
+    "resume_from_checkpoint",
+    "accelerate_config",
+    "init_lora",
+)
 
 
 def load_spec(

@@ -43,10 +43,13 @@ class DeviceKeys(BaseModel):
         "auto", "devices", "How ranks share the work; auto logs its choice and the reason."
     )
     dp_replicate_size: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, "devices",
+        None,
+        "devices",
         "hsdp: number of replicas of the sharded model; each is sharded over num_processes / "
-        "dp_replicate_size ranks.", ge=1, le=4096,
-    )  # fmt: skip
+        "dp_replicate_size ranks.",
+        ge=1,
+        le=4096,
+    )
     context_parallel_size: int = field(
         1, "devices", "Ranks that split one sample's tokens; needs FSDP2 and GPUs.", ge=1, le=4096
     )
@@ -59,10 +62,11 @@ class DeviceKeys(BaseModel):
 
     # -- accelerate launch -----------------------------------------------------------------
     accelerate_config: OptionalSettings = field(
-        None, "devices",
+        None,
+        "devices",
         "A file from `accelerate config`: supplies settings that the job does not set; settings "
         "without a job key are stored here and passed to the launch.",
-    )  # fmt: skip
+    )
     accelerate_extra_args: OptionalWords = field(
         None, "devices", "Extra flags for `accelerate launch`, such as --debug."
     )

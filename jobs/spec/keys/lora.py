@@ -28,46 +28,54 @@ class LoraKeys(BaseModel):
         None, "lora", "LoRA alpha; the scale is alpha / rank (default: the rank).", gt=0
     )
     lora_variant: Annotated[LoraVariant, choice(LoraVariant)] = field(
-        "lora", "lora",
+        "lora",
+        "lora",
         "lora; rslora, which divides alpha by the root of the rank; or dora, which also trains the "
         "length of each row of the weights.",
-    )  # fmt: skip
+    )
     lora_rank_pattern: OptionalNumbers = field(
-        None, "lora",
+        None,
+        "lora",
         "Ranks of single layers: suffixes or regular expressions of module names, each with its "
         "rank.",
-    )  # fmt: skip
+    )
     lora_alpha_pattern: OptionalNumbers = field(
-        None, "lora",
+        None,
+        "lora",
         "Alphas of single layers, like lora_rank_pattern (default: lora_alpha; where that is not "
         "set, the layer's rank).",
-    )  # fmt: skip
+    )
     lora_dropout: float = field(0.0, "lora", "Dropout on the adapter's input.", ge=0, lt=1)
     lora_init: Annotated[LoraInit, choice(LoraInit)] = field(
-        "kaiming", "lora",
+        "kaiming",
+        "lora",
         "How matrix A is initialized: kaiming (peft's default) or gaussian (standard deviation "
         "1 / rank, as in diffusers' scripts). B starts at zero.",
-    )  # fmt: skip
+    )
     lora_placement: Annotated[Placement, choice(Placement)] = field(
-        "replicated", "lora",
+        "replicated",
+        "lora",
         "replicated: a full copy on every rank, gradients averaged in one bucket; sharded: split "
         "like the base weights.",
-    )  # fmt: skip
+    )
     lora_experts: Bool = field(
         False, "lora", "Also adapt the routed experts of mixture-of-experts families."
     )
     lora_target_modules: OptionalTextList = field(
-        None, "lora",
+        None,
+        "lora",
         "Suffixes of module names that get an adapter (default: the family's). What contains one "
         "of * + ? | ( [ is a regular expression of the whole name.",
-    )  # fmt: skip
+    )
     lora_exclude_modules: OptionalTextList = field(
-        None, "lora",
+        None,
+        "lora",
         "Suffixes or regular expressions of module names that get no adapter, though "
         "lora_target_modules or the family names them.",
-    )  # fmt: skip
+    )
     init_lora: OptionalText = field(
-        None, "lora",
+        None,
+        "lora",
         "A LoRA to begin from: a .safetensors file with the key names of diffusers, ComfyUI or "
         "kohya's scripts, or a job's export directory. It must fit the job's layers and ranks.",
-    )  # fmt: skip
+    )

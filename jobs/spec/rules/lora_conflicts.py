@@ -22,8 +22,11 @@ def _placement(spec: JobSpec) -> Conflict | None:
 
 def _patterns(spec: JobSpec) -> Conflict | None:
     for key in (
-        "lora_target_modules", "lora_exclude_modules", "lora_rank_pattern", "lora_alpha_pattern",
-    ):  # fmt: skip
+        "lora_target_modules",
+        "lora_exclude_modules",
+        "lora_rank_pattern",
+        "lora_alpha_pattern",
+    ):
         for pattern in getattr(spec, key) or ():
             try:
                 re.compile(pattern)

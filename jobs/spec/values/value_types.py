@@ -29,8 +29,13 @@ Strategy = Literal["auto", "single", "ddp", "fsdp2", "hsdp"]
 Precision = Literal["no", "bf16", "fp16"]
 Optimizer = Literal["adamw", "sgd", "adafactor", "adamw_8bit", "prodigy", "lion"]
 LRScheduler = Literal[
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial",
-]  # fmt: skip
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+]
 LoraInit = Literal["kaiming", "gaussian"]
 LoraVariant = Literal["lora", "rslora", "dora"]
 TimestepSampling = Literal["uniform", "logit_normal", "shift", "uniform_shift", "mode"]

@@ -136,10 +136,12 @@ def test_a_run_moves_from_two_ranks_to_four_to_one(folder: Folder) -> None:
         1,
         folder.job("moving", ranks=1),
         folder.job(
-            "whole-files", ranks=1, model_type="full",
+            "whole-files",
+            ranks=1,
+            model_type="full",
             fsdp_state_dict_type="SHARDED_STATE_DICT",
         ),
-    )  # fmt: skip
+    )
     for name, before in (("moving", "lora"), ("whole-files", "full")):
         straight, moved = folder.losses(before), folder.losses(name)
         assert [step for step, *_ in moved] == list(range(1, STEPS + 1))

@@ -299,12 +299,16 @@ def test_damage_behind_the_first_frame_does_no_harm() -> None:
         (b"%PDF-1.7", "a PDF, not an image"),
         (b"\xff\xd8", "truncated"),
         (b"GIF89a" + b"\0" * 7 + b";", "damaged, or an unsupported kind of GIF"),
-        (png(1, 1, 8, 2, bytes(3), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2_000_000)))),
-         "its text or profile is too large"),
-        (tiff((1, 1), bytes(12), {258: (32,) * 3, 262: (2,), 277: (3,), 339: (3,) * 3}),
-         "damaged, or an unsupported kind of TIFF"),
+        (
+            png(1, 1, 8, 2, bytes(3), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2_000_000)))),
+            "its text or profile is too large",
+        ),
+        (
+            tiff((1, 1), bytes(12), {258: (32,) * 3, 262: (2,), 277: (3,), 339: (3,) * 3}),
+            "damaged, or an unsupported kind of TIFF",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_says_why(content: bytes, why: str) -> None:
     assert refusal(content).startswith(why)
 

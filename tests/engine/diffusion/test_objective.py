@@ -112,8 +112,9 @@ def test_losses_are_weighted_as_by_diffusers(scheme: str) -> None:
     wanted = compute_loss_weighting_for_sd3(scheme, problem.level)
     assert problem.weight is not None
     assert torch.allclose(problem.weight, wanted)
-    plain = problem_of_draw(flow(timestep_sampling="uniform"), LATENTS,
-                            sample_generators(0, 0, range(4)))  # fmt: skip
+    plain = problem_of_draw(
+        flow(timestep_sampling="uniform"), LATENTS, sample_generators(0, 0, range(4))
+    )
     assert plain.weight is None
     assert torch.equal(plain.level, problem.level)
 
@@ -173,9 +174,11 @@ def test_sigmas_stay_within_those_that_the_model_is_for() -> None:
 
 def schedule(prediction: str) -> DDPMScheduler:
     return DDPMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
         prediction_type=prediction,
-    )  # fmt: skip
+    )
 
 
 def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
@@ -209,9 +212,12 @@ def test_a_model_is_trained_on_the_noise_schedule_in_its_directory(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler"),
-     ({}, "none"), (None, "none")],
-)  # fmt: skip
+    [
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler"),
+        ({}, "none"),
+        (None, "none"),
+    ],
+)
 def test_a_foreign_noise_schedule_is_refused(
     tmp_path: Path, settings: dict[str, Any] | None, named: str
 ) -> None:

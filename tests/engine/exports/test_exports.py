@@ -42,18 +42,30 @@ flux = load("flux")
 DOUBLE_BLOCKS = [
     f"transformer_blocks.{number}.{part}"
     for number in range(2)
-    for part in ("attn.to_q", "attn.to_v", "attn.add_v_proj", "attn.to_out.0", "ff.net.2",
-                 "norm1.linear")
-]  # fmt: skip
+    for part in (
+        "attn.to_q",
+        "attn.to_v",
+        "attn.add_v_proj",
+        "attn.to_out.0",
+        "ff.net.2",
+        "norm1.linear",
+    )
+]
 
 
 def picture(pipeline: FluxPipeline) -> NDArray[Any]:
     """What a stock pipeline makes of one prompt, seed and number of steps."""
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
-        prompt="a red circle", height=64, width=64, num_inference_steps=2, guidance_scale=3.5,
-        max_sequence_length=16, generator=keyed_generator(0), output_type="np",
-    ).images[0]  # fmt: skip
+        prompt="a red circle",
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        guidance_scale=3.5,
+        max_sequence_length=16,
+        generator=keyed_generator(0),
+        output_type="np",
+    ).images[0]
 
 
 # -- LoRA ----------------------------------------------------------------------------------

@@ -54,8 +54,11 @@ def test_the_checkpoint_exports_to_the_bytes_of_the_live_model(
     out, err = capsys.readouterr()
     ema = CASES[name].get("use_ema", False)
     assert json.loads(out) == {
-        "path": str(run_dir / "offline"), "step": STEP, "ema": ema, "warnings": [],
-    }  # fmt: skip
+        "path": str(run_dir / "offline"),
+        "step": STEP,
+        "ema": ema,
+        "warnings": [],
+    }
     assert [line.split()[1] for line in err.splitlines() if "exporting" in line][-1] == "writing"
     live = bytes_of(run_dir / "export")
     assert bytes_of(run_dir / "offline") == live

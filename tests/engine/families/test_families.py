@@ -37,9 +37,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MASKED = {
-    "chroma", "hunyuanvideo", "ltxvideo", "lumina2", "pixart_sigma", "qwen_image", "sana",
+    "chroma",
+    "hunyuanvideo",
+    "ltxvideo",
+    "lumina2",
+    "pixart_sigma",
+    "qwen_image",
+    "sana",
     "z_image",
-}  # fmt: skip
+}
 # Its pipeline sets what is masked to zero, and the model was trained to attend to those zeros.
 ATTENDS_TO_PADDING = {"auraflow"}
 
@@ -245,10 +251,13 @@ def test_encoded_prompts_make_the_same_latents_as_texts(case: Case, guided: bool
     denoisers = [getattr(bare, name) for name in names if name]
     with torch.no_grad(), Forwards(denoisers, lambda: None) as forwards:
         found = bare(
-            **arguments, width=request.width, height=request.height,
-            num_inference_steps=request.steps, output_type="latent",
+            **arguments,
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.steps,
+            output_type="latent",
             generator=torch.Generator("cpu").manual_seed(request.seed),
-        )[0]  # fmt: skip
+        )[0]
     assert forwards.made == request.steps * case.family.forwards_per_step(request)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -94,10 +94,11 @@ def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Pa
     kinds = {
         "full": {"gradient_checkpointing": True},
         "selective": {
-            "gradient_checkpointing": True, "gradient_checkpointing_policy": "selective",
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_policy": "selective",
         },
         "none": {},
-    }  # fmt: skip
+    }
     forward = [
         phases_of(trace_model(shape(spec_of(toy, **FULL, **changes))))["forward"]
         for changes in kinds.values()
@@ -248,9 +249,14 @@ def test_what_is_arithmetic_is_not_traced_again(toy: Path, monkeypatch: pytest.M
     monkeypatch.setattr(estimator_module, "trace_model", trace)
     estimator = Estimator()
     for ranks in (2, 8, 1024):
-        for changes in ({}, {"optimizer": "lion"}, {"use_ema": True},
-                        {"fsdp_reshard_after_forward": False}, {"fsdp_cpu_offload": True},
-                        {"gradient_accumulation_steps": 4}):  # fmt: skip
+        for changes in (
+            {},
+            {"optimizer": "lion"},
+            {"use_ema": True},
+            {"fsdp_reshard_after_forward": False},
+            {"fsdp_cpu_offload": True},
+            {"gradient_accumulation_steps": 4},
+        ):
             estimator.estimate(spec_of(toy, strategy="fsdp2", **FULL, **changes), ranks)
     assert len(traced) == 1
 
@@ -301,9 +307,19 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
 def test_a_prediction_comes_back_from_json() -> None:
     phases = (Phase("forward", Parts(1, 2, 3, 4, 5, 6)), Phase("backward", Parts(7), "so"))
     one = Prediction(
-        "Model", 10, 5, "fsdp2", 8, {"resolution": 64}, phases, (21, 30), {"nccl": 2},
-        {"rank": 9}, {"checkpoint": 3}, ("a note",),
-    )  # fmt: skip
+        "Model",
+        10,
+        5,
+        "fsdp2",
+        8,
+        {"resolution": 64},
+        phases,
+        (21, 30),
+        {"nccl": 2},
+        {"rank": 9},
+        {"checkpoint": 3},
+        ("a note",),
+    )
     read = Predicted.of(json.loads(json.dumps(one.to_dict())))
     assert read.values == one.to_dict()
     assert [(p.name, p.peak, p.parts, p.note) for p in read.phases] == [
@@ -340,9 +356,16 @@ def test_the_server_answers_each_request_and_survives_bad_ones(toy: Path) -> Non
         json.dumps(["a list"]),
         json.dumps({"id": 1, "job": job | {"no_such_key": 1}}),
         json.dumps({"id": 2, "job": job | {"pretrained_model_name_or_path": "no/such-model"}}),
-        json.dumps({"id": 3, "job": job, "ranks": [2, 4], "strategies": ["ddp", "fsdp2"],
-                    "changes": [{}, {"optimizer": "no such"}]}),
-    ]  # fmt: skip
+        json.dumps(
+            {
+                "id": 3,
+                "job": job,
+                "ranks": [2, 4],
+                "strategies": ["ddp", "fsdp2"],
+                "changes": [{}, {"optimizer": "no such"}],
+            }
+        ),
+    ]
     answers = io.StringIO()
     serve(io.StringIO("\n".join(requests) + "\n"), answers)
     found = [json.loads(line) for line in answers.getvalue().splitlines()]
@@ -351,8 +374,11 @@ def test_the_server_answers_each_request_and_survives_bad_ones(toy: Path) -> Non
     assert "no/such-model" in found[3]["failed"][0]["error"]
     last = found[4]
     assert [(p["strategy"], p["ranks"]) for p in last["predictions"]] == [
-        ("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 4),
-    ]  # fmt: skip
+        ("ddp", 2),
+        ("ddp", 4),
+        ("fsdp2", 2),
+        ("fsdp2", 4),
+    ]
     assert len(last["failed"]) == 4
     for one in last["predictions"]:
         Predicted.of(one)
@@ -363,9 +389,14 @@ def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
     """The config comes with us; two layers of it are enough to see that it is understood."""
     spec = load_spec(
         None,
-        {"name": "t", "model_family": "sd3", "dataset": "/tmp", "resolution": 256,
-         "pretrained_model_name_or_path": "stabilityai/stable-diffusion-3.5-medium"},
-    )  # fmt: skip
+        {
+            "name": "t",
+            "model_family": "sd3",
+            "dataset": "/tmp",
+            "resolution": 256,
+            "pretrained_model_name_or_path": "stabilityai/stable-diffusion-3.5-medium",
+        },
+    )
     whole = shape(spec)
     config = whole.config | {"num_layers": 2, "dual_attention_layers": [0]}
     trace = trace_model(replace(whole, config=config))

@@ -126,14 +126,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({f"{Q}.lora_A.weight": None}, {}, f"{Q} has no down weights"),
     ({f"{Q}.lora_A.weight": None, f"{Q}.lora_B.weight": None}, {}, f"it does not adapt {Q}"),
     ({f"{Q}x.lora_A.weight": (2, 4), f"{Q}x.lora_B.weight": (6, 2)}, {}, f"it adapts {Q}x, and"),
-    ({"text_encoder.q.lora_A.weight": (2, 4), "text_encoder.q.lora_B.weight": (6, 2)}, {},
-     "it also trains a text encoder"),
+    (
+        {"text_encoder.q.lora_A.weight": (2, 4), "text_encoder.q.lora_B.weight": (6, 2)},
+        {},
+        "it also trains a text encoder",
+    ),
     ({f"{Q}.diff": (6,)}, {}, f"{Q}.diff is no part of a LoRA"),
     ({}, {"lora_rank": 3}, "to_q has rank 2 there and 3 here"),
     ({}, {"lora_variant": "dora"}, "it is no DoRA"),
     ({f"{Q}.lora_B.weight": (7, 2)}, {}, f"{Q} has another size"),
     ({f"{Q}.lora_A.weight": (2, 5)}, {}, "to_q has another size"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "values", "why"), REFUSED, ids=[why for *_, why in REFUSED])

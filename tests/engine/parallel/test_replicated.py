@@ -325,8 +325,10 @@ def test_shards_may_lie_elsewhere_and_what_is_whole_does_not(tmp_path: Path) -> 
 
     ((offloaded, together), _) = on_ranks(work, 2, tmp_path)
     assert [name for name, device in offloaded.items() if device == "cpu"] == [
-        "0.weight", "0.bias", "1.bias",
-    ]  # fmt: skip
+        "0.weight",
+        "0.bias",
+        "1.bias",
+    ]
     assert "1.weight" in offloaded
     assert "1.running_mean" in offloaded
     assert set(together.values()) == {"meta"}

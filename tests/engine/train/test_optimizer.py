@@ -39,17 +39,24 @@ TOLERANCE = {"adamw": 1e-5, "sgd": 1e-6, "lion": 1e-6, "adamw_8bit": 3e-3, "prod
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("linear", {}), ("cosine", {}), ("polynomial", {"lr_power": 2.0}),
-        ("cosine_with_restarts", {"lr_num_cycles": 3}), ("constant_with_warmup", {}),
+        ("linear", {}),
+        ("cosine", {}),
+        ("polynomial", {"lr_power": 2.0}),
+        ("cosine_with_restarts", {"lr_num_cycles": 3}),
+        ("constant_with_warmup", {}),
     ],
-)  # fmt: skip
+)
 def test_rates_are_those_of_diffusers(kind: str, changes: dict[str, Any], end: float) -> None:
     """With a last rate, theirs of a polynomial; of the others, theirs raised in proportion."""
     steps, warmup, peak = 20, 4, 1e-3
     spec = JobSpec(
-        lr_scheduler=kind, lr_warmup_steps=warmup, max_train_steps=steps, learning_rate=peak,
-        lr_end=end, **changes,
-    )  # fmt: skip
+        lr_scheduler=kind,
+        lr_warmup_steps=warmup,
+        max_train_steps=steps,
+        learning_rate=peak,
+        lr_end=end,
+        **changes,
+    )
     ours, theirs = (torch.optim.SGD([torch.zeros(1)], lr=peak) for _ in range(2))
     own = build_scheduler(spec, ours)
     words = {"num_cycles": changes.get("lr_num_cycles", 1), "power": changes.get("lr_power", 1.0)}
@@ -144,9 +151,12 @@ def test_prodigys_numbers_are_its_authors() -> None:
     theirs = Run("prodigy", "whole")
     (group,) = ours.optimizer.param_groups
     theirs.optimizer = Prodigy(
-        theirs.model.parameters(), lr=group["lr"], weight_decay=group["weight_decay"],
-        use_bias_correction=True, safeguard_warmup=True,
-    )  # fmt: skip
+        theirs.model.parameters(),
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        use_bias_correction=True,
+        safeguard_warmup=True,
+    )
     theirs.scheduler = build_scheduler(theirs.spec, theirs.optimizer)
     start = ours.whole()
     losses = ours.advance(STEPS["prodigy"]), theirs.advance(STEPS["prodigy"])

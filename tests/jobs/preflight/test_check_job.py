@@ -157,9 +157,10 @@ def test_a_lora_to_begin_from_that_is_not_there(
     (tmp_path / "a.bin").touch()
     (tmp_path / "empty").mkdir()
     for name, why in (
-        ("gone.safetensors", "does not exist"), ("a.bin", "is not a .safetensors file"),
+        ("gone.safetensors", "does not exist"),
+        ("a.bin", "is not a .safetensors file"),
         ("empty", "has no .safetensors file"),
-    ):  # fmt: skip
+    ):
         spec = read(job_values, init_lora=str(tmp_path / name))
         with pytest.raises(UserError, match=f"init_lora: .*{name} {why}"):
             service.submit(store, spec)
@@ -311,9 +312,11 @@ def add_tool(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "key"),
-    [({"torch_compile": True}, "torch_compile"),
-     ({"optimizer": "adamw_8bit"}, "optimizer: adamw_8bit")],
-)  # fmt: skip
+    [
+        ({"torch_compile": True}, "torch_compile"),
+        ({"optimizer": "adamw_8bit"}, "optimizer: adamw_8bit"),
+    ],
+)
 def test_a_job_on_gpus_that_compiles_needs_a_c_compiler(
     job_values: dict[str, Any], four_gpus: None, tools: Path, changes: dict[str, Any], key: str
 ) -> None:
@@ -357,8 +360,14 @@ def test_what_compiles_nothing_needs_no_compiler(
 def test_flash_attention_3_is_looked_for(
     job_values: dict[str, Any], four_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = read(job_values, device="auto", gpus=1, num_processes="left out", mixed_precision="bf16",
-                attention_backend="flash-attention-3")  # fmt: skip
+    spec = read(
+        job_values,
+        device="auto",
+        gpus=1,
+        num_processes="left out",
+        mixed_precision="bf16",
+        attention_backend="flash-attention-3",
+    )
     assert "needs the package flash_attn_3; it is not installed" in complaint(spec)
     (tmp_path / "flash_attn_interface.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

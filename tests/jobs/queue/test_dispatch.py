@@ -79,9 +79,13 @@ def test_one_job_at_a_time_runs_on_the_cpu(
 
 @pytest.mark.parametrize(("slots", "count"), [("2", 2), ("9", 3), ("0", 1), ("many", 1)])
 def test_the_person_may_allow_more_on_the_cpu(
-    store: Store, add: Callable[..., int], started: list[int],
-    monkeypatch: pytest.MonkeyPatch, slots: str, count: int,
-) -> None:  # fmt: skip
+    store: Store,
+    add: Callable[..., int],
+    started: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    slots: str,
+    count: int,
+) -> None:
     monkeypatch.setenv("FSDP_TUI_CPU_JOBS", slots)
     ids = [add() for _ in range(3)]
     dispatch(store)

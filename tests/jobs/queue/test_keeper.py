@@ -47,8 +47,9 @@ def test_without_work_it_leaves_once_it_has_been_idle_for_long_enough(
     runner.keep(store, idle_seconds=3.0)
     assert now == 1003.0
     assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == [
-        "started", "nothing left to do; exiting",
-    ]  # fmt: skip
+        "started",
+        "nothing left to do; exiting",
+    ]
     with open(store.home / "runner.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the next one may come
 
@@ -69,9 +70,11 @@ def test_it_stays_as_long_as_there_is_work(
 
 
 def test_a_bad_look_does_not_end_it(
-    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch,
+    store: Store,
+    job_spec: JobSpec,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     job = submit(store, job_spec)
     looks: list[int] = []
 

@@ -101,14 +101,18 @@ def test_a_step_that_was_never_saved_is_told_with_those_that_were(run_dir: RunDi
 
 
 def test_going_back_sets_newer_ones_aside_and_deletes_nothing(run_dir: RunDir) -> None:
-    before = {path.name: (path / "__0_0.distcp").read_bytes() for _, path in
-              run_dir.complete_checkpoints()}  # fmt: skip
+    before = {
+        path.name: (path / "__0_0.distcp").read_bytes()
+        for _, path in run_dir.complete_checkpoints()
+    }
     moved = rewind(run_dir, 10)
     assert names(run_dir) == ["step-10", "step-20.rewound", "step-30.rewound"]
     assert run_dir.latest_checkpoint() == (10, run_dir.checkpoint(10))
     put_back(moved)
-    after = {path.name: (path / "__0_0.distcp").read_bytes() for _, path in
-             run_dir.complete_checkpoints()}  # fmt: skip
+    after = {
+        path.name: (path / "__0_0.distcp").read_bytes()
+        for _, path in run_dir.complete_checkpoints()
+    }
     assert after == before
 
 
@@ -380,8 +384,10 @@ def test_of_two_that_resume_at_once_one_does(store: Store, ended: Callable[..., 
     for thread in threads:
         thread.join()
     (first,) = outcomes
-    expected = [["step-10", "step-20", "step-30"],
-                ["step-10", "step-20.rewound", "step-30.rewound"]]  # fmt: skip
+    expected = [
+        ["step-10", "step-20", "step-30"],
+        ["step-10", "step-20.rewound", "step-30.rewound"],
+    ]
     assert names(job.run_dir) == expected[first]
 
 

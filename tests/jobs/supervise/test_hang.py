@@ -17,9 +17,16 @@ NOW = 10_000.0
 
 def status(number: int, **changes: Any) -> RankStatus:
     values: dict[str, Any] = {
-        "rank": number, "pid": 1, "started": 0.0, "host": "h", "device": "cpu", "phase": "train",
-        "step": 7, "heartbeat": NOW, "progressed": NOW,
-    }  # fmt: skip
+        "rank": number,
+        "pid": 1,
+        "started": 0.0,
+        "host": "h",
+        "device": "cpu",
+        "phase": "train",
+        "step": 7,
+        "heartbeat": NOW,
+        "progressed": NOW,
+    }
     return RankStatus(**values | changes)
 
 

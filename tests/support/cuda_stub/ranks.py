@@ -110,9 +110,13 @@ def _rank(rank: int, ranks: int, port: int, jobs: dict[str, dict[str, Any]]) -> 
     """Do the jobs as one rank, in an environment as the launcher sets it; never returns."""
     if ranks > 1:
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
     try:
         well = all(_job(rank, Path(name), job) for name, job in jobs.items())
     except BaseException:

@@ -98,9 +98,10 @@ FULL_ONLY: Final[dict[str, dict[str, Any]]] = {
 # What must be the same on any number of ranks, and is not part of plain training. Samples are
 # taken in between: a forward without backward leaves FSDP's root gathered.
 SAMPLES: Final = {
-    "validation_prompts": ["a red circle", "a blue square"], "validation_steps": 4,
+    "validation_prompts": ["a red circle", "a blue square"],
+    "validation_steps": 4,
     "validation_num_inference_steps": 1,
-}  # fmt: skip
+}
 
 
 EXTRAS: Final[dict[str, dict[str, Any]]] = {
@@ -151,10 +152,14 @@ class Case:
     def values(self, toy: Path) -> dict[str, Any]:
         layouts = REFERENCES | LAYOUTS | LORA_ONLY | FULL_ONLY
         return toy_values(
-            toy, model_type=self.model_type, mixed_precision=self.precision,
-            **COMMON | OPTIMIZERS[self.optimizer] | layouts[self.layout]
+            toy,
+            model_type=self.model_type,
+            mixed_precision=self.precision,
+            **COMMON
+            | OPTIMIZERS[self.optimizer]
+            | layouts[self.layout]
             | (EXTRAS | CALM)[self.extra],
-        )  # fmt: skip
+        )
 
 
 def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:

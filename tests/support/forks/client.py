@@ -32,11 +32,17 @@ _ROOM: Final = 1 << 16  # bytes for the environment of what is forked
 _LINE: Final = 1 << 11  # and for its command line
 # What libraries read when they are imported, as `jobs.launch.local` sets it.
 _LAUNCHED: Final = {
-    "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error",
-    "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+    "PYTHONSAFEPATH": "1",
+    "PYTHONUNBUFFERED": "1",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "ACCELERATE_USE_CPU": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
 
 _leases: dict[Path, socket.socket] = {}  # by the server's directory
 _connections: list[socket.socket] = []  # the leases, and of whatever a test has not waited for
@@ -114,9 +120,13 @@ def _start(place: Path, interpreter: str, environment: Mapping[str, str]) -> Non
         server = subprocess.Popen(
             [*command, "-" * _LINE],
             env=inherited | variables | {"PADDING": "-" * _ROOM},
-            pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            cwd="/", start_new_session=True,
-        )  # fmt: skip
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+        )
         _started.append(server)
     script = place / "python.new"
     # Shell first, then Python: a line that begins with #! takes no path with spaces.
@@ -218,10 +228,15 @@ def start(target: Callable[..., None], words: list[tuple[Any, ...]], **each: lis
         request = {
             "argv": ["-m", "tests.support.forks.call", str(call / str(rank))],
             # Not the person's caches, where a test has none of its own.
-            "environment": {"XDG_CACHE_HOME": str(call)} | dict(os.environ)
-            | {"PYTHONSAFEPATH": "1"} | variables,
-            "cwd": os.getcwd(), "leads": False, "ignored": [], "umask": 0o022,
-        }  # fmt: skip
+            "environment": {"XDG_CACHE_HOME": str(call)}
+            | dict(os.environ)
+            | {"PYTHONSAFEPATH": "1"}
+            | variables,
+            "cwd": os.getcwd(),
+            "leads": False,
+            "ignored": [],
+            "umask": 0o022,
+        }
         connection = _connect(place)
         with open(os.devnull) as nothing, open(started.output, "a") as output:
             streams = [nothing.fileno(), output.fileno(), output.fileno()]

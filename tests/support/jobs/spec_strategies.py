@@ -16,12 +16,14 @@ _SIZE = st.none() | st.integers(16, 4096) | st.from_regex(r"\A(16|768|8192)x(32|
 _PROMPT = st.fixed_dictionaries(
     {"prompt": _TEXT | st.sampled_from(["", "{prompt: a}", "{", '{"prompt": 1}'])},
     optional={
-        "negative_prompt": st.just("") | _TEXT, "resolution": _SIZE,
+        "negative_prompt": st.just("") | _TEXT,
+        "resolution": _SIZE,
         "seed": st.integers(0, 2**63 - 1),
-        "steps": st.integers(1, 99), "guidance": st.floats(0, 99),
+        "steps": st.integers(1, 99),
+        "guidance": st.floats(0, 99),
         "true_cfg_scale": st.floats(0, 99),
     },
-)  # fmt: skip
+)
 _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
     "model_family": st.sampled_from(["flux", "sd3", "qwen_image"]),

@@ -103,9 +103,16 @@ def test_json_says_everything() -> None:
     assert (facts["tool"], facts["written"], done.stderr) == ("SimpleTuner", None, "")
     assert yaml.safe_load(facts["yaml"]) == facts["job"]
     assert set(facts["report"]) == {
-        "taken_over", "translated", "not_supported", "not_needed", "not_known", "could_not_be_read",
-        "assumed", "to_fill_in", "warnings",
-    }  # fmt: skip
+        "taken_over",
+        "translated",
+        "not_supported",
+        "not_needed",
+        "not_known",
+        "could_not_be_read",
+        "assumed",
+        "to_fill_in",
+        "warnings",
+    }
     (unknown,) = facts["report"]["not_known"]
     assert (unknown["key"], unknown["value"], unknown["ours"]) == ("potters_own_key", "3", {})
 

@@ -206,7 +206,11 @@ def test_bash_itself_completes(tmp_path: Path) -> None:
     (tmp_path / "fsdp-tui").write_text(f'#!/bin/sh\nexec {sys.executable} -m tui "$@"\n')
     (tmp_path / "fsdp-tui").chmod(0o755)
     done = subprocess.run(
-        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, check=True,
+        ["bash", "--norc", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
         cwd=ROOT,
-    )  # fmt: skip
+    )
     assert done.stdout.split() == ["adamw_8bit"]

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 LINES = [f"12:{n // 60:02}:{n % 60:02} step {n} loss 0.5" for n in range(300)]
 LINES[40] = "12:00:40 WARNING step 40 was left out"
 LINES[100:104] = [
-    "Traceback (most recent call last):", '  File "t.py", line 1, in step',
-    "    loss.backward()", "ValueError: bad",
-]  # fmt: skip
+    "Traceback (most recent call last):",
+    '  File "t.py", line 1, in step',
+    "    loss.backward()",
+    "ValueError: bad",
+]
 LINES[200] = "ERROR the second one"
 
 
@@ -252,8 +254,9 @@ async def test_a_pattern_without_end_is_given_up(
     write_log(job, "a" * 90 + "b\n", append=True)
     async with reading(store) as (screen, reader, pilot):
         await typed(pilot, key, "(a|aa)+$")
-        await until(pilot, lambda: any("too long" in str(n.message)
-                                       for n in pilot.app._notifications))  # fmt: skip
+        await until(
+            pilot, lambda: any("too long" in str(n.message) for n in pilot.app._notifications)
+        )
         assert screen.finding.pattern == ""
         assert not screen.finding.filter
         assert reader.count == len(LINES) + 1

@@ -25,11 +25,17 @@ TRAP = "a" * 90 + "b\n"
 @pytest.mark.parametrize(
     ("pattern", "count", "marked"),
     [
-        ("loss", 0, 1 << 20), (r"step \d+", 1, 1 << 20), (r"\(\+\*", 0, 1 << 20),
-        (r"[*+?][]+*]x", 0, 1 << 20), ("step.*loss.*", 2, 200), (ENDLESS, 2, 0),
-        ("(a|a)*b", 2, 0), (".*.*.*x", 3, 60), ("a?" * 30 + "a" * 30, 30, 0),
+        ("loss", 0, 1 << 20),
+        (r"step \d+", 1, 1 << 20),
+        (r"\(\+\*", 0, 1 << 20),
+        (r"[*+?][]+*]x", 0, 1 << 20),
+        ("step.*loss.*", 2, 200),
+        (ENDLESS, 2, 0),
+        ("(a|a)*b", 2, 0),
+        (".*.*.*x", 3, 60),
+        ("a?" * 30 + "a" * 30, 30, 0),
     ],
-)  # fmt: skip
+)
 def test_what_a_pattern_leaves_open(pattern: str, count: int, marked: int) -> None:
     assert (choices(pattern), marked_up_to(pattern)) == (count, marked)
 

@@ -60,9 +60,14 @@ def export(
     """
     with ProgressLine("exporting") as line:
         made = export_checkpoint(
-            Store().get(job_id), step, output=output, dtype=dtype, formats=formats,
-            ema=not no_ema, progress=lambda done, total: line(done, total, f"{done} %"),
-        )  # fmt: skip
+            Store().get(job_id),
+            step,
+            output=output,
+            dtype=dtype,
+            formats=formats,
+            ema=not no_ema,
+            progress=lambda done, total: line(done, total, f"{done} %"),
+        )
     for warning in made.warnings:
         echo(f"fsdp-tui: warning: {warning}", err=True)
     echo(json.dumps(asdict(made) | {"path": str(made.path)}) if as_json else str(made.path))

@@ -83,8 +83,13 @@ def remove(job_id: int, keep_files: bool, yes: bool) -> None:
 
 
 @click.command()
-@click.option("--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
-              help="Keep the newest N ended jobs.")  # fmt: skip
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=0),
+    required=True,
+    metavar="N",
+    help="Keep the newest N ended jobs.",
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 def prune(keep_last: int, yes: bool) -> None:
     """Remove old ended jobs and their files."""
@@ -99,5 +104,12 @@ def prune(keep_last: int, yes: bool) -> None:
 
 
 COMMANDS: tuple[Any, ...] = (
-    hold, release, move, pause, save_now, sample_now, remove, prune,
-)  # fmt: skip
+    hold,
+    release,
+    move,
+    pause,
+    save_now,
+    sample_now,
+    remove,
+    prune,
+)

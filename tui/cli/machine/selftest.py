@@ -34,8 +34,13 @@ _INTERRUPTED: Final = 130  # exit status
     "--gpus", metavar="0,1", help="GPUs to test, by index or UUID (default: all idle ones)."
 )
 @click.option("--cpu", is_flag=True, help="Test CPU ranks even if there are GPUs.")
-@click.option("--ranks", type=click.IntRange(1, 16), default=_CPU_RANKS, show_default=True,
-              help="Number of CPU ranks.")  # fmt: skip
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 16),
+    default=_CPU_RANKS,
+    show_default=True,
+    help="Number of CPU ranks.",
+)
 @JSON
 def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
     """Test that this machine can train; run it once on every new machine.
@@ -56,9 +61,11 @@ def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
     started = time.monotonic()
     with ProgressLine("self-test") as progress:
         for finding in jobs_selftest.run(
-            store, chosen, len(chosen) or ranks,
+            store,
+            chosen,
+            len(chosen) or ranks,
             say=lambda words: progress(len(found), jobs_selftest.COUNT, words),
-        ):  # fmt: skip
+        ):
             if not as_json:
                 progress.clear()
                 first = not found or found[-1].group != finding.group

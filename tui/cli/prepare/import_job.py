@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 _CONFIG: Final = click.argument("config", type=click.Path(path_type=Path))
 _OUTPUT: Final = click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="JOB.yaml",
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="JOB.yaml",
     help="File to write the job to (default: standard output).",
-)  # fmt: skip
+)
 _FORCE: Final = click.option("--force", is_flag=True, help="Overwrite an existing file.")
 _DETAILED: Final = (Kind.TAKEN, Kind.TRANSLATED, Kind.UNSUPPORTED, Kind.UNREADABLE, Kind.UNKNOWN)
 

@@ -46,20 +46,40 @@ class CachesScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = "#caches"
     BINDINGS: ClassVar = [
-        Binding("escape,q,C,shift+c", "dismiss", "close", id="caches.close",
-                tooltip="Back to the dashboard"),
+        Binding(
+            "escape,q,C,shift+c",
+            "dismiss",
+            "close",
+            id="caches.close",
+            tooltip="Back to the dashboard",
+        ),
         Binding("j,down", "go(1)", "next cache", id="caches.down"),
         Binding("k,up", "go(-1)", "previous cache", id="caches.up"),
         Binding("home,g", "go(-1000000)", "first cache", id="caches.first"),
         Binding("end,G,shift+g", "go(1000000)", "last cache", id="caches.last"),
-        Binding("x,delete,enter", "clear", "clear", id="caches.clear",
-                tooltip="Clear the selected cache (asks first)"),
-        Binding("a", "clear_all", "clear all", id="caches.clear_all",
-                tooltip="Clear all caches (asks first)"),
+        Binding(
+            "x,delete,enter",
+            "clear",
+            "clear",
+            id="caches.clear",
+            tooltip="Clear the selected cache (asks first)",
+        ),
+        Binding(
+            "a",
+            "clear_all",
+            "clear all",
+            id="caches.clear_all",
+            tooltip="Clear all caches (asks first)",
+        ),
         Binding("r", "look", "refresh", id="caches.look", tooltip="Measure the caches again"),
-        Binding("t", "switch_theme", "theme", id="caches.switch_theme",
-                tooltip="Switch between the dark and light theme"),
-    ]  # fmt: skip
+        Binding(
+            "t",
+            "switch_theme",
+            "theme",
+            id="caches.switch_theme",
+            tooltip="Switch between the dark and light theme",
+        ),
+    ]
 
     app: FsdpTui
 

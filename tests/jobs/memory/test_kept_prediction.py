@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from jobs.errors import UserError
 from jobs.launch import local
 from jobs.launch.local import room_of
 from jobs.machine.gpu import Gpu
+from jobs.machine.procfs import started_at
 from jobs.memory import cache, client, kept_prediction, question
 from jobs.memory.auto import predicted_ddp
 from jobs.memory.calibration import Calibration, file, read_calibration, record
@@ -92,6 +94,33 @@ def test_what_is_not_known_is_predicted_beside_the_run(tmp_path: Path) -> None:
     found = kept_prediction.read(run_dir)
     assert found is not None
     assert (found.strategy, found.ranks) == ("ddp", 2)
+
+
+def test_a_prediction_ends_with_its_supervisor(tmp_path: Path) -> None:
+    """It may have minutes to go, and the next job needs the processor."""
+    said = tmp_path / "pid"
+    busy = f"import os, time; open({str(said)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from jobs.memory import client, kept_prediction\n"
+        "from jobs.run.rundir import RunDir\n"
+        "from jobs.spec.job_spec import JobSpec\n"
+        f"client.COMMAND = (sys.executable, '-S', '-c', {busy!r})\n"
+        f"spec = JobSpec.model_validate({job().to_dict()!r})\n"
+        f"kept_prediction.keep(RunDir(Path({str(tmp_path)!r})), spec, 'ddp', 2, on_gpus=True)\n"
+        f"while not (Path({str(said)!r}).exists() and Path({str(said)!r}).read_text()):\n"
+        "    time.sleep(0.01)\n"
+    )
+    with open(tmp_path / "stderr", "w") as stderr:
+        subprocess.run([sys.executable, "-c", code], stderr=stderr, check=True)
+    pid = int(said.read_text())
+    try:
+        assert started_at(pid) is None
+        assert (tmp_path / "stderr").read_text() == ""
+    finally:
+        if started_at(pid) is not None:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_ranks_that_need_the_processors_get_none(tmp_path: Path) -> None:

@@ -43,13 +43,18 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
             return
         _say("started")
         busy_at = time.monotonic()
-        while store.path.exists() and time.monotonic() - busy_at < idle_seconds:
+        while store.path.exists():
+            work = False
             try:
-                if has_work(store):
-                    busy_at = time.monotonic()
+                if work := has_work(store):
                     dispatch(store)
             except Exception as error:  # one bad look must not end the keeping
                 _say(f"{type(error).__name__}: {error}")
+            # After a look: a process that was paused for longer may have work all the same.
+            if work:
+                busy_at = time.monotonic()
+            elif time.monotonic() - busy_at >= idle_seconds:
+                break
             time.sleep(LOOK_EVERY)
         _say("nothing left to do; exiting")
 

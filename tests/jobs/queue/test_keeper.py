@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import threading
 import time
@@ -67,6 +68,25 @@ def test_it_stays_as_long_as_there_is_work(
     store.change(job, State.STOPPED, "")
     keeper.join(PATIENCE)
     assert not keeper.is_alive()
+
+
+def test_a_pause_is_not_idleness(
+    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suspended for longer than it may be idle: it looks before it leaves."""
+    job = submit(store, job_spec)
+    looks: list[int] = []
+    clock = itertools.count(step=1000.0)
+    monkeypatch.setattr("jobs.queue.keeper.time.monotonic", lambda: next(clock))
+
+    def look(_: Store) -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            store.change(job, State.STOPPED, "")
+
+    monkeypatch.setattr("jobs.queue.dispatch.dispatch", look)
+    runner.keep(store, idle_seconds=60.0)
+    assert len(looks) == 3
 
 
 def test_a_bad_look_does_not_end_it(

@@ -99,7 +99,7 @@ def _with_way_out(error: click.ClickException) -> str:
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"{EXAMPLES}\n{STATUSES}",
 )
-@click.version_option(package_name="fsdp-tui")
+@click.version_option(package_name="fsdp-tui", prog_name="fsdp-tui")
 @click.option("--read-only", is_flag=True, help="Open the dashboard in read-only mode.")
 @click.option(
     "--ascii", "plain", is_flag=True, help="Draw the dashboard with ASCII characters only."

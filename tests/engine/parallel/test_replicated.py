@@ -93,7 +93,7 @@ def test_gradients_travel_in_buckets_of_bounded_size(
     """The flat copy is what averaging takes of memory beside the gradients."""
     monkeypatch.setattr(gradients, "BUCKET", 8)
     tensors = [torch.zeros(size) for size in sizes]
-    buckets = [list(bucket) for bucket in gradients._buckets(tensors)]
+    buckets = [list(bucket) for bucket in gradients.buckets(tensors)]
     assert [sum(tensor.numel() for tensor in bucket) for bucket in buckets] == wanted
     assert [id(t) for bucket in buckets for t in bucket] == [id(t) for t in tensors], "in order"
 

@@ -164,7 +164,9 @@ class PlotsPanel(Lines, can_focus=True):
         others = [run.job for run in message.values.runs] != [run.job for run in self.values.runs]
         self.values = message.values
         wait = self._drawn_at + _REDRAW_EVERY - time.monotonic()
-        if others or wait <= 0:
+        if not self.size:  # not laid out yet: under load, no `Resize` may follow
+            self.call_after_refresh(self.draw)
+        elif others or wait <= 0:
             self.draw()
         elif self._later is None:
             self._later = self.set_timer(wait, self.draw)

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from jobs.errors import Problem
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.values.spellings import as_bool, as_choice, as_none, did_you_mean
-from jobs.untrusted.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,9 +130,7 @@ def _sharding(done: Translation, key: str, written: Any) -> None:
     if name not in _STRATEGIES:
         known = ", ".join(_STRATEGIES)
         meant = did_you_mean(word, _STRATEGIES)
-        done.problems.append(
-            Problem(key, f'{key}: "{one_line(str(written))}" is not one of {known}{meant}')
-        )
+        done.problems.append(Problem(key, f'{key}: "{written}" is not one of {known}{meant}'))
         return
     why = ""
     if name == "NO_SHARD":

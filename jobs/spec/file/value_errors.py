@@ -62,5 +62,4 @@ def in_words(error: ErrorDetails) -> str:
 
 
 def _beginning(value: str) -> str:
-    value = value if value.isprintable() else repr(value)[1:-1]
     return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"

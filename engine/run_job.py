@@ -20,6 +20,7 @@ from engine.model import adapters, lora_file, weights
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
+from engine.model.quantized_linear import quantize_layers
 from engine.parallel.context_parallel import (
     check_tokens,
     enable_context_parallel,
@@ -170,6 +171,8 @@ def build_model(
     model, stored = weights.build_on_meta(
         family.transformer_class(), directory, spec, say=telemetry.say
     )
+    if note := quantize_layers(model, spec, family):
+        telemetry.say(note)
     choose_attention(model, spec)
     activate_flash3(spec)
     if checkpoints_activations(spec):

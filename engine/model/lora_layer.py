@@ -16,8 +16,12 @@ from peft.tuners.lora import Conv2d, Linear
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from engine.model.quantized_linear import QuantizedLinear
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+    from engine.model.packing import Packing
 
 _ADAPTER: Final = "default"
 
@@ -40,11 +44,13 @@ class LoraLinear(Linear):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         masters = [part[_ADAPTER].weight for part in (self.lora_A, self.lora_B)]
+        packing, *packed = _packed(base)
         if (
             args
             or kwargs
-            or type(base) is not torch.nn.Linear  # one that FSDP gathers when it is called
-            or base.weight.dtype is not dtype
+            # Not one that FSDP gathers when it is called, whose class is another.
+            or type(base) not in (torch.nn.Linear, QuantizedLinear)
+            or (packing is None and base.weight.dtype is not dtype)
             or any(isinstance(master, DTensor) for master in masters)
             or (self.training and not isinstance(dropout, torch.nn.Identity))
             or self.disable_adapters
@@ -58,11 +64,14 @@ class LoraLinear(Linear):
         if narrow is None or narrow[0].dtype is not dtype:
             narrow = tuple(master.detach().to(dtype) for master in masters)
         flat = x.to(dtype).reshape(-1, x.shape[-1])
+        bias = base.bias if base.bias is None else base.bias.to(dtype)
         dora = bool(self.lora_magnitude_vector)
         out: torch.Tensor = _Adapted.apply(
             flat,
             base.weight,
-            None if dora else base.bias,
+            *packed,
+            packing,
+            None if dora else bias,
             *masters,
             *narrow,
             self.scaling[_ADAPTER],
@@ -150,6 +159,9 @@ class _Adapted(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
+        weight_scale: torch.Tensor | None,
+        codes: torch.Tensor | None,
+        packing: Packing | None,
         bias: torch.Tensor | None,
         wide_a: torch.Tensor,
         wide_b: torch.Tensor,
@@ -160,34 +172,57 @@ class _Adapted(torch.autograd.Function):
     ) -> torch.Tensor:
         """`x (N, in)`, `weight (out, in)`, `a (r, in)`, `b (out, r)` of one precision.
 
+        Of a packed weight only the packed bytes are kept for backward.
+
         `wide_a` and `wide_b` are the masters of `a` and `b`, which get the gradients.
         """
-        out = functional.linear(x, weight, bias)
+        out = functional.linear(x, _dense(weight, weight_scale, codes, packing, x.dtype), bias)
         low = functional.linear(x, a)  # (N, r)
         if keeps:
             out = torch.addmm(out, low, b.t(), alpha=scale)
         else:
             out.addmm_(low, b.t(), alpha=scale)
-        ctx.save_for_backward(x, weight, a, b, low)
-        ctx.scale, ctx.dtypes = scale, (wide_a.dtype, wide_b.dtype)
+        ctx.save_for_backward(x, weight, weight_scale, codes, a, b, low)
+        ctx.packing, ctx.scale, ctx.dtypes = packing, scale, (wide_a.dtype, wide_b.dtype)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Gradients of the masters come out of their products in fp32."""
         (gradient,) = gradients
-        x, weight, a, b, low = ctx.saved_tensors
+        x, weight, weight_scale, codes, a, b, low = ctx.saved_tensors
         of_a = of_b = of_x = None
         of_low = gradient @ b  # (N, r)
         if ctx.scale != 1:
             of_low, low = of_low * ctx.scale, low * ctx.scale
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[6]:
             of_a = _product(of_low.t(), x, ctx.dtypes[0])
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[7]:
             of_b = _product(gradient.t(), low, ctx.dtypes[1])
         if ctx.needs_input_grad[0]:
-            of_x = (gradient @ weight).addmm_(of_low, a)
-        return of_x, None, None, of_a, of_b, None, None, None, None
+            dense = _dense(weight, weight_scale, codes, ctx.packing, gradient.dtype)
+            of_x = (gradient @ dense).addmm_(of_low, a)
+        return of_x, None, None, None, None, None, of_a, of_b, None, None, None, None
+
+
+def _packed(
+    base: torch.nn.Module,
+) -> tuple[Packing | None, torch.Tensor | None, torch.Tensor | None]:
+    """How a layer's weight is packed, its scale, and what its bytes stand for."""
+    if isinstance(base, QuantizedLinear):
+        return base.packing, base.weight_scale, base.codes
+    return None, None, None
+
+
+def _dense(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    packing: Packing | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A weight in the precision that computes."""
+    return weight if packing is None else packing.unpack(weight, scale, codes, dtype)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.model.pinned_memory import PinnedMemory, bytes_of
 from engine.model.precision import compute_dtype, storage_dtype
+from engine.model.quantized_linear import quantized_layers, weights_per_element
 from engine.model.weight_files import StoredTensor, stored_tensors
 from engine.model.weight_reader import Reading, read_all
 from jobs.errors import UserError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from engine.model.quantized_linear import QuantizedLinear
     from jobs.spec.job_spec import JobSpec
 
 __all__ = [
@@ -175,7 +177,11 @@ def stream(
         Bytes read by this rank.
     """
     targets: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    readings = [reading_of(name, place, targets[names(name)]) for name, place in stored.items()]
+    packed = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
+    readings = [
+        reading_of(name, place, targets[names(name)], packed.get(names(name)))
+        for name, place in stored.items()
+    ]
     return read_all(readings, progress)
 
 
@@ -186,7 +192,10 @@ def check_precision(model: torch.nn.Module, spec: JobSpec) -> None:
         RuntimeError: A tensor is in another precision; names it. This ends the job: it would
             otherwise train badly, or hold its base at twice the memory.
     """
+    packed = weights_per_element(model)
     for name, parameter in model.named_parameters():
+        if id(parameter) in packed:
+            continue
         if parameter.requires_grad:
             if parameter.dtype is not torch.float32:
                 raise RuntimeError(f"{name} is trained in {parameter.dtype}, not in float32")
@@ -356,22 +365,35 @@ def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_f
     return f"are {stored} in the file and kept in {kept} ({reason})"
 
 
-def reading_of(name: str, place: StoredTensor, target: torch.Tensor) -> Reading:
+def reading_of(
+    name: str, place: StoredTensor, target: torch.Tensor, layer: QuantizedLinear | None = None
+) -> Reading:
     """What this rank reads of one tensor.
+
+    Args:
+        name: Its name, for messages.
+        place: Where it lies.
+        target: Where it goes.
+        layer: The layer that keeps it packed, if one does.
 
     Raises:
         RuntimeError: The tensor is sharded in a way that is not by rows.
     """
+    packing = scale = None
+    shape = place.shape[1:]
+    if layer is not None:
+        packing, shape = layer.packing, layer.weight.shape[1:]
+        scale = None if layer.weight_scale is None else local_part(layer.weight_scale)
     if not isinstance(target, DTensor):
-        return Reading(place, 0, target)
+        return Reading(place, 0, target, packing, scale)
     by_rows = all(
         type(placement) is Replicate or (type(placement) is Shard and placement.dim == 0)
         for placement in target.placements
     )
     here, rows = local_part(target), rows_of(target)
-    if not by_rows or here.shape != (rows.stop - rows.start, *place.shape[1:]):
+    if not by_rows or here.shape != (rows.stop - rows.start, *shape):
         raise RuntimeError(
             f"{name} is sharded as {target.placements}, of which {tuple(here.shape)} is here: "
             "only rows can be streamed"
         )
-    return Reading(place, rows.start * place.row_elements, here)
+    return Reading(place, rows.start * place.row_elements, here, packing, scale)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from engine.model.quantized_linear import weights_per_element
 from engine.ranks.mesh import sharding_mesh
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def check_sharding(
     ranks, replicas = mesh.size(-1), world.replicas
     here = "cpu" if offloaded else world.device.type
     whole = {id(parameter) for parameter in replicated}
+    packed = weights_per_element(model)
     tensors = parameters = local = local_bytes = replicated_count = 0
     for name, parameter in model.named_parameters():
         if id(parameter) in whole:
@@ -119,8 +121,9 @@ def check_sharding(
         if shard_here.device.type != here:
             raise RuntimeError(f"{name} is on {shard_here.device}, expected {here}")
         tensors += 1
-        parameters += parameter.numel()
-        local += shard_here.numel()
+        each = packed.get(id(parameter), 1)
+        parameters += parameter.numel() * each
+        local += shard_here.numel() * each
         local_bytes += shard_here.numel() * shard_here.element_size()
     if tensors == 0:
         raise RuntimeError("the model has no sharded parameter at all")
@@ -133,7 +136,8 @@ def check_sharding(
         tensors=tensors,
         parameters=parameters,
         local_parameters=local,
-        wrapped_parameters=parameters - sum(p.numel() for p in units_hold[0]),
+        wrapped_parameters=parameters
+        - sum(p.numel() * packed.get(id(p), 1) for p in units_hold[0]),
         local_bytes=local_bytes,
         largest_unit_bytes=max(gathered[1:], default=0),
         root_bytes=gathered[0],

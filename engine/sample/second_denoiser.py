@@ -13,6 +13,7 @@ import torch
 
 from engine.model import weights
 from engine.model.kernels import choose_attention
+from engine.model.quantized_linear import quantize_layers
 from engine.model.release import Watch, give_back
 from engine.parallel.sharding import shard
 
@@ -60,6 +61,7 @@ def _load(
     if spec.mixed_precision != "no":  # kept in the compute precision, and not in fp32
         frozen = spec.model_copy(update={"model_type": "lora"})
     model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
+    quantize_layers(model, frozen, family)
     choose_attention(model, spec)
     model.requires_grad_(False)
     if world.shards:

@@ -82,6 +82,8 @@ EFFECTS: Final[dict[str, Effect]] = {
     "lora_target_modules": "ruled",
     "lora_exclude_modules": "ruled",
     "lora_experts": "ruled",
+    "base_precision": "changes",
+    "keep_in_full_precision": "changes",
     # devices
     "device": "same",
     "share_gpus": "same",

@@ -45,6 +45,10 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
     "lora_rank_pattern": lambda spec: spec.model_type == "lora",
     "lora_alpha_pattern": lambda spec: spec.model_type == "lora",
     "lora_dropout": lambda spec: spec.model_type == "lora",
+    "base_precision": lambda spec: spec.model_type == "lora",
+    "keep_in_full_precision": lambda spec: (
+        spec.model_type == "lora" and spec.base_precision != "none"
+    ),
     "crop_variants": lambda spec: spec.crop == "random",
     "caption_shuffles": lambda spec: spec.shuffle_captions,
     "keep_tags": lambda spec: spec.shuffle_captions,

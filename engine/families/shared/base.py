@@ -70,6 +70,10 @@ class Family(ABC):
     LORA_TARGETS: str
     """Regular expression of the module names that get an adapter."""
 
+    FULL_PRECISION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
+    """Regular expression of the names of layers in blocks that `base_precision` leaves as they are:
+    modulation and norms, which scale everything that comes after them."""
+
     KOHYA: LoraStyle | None = None
     """How kohya's scripts name its LoRAs, where one of them trains it."""
 

@@ -41,6 +41,7 @@ _SETTINGS = (
     "use_ema",
     "ema_device",
     "lora_rank",
+    "base_precision",
     "lora_placement",
     "fsdp_reshard_after_forward",
     "fsdp_cpu_offload",
@@ -189,10 +190,10 @@ def _walk(trace: Trace, layout: Layout, base: Parts, spec: JobSpec) -> Walk:
 
 
 def _second_denoiser(spec: JobSpec, trace: Trace, layout: Layout) -> int:
-    """The other denoiser, frozen, in the compute precision, sharded alike."""
+    """The other denoiser, frozen, in the precision that a LoRA's base is kept in, sharded alike."""
     base = [w for unit in trace.units for w in unit.weights if not w.lora]
-    width = compute_dtype(spec).itemsize
-    return sum(rounded(layout.local(weight) * width) for weight in base)
+    full = compute_dtype(spec).itemsize if spec.model_type == "full" else None
+    return sum(rounded(layout.local(weight) * (full or weight.stored)) for weight in base)
 
 
 def _workspace(

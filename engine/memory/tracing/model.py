@@ -17,6 +17,7 @@ from engine.memory.tracing.live import rounded
 from engine.model import adapters
 from engine.model.kernels import choose_attention
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
+from engine.model.quantized_linear import quantize_layers, weights_per_element
 from engine.model.weights import parameters_on_meta, trained_in_fp32
 from engine.parallel.sharding import build_plugin, modules_to_wrap
 from engine.run_job import kept_whole
@@ -44,6 +45,7 @@ class Weight:
         lora: Whether it is the adapter's.
         fp32: Whether full training computes with it in fp32, so that it stays whole on every rank.
         unused: Whether it gets no gradient although it is trained.
+        per_element: Weights of the model that one of its numbers stands for, where it is packed.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Weight:
     lora: bool
     fp32: bool
     unused: bool = False
+    per_element: int = 1
 
     @cached_property
     def numel(self) -> int:
@@ -118,6 +121,7 @@ def build(shape: Shape) -> Built:
     in_fp32 = {id(parameter) for parameter in trained_in_fp32(model)}
     fp32 = {name for name, p in model.named_parameters() if id(p) in in_fp32}
     _set_precision(model, shape, fp32)
+    quantize_layers(model, spec, family)
     choose_attention(model, spec)
     if spec.model_type == "lora":
         adapters.add_lora(model, spec, family.lora_targets(spec))
@@ -189,8 +193,9 @@ def _units(
     plugin = build_plugin(spec, torch.device("cpu"))
     chosen = modules_to_wrap(model, spec, plugin, whole)
     names = {module: name for name, module in model.named_modules()}
+    packed = weights_per_element(model)
     of_parameter = {
-        parameter: _weight(name, parameter, shape, fp32)
+        parameter: _weight(name, parameter, shape, fp32, packed.get(id(parameter), 1))
         for name, parameter in model.named_parameters()
     }
     taken: set[torch.nn.Parameter] = set()
@@ -218,7 +223,9 @@ def _repeated(
     return tuple(found)
 
 
-def _weight(name: str, parameter: torch.nn.Parameter, shape: Shape, fp32: set[str]) -> Weight:
+def _weight(
+    name: str, parameter: torch.nn.Parameter, shape: Shape, fp32: set[str], per_element: int
+) -> Weight:
     spec = shape.spec
     kept = name.replace(".base_layer.", ".") in fp32
     stored = parameter.element_size()
@@ -227,5 +234,12 @@ def _weight(name: str, parameter: torch.nn.Parameter, shape: Shape, fp32: set[st
     gathered = compute_dtype(spec).itemsize if narrow else stored
     lora = spec.model_type == "lora" and adapters.is_lora(name)
     return Weight(
-        name, tuple(parameter.shape), stored, gathered, parameter.requires_grad, lora, kept and full
+        name,
+        tuple(parameter.shape),
+        stored,
+        gathered,
+        parameter.requires_grad,
+        lora,
+        kept and full,
+        per_element=per_element,
     )

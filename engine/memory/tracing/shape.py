@@ -35,6 +35,8 @@ _OF_LORA: Final = (
     "lora_target_modules",
     "lora_exclude_modules",
     "lora_experts",
+    "base_precision",
+    "keep_in_full_precision",
 )
 _OF_POLICIES: Final = {
     "SIZE_BASED_WRAP": ("fsdp_min_num_params",),

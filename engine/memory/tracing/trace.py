@@ -60,7 +60,8 @@ class Trace:
     @property
     def parameters(self) -> int:
         """Of the model, without its adapter."""
-        return sum(w.numel for unit in self.units for w in unit.weights if not w.lora)
+        every = (w for unit in self.units for w in unit.weights)
+        return sum(w.numel * w.per_element for w in every if not w.lora)
 
     @property
     def trained(self) -> int:

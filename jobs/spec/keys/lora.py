@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
+    BasePrecision,
     Bool,
     LoraInit,
     LoraVariant,
@@ -57,6 +58,19 @@ class LoraKeys(BaseModel):
         "lora",
         "replicated: a full copy on every rank, gradients averaged in one bucket; sharded: split "
         "like the base weights.",
+    )
+    base_precision: Annotated[BasePrecision, choice(BasePrecision)] = field(
+        "none",
+        "lora",
+        "Precision that the frozen weights of the blocks are kept and sharded in: none "
+        "(mixed_precision), fp8 (E4M3 without scales), fp8_scaled or int8 (a scale for each row), "
+        "or nf4 (4 bits, a scale for each 64 weights). They are computed with in mixed_precision.",
+    )
+    keep_in_full_precision: OptionalTextList = field(
+        None,
+        "lora",
+        "Regular expressions of the names of layers that base_precision leaves as they are "
+        "(default: the family's modulation layers; []: none).",
     )
     lora_experts: Bool = field(
         False, "lora", "Also adapt the routed experts of mixture-of-experts families."

@@ -106,6 +106,10 @@ def _no_adapter(spec: JobSpec) -> str:
     return "" if spec.model_type == "lora" else "needs model_type: lora"
 
 
+def _not_quantized(spec: JobSpec) -> str:
+    return "" if spec.base_precision != "none" else "needs base_precision"
+
+
 def _not_adam(spec: JobSpec) -> str:
     fits = spec.optimizer in ("adamw", "adamw_8bit", "prodigy")
     return "" if fits else f"optimizer: {spec.optimizer} has none"
@@ -271,10 +275,12 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
             "lora_init",
             "lora_target_modules",
             "lora_exclude_modules",
+            "base_precision",
             "init_lora",
         ),
         _no_adapter,
     ),
+    (("keep_in_full_precision",), lambda spec: _no_adapter(spec) or _not_quantized(spec)),
     (("lora_experts",), lambda spec: _no_adapter(spec) or _no_experts(spec)),
     (("lora_placement",), lambda spec: _no_adapter(spec) or _not_sharded(spec)),
     (("adam_beta1", "adam_beta2", "adam_epsilon"), _not_adam),

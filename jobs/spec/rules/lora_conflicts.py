@@ -26,6 +26,7 @@ def _patterns(spec: JobSpec) -> Conflict | None:
         "lora_exclude_modules",
         "lora_rank_pattern",
         "lora_alpha_pattern",
+        "keep_in_full_precision",
     ):
         for pattern in getattr(spec, key) or ():
             try:
@@ -45,6 +46,8 @@ def _dora(spec: JobSpec) -> Conflict | None:
         return None
     if spec.lora_dropout:
         return Conflict("lora_dropout", "lora_dropout is not supported with lora_variant: dora")
+    if spec.base_precision != "none":
+        return Conflict("base_precision", "base_precision is not supported with lora_variant: dora")
     if spec.torch_compile:
         return Conflict("torch_compile", "torch_compile is not supported with lora_variant: dora")
     if spec.lora_placement == "sharded" and spec.mixed_precision != "no":

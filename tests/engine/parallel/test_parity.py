@@ -44,6 +44,7 @@ FAST: Final = {
     Case("fsdp2 2, cpu offload, accumulated", "full", "sgd"),
     Case("hsdp 2x2", "full", "sgd"),
     Case("fsdp2 2", "lora", "adamw", "bf16"),
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="nf4"),
 }
 
 

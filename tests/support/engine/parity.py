@@ -104,6 +104,9 @@ SAMPLES: Final = {
 }
 
 
+QUANTIZED: Final = ("fp8", "fp8_scaled", "int8", "nf4")
+
+
 EXTRAS: Final[dict[str, dict[str, Any]]] = {
     "": {},
     "ema": {"use_ema": True, "ema_decay": 0.9} | SAMPLES,
@@ -112,6 +115,7 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
         "lora_rank_pattern": {"to_q": 2},
         "lora_exclude_modules": ["to_k"],
     },
+    **{scheme: {"base_precision": scheme} for scheme in QUANTIZED},
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
 }
 
@@ -181,13 +185,24 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(
             Case("fsdp2 2", "full", "sgd", extra=extra)
             for extra in EXTRAS
-            if extra not in ("", "dora")
+            if extra not in ("", "dora", *QUANTIZED)
         ),
         *(
             Case(layout, "lora", "sgd", extra="dora")
             for layout in ("fsdp2 2", "fsdp2 2, sharded lora")
         ),
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
+        *(
+            Case(layout, "lora", "sgd", extra=scheme)
+            for scheme in QUANTIZED
+            for layout in ("fsdp2 4", "fsdp2 2, sharded lora")
+        ),
+        *(Case(layout, "lora", "sgd", extra="nf4") for layout in ("ddp 2", "hsdp 2x2")),
+        *(
+            Case(layout, "lora", "sgd", extra="int8")
+            for layout in ("fsdp2 2, cpu offload", "fsdp2 2, activation checkpointing")
+        ),
+        Case("fsdp2 2", "lora", "sgd", extra="fp8_scaled"),
     ]
 
 

@@ -1,0 +1,226 @@
+"""Packed weights: the schemes, the layer that computes with them, and how they are filled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig, inject_adapter_in_model
+from torch.nn import functional
+
+from engine import families
+from engine.memory.tracing.model import build
+from engine.memory.tracing.shape import shape_of
+from engine.model import adapters, weight_reader, weights
+from engine.model.packing import NF4_CODES, Packing
+from engine.model.quantized_linear import QuantizedLinear, quantize_layers, quantized_layers
+from jobs.errors import UserError
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine.toy_jobs import toy_spec
+from tests.support.engine.weights import CPU
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.spec.values.value_types import BasePrecision
+
+SCHEMES: tuple[BasePrecision, ...] = ("fp8", "fp8_scaled", "int8", "nf4")
+
+
+def some_weight(rows: int = 24, columns: int = 192) -> torch.Tensor:
+    """Normal, with rows of other sizes and a few outliers."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator) * 0.02
+    weight *= torch.logspace(-1, 1, rows).unsqueeze(1)
+    weight[1, 5] = 1.5
+    return weight
+
+
+def unpacked(scheme: BasePrecision, weight: torch.Tensor) -> torch.Tensor:
+    packing = Packing(scheme)
+    return packing.unpack(*packing.pack(weight), packing.code_table(torch.float32), torch.float32)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+# The schemes
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most"), [("fp8", 0.04), ("fp8_scaled", 0.03), ("int8", 0.012), ("nf4", 0.1)]
+)
+def test_a_weight_comes_back_within_the_rounding_of_its_scheme(
+    scheme: BasePrecision, most: float
+) -> None:
+    weight = some_weight()
+    once = unpacked(scheme, weight)
+    assert most / 4 < error(once, weight) < most
+    assert error(unpacked(scheme, once), once) < 1e-6, "a value that the scheme has is kept"
+    packed, scale = Packing(scheme).pack(weight)
+    wanted = Packing(scheme).shapes(*weight.shape)
+    assert (tuple(packed.shape), scale if scale is None else tuple(scale.shape)) == wanted
+    assert packed.dtype is torch.uint8
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_zeros_stay_zeros_and_nothing_overflows(scheme: BasePrecision) -> None:
+    weight = torch.zeros(2, 64)
+    weight[1, :2] = torch.tensor([3e4, -3e4])
+    found = unpacked(scheme, weight)
+    assert found.isfinite().all()
+    assert not found[0].any()
+    if scheme != "fp8":  # without a scale it ends at 448
+        assert torch.allclose(found, weight, rtol=1e-6)
+
+
+def test_nf4_takes_the_nearest_code_of_each_block_high_bits_first() -> None:
+    weight = some_weight(2, 128)
+    weight[0, 64:] *= 100
+    packed, scale = Packing("nf4").pack(weight)
+    assert scale is not None
+    blocks = weight.view(2, 2, 64)
+    assert torch.equal(scale, blocks.abs().amax(2))
+    codes = torch.tensor(NF4_CODES)
+    nearest = (blocks[..., None] / scale[..., None, None] - codes).abs().argmin(-1).view(2, 128)
+    assert torch.equal(packed >> 4, nearest[:, ::2].to(torch.uint8))
+    assert torch.equal(packed & 15, nearest[:, 1::2].to(torch.uint8))
+
+
+# The layer
+
+
+def layer_of(
+    scheme: BasePrecision, weight: torch.Tensor, dtype: torch.dtype
+) -> tuple[QuantizedLinear, torch.Tensor]:
+    """A packed layer, and the weight that it computes with."""
+    rows, columns = weight.shape
+    layer = QuantizedLinear(torch.nn.Linear(columns, rows, dtype=dtype), Packing(scheme), dtype)
+    packed, scale = layer.packing.pack(weight)
+    layer.weight.copy_(packed)
+    if scale is not None:
+        assert layer.weight_scale is not None
+        layer.weight_scale.copy_(scale)
+    assert layer.bias is not None
+    layer.bias.requires_grad_(False)
+    return layer, layer.packing.unpack(packed, scale, layer.codes, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_it_computes_with_the_unpacked_weight_and_keeps_the_packed_one(
+    scheme: BasePrecision, dtype: torch.dtype
+) -> None:
+    layer, weight = layer_of(scheme, some_weight(), dtype)
+    x = torch.randn(2, 5, 192).to(dtype).requires_grad_()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = layer(x)
+    assert torch.equal(out, functional.linear(x, weight, layer.bias))
+    assert not [t for t in kept if t.is_floating_point() and t.numel() >= weight.numel()]
+    out.float().square().sum().backward()
+    again = x.detach().requires_grad_()
+    functional.linear(again, weight, layer.bias).float().square().sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, again.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["fp8", "nf4"])
+def test_an_adapter_on_it_learns_what_pefts_does_on_the_unpacked_weight(
+    scheme: BasePrecision, dtype: torch.dtype
+) -> None:
+    layer, weight = layer_of(scheme, some_weight(), dtype)
+    dense = torch.nn.Linear(192, 24, dtype=dtype)
+    with torch.no_grad():
+        dense.weight.copy_(weight)
+        dense.bias.copy_(layer.bias)
+    models = [torch.nn.Sequential(layer), torch.nn.Sequential(dense)]
+    half = "bf16" if dtype is torch.bfloat16 else "no"
+    adapters.add_lora(models[0], JobSpec(lora_rank=4, lora_alpha=6, mixed_precision=half), "0")
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["0"])
+    inject_adapter_in_model(config, models[1].requires_grad_(False))
+    found = []
+    x = torch.randn(3, 192, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for model in models:
+        torch.manual_seed(2)
+        for parameter in adapters.lora_parameters(model).values():
+            parameter.data = torch.randn(parameter.shape)
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=model is models[1] and half == "bf16"):
+            out = model(leaf)
+        out.float().square().mean().backward()
+        gradients = [p.grad for p in adapters.lora_parameters(model).values()]
+        found.append([out.detach(), leaf.grad, *gradients])
+    for mine, theirs in zip(*found, strict=True):
+        assert error(mine, theirs) < (1e-6 if dtype is torch.float32 else 0.02)
+
+
+# In a model
+
+
+def packed_flux(toy: Path, **changes: Any) -> tuple[Any, JobSpec]:
+    spec = toy_spec(toy, mixed_precision="no", **changes)
+    family = families.load("flux")
+    model: Any
+    model, stored = weights.build_on_meta(
+        FluxTransformer2DModel, toy / "model" / "transformer", spec
+    )
+    assert quantize_layers(model, spec, family).startswith(f"{len(quantized_layers(model))} ")
+    adapters.add_lora(model, spec, family.LORA_TARGETS)
+    weights.materialise(model, CPU)
+    weights.stream(model, stored, names=adapters.adapted_name(model).__getitem__)
+    weights.check_precision(model, spec)
+    return model, spec
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layers_of_blocks_are_packed_as_they_are_read(
+    toy: Path, scheme: BasePrecision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but modulation; some rows at a time, of which the last are fewer."""
+    monkeypatch.setattr(weight_reader, "_PACKED_BYTES", 4 * 128 * 5)
+    model, _ = packed_flux(toy, base_precision=scheme)
+    stock = FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer")
+    layers = quantized_layers(model)
+    blocks = [n for n, m in stock.named_modules() if type(m) is torch.nn.Linear and "blocks" in n]
+    names = {name.removesuffix(".base_layer") for name in layers}
+    assert names == {name for name in blocks if ".norm" not in name}
+    for name, layer in layers.items():
+        whole = stock.get_submodule(name.removesuffix(".base_layer")).weight
+        packed, scale = layer.packing.pack(whole.detach())
+        assert torch.equal(layer.weight, packed), name
+        assert (scale is None) == (layer.weight_scale is None)
+        assert scale is None or torch.equal(layer.weight_scale, scale), name
+
+
+def test_the_job_chooses_what_stays(toy: Path) -> None:
+    model, spec = packed_flux(toy, base_precision="int8", keep_in_full_precision=["attn", "ff"])
+    assert {name.split(".")[2] for name in quantized_layers(model)} == {
+        "norm1",
+        "norm1_context",
+    } | {
+        "norm",
+        "proj_mlp",
+        "proj_out",
+    }
+    everything = JobSpec.model_validate(spec.to_dict() | {"keep_in_full_precision": ["blocks"]})
+    with pytest.raises(UserError, match="int8 quantizes no layer of this model"):
+        quantize_layers(model, everything, families.load("flux"))
+
+
+def test_a_prediction_counts_packed_bytes_and_whole_weights(toy: Path) -> None:
+    plain, packed = (
+        build(shape)
+        for precision in ("none", "nf4")
+        if (shape := shape_of(toy_spec(toy, base_precision=precision), sharded=True))
+    )
+    model, _ = packed_flux(toy, base_precision="nf4")
+    weights_of = [[w for unit in built.units for w in unit.weights] for built in (plain, packed)]
+    counts = [sum(w.numel * w.per_element for w in found) for found in weights_of]
+    assert counts[0] == counts[1]
+    held = sum(w.numel * w.stored for w in weights_of[1])
+    assert held == sum(p.numel() * p.element_size() for p in model.parameters())

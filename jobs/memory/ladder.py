@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 RECOMPUTE: Final = 1.30  # a second forward beside one forward and a backward of twice its work
 SMALLER_BATCH: Final = 1.10  # smaller matrices fill a GPU less well; the arithmetic is the same
 QUANTISED_STATE: Final = 1.00  # the step is short beside forward and backward
+EIGHT_BITS: Final = 1.08  # each weight is unpacked where it is used, beside large products
+FOUR_BITS: Final = 1.15  # by a table, which takes longer
 REGATHER: Final = 1.10  # an all-gather more in backward, most of it beside the computing
 SHARD_ALL: Final = 1.20  # weights are gathered twice and gradients scattered, instead of one sum
 SHARD_WIDER: Final = 1.10  # the same over more ranks, and perhaps over slower links
@@ -238,6 +240,16 @@ def _optimizer(spec: JobSpec) -> Changes | None:
     return {"optimizer": "adamw_8bit"} if fits else None
 
 
+def _base(spec: JobSpec, precision: str) -> Changes | None:
+    """Pack a LoRA's frozen base; None where that is done, or in fewer bits."""
+    narrower = ("none", "fp8_scaled", "nf4")
+    now = spec.base_precision
+    fits = spec.model_type == "lora" and now in narrower
+    if not fits or narrower.index(now) >= narrower.index(precision):
+        return None
+    return {"base_precision": precision}
+
+
 def _reshard(spec: JobSpec) -> Changes | None:
     keeps = spec.strategy in SHARDING and spec.fsdp_reshard_after_forward is not True
     return {"fsdp_reshard_after_forward": True} if keeps else None
@@ -288,6 +300,7 @@ def _resolution(spec: JobSpec) -> Changes | None:
 
 
 LADDER: Final = (
+    Rung("fp8 base", EIGHT_BITS, partial(_base, precision="fp8_scaled"), "frozen weights rounded"),
     Rung("encode captions with sharded encoders", ENCODERS, _encoders),
     Rung("smaller samples", ENCODERS, _samples),
     Rung(
@@ -303,6 +316,7 @@ LADDER: Final = (
     Rung(
         "8-bit AdamW", QUANTISED_STATE, _optimizer, "moments in 8 bits; needs fsdp-tui[optimizers]"
     ),
+    Rung("4-bit base", FOUR_BITS, partial(_base, precision="nf4"), "frozen weights rounded more"),
     Rung("free gathered weights after forward", REGATHER, _reshard),
     Rung("shard over all ranks", SHARD_ALL, _fsdp2),
     Rung("sharded LoRA", SHARD_ADAPTER, _placement),

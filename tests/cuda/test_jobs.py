@@ -94,6 +94,8 @@ JOBS: Final = (
         ),
         "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
         "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
+        "int8": Job(1, {"base_precision": "int8"}),
+        "sharded nf4": Job(2, FSDP | {"base_precision": "nf4"} | SAMPLED),
         "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
         "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
@@ -147,6 +149,8 @@ JOBS |= {
 
 WITH_BUDGET: Final = (
     *(f"{family} {kind}" for family in BUDGETED for kind in KINDS),
+    "int8",
+    "sharded nf4",
     *(f"{family} {kind} on two" for family, kind in SHARDED.items()),
     "one gpu",
     "ddp",

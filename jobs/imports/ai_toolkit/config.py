@@ -113,12 +113,13 @@ _MODEL: Final[dict[str, Rule]] = {
     "model.arch": rules.architecture,
     **all_of(rules.SWITCHES, rules.switch),
     "model.is_v_pred": needless("set by the model's scheduler_config.json"),
-    "model.quantize": without(training_keys.QUANTISED),
+    "model.quantize": rules.quantize,
     "model.quantize_te": needless(training_keys.TEXT_ENCODERS_FREED),
+    **all_of("model.qtype_te model.text_encoder_bits", needless(training_keys.TEXT_ENCODERS_FREED)),
+    "model.qtype": rules.quantized_type,
     **all_of(
-        "model.qtype model.qtype_te model.accuracy_recovery_adapter model.text_encoder_bits "
-        "model.quantize_kwargs",
-        needless("nothing is quantized"),
+        "model.accuracy_recovery_adapter model.quantize_kwargs",
+        without("weights are quantized without a recovery adapter or exceptions of their own"),
     ),
     **all_of(
         "model.assistant_lora_path model.lora_path model.inference_lora_path",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports.common import launch, models
+from jobs.imports.common import launch, models, training_keys
 from jobs.imports.common.draft import as_number, is_off
 from jobs.imports.common.import_report import Kind
 from jobs.spec.values.spellings import as_bool
@@ -57,6 +57,9 @@ _DTYPES: Final = {
 }
 
 
+_QTYPE: Final = "qfloat8"  # where `model.qtype` is left out
+
+
 # -- model and adapter -----------------------------------------------------------------------
 
 
@@ -66,6 +69,22 @@ def process_type(draft: Draft, key: str, value: Any) -> None:
     else:
         draft.unsupported(key, "the job trains a LoRA or the full model on images and captions")
         draft.report.to_fill_in.append(f"{key}: {value} is not supported; check the job")
+
+
+def quantize(draft: Draft, key: str, value: Any) -> None:
+    """Whether the base is quantized; `model.qtype` says how."""
+    if is_off(value) or as_bool(value) is False:
+        draft.unneeded(key, "nothing is quantized by default")
+        return
+    training_keys.base_precision(draft, key, draft.theirs.get("model.qtype") or _QTYPE)
+
+
+def quantized_type(draft: Draft, key: str, value: Any) -> None:
+    """How the base is quantized, and the adapter that goes with it."""
+    if "|" in str(value):
+        draft.unsupported(key, "accuracy recovery adapters are not supported")
+    else:
+        draft.unneeded(key, "part of base_precision")
 
 
 def architecture(draft: Draft, key: str, value: Any) -> None:

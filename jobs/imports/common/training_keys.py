@@ -66,10 +66,15 @@ precision: Final = chosen(
     "mixed_precision", PRECISIONS, "not supported; bf16 is used. Others: fp16, no"
 )
 
-QUANTISED: Final = (
-    "base weights are not quantized; they stay in bf16. Shard them over GPUs instead (gpus: 4, "
-    "strategy: fsdp2), and use gradient_checkpointing: true"
+_WHOLE: Final = ("no_change", "none", "bf16", "bfloat16", "fp16", "fp32")
+# How other tools' words for the precision of a frozen base begin, and what is nearest here.
+_BASES: Final = (
+    (("fp8", "qfloat8", "float8"), "fp8_scaled", ""),
+    (("int8", "qint8", "uint8", "convrot8"), "int8", ""),
+    (("nf4",), "nf4", ""),
+    (("int4", "qint4", "uint4", "fp4", "orbit4"), "nf4", "the 4-bit format here"),
 )
+_FEWEST: Final = "4 bits are the fewest here"
 TEXT_ENCODERS_FREED: Final = (
     "captions are encoded and cached first; then the text encoders are freed"
 )
@@ -86,6 +91,19 @@ OWN_CACHES: Final = "caches are keyed by content and shared by all jobs (cache_d
 NO_UPLOADS: Final = "no uploads; run `fsdp-tui export ID`, then `hf upload REPO DIR`"
 NO_TRACKERS: Final = "no trackers; losses are in the run directory and the dashboard"
 NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"
+
+
+def base_precision(draft: Draft, key: str, value: Any) -> None:
+    """The precision of the frozen base, by whichever library it would be packed there."""
+    word = str(value).strip().lower().partition("|")[0]
+    if word in _WHOLE:
+        draft.unneeded(key, "nothing is quantized by default")
+        return
+    for starts, ours, why in _BASES:
+        if word.startswith(starts):
+            draft.take(key, "base_precision", ours, why)
+            return
+    draft.take(key, "base_precision", "nf4", _FEWEST)
 
 
 def warm_up(draft: Draft, key: str, value: Any) -> None:

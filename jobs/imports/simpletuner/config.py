@@ -104,8 +104,8 @@ _MODEL: Final[dict[str, Rule]] = {
     "controlnet": without("ControlNets are not supported"),
     "control": without("models with control images are not supported"),
     "prediction_type": needless("set by the model's scheduler_config.json"),
-    "base_model_precision": without(training_keys.QUANTISED, "no_change", "bf16", "fp32"),
-    "quantize_activations": without(training_keys.QUANTISED),
+    "base_model_precision": training_keys.base_precision,
+    "quantize_activations": without("only weights are quantized"),
     "mixed_precision": training_keys.precision,
     "attention_mechanism": chosen(
         "attention_backend", rules.KERNELS, "torch's kernels are used; others: flash, cudnn"
@@ -119,7 +119,9 @@ _MODEL: Final[dict[str, Rule]] = {
         "pretrained_transformer_subfolder pretrained_unet_subfolder",
         needless("the directory has diffusers' layout"),
     ),
-    **all_of("quantize_via base_model_default_dtype", needless("nothing is quantized")),
+    **all_of(
+        "quantize_via base_model_default_dtype", needless("weights are quantized as they are read")
+    ),
     **all_of("lycoris_config init_lokr_norm", needless("only for LyCORIS")),
 }
 

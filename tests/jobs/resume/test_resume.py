@@ -58,6 +58,7 @@ _OTHER: dict[str, Any] = {
 _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
     "size_conditioning": {"model_family": "sdxl"},
+    "keep_in_full_precision": {"base_precision": "nf4"},
     "mode_scale": {"timestep_sampling": "mode"},
     "model_flavour": {"model_family": "wan"},
     "num_frames": {"model_family": "wan"},

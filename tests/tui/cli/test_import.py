@@ -58,7 +58,7 @@ def test_the_report_says_what_was_and_what_is() -> None:
     said = run("simpletuner", CONFIG).stderr
     assert "  lora_rank: 32\n" in said
     assert "multidatabackend.json[0].repeats: 4 → repeats: 5  (here the first pass counts" in said
-    assert "  base_model_precision: int8-quanto  (base weights are not quantized" in said
+    assert "  base_model_precision: int8-quanto → base_precision: int8\n" in said
     assert "  adam_weight_decay: 0.01 → weight_decay: 0.01\n" in said
     assert "unknown (1)\n  potters_own_key: 3" in said
     assert "  multidatabackend.json[0]: resolution_type, id," in said

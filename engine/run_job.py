@@ -171,7 +171,7 @@ def build_model(
     model, stored = weights.build_on_meta(
         family.transformer_class(), directory, spec, say=telemetry.say
     )
-    if note := quantize_layers(model, spec, family):
+    if note := quantize_layers(model, spec, family, stored):
         telemetry.say(note)
     choose_attention(model, spec)
     activate_flash3(spec)

@@ -19,10 +19,12 @@ from engine.model.precision import compute_dtype
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from engine.families import Family
+    from engine.model.weight_files import StoredTensor
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.value_types import BasePrecision
 
 
 class QuantizedLinear(torch.nn.Linear):
@@ -99,7 +101,17 @@ class _Product(torch.autograd.Function):
         return of_x, None, None, None, None, None
 
 
-def quantize_layers(model: torch.nn.Module, spec: JobSpec, family: Family) -> str:
+def base_precision(spec: JobSpec) -> BasePrecision:
+    """How a job's base is packed; `none` of what is trained as a whole."""
+    return spec.base_precision if spec.model_type == "lora" else "none"
+
+
+def quantize_layers(
+    model: torch.nn.Module,
+    spec: JobSpec,
+    family: Family,
+    stored: Mapping[str, StoredTensor] | None = None,
+) -> str:
     """Replace the linear layers of the model's blocks whose weights `base_precision` packs.
 
     Done before the adapter is added and before anything is loaded.
@@ -108,6 +120,8 @@ def quantize_layers(model: torch.nn.Module, spec: JobSpec, family: Family) -> st
         model: Frozen, on the meta device.
         spec: The job.
         family: Its family, whose sensitive layers stay as they are unless the job names others.
+        stored: Where its tensors are, if that is known: what is packed there stays so, and
+            nothing else is packed then.
 
     Returns:
         A line for the log; "" where the job packs nothing.
@@ -115,10 +129,17 @@ def quantize_layers(model: torch.nn.Module, spec: JobSpec, family: Family) -> st
     Raises:
         UserError: No layer is left that could be packed.
     """
-    if spec.model_type != "lora" or spec.base_precision == "none":
+    if base_precision(spec) == "none":
         return ""
     packing = Packing(spec.base_precision)
-    chosen = list(_chosen(model, spec, family, packing))
+    published = [n.removesuffix(".weight") for n, place in (stored or {}).items() if place.packed]
+    if odd := [n for n in published if type(model.get_submodule(n)) is not torch.nn.Linear]:
+        raise UserError(
+            f"the model's {odd[0]} is published in {spec.base_precision}, and only linear layers "
+            "can be packed",
+            "use the model's bf16 weights",
+        )
+    chosen = published or list(_chosen(model, spec, family, packing))
     if not chosen:
         raise UserError(
             f"base_precision: {spec.base_precision} quantizes no layer of this model",

@@ -18,6 +18,8 @@ from jobs.errors import UserError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from jobs.spec.values.value_types import BasePrecision
+
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -46,6 +48,24 @@ _AGAIN: Final = "download the model again"
 
 
 @dataclass(frozen=True)
+class PackedParts:
+    """What makes numbers of a packed weight (`engine.model.published_packing`).
+
+    Attributes:
+        scheme: How it is packed, as `base_precision` calls it.
+        parts: The tensors beside it: `scale`, and of scales that are packed themselves
+            `nested_scale` and `nested_codes`.
+        nested_block: How many scales share a nested one.
+        offset: Added to each scale that is packed.
+    """
+
+    scheme: BasePrecision
+    parts: dict[str, StoredTensor]
+    nested_block: int = 0
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """Where a tensor lies on disk.
 
@@ -55,6 +75,7 @@ class StoredTensor:
         shape: Its shape.
         dtype: What the file holds.
         start: Where its first byte is, counted from the file's beginning.
+        packed: How it is packed; its shape is that of the weight then.
     """
 
     name: str
@@ -62,6 +83,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
+    packed: PackedParts | None = None
 
     @property
     def elements(self) -> int:
@@ -72,6 +94,20 @@ class StoredTensor:
     def row_elements(self) -> int:
         """How many numbers a row along dim 0 has."""
         return torch.Size(self.shape[1:]).numel()
+
+    def read_whole(self) -> torch.Tensor:
+        """The tensor in host memory, for small ones.
+
+        Raises:
+            OSError: The file cannot be read, or ends before the tensor does.
+        """
+        with self.file.open("rb") as stream:
+            stream.seek(self.start)
+            content = stream.read(self.elements * self.dtype.itemsize)
+        if len(content) < self.elements * self.dtype.itemsize:
+            raise OSError(f"{self.file} was truncated")
+        flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return flat.view(self.dtype).view(self.shape)
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -125,7 +161,7 @@ def _chosen(directory: Path) -> Path:
         raise UserError(
             f"{directory} has only GGUF weights ({quantised[0]}); training on them is not "
             "supported",
-            "use the model's bf16 weights",
+            "use the model's bf16 weights; base_precision quantizes them as they are read",
         )
     raise UserError(f"{directory} has no .safetensors weights", _AGAIN)
 

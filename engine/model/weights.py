@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.model.pinned_memory import PinnedMemory, bytes_of
 from engine.model.precision import compute_dtype, storage_dtype
-from engine.model.quantized_linear import quantized_layers, weights_per_element
+from engine.model.published_packing import join_packed
+from engine.model.quantized_linear import base_precision, quantized_layers, weights_per_element
 from engine.model.weight_files import StoredTensor, stored_tensors
 from engine.model.weight_reader import Reading, read_all
 from jobs.errors import UserError
@@ -53,7 +54,7 @@ _QUANTISED: Final = re.compile(
     r"|weight\.(absmax|quant_map|nested_\w+|quant_state\.\S+|_data|_scale)|SCB"
     r"|qweight|qzeros|scales|g_idx)$"
 )
-_BASE_HINT: Final = "use the model's bf16 weights"
+_BASE_HINT: Final = "use the model's bf16 weights; base_precision quantizes them as they are read"
 
 
 def build_on_meta(
@@ -85,14 +86,21 @@ def build_on_meta(
             is not supported; names the tensors.
     """
     config = model_class.load_config(directory)
-    if quantisation := config.get("quantization_config"):
+    files = join_packed(stored_tensors(directory))
+    packed = {place.packed.scheme for place in files.values() if place.packed}
+    quantisation = config.get("quantization_config")
+    if packed and packed != {base_precision(spec)}:
+        raise UserError(
+            f"{directory} is quantized to {' and '.join(sorted(packed))}",
+            f"set base_precision: {min(packed)} to train a LoRA on it as it is",
+        )
+    if quantisation and not packed:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
         raise UserError(
             f"{directory} is quantized ({method or quantisation}); training on a quantized base "
             "is not supported",
             _BASE_HINT,
         )
-    files = stored_tensors(directory)
     with parameters_on_meta():
         model = model_class.from_config(config)
     tensors, aliases = _own_tensors(model)
@@ -321,6 +329,8 @@ def _check_kind(
         UserError: Integers where the model has real numbers or the other way round, or a frozen
             base that would have to be cast up.
     """
+    if place.packed is not None:
+        return
     what = str(place.dtype).removeprefix("torch.")
     if place.dtype.is_floating_point != tensor.is_floating_point() or (
         isinstance(tensor, torch.nn.Parameter) and not place.dtype.is_floating_point

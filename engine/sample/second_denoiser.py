@@ -61,7 +61,7 @@ def _load(
     if spec.mixed_precision != "no":  # kept in the compute precision, and not in fp32
         frozen = spec.model_copy(update={"model_type": "lora"})
     model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
-    quantize_layers(model, frozen, family)
+    quantize_layers(model, frozen, family, stored)
     choose_attention(model, spec)
     model.requires_grad_(False)
     if world.shards:

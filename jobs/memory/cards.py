@@ -24,13 +24,21 @@ USUAL: Final = 80
 
 IN_TABLES: Final = (24, 48, 80)
 
+KINDS: Final[dict[str, dict[str, str]]] = {
+    "lora": {"model_type": "lora"},
+    "lora_8bit": {"model_type": "lora", "base_precision": "int8"},
+    "lora_4bit": {"model_type": "lora", "base_precision": "nf4"},
+    "full": {"model_type": "full"},
+}
+"""What is trained, by its name in the table, and the keys of a job that say so."""
+
 # How many of them each family needs; `python tests/bench/cards.py` writes it.
 CARDS_FILE: Final = Path(__file__).resolve().parent.parent / "models" / "published" / "cards.json"
 
 
 @cache
 def read_smallest() -> dict[str, Any]:
-    """Family → `flavour`, and for `lora` and `full` card → smallest number of them.
+    """Family → `flavour`, and for each of `KINDS` card → smallest number of them.
 
     For the family's first flavour at its usual resolution, batch 1, with activation checkpointing.
     """

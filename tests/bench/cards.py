@@ -13,23 +13,23 @@ import time
 from typing import Any
 
 from jobs.memory.calibration import Calibration
-from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, read_smallest
+from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, KINDS, read_smallest
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 
 
-def smallest(server: Server, family: str, flavour: str, model_type: str) -> dict[str, int | None]:
+def smallest(server: Server, family: str, flavour: str, kind: str) -> dict[str, int | None]:
     """How many of each card: default resolution, batch 1, activation checkpointing, bf16."""
     spec = JobSpec(
         model_family=family,
         model_flavour=flavour,
-        model_type=model_type,
         dataset=".",
         gradient_checkpointing=True,
         train_batch_size=1,
         strategy="auto",
+        **KINDS[kind],
     )
     # Of no machine, and so without what earlier runs of this one have measured.
     asked = Estimate(spec, Place(True, (CARDS[80],), here=False), server, Calibration())
@@ -46,7 +46,7 @@ def main() -> None:
         flavour = next(iter(FAMILIES[name].flavours))
         begun = time.perf_counter()
         found[name] = {"flavour": flavour} | {
-            kind: smallest(server, name, flavour, kind) for kind in ("lora", "full")
+            kind: smallest(server, name, flavour, kind) for kind in KINDS
         }
         print(name, found[name], f"{time.perf_counter() - begun:.1f} s", flush=True)
     server.close()

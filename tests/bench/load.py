@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 2**20
 SAMPLE_SECONDS: Final = 0.02
+SCHEMES: Final = ("fp8", "fp8_scaled", "int8", "nf4")
 WAYS: Final = {
     "ours": "plain reads into the shard",
     "ours-bf16": "the same, frozen base cast to bf16",
+    **{f"ours-{scheme}": f"the same, packed in {scheme}" for scheme in SCHEMES},
     "mapped": "safetensors get_slice",
     "dcp": "torch's HuggingFaceStorageReader",
     "accelerate": "rank 0 loads and broadcasts",
@@ -73,7 +76,7 @@ def main() -> None:
                     f"{asked_for:10.3f}×{from_disk:10.3f}×  {WAYS[way]}",
                     flush=True,
                 )
-                if way != "ours-bf16":
+                if way in ("ours", "mapped", "dcp", "accelerate"):
                     digests.setdefault(ranks, set()).update(
                         json.dumps([one["digest"] for one in run]) for run in runs
                     )
@@ -168,7 +171,7 @@ def rank(way: str, model: Path, results: Path) -> None:
     end, after, io_after = time.monotonic(), unique_memory(os.getpid()), counters()
     dist.barrier()
     local = {n: weights.local_part(p.detach()) for n, p in module.named_parameters()}
-    bits = {2: torch.int16, 4: torch.int32}
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     report = {
         "pid": os.getpid(),
         "begin": begin,
@@ -193,14 +196,16 @@ def build(model_class: Any, model: Path, **changes: Any) -> tuple[Any, dict[str,
     import torch
     from torch.distributed.fsdp import fully_shard
 
+    from engine import families
     from engine.model import weights
+    from engine.model.quantized_linear import quantize_layers
     from jobs.spec.file.load import load_spec
 
     values = {"model_type": "full", "mixed_precision": "no", "device": "cpu"} | changes
     values |= {"name": "bench", "dataset": ".", "pretrained_model_name_or_path": str(model)}
-    module, stored = weights.build_on_meta(
-        model_class, model / "transformer", load_spec(None, values)
-    )
+    spec = load_spec(None, values)
+    module, stored = weights.build_on_meta(model_class, model / "transformer", spec)
+    quantize_layers(module, spec, families.load("flux"))
     for block in [*module.transformer_blocks, *module.single_transformer_blocks, module]:
         fully_shard(block)
     weights.materialise(module, torch.device("cpu"))
@@ -217,6 +222,12 @@ def ours(model_class: Any, model: Path, **changes: Any) -> Any:
 
 def ours_bf16(model_class: Any, model: Path) -> Any:
     return ours(model_class, model, model_type="lora", mixed_precision="bf16")
+
+
+def ours_packed(scheme: str, model_class: Any, model: Path) -> Any:
+    return ours(
+        model_class, model, model_type="lora", mixed_precision="bf16", base_precision=scheme
+    )
 
 
 def mapped(model_class: Any, model: Path) -> Any:
@@ -280,6 +291,7 @@ def accelerate(model_class: Any, model: Path) -> Any:
 LOADERS: Final[dict[str, Callable[[Any, Path], Any]]] = {
     "ours": ours,
     "ours-bf16": ours_bf16,
+    **{f"ours-{scheme}": partial(ours_packed, scheme) for scheme in SCHEMES},
     "mapped": mapped,
     "dcp": dcp,
     "accelerate": accelerate,

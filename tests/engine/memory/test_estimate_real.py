@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.memory.calibration import Calibration
-from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, read_smallest
+from jobs.memory.cards import CARDS, CARDS_FILE, IN_TABLES, KINDS, read_smallest
 from jobs.memory.client import Server
 from jobs.memory.estimate import Estimate, Place
 from jobs.memory.ladder import LADDER, climb
@@ -113,16 +113,16 @@ def test_sharding_holds_less_than_copies(server: Server) -> None:
 @pytest.mark.slow
 def test_the_table_says_what_is_predicted(server: Server) -> None:
     known = read_smallest()[SMALL]
-    for model_type in ("lora", "full"):
+    for kind, keys in KINDS.items():
         found = estimate(
             server,
             model_flavour=known["flavour"],
-            model_type=model_type,
             strategy="auto",
             gradient_checkpointing=True,
+            **keys,
         )
         counts = {str(card): found.fewest(CARDS[card]) for card in IN_TABLES}
-        assert counts == known[model_type], "run `python tests/bench/cards.py`"
+        assert counts == known[kind], "run `python tests/bench/cards.py`"
 
 
 def test_every_family_is_in_the_table() -> None:
@@ -130,5 +130,5 @@ def test_every_family_is_in_the_table() -> None:
     assert list(read_smallest()) == list(FAMILIES)
     for name, row in read_smallest().items():
         assert row["flavour"] == next(iter(FAMILIES[name].flavours))
-        for counts in (row["lora"], row["full"]):
+        for counts in (row[kind] for kind in KINDS):
             assert list(counts) == [str(card) for card in IN_TABLES]

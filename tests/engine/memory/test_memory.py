@@ -67,7 +67,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "sharded"),
     [
-        ("lora", {}, True),
+        ("lora", {"base_precision": "nf4"}, True),
+        pytest.param(*("lora", {}, True), marks=pytest.mark.slow),
         pytest.param(*("lora", CHECKPOINTED, False), marks=pytest.mark.slow),
         pytest.param(*("full", {}, False), marks=pytest.mark.slow),
         ("full", CHECKPOINTED | {"gradient_checkpointing_interval": 2}, True),

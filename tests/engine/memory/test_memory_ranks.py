@@ -28,6 +28,7 @@ FULL: Final = {"model_type": "full"}
 # of whose steps the same is asked; accumulation in fp32 is that of bf16, and of a sharded LoRA.
 ON_TWO: Final[dict[str, dict[str, Any]]] = {
     "lora sharded": SHARDED | {"lora_placement": "sharded"},
+    "lora nf4": SHARDED | {"base_precision": "nf4"},
     "full ddp": FULL | {"strategy": "ddp"},
     "full checkpointed": SHARDED | FULL | {"gradient_checkpointing": True},
     "full bf16": SHARDED | FULL | {"mixed_precision": "bf16"},
@@ -58,7 +59,7 @@ WHOLE: Final = {
 }
 RUNS: Final[dict[str, dict[str, Any]]] = {
     "run of lora": SHARDED | WHOLE,
-    "run of lora ddp": {"strategy": "ddp"} | WHOLE,
+    "run of lora ddp": {"strategy": "ddp", "base_precision": "int8"} | WHOLE,
     "run of lora, shared encoders": SHARDED | WHOLE | {"shard_text_encoders": True},
     "run of full": SHARDED | FULL | WHOLE,
     "run of full, whole files": SHARDED

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from engine import families
@@ -224,3 +227,104 @@ def test_a_prediction_counts_packed_bytes_and_whole_weights(toy: Path) -> None:
     assert counts[0] == counts[1]
     held = sum(w.numel * w.stored for w in weights_of[1])
     assert held == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+# Models that were published packed
+
+
+def published(toy: Path, root: Path, pack: Any, config: dict[str, Any]) -> Path:
+    """The toy's transformer with its attention packed by `pack`, which names what it writes."""
+    source = toy / "model" / "transformer"
+    tensors = load_file(source / "diffusion_pytorch_model.safetensors")
+    for name in [n for n in tensors if ".attn.to_" in n and n.endswith(".weight")]:
+        tensors |= {f"{name[:-6]}{leaf}": t for leaf, t in pack(tensors[name]).items()}
+    root.mkdir()
+    save_file(tensors, root / "diffusion_pytorch_model.safetensors")
+    known = json.loads((source / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps(known | config))
+    return root
+
+
+def as_fp8(weight: torch.Tensor, *, rows: bool) -> dict[str, torch.Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) if rows else weight.abs().max()
+    return {
+        "weight": (weight / (scale / 448)).to(torch.float8_e4m3fn),
+        "scale_weight": scale / 448,
+        "scale_input": torch.ones(()),
+    }
+
+
+def as_bitsandbytes(weight: torch.Tensor, *, nested: bool) -> dict[str, torch.Tensor]:
+    packed, scale = Packing("nf4").pack(weight)
+    assert scale is not None
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
+    parts = {
+        "weight": packed.view(-1, 1),
+        "weight.absmax": scale.flatten(),
+        "weight.quant_map": torch.tensor(NF4_CODES),
+    }
+    if nested:
+        state |= {"nested_blocksize": 256, "nested_offset": float(scale.mean())}
+        codes = torch.linspace(-1, 1, 256)
+        blocks = functional.pad(scale.flatten() - scale.mean(), (0, -scale.numel() % 256))
+        most = blocks.view(-1, 256).abs().amax(1)
+        each = most.repeat_interleave(256)[: scale.numel()]
+        near = ((scale.flatten() - scale.mean()) / each)[:, None] - codes
+        parts |= {
+            "weight.absmax": near.abs().argmin(1).to(torch.uint8),
+            "weight.nested_absmax": most,
+            "weight.nested_quant_map": codes,
+        }
+    content = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return parts | {"weight.quant_state.bitsandbytes__nf4": content}
+
+
+BITSANDBYTES = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "pack", "config", "most"),
+    [
+        ("fp8_scaled", partial(as_fp8, rows=True), {}, 1e-6),
+        ("fp8_scaled", partial(as_fp8, rows=False), {}, 0.05),
+        ("nf4", partial(as_bitsandbytes, nested=False), BITSANDBYTES, 1e-6),
+        ("nf4", partial(as_bitsandbytes, nested=True), BITSANDBYTES, 0.02),
+    ],
+    ids=["fp8 by rows", "fp8 by tensor", "nf4", "nf4 with packed scales"],
+)
+def test_what_is_published_packed_is_read_as_it_is(
+    toy: Path, tmp_path: Path, scheme: BasePrecision, pack: Any, config: Any, most: float
+) -> None:
+    directory = published(toy, tmp_path / "transformer", pack, config)
+    spec = toy_spec(toy, mixed_precision="no", base_precision=scheme)
+    model: Any
+    model, stored = weights.build_on_meta(FluxTransformer2DModel, directory, spec)
+    quantize_layers(model, spec, families.load("flux"), stored)
+    weights.materialise(model, CPU)
+    weights.stream(model, stored)
+    weights.check_precision(model, spec)
+    stock = FluxTransformer2DModel.from_pretrained(toy / "model" / "transformer")
+    layers = quantized_layers(model)
+    assert layers
+    assert all(".attn.to_" in name for name in layers), "nothing else is packed"
+    for name, layer in layers.items():
+        whole = stock.get_submodule(name).weight.detach()
+        assert torch.equal(layer.weight.view(-1), pack(whole)["weight"].view(torch.uint8).view(-1))
+        found = layer.packing.unpack(layer.weight, layer.weight_scale, layer.codes, torch.float32)
+        assert error(found, unpacked(scheme, whole)) < most, name
+    for other in ("none", "int8"):
+        values = spec.to_dict() | {"base_precision": other}
+        with pytest.raises(UserError, match=f"is quantized to {scheme}") as refused:
+            weights.build_on_meta(FluxTransformer2DModel, directory, JobSpec.model_validate(values))
+        assert f"set base_precision: {scheme} to train" in refused.value.hint
+
+
+def test_another_way_of_packing_is_refused(toy: Path, tmp_path: Path) -> None:
+    def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = as_bitsandbytes(weight, nested=False)
+        return parts | {"weight.quant_map": torch.linspace(-1, 1, 16)}
+
+    directory = published(toy, tmp_path / "transformer", pack, BITSANDBYTES)
+    spec = toy_spec(toy, base_precision="nf4")
+    with pytest.raises(UserError, match="cannot be read: its codes are not those of nf4"):
+        weights.build_on_meta(FluxTransformer2DModel, directory, spec)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.memory.cards import IN_TABLES, read_smallest
+from jobs.memory.cards import IN_TABLES, KINDS, read_smallest
 from jobs.models.published_sizes import PARAMETERS
 from jobs.spec.families import FAMILIES, get_family
 from jobs.spec.values.value_types import read_family
@@ -66,8 +66,9 @@ def table(chosen: list[Family]) -> str:
     """A Markdown table, a row for each family."""
     lines = [
         f"| family | flavours | parameters | block classes | LoRA on {_CARDS} GB GPUs "
+        "| 8-bit base | 4-bit base "
         f"| full on {_CARDS} GB GPUs | context parallel |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for family in chosen:
         flavours = ", ".join(f"`{name}`" for name in family.flavours)
@@ -76,14 +77,15 @@ def table(chosen: list[Family]) -> str:
         parallel = "yes" if family.context_parallel else "no"
         lines.append(
             f"| {family.title}{kind}<br>`{family.name}` | {flavours} | {_sizes(family)} | {blocks} "
-            f"| {_smallest(family, 'lora')} | {_smallest(family, 'full')} | {parallel} |"
+            + "".join(f"| {_smallest(family, kind)} " for kind in KINDS)
+            + f"| {parallel} |"
         )
     return "\n".join(lines)
 
 
-def _smallest(family: Family, model_type: str) -> str:
+def _smallest(family: Family, kind: str) -> str:
     """The smallest number of each card that does for the first flavour: `1, 1, 1`."""
-    counts = read_smallest().get(family.name, {}).get(model_type, {})
+    counts = read_smallest().get(family.name, {}).get(kind, {})
     return ", ".join(str(counts.get(str(card)) or "–") for card in IN_TABLES)
 
 

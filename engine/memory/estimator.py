@@ -14,8 +14,9 @@ from engine.memory.predicting.predict import layout_of, predict, strategy_of
 from engine.memory.predicting.prediction import Parts, Phase, Prediction
 from engine.memory.tracing.shape import Shape, shape_of
 from engine.memory.tracing.trace import Trace, trace_model
+from engine.model.encoder_files import encoder_bytes
+from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
-from engine.model.text_encoders import encoder_bytes
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.spec.rules.cascade import settle
@@ -151,7 +152,7 @@ def _resident(spec: JobSpec, root: Path | None, ranks: int) -> int:
     if root is None or settled.unload_text_encoder:
         return 0
     try:
-        return encoder_bytes(root, compute_dtype(spec))
+        return encoder_bytes(root, compute_dtype(spec), packing_of(spec.text_encoder_precision))
     except UserError:
         return 0
 

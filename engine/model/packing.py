@@ -44,6 +44,11 @@ NF4_CODES: Final = (
 )
 
 
+def packing_of(scheme: BasePrecision) -> Packing | None:
+    """The packing of a scheme; None of `none`."""
+    return None if scheme == "none" else Packing(scheme)
+
+
 @dataclass(frozen=True)
 class Packing:
     """A scheme of `base_precision`.
@@ -70,6 +75,11 @@ class Packing:
         if self.scheme == "nf4":
             return (rows, columns // 2), (rows, columns // NF4_BLOCK)
         return (rows, columns), (rows, 1)
+
+    def bytes_of(self, rows: int, columns: int) -> int:
+        """Bytes of a packed weight and its scale."""
+        weight, scale = self.shapes(rows, columns)
+        return weight[0] * weight[1] + (4 * scale[0] * scale[1] if scale else 0)
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round some rows of a weight.

@@ -19,7 +19,7 @@ from engine.model.precision import compute_dtype
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from engine.families import Family
     from engine.model.weight_files import StoredTensor
@@ -145,17 +145,32 @@ def quantize_layers(
             f"base_precision: {spec.base_precision} quantizes no layer of this model",
             "check keep_in_full_precision, or set base_precision: none",
         )
+    return replace_layers(model, chosen, packing, compute_dtype(spec))
+
+
+def replace_layers(
+    model: torch.nn.Module, names: Sequence[str], packing: Packing, dtype: torch.dtype
+) -> str:
+    """Replace linear layers by packed ones.
+
+    Args:
+        model: On the meta device.
+        names: Of the layers.
+        packing: How to pack them.
+        dtype: The precision that computes.
+
+    Returns:
+        A line for the log.
+    """
     before = sum(p.numel() * p.element_size() for p in model.parameters())
-    for name in chosen:
+    for name in names:
         owner, _, leaf = name.rpartition(".")
         layer: Any = model.get_submodule(name)
-        setattr(
-            model.get_submodule(owner), leaf, QuantizedLinear(layer, packing, compute_dtype(spec))
-        )
+        setattr(model.get_submodule(owner), leaf, QuantizedLinear(layer, packing, dtype))
     after = sum(p.numel() * p.element_size() for p in model.parameters())
     return (
-        f"{len(chosen)} linear layers are quantized to {spec.base_precision}: the base takes "
-        f"{after / 2**30:.2f} GiB, not {before / 2**30:.2f}"
+        f"{len(names)} linear layers of {type(model).__name__} are quantized to "
+        f"{packing.scheme}: it takes {after / 2**30:.2f} GiB, not {before / 2**30:.2f}"
     )
 
 

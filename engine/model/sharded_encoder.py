@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
+from engine.model.quantized_linear import replace_layers
 from engine.model.weights import local_part, materialise, parameters_on_meta, stored_tensors, stream
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from engine.model.packing import Packing
     from engine.model.weight_files import StoredTensor
+
+
+UNPACKED: Final = "wo"
+"""The name of layers whose weights are never packed."""
 
 
 def load_encoder(
@@ -46,6 +52,7 @@ def load_encoder(
     *,
     say: Callable[[str], None],
     moved: Callable[[], None],
+    packing: Packing | None = None,
 ) -> torch.nn.Module:
     """Build without weights, shard by block, fill. All ranks call it together.
 
@@ -58,6 +65,7 @@ def load_encoder(
         say: Called with a line about what is where, and with one about an encoder that cannot be
             read by rows.
         moved: Called for each tensor that this rank has filled.
+        packing: How to pack its linear layers, if at all.
 
     Returns:
         The model in eval mode, frozen. Its parameters are `DTensor`s, and only a call of the model
@@ -69,6 +77,8 @@ def load_encoder(
     model = _build(model_class, directory, dtype)
     # The same on all ranks: it depends on nothing but the files.
     stored, obstacle = _places(model, stored_tensors(directory))
+    if packing and not obstacle and (note := _pack(model, packing, dtype)):
+        say(f"{directory.name}: {note}")
     units = _shard(model, mesh)
     materialise(model, device)
     if obstacle:
@@ -94,6 +104,8 @@ def load_encoder_whole(
     device: torch.device,
     *,
     moved: Callable[[], None],
+    packing: Packing | None = None,
+    say: Callable[[str], None] = lambda note: None,
 ) -> torch.nn.Module | None:
     """Build without weights, and fill them on the device; host memory holds a few chunks.
 
@@ -103,6 +115,8 @@ def load_encoder_whole(
         dtype: What `from_pretrained` would be asked for.
         device: Where to.
         moved: Called for each tensor that is filled.
+        packing: How to pack its linear layers, if at all.
+        say: Called with a line about what is packed.
 
     Returns:
         The model in eval mode, frozen; None if its files do not hold the tensors as it does.
@@ -114,6 +128,8 @@ def load_encoder_whole(
     stored, obstacle = _places(model, stored_tensors(directory))
     if obstacle:
         return None
+    if packing and (note := _pack(model, packing, dtype)):
+        say(f"{directory.name}: {note}")
     materialise(model, device)
     stream(model, stored, progress=lambda done: moved())
     return model
@@ -150,6 +166,32 @@ def _build(model_class: Any, directory: Path, dtype: torch.dtype) -> Any:
         if isinstance(tensor, torch.nn.Parameter) and kept_in not in (None, tensor.dtype):
             _replace(model, names, tensor.to(kept_in))
     return model
+
+
+def _pack(model: Any, packing: Packing, dtype: torch.dtype) -> str:
+    """Have the linear layers of repeated blocks packed; a line for the log, or "" for none.
+
+    T5's `wo` stays as it is: the layer's own code casts its input to its weight's dtype.
+    """
+    kinds = _block_classes(model)
+    blocks = tuple(f"{n}." for n, m in model.named_modules() if type(m).__name__ in kinds)
+    names = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+        and name.startswith(blocks)
+        and name.rpartition(".")[2] != UNPACKED
+        and module.weight.dtype is dtype
+        and packing.fits(module.in_features)
+    ]
+    return replace_layers(model, names, packing, dtype) if names else ""
+
+
+def _block_classes(model: Any) -> set[str]:
+    """Of all parts: in transformers 5.0 a model does not have the names that its parts have."""
+    return {
+        name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
+    }
 
 
 def _places(model: Any, files: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], str]:
@@ -217,10 +259,7 @@ def _replace(model: torch.nn.Module, names: list[str], tensor: torch.Tensor) -> 
 
 def _shard(model: Any, mesh: DeviceMesh) -> Counter[str]:
     """Make each repeated block a unit, and the model the root; counts units by class."""
-    # Of all parts: in transformers 5.0 a model does not have the names that its parts have.
-    blocks = {
-        name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
-    }
+    blocks = _block_classes(model)
     units: Counter[str] = Counter()
     for module in reversed(list(model.modules())):  # inner ones first
         name = type(module).__name__

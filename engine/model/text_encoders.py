@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
@@ -24,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from engine.model.encoder_files import encoder_bytes, encoder_names, read_entries
 from engine.model.release import STILL_HELD, Released, Watch, give_back, memory_in_use
 from engine.model.sharded_encoder import is_quantised, load_encoder, load_encoder_whole
-from engine.model.weights import stored_tensors
 from engine.ranks.host_memory import available_memory
 from jobs.errors import UserError
 from jobs.run.rundir import read_json, write_atomic
@@ -36,39 +35,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.families import Family
+    from engine.model.packing import Packing
     from engine.ranks.file_barrier import FileBarrier
     from engine.ranks.world import World
     from jobs.run.rundir import RunDir
 
-_NAME: Final = re.compile(r"text_encoder(_\d+)?")
 _CROWDED: Final = 0.6  # of a GPU's free memory: beyond that, activations may not fit beside them
 _PATIENCE: Final = timedelta(days=14)  # longer than anything that a rank may wait for
 _SLACK: Final = 64 * 2**20  # bytes that others may allocate on a GPU while encoders are freed
 
 
-def encoder_names(root: Path) -> list[str]:
-    """The text encoders that a model has, by their names in the pipeline.
-
-    Raises:
-        UserError: There is no model_index.json, or it cannot be read.
-    """
-    return list(_entries(root))
-
-
-def encoder_bytes(root: Path, dtype: torch.dtype) -> int:
-    """What all text encoders take in a precision, as their files' headers say.
-
-    What an encoder keeps in fp32 all the same (T5 a third, under fp16) is not known from there.
-    """
-    return sum(
-        place.elements * (dtype if place.dtype.is_floating_point else place.dtype).itemsize
-        for name in encoder_names(root)
-        for place in stored_tensors(root / name).values()
-    )
-
-
 def shards_encoders(
-    wish: bool | None, root: Path, dtype: torch.dtype, world: World
+    wish: bool | None,
+    root: Path,
+    dtype: torch.dtype,
+    world: World,
+    packing: Packing | None = None,
 ) -> tuple[bool, str]:
     """Whether to shard the text encoders, as this rank sees it, and why. No collective.
 
@@ -80,13 +62,14 @@ def shards_encoders(
         root: The model.
         dtype: The precision the encoders are loaded in.
         world: The ranks.
+        packing: How their linear layers are packed, if at all.
     """
     if world.size == 1:
         return False, "there is only one rank"
     if wish is not None:
         return wish, "set in job"
     try:
-        needed = encoder_bytes(root, dtype)
+        needed = encoder_bytes(root, dtype, packing)
     except UserError as error:
         return False, f"their size is unknown ({error})"
     if quantised := [name for name in encoder_names(root) if is_quantised(root / name)]:
@@ -115,6 +98,7 @@ def agree_on_sharding(
     world: World,
     run_dir: RunDir,
     barrier: FileBarrier,
+    packing: Packing | None = None,
 ) -> tuple[bool, str]:
     """`shards_encoders` of rank 0, on every rank; it travels in a file, not in a collective.
 
@@ -123,7 +107,7 @@ def agree_on_sharding(
     place = "text-encoders"
     path = run_dir.root / "text_encoders.json"
     if world.main:
-        sharded, reason = shards_encoders(wish, root, dtype, world)
+        sharded, reason = shards_encoders(wish, root, dtype, world, packing)
         write_atomic(path, json.dumps({"sharded": sharded, "reason": reason}) + "\n")
     barrier.arrive(place)
     barrier.wait(place)
@@ -159,6 +143,7 @@ def load_sharded(
     world: World,
     mesh: DeviceMesh,
     *,
+    packing: Packing | None = None,
     say: Callable[[str], None] = lambda note: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, torch.nn.Module]:
@@ -169,6 +154,7 @@ def load_sharded(
         dtype: What `from_pretrained` would be asked for.
         world: The ranks.
         mesh: From `encoder_group`.
+        packing: How to pack their linear layers, if at all.
         say: Called with a line or two about each encoder.
         progress: Called with the number of tensors that this rank has filled so far.
 
@@ -189,6 +175,7 @@ def load_sharded(
             mesh,
             say=say,
             moved=lambda: progress(next(read)),
+            packing=packing,
         )
     return encoders
 
@@ -198,6 +185,8 @@ def load_whole(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    packing: Packing | None = None,
+    say: Callable[[str], None] = lambda note: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, torch.nn.Module]:
     """The text encoders that can be read straight onto a device, by their names in the pipeline.
@@ -206,6 +195,8 @@ def load_whole(
         root: The model.
         dtype: What `from_pretrained` would be asked for.
         device: Where to.
+        packing: How to pack their linear layers, if at all.
+        say: Called with a line about each encoder that is packed.
         progress: Called with the number of tensors filled so far.
 
     Raises:
@@ -219,7 +210,13 @@ def load_whole(
         and not is_quantised(root / name)
         and (
             encoder := load_encoder_whole(
-                model_class, root / name, dtype, device, moved=lambda: progress(next(read))
+                model_class,
+                root / name,
+                dtype,
+                device,
+                moved=lambda: progress(next(read)),
+                packing=packing,
+                say=say,
             )
         )
     }
@@ -233,6 +230,7 @@ def text_pipeline(
     world: World,
     *,
     sharded: bool,
+    packing: Packing | None = None,
     say: Callable[[str], None] = lambda note: None,
     progress: Callable[[int], None] = lambda done: None,
     freed: Callable[[Released], None] = lambda memory: None,
@@ -248,6 +246,7 @@ def text_pipeline(
         world: The ranks.
         sharded: From `agree_on_sharding`. If set, all ranks enter together and call the encoders
             equally often.
+        packing: How to pack the encoders' linear layers, if at all.
         say: Called with lines for the log.
         progress: Called with the number of tensors filled so far, except by CPU ranks that do not
             shard.
@@ -261,7 +260,7 @@ def text_pipeline(
     give_back(world.device)
     before = memory_in_use(world.device)
     with encoder_group(world) if sharded else nullcontext() as mesh:
-        pipeline = _load(family, root, dtype, world, mesh, say, progress)
+        pipeline = _load(family, root, dtype, world, mesh, packing, say, progress)
         yield pipeline
         freed(_free(pipeline, world, before))
 
@@ -291,14 +290,19 @@ def _load(
     dtype: torch.dtype,
     world: World,
     mesh: DeviceMesh | None,
+    packing: Packing | None,
     say: Callable[[str], None],
     progress: Callable[[int], None],
 ) -> Any:
     if mesh is not None:
-        encoders = load_sharded(root, dtype, world, mesh, say=say, progress=progress)
-    elif world.device.type == "cuda":
+        encoders = load_sharded(
+            root, dtype, world, mesh, packing=packing, say=say, progress=progress
+        )
+    elif world.device.type == "cuda" or packing:
         # Not by the host, where all ranks of a machine would hold a copy at once.
-        encoders = load_whole(root, dtype, world.device, progress=progress)
+        encoders = load_whole(
+            root, dtype, world.device, packing=packing, say=say, progress=progress
+        )
     else:
         return family.load_text_pipeline(root, dtype).to(world.device)
     pipeline = family.load_text_pipeline(root, dtype, **encoders)
@@ -333,31 +337,9 @@ def _models(pipeline: Any) -> dict[str, torch.nn.Module]:
     return {name: part for name, part in parts if isinstance(part, torch.nn.Module)}
 
 
-def _entries(root: Path) -> dict[str, tuple[str, str]]:
-    """Text encoder → library and class, as model_index.json has them; absent ones are null.
-
-    One that it does not name was put there by the person (HiDream is published without Llama).
-    """
-    path = root / "model_index.json"
-    try:
-        index = json.loads(path.read_text())
-        supplied = {
-            config.parent.name: ("transformers", json.loads(config.read_text())["architectures"][0])
-            for config in root.glob("text_encoder*/config.json")
-            if config.parent.name not in index
-        }
-        return {
-            name: (str(entry[0]), str(entry[1]))
-            for name, entry in sorted((supplied | index).items())
-            if _NAME.fullmatch(name) and entry and entry[0] and entry[1]
-        }
-    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error})", "download the model again") from None
-
-
 def _classes(root: Path) -> dict[str, type[PreTrainedModel] | None]:
     """Text encoder → its class; None if that is not of transformers."""
-    found = {name: _class(*entry) for name, entry in _entries(root).items()}
+    found = {name: _class(*entry) for name, entry in read_entries(root).items()}
     return {
         name: one if isinstance(one, type) and issubclass(one, PreTrainedModel) else None
         for name, one in found.items()

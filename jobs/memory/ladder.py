@@ -217,6 +217,10 @@ def _encoders(spec: JobSpec) -> Changes | None:
     return {"shard_text_encoders": True} if several else None
 
 
+def _packed_encoders(spec: JobSpec) -> Changes | None:
+    return {"text_encoder_precision": "int8"} if spec.text_encoder_precision == "none" else None
+
+
 def _average(spec: JobSpec) -> Changes | None:
     here = spec.use_ema and spec.ema_device != "cpu" and spec.strategy not in SHARDING
     return {"ema_device": "cpu"} if here else None
@@ -300,6 +304,7 @@ LADDER: Final = (
     # Not fp8: on 11 of 13 families its error is larger (tests/bench/quantized.py).
     Rung("8-bit base", EIGHT_BITS, partial(_base, precision="int8"), "frozen weights rounded"),
     Rung("encode captions with sharded encoders", ENCODERS, _encoders),
+    Rung("8-bit text encoders", ENCODERS, _packed_encoders, "captions encoded less exactly"),
     Rung("smaller samples", ENCODERS, _samples),
     Rung(
         "activation checkpointing",

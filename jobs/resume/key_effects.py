@@ -130,6 +130,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "cache_text_embeddings": "same",
     "unload_text_encoder": "same",
     "shard_text_encoders": "same",
+    "text_encoder_precision": "changes",
     "cache_dir": "same",
     "prefetch_steps": "same",
     # output

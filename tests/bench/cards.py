@@ -39,14 +39,18 @@ def smallest(server: Server, family: str, flavour: str, kind: str) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY")
-    chosen = parser.parse_args().families
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="others stay as they are")
+    asked = parser.parse_args()
+    chosen = asked.families
     found: dict[str, Any] = {}
     server = Server(patience=1800)
     for name in chosen or FAMILIES:
         flavour = next(iter(FAMILIES[name].flavours))
         begun = time.perf_counter()
+        known = read_smallest().get(name, {})
         found[name] = {"flavour": flavour} | {
-            kind: smallest(server, name, flavour, kind) for kind in KINDS
+            kind: smallest(server, name, flavour, kind) if kind in asked.kinds else known[kind]
+            for kind in KINDS
         }
         print(name, found[name], f"{time.perf_counter() - begun:.1f} s", flush=True)
     server.close()

@@ -96,6 +96,7 @@ JOBS: Final = (
         "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
         "int8": Job(1, {"base_precision": "int8"}),
         "sharded nf4": Job(2, FSDP | {"base_precision": "nf4"} | SAMPLED),
+        "packed encoders": Job(2, FSDP | {"text_encoder_precision": "int8"}),
         "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
         "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),

@@ -11,6 +11,7 @@ import torch
 
 from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
 from engine.data.encode.tensor_cache import TensorCache, fingerprint
+from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from engine.model.text_encoders import agree_on_sharding, agree_to_stop, text_pipeline
 
@@ -115,6 +116,7 @@ class ResidentTexts:
                 compute_dtype(spec),
                 world,
                 sharded=False,
+                packing=packing_of(spec.text_encoder_precision),
                 say=telemetry.say,
                 freed=partial(_tell_freed, telemetry),
             )
@@ -156,6 +158,8 @@ class TextKeys:
             "length": spec.max_sequence_length,
             "dtype": str(compute_dtype(spec)),
         }
+        if spec.text_encoder_precision != "none":
+            self._facts["packed"] = spec.text_encoder_precision
 
     def __call__(self, text: Text) -> str:
         apart = {"negative": True} if text.negative and self._apart else {}
@@ -193,6 +197,7 @@ def prepare_texts(
             root,
             compute_dtype(spec),
             team.world,
+            packing=packing_of(spec.text_encoder_precision),
             say=team.telemetry.say,
             freed=partial(_tell_freed, team.telemetry),
         )
@@ -226,6 +231,7 @@ def _agree(spec: JobSpec, root: Path, team: Team) -> bool:
         team.world,
         team.telemetry.run_dir,
         team.barrier,
+        packing_of(spec.text_encoder_precision),
     )
     team.telemetry.say(f"text encoders {'are sharded' if sharded else 'are not sharded'}: {reason}")
     return sharded

@@ -18,9 +18,10 @@ from engine.memory.predicting.prediction import Parts, Phase
 from engine.memory.tracing import cuda
 from engine.memory.tracing.inputs import sampled, training_frames, training_size
 from engine.memory.tracing.live import Live, rounded
+from engine.model.encoder_files import encoder_bytes, encoder_names, kept_bytes
+from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from engine.model.sharded_encoder import is_quantised
-from engine.model.text_encoders import encoder_bytes, encoder_names
 from engine.model.weights import parameters_on_meta, stored_tensors
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from engine.model.packing import Packing
     from jobs.spec.job_spec import JobSpec
 
 _TEXT_NOTE: Final = "weights of the text encoders; their activations are small in comparison"
@@ -41,11 +43,12 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     """Text encoders on the device; None where their size is not known."""
     dtype = compute_dtype(spec)
     try:
-        size = encoder_bytes(root, dtype)
+        packing = packing_of(spec.text_encoder_precision)
+        size = encoder_bytes(root, dtype, packing)
         parts = Parts(parameters=size)
         if ranks == 1 or not _in_shards(spec, root):
             return Phase("text_cache", parts, _TEXT_NOTE)
-        held, gathered = _sharded_encoders(root, dtype, ranks)
+        held, gathered = _sharded_encoders(root, dtype, ranks, packing)
     except UserError:
         return None
     # What a job leaves open is decided by the GPUs' room (`engine.model.text_encoders`): this much
@@ -61,7 +64,9 @@ def _in_shards(spec: JobSpec, root: Path) -> bool:
     return able and spec.device != "cpu"
 
 
-def _sharded_encoders(root: Path, dtype: torch.dtype, ranks: int) -> tuple[int, int]:
+def _sharded_encoders(
+    root: Path, dtype: torch.dtype, ranks: int, packing: Packing | None
+) -> tuple[int, int]:
     """Bytes of a rank's shards, and the most that is gathered while an encoder runs.
 
     From the headers of the files: a block is a unit, and what is in none is the root, which is
@@ -72,9 +77,8 @@ def _sharded_encoders(root: Path, dtype: torch.dtype, ranks: int) -> tuple[int, 
     for name in encoder_names(root):
         units: dict[str, int] = {}
         for place in stored_tensors(root / name).values():
-            width = (dtype if place.dtype.is_floating_point else place.dtype).itemsize
             rows = place.shape[0] if place.shape else 1
-            local = -(-rows // ranks) * (place.elements // max(1, rows)) * width
+            local = -(-rows // ranks) * (kept_bytes(place, dtype, packing) // max(1, rows))
             held += rounded(local)
             found = _BLOCK.match(place.name)
             unit = found[1] if found else ""

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator
 from jobs.spec.values.datasets import Dataset, read_datasets
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
+    BasePrecision,
     Bool,
     CaptionLines,
     Crop,
@@ -88,6 +89,12 @@ class DataKeys(BaseModel):
         "data",
         "Encode every caption before training, then free the text encoders. On by default; always "
         "on with several ranks.",
+    )
+    text_encoder_precision: Annotated[BasePrecision, choice(BasePrecision)] = field(
+        "none",
+        "data",
+        "Precision that the weights of the text encoders' blocks are kept in, as of "
+        "base_precision: none, fp8, fp8_scaled, int8 or nf4.",
     )
     shard_text_encoders: OptionalBool = field(
         None,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.families import load
 from engine.model import text_encoders
+from engine.model.packing import Packing
 from engine.model.release import STILL_HELD, Watch
 from engine.model.text_encoders import (
     agree_on_sharding,
@@ -175,6 +176,14 @@ def test_whole_encoders_are_read_straight_onto_the_device(toy: Path, tmp_path: P
                 stock.config._attn_implementation
             )
             assert moved
+            packed = load_whole(root, dtype, CPU, packing=Packing("int8"))["text_encoder"]
+            parameters = list(packed.parameters())
+            held = sum(p.numel() * p.element_size() for p in parameters)
+            assert held == encoder_bytes(root, dtype, Packing("int8")), case
+            assert torch.uint8 in {p.dtype for p in parameters}, case
+            with torch.no_grad():
+                found, wanted = packed(tokens)[0].float(), stock(tokens)[0].float()
+            assert (found - wanted).norm() < 0.05 * wanted.norm(), case
 
 
 def test_ranks_on_gpus_load_encoders_past_the_host(
@@ -194,7 +203,7 @@ def test_ranks_on_gpus_load_encoders_past_the_host(
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", None)
     gpu = World(0, 1, torch.device("cuda", 0), "single", "t")
     pipeline = text_encoders._load(
-        flux, root, torch.float32, gpu, None, lambda line: None, lambda done: None
+        flux, root, torch.float32, gpu, None, None, lambda line: None, lambda done: None
     )
     assert streamed == [gpu.device]
     assert {"text_encoder", "text_encoder_2"} <= pipeline.components.keys()

@@ -16,8 +16,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from engine.families import load
+from engine.model.packing import Packing
 from engine.model.release import Watch
-from engine.model.text_encoders import encoder_group, load_sharded, text_pipeline
+from engine.model.text_encoders import encoder_group, load_sharded, load_whole, text_pipeline
 from engine.model.weights import local_part
 from engine.ranks.world import World
 
@@ -106,6 +107,15 @@ def check_case(root: Path, world: World) -> dict[str, Any]:
             else:
                 assert torch.equal(mine, theirs), (class_name, dtype)
     assert not watch.still_held()
+    if "experts" not in str(root):
+        packing = Packing("int8")
+        whole = load_whole(root, torch.float32, world.device, packing=packing)["text_encoder"]
+        with encoder_group(world) as mesh:
+            shards = load_sharded(root, torch.float32, world, mesh, packing=packing)
+            mine, theirs = shards["text_encoder"](**given), whole(**given)
+            torch.testing.assert_close(mine.hidden_states, theirs.hidden_states)
+            assert not torch.equal(mine.hidden_states[-1], expected.hidden_states[-1])
+            del shards
     return {"lines": lines}
 
 

@@ -49,6 +49,7 @@ class Folder:
                 "caption_dropout_probability": 0.2,
                 "random_flip": True,
                 "use_ema": True,
+                "base_precision": "nf4",  # of a LoRA; a whole run without is in tests/e2e
                 "validation_prompts": ["a red circle", "a blue square"],
                 "validation_num_inference_steps": 2,
             }

@@ -21,6 +21,7 @@ from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
+from engine.parallel.block_swap import swap_blocks
 from engine.parallel.context_parallel import (
     check_tokens,
     enable_context_parallel,
@@ -185,9 +186,12 @@ def build_model(
         enable_context_parallel(model, world.mesh)
     compile_blocks(model, spec)
     units: list[str] = []
+    if note := swap_blocks(model, spec, family, world):
+        telemetry.say(note)
     if world.shards:
         units = shard(model, spec, world, replicated=kept_whole(model, spec))
-    offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
+    offloads = spec.swap_blocks or (world.shards and spec.fsdp_cpu_offload)
+    offload = torch.device("cpu") if offloads else None
     telemetry.phase_name = "load"  # which is what fails where there is no room for the weights
     weights.materialise(model, world.device, parameters_on=offload)
     with telemetry.phase("load", len(stored)) as progress:

@@ -37,6 +37,7 @@ REGATHER: Final = 1.10  # an all-gather more in backward, most of it beside the 
 SHARD_ALL: Final = 1.20  # weights are gathered twice and gradients scattered, instead of one sum
 SHARD_WIDER: Final = 1.10  # the same over more ranks, and perhaps over slower links
 SHARD_ADAPTER: Final = 1.05  # small all-gathers
+SWAP: Final = 1.30  # all blocks cross PCIe twice, half of it beside computing
 HALF_PRECISION: Final = 0.50  # tensor cores: faster, less exact
 OFFLOAD: Final = 3.00  # weights, gradients and state cross PCIe, and the CPU does the step
 ENCODERS: Final = 1.00  # only captions are encoded slower, once
@@ -46,6 +47,7 @@ FEWER_TOKENS: Final = 0.60  # lower resolution or fewer frames: faster
 _HELPS: Final = 0.995  # of what was needed: a change that saves less is not worth its words
 _RESOLUTIONS: Final = (1024, 768, 512, 384, 256)
 _INTERVALS: Final = (4, 2)  # every n-th block is recomputed; the cheapest first
+_SWAPPED: Final = (4, 8, 16, 24, 32, 48)  # blocks in host memory; models have 24 to 60
 _FRAMES: Final = (81, 49, 33, 17)  # of videos; 1 and a multiple of every family's step
 
 
@@ -207,6 +209,11 @@ def _recompute(interval: int) -> float:
     return 1 + (RECOMPUTE - 1) / interval
 
 
+def _swapping(count: int) -> float:
+    """How much longer a step takes with a number of blocks in host memory."""
+    return 1 + (SWAP - 1) * count / _SWAPPED[-1]
+
+
 def _every(interval: int) -> str:
     nth = "2nd" if interval == 2 else f"{interval}th"
     return f"activation checkpointing of every {nth} block"
@@ -249,6 +256,12 @@ def _base(spec: JobSpec, precision: str) -> Changes | None:
     bits = {"none": 16, "nf4": 4}
     narrower = bits.get(spec.base_precision, 8) > bits.get(precision, 8)
     return {"base_precision": precision} if spec.model_type == "lora" and narrower else None
+
+
+def _swap(spec: JobSpec, count: int) -> Changes | None:
+    """Blocks in host memory, on one GPU; None where as many are there."""
+    fits = spec.model_type == "lora" and world_size(spec) == 1 and spec.device != "cpu"
+    return {"swap_blocks": count} if fits and spec.swap_blocks < count else None
 
 
 def _reshard(spec: JobSpec) -> Changes | None:
@@ -323,6 +336,15 @@ LADDER: Final = (
     Rung("free gathered weights after forward", REGATHER, _reshard),
     Rung("shard over all ranks", SHARD_ALL, _fsdp2),
     Rung("sharded LoRA", SHARD_ADAPTER, _placement),
+    Rung(
+        "most blocks in host memory",
+        SWAP,
+        partial(_swap, count=_SWAPPED[-1]),
+        milder=tuple(
+            Rung(f"{n} blocks in host memory", _swapping(n), partial(_swap, count=n))
+            for n in _SWAPPED[:-1]
+        ),
+    ),
     Rung("compute in bf16", HALF_PRECISION, _precision, "less exact"),
     Rung("offload to host memory", OFFLOAD, _offload),
     Rung("shorter videos", FEWER_TOKENS, _frames, "learns less motion"),

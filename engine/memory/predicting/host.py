@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from engine.memory.predicting.optimizers import state_bytes
 from engine.memory.predicting.predict import trained_of
-from engine.memory.predicting.sharding import Layout, cost_of
+from engine.memory.predicting.sharding import Layout, cost_of, swapped_of
 from jobs.memory.host_memory import host_bytes
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def host_of(
         # (`engine.model.pinned_memory`).
         found["offloaded_gradients"] = sum(_power_of_two(4 * one.numel) for one in trained)
         found["offloaded_optimizer"] = state_bytes(spec, trained)
+    if swapped := swapped_of(trace.units, 0 if layout.shards else spec.swap_blocks)[0]:
+        found["swapped_blocks"] = swapped
     if spec.use_ema and spec.ema_device == "cpu" and not on_cpu:
         found["ema"] = sum(one.size for one in trained)
     if spec.checkpointing_async is not False and spec.fsdp_state_dict_type != "FULL_STATE_DICT":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engine.memory.predicting.optimizers import Trained, state_bytes, temporary_bytes
 from engine.memory.predicting.overheads import OVERHEADS, Overheads
 from engine.memory.predicting.prediction import Parts, Phase, Prediction
-from engine.memory.predicting.sharding import Layout, cost_of
+from engine.memory.predicting.sharding import Layout, cost_of, swapped_of
 from engine.memory.predicting.walk import Walk
 from engine.memory.tracing.live import rounded
 from engine.model.precision import compute_dtype
@@ -42,6 +42,7 @@ _SETTINGS = (
     "ema_device",
     "lora_rank",
     "base_precision",
+    "swap_blocks",
     "lora_placement",
     "fsdp_reshard_after_forward",
     "fsdp_cpu_offload",
@@ -89,7 +90,8 @@ def predict(
     said = list(notes)
     on_cuda = spec.device != "cpu"
     trained = trained_of(trace, layout)
-    held = sum(cost_of(unit, layout).held for unit in trace.units) + trace.buffers
+    swapped, moving = swapped_of(trace.units, spec.swap_blocks if strategy == "single" else 0)
+    held = sum(cost_of(unit, layout).held for unit in trace.units) + trace.buffers - swapped
     state = 0 if layout.offload else state_bytes(spec, trained)
     average = 0
     if spec.use_ema and spec.ema_device != "cpu" and not layout.offload:
@@ -98,7 +100,10 @@ def predict(
     walk = _walk(trace, layout, base, spec)
     walk.step(spec.gradient_accumulation_steps)
     workspace = _workspace(spec, trace, layout, trained, ranks, on_cuda=on_cuda)
-    phases = {name: Phase(name, parts) for name, parts in walk.peaks.items()}
+    phases = {
+        name: Phase(name, replace(parts, gathered=parts.gathered + moving))
+        for name, parts in walk.peaks.items()
+    }
     phases["optimizer"] = Phase(
         "optimizer", replace(base, gradients=walk.gradients, workspace=workspace)
     )
@@ -113,7 +118,7 @@ def predict(
     if sample is not None:
         walk = _walk(sample, layout, base, spec)
         walk.micro_batch()
-        parts = walk.peaks["sample"]
+        parts = replace(walk.peaks["sample"], gathered=walk.peaks["sample"].gathered + moving)
         if sample.second_denoiser:
             parts = replace(
                 parts, parameters=parts.parameters + _second_denoiser(spec, trace, layout)

@@ -11,8 +11,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from engine.memory.tracing.live import rounded
+from engine.parallel.block_swap import spread
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.memory.tracing.model import Unit, Weight
 
 _REDUCED: Final = 4  # bytes: gradients are reduced in fp32
@@ -111,6 +114,24 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
         output=output,
         reduced=0 if layout.offload else output,
     )
+
+
+def swapped_of(units: Sequence[Unit], count: int) -> tuple[int, int]:
+    """What blocks that are swapped to host memory take there, and what of them is on the device.
+
+    While one computes, the next one is being copied (`engine.parallel.block_swap`).
+
+    Args:
+        units: Of a model that is whole on its one rank.
+        count: How many blocks are swapped; no more than there are.
+
+    Returns:
+        Bytes in host memory, and the most that is on the device at a time.
+    """
+    blocks = [unit for unit in units if unit.name[-1:].isdigit()]
+    chosen = [blocks[place] for place in spread(min(count, len(blocks)), len(blocks))]
+    sizes = [sum(rounded(w.numel * w.stored) for w in u.weights if not w.lora) for u in chosen]
+    return sum(sizes), max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
 
 
 def _copied(shards: list[tuple[Weight, int]], layout: Layout) -> int:

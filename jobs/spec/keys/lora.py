@@ -72,6 +72,14 @@ class LoraKeys(BaseModel):
         "Regular expressions of the names of layers that base_precision leaves as they are "
         "(default: the family's modulation layers; []: none).",
     )
+    swap_blocks: int = field(
+        0,
+        "lora",
+        "Blocks whose frozen weights stay in host memory and are copied to the GPU when they "
+        "compute; for one GPU.",
+        ge=0,
+        le=1000,
+    )
     lora_experts: Bool = field(
         False, "lora", "Also adapt the routed experts of mixture-of-experts families."
     )

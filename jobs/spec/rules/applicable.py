@@ -47,6 +47,10 @@ def _alone(spec: JobSpec) -> str:
     return _ONE_RANK if world_size(spec) == 1 else ""
 
 
+def _several(spec: JobSpec) -> str:
+    return "" if world_size(spec) == 1 else "needs one rank; several can shard the base"
+
+
 def _not_sharded(spec: JobSpec) -> str:
     return _alone(spec) or ("" if shards(spec) else _SHARDED)
 
@@ -281,6 +285,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
         _no_adapter,
     ),
     (("keep_in_full_precision",), lambda spec: _no_adapter(spec) or _not_quantized(spec)),
+    (("swap_blocks",), lambda spec: _no_adapter(spec) or _several(spec)),
     (("lora_experts",), lambda spec: _no_adapter(spec) or _no_experts(spec)),
     (("lora_placement",), lambda spec: _no_adapter(spec) or _not_sharded(spec)),
     (("adam_beta1", "adam_beta2", "adam_epsilon"), _not_adam),

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from jobs.spec.rules.data_conflicts import Conflict
-from jobs.spec.rules.strategy import shards
+from jobs.spec.rules.strategy import shards, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,4 +59,20 @@ def _dora(spec: JobSpec) -> Conflict | None:
     return None
 
 
-LORA_RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (_placement, _patterns, _dora)
+def _swapping(spec: JobSpec) -> Conflict | None:
+    if not spec.swap_blocks or spec.model_type != "lora":
+        return None
+    if world_size(spec) > 1:
+        return Conflict(
+            "swap_blocks",
+            "swap_blocks is for one rank; several shard the base with strategy: fsdp2",
+        )
+    return None
+
+
+LORA_RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
+    _placement,
+    _patterns,
+    _dora,
+    _swapping,
+)

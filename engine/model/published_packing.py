@@ -20,6 +20,11 @@ from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from jobs.spec.values.value_types import BasePrecision
+
+BASE_HINT: Final = "use the model's bf16 weights; base_precision quantizes them as they are read"
 
 _FP8_SCALES: Final = ("scale_weight", "weight_scale")
 _FP8_UNUSED: Final = ("scale_input", "input_scale", "comfy_quant")  # for activations in fp8
@@ -47,6 +52,38 @@ def join_packed(files: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     if any(place.packed for place in joined.values()):
         joined.pop(_FP8_MARK, None)
     return joined
+
+
+def check_packed(
+    directory: Path,
+    files: Mapping[str, StoredTensor],
+    described: Any,
+    wanted: BasePrecision,
+) -> None:
+    """Refuse a model that is packed in another way than the job says.
+
+    Args:
+        directory: The model's.
+        files: Of `join_packed`.
+        described: What its config.json says of its quantization.
+        wanted: `base_precision`.
+
+    Raises:
+        UserError: It is.
+    """
+    packed = {place.packed.scheme for place in files.values() if place.packed}
+    if packed and packed != {wanted}:
+        raise UserError(
+            f"{directory} is quantized to {' and '.join(sorted(packed))}",
+            f"set base_precision: {min(packed)} to train a LoRA on it as it is",
+        )
+    if described and not packed:
+        method = described.get("quant_method") if isinstance(described, dict) else None
+        raise UserError(
+            f"{directory} is quantized ({method or described}); training on a quantized base "
+            "is not supported",
+            BASE_HINT,
+        )
 
 
 def scale_of(source: StoredTensor, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
@@ -120,5 +157,5 @@ def _read_state(tensor: StoredTensor) -> dict[str, Any]:
 def _refusal(place: StoredTensor, why: str) -> UserError:
     return UserError(
         f"{place.file}: {place.name} is quantized in a way that cannot be read: {why}",
-        "use the model's bf16 weights; base_precision quantizes them as they are read",
+        BASE_HINT,
     )

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from engine.model.pinned_memory import PinnedMemory, bytes_of
 from engine.model.precision import compute_dtype, storage_dtype
-from engine.model.published_packing import join_packed
+from engine.model.published_packing import BASE_HINT, check_packed, join_packed
 from engine.model.quantized_linear import base_precision, quantized_layers, weights_per_element
 from engine.model.weight_files import StoredTensor, stored_tensors
 from engine.model.weight_reader import Reading, read_all
@@ -54,7 +54,6 @@ _QUANTISED: Final = re.compile(
     r"|weight\.(absmax|quant_map|nested_\w+|quant_state\.\S+|_data|_scale)|SCB"
     r"|qweight|qzeros|scales|g_idx)$"
 )
-_BASE_HINT: Final = "use the model's bf16 weights; base_precision quantizes them as they are read"
 
 
 def build_on_meta(
@@ -87,20 +86,7 @@ def build_on_meta(
     """
     config = model_class.load_config(directory)
     files = join_packed(stored_tensors(directory))
-    packed = {place.packed.scheme for place in files.values() if place.packed}
-    quantisation = config.get("quantization_config")
-    if packed and packed != {base_precision(spec)}:
-        raise UserError(
-            f"{directory} is quantized to {' and '.join(sorted(packed))}",
-            f"set base_precision: {min(packed)} to train a LoRA on it as it is",
-        )
-    if quantisation and not packed:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-        raise UserError(
-            f"{directory} is quantized ({method or quantisation}); training on a quantized base "
-            "is not supported",
-            _BASE_HINT,
-        )
+    check_packed(directory, files, config.get("quantization_config"), base_precision(spec))
     with parameters_on_meta():
         model = model_class.from_config(config)
     tensors, aliases = _own_tensors(model)
@@ -301,7 +287,7 @@ def _fit(
         raise UserError(
             f"{directory} is quantized: it has {scales[0]}, and weights that need scales are not "
             "supported",
-            _BASE_HINT,
+            BASE_HINT,
         )
     problems = []
     present = {name: [a for a in group if a in files] for name, group in aliases.items()}
@@ -338,7 +324,7 @@ def _check_kind(
         raise UserError(
             f"{place.file}: {place.name} is stored as {what}; training on a quantized base is not "
             "supported",
-            _BASE_HINT,
+            BASE_HINT,
         )
     wanted = compute_dtype(spec)
     if (

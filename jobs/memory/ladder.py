@@ -314,7 +314,7 @@ def _resolution(spec: JobSpec) -> Changes | None:
 
 
 LADDER: Final = (
-    # Not fp8: on 11 of 13 families its error is larger (tests/bench/quantized.py).
+    # Not fp8: its error is larger on the toys of all 15 families (tests/bench/quantized.py).
     Rung("8-bit base", EIGHT_BITS, partial(_base, precision="int8"), "frozen weights rounded"),
     Rung("encode captions with sharded encoders", ENCODERS, _encoders),
     Rung("8-bit text encoders", ENCODERS, _packed_encoders, "captions encoded less exactly"),

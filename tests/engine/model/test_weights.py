@@ -299,7 +299,6 @@ def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
         "inner.weight_scale",
         "scaled_fp8",
         "inner.weight.absmax",
-        "inner.weight.quant_state.bitsandbytes__nf4",
         "inner.weight._scale",
         "inner.qweight",
     ],

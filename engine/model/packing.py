@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _FP8: Final = torch.float8_e4m3fn
 _LARGEST_FP8: Final = 448.0
 _LARGEST_INT8: Final = 127.0
+_AT_ONCE: Final = 2**25  # bytes of nf4 that are unpacked together, by indices of 128 MiB
 NF4_BLOCK: Final = 64  # weights that share a scale, along a row
 
 # Quantiles of a normal distribution, scaled to [-1, 1]; zero is among them.
@@ -120,9 +121,9 @@ class Packing:
         """
         if codes is not None:
             assert scale is not None
-            pairs = torch.nn.functional.embedding(packed.int(), codes.to(dtype))
-            blocks = pairs.view(*scale.shape, NF4_BLOCK)
-            return blocks.mul_(scale.unsqueeze(-1)).view(len(packed), -1)
+            weight = _look_up(packed, codes.to(dtype))
+            weight.view(*scale.shape, NF4_BLOCK).mul_(scale.unsqueeze(-1))
+            return weight
         stored = torch.int8 if self.scheme == "int8" else _FP8
         weight = packed.view(stored).to(dtype)
         return weight if scale is None else weight.mul_(scale)
@@ -145,6 +146,17 @@ def _pack_nf4(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     places = torch.bucketize(blocks / _no_zero(scale).unsqueeze(2), middles, out_int32=True)
     places = places.view(len(wide), -1, 2).to(torch.uint8)
     return places[..., 0] * 16 + places[..., 1], scale
+
+
+def _look_up(packed: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The codes of bytes, `(rows, 2 * columns)`; some rows at a time, as indices take 4 bytes."""
+    rows, columns = packed.shape
+    weight = torch.empty(rows, 2 * columns, dtype=codes.dtype, device=packed.device)
+    step = max(1, _AT_ONCE // columns)
+    for begin in range(0, rows, step):
+        indices = packed[begin : begin + step].view(-1).int()
+        torch.index_select(codes, 0, indices, out=weight[begin : begin + step].view(-1, 2))
+    return weight
 
 
 def _no_zero(scale: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--types", default="lora,full")
     parser.add_argument("--checkpointing", default="on,off")
     parser.add_argument("--layers", type=int, help="of each kind, instead of all: much faster")
+    parser.add_argument("--base-precision", default="none", help="of the LoRAs")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -61,13 +62,15 @@ def main() -> None:
         for kind in asked.types.split(","):
             for checkpointing in asked.checkpointing.split(","):
                 case = (family, kind, checkpointing == "on")
-                worst = max(worst, report(*case, asked.ranks, asked.layers))
+                spec = job(*case, asked.base_precision)
+                worst = max(worst, report(*case, spec, asked.ranks, asked.layers))
     print(f"largest difference {worst:.2%}")
 
 
-def report(family: str, kind: str, checkpointing: bool, ranks: str, layers: int | None) -> float:
+def report(
+    family: str, kind: str, checkpointing: bool, spec: JobSpec, ranks: str, layers: int | None
+) -> float:
     """The rows of a model and its settings; the largest difference."""
-    spec = job(family, kind, checkpointing)
     shape = shape_of(spec, sharded=True)
     assert shape is not None
     if layers is not None:
@@ -107,7 +110,7 @@ def with_layers(shape: Shape, layers: int) -> Shape:
     return replace(shape, config=config)
 
 
-def job(family: str, kind: str, checkpointing: bool) -> JobSpec:
+def job(family: str, kind: str, checkpointing: bool, base_precision: str) -> JobSpec:
     return load_spec(
         None,
         {
@@ -117,6 +120,7 @@ def job(family: str, kind: str, checkpointing: bool) -> JobSpec:
             "pretrained_model_name_or_path": MODELS[family],
             "model_type": kind,
             "gradient_checkpointing": checkpointing,
+            "base_precision": base_precision,
             **({"num_frames": 17, "resolution": 512} if family in ("wan", "hunyuanvideo") else {}),
         },
     )

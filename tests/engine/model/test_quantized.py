@@ -16,7 +16,7 @@ from torch.nn import functional
 from engine import families
 from engine.memory.tracing.model import build
 from engine.memory.tracing.shape import shape_of
-from engine.model import adapters, weight_reader, weights
+from engine.model import adapters, packing, weight_reader, weights
 from engine.model.packing import NF4_CODES, Packing
 from engine.model.quantized_linear import QuantizedLinear, quantize_layers, quantized_layers
 from jobs.errors import UserError
@@ -42,8 +42,8 @@ def some_weight(rows: int = 24, columns: int = 192) -> torch.Tensor:
 
 
 def unpacked(scheme: BasePrecision, weight: torch.Tensor) -> torch.Tensor:
-    packing = Packing(scheme)
-    return packing.unpack(*packing.pack(weight), packing.code_table(torch.float32), torch.float32)
+    how = Packing(scheme)
+    return how.unpack(*how.pack(weight), how.code_table(torch.float32), torch.float32)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -91,6 +91,15 @@ def test_nf4_takes_the_nearest_code_of_each_block_high_bits_first() -> None:
     nearest = (blocks[..., None] / scale[..., None, None] - codes).abs().argmin(-1).view(2, 128)
     assert torch.equal(packed >> 4, nearest[:, ::2].to(torch.uint8))
     assert torch.equal(packed & 15, nearest[:, 1::2].to(torch.uint8))
+
+
+def test_rows_that_are_unpacked_apart_are_those_unpacked_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = some_weight()
+    together = unpacked("nf4", weight)
+    monkeypatch.setattr(packing, "_AT_ONCE", 7 * 192 // 2)
+    assert torch.equal(unpacked("nf4", weight), together)
 
 
 # The layer

@@ -169,9 +169,16 @@ def foreign_users(
             strangers.sort(key=lambda process: -(process.memory or 0))
             more = f" and {len(strangers) - 2} more" if len(strangers) > 2 else ""
             lines[gpu.uuid] = "; ".join(map(_line, strangers[:2])) + more
-        elif not gpu.processes and (gpu.memory_used or 0) >= _HIDDEN_USE:
-            lines[gpu.uuid] = f"hidden processes ({_held(gpu.memory_used)})"
+        elif hidden_use(gpu) >= _HIDDEN_USE and not any(p.pid in ours for p in gpu.processes):
+            lines[gpu.uuid] = f"hidden processes ({_held(hidden_use(gpu))})"
     return lines
+
+
+def hidden_use(gpu: Gpu) -> int:
+    """Bytes in use that no listed process holds; 0 where that cannot be told. Pure."""
+    if gpu.memory_used is None or any(process.memory is None for process in gpu.processes):
+        return 0
+    return max(0, gpu.memory_used - sum(process.memory or 0 for process in gpu.processes))
 
 
 def _line(process: GpuProcess) -> str:

@@ -9,7 +9,7 @@ from textual.binding import Binding
 from textual.markup import escape
 
 from tui.dashboard.activity_rows import activity_rows
-from tui.dashboard.device_rows import device_rows, devices_title
+from tui.dashboard.device_rows import device_head, device_rows, devices_title
 from tui.dashboard.memory_split import LEGEND, OTHERS, OURS
 from tui.dashboard.rank_lines import rank_table, rank_title
 from tui.look.snapshot import Curve
@@ -52,7 +52,9 @@ class DevicesPanel(Lines, can_focus=True):
             return
         view = snapshot.find(selected)
         of_ranks = self.of_ranks and view is not None
-        if (fixed := int(of_ranks)) != self.fixed:
+        room = self._room()
+        head = device_head(snapshot, width, room)
+        if (fixed := int(of_ranks or head is not None)) != self.fixed:
             self.fixed = fixed
             self.scroll_to(y=0, animate=False, force=True)
             self.refresh()
@@ -60,11 +62,17 @@ class DevicesPanel(Lines, can_focus=True):
             self._caption(rank_title(view, snapshot.t), "GiB · R: devices")
             self.show(rank_table(view, snapshot.gpus, snapshot.t, width))
             return
-        room = max(3, int(self.screen.size.height * 0.3) - 2)
-        rows = device_rows(snapshot, width, room, selected)
+        rows = device_rows(snapshot, width, room - (head is not None), selected)
         mixed = any(span.text[:1] in (OURS, OTHERS) for row in rows for span in row)
         self._caption(devices_title(snapshot), LEGEND if mixed and width >= 96 else "")
-        self.show(rows)
+        self.show(rows if head is None else (head, *rows))
+
+    def _room(self) -> int:
+        """Lines that it may take, as `dashboard.tcss` has it."""
+        height = self.screen.size.height
+        if self.screen.has_class("-wide") and not self.screen.has_class("-short"):
+            return max(3, height // 2 - 2)
+        return max(3, int(height * 0.3) - 2)
 
     def on_resize(self, event: Resize) -> None:
         if self._snapshot is not None:

@@ -14,7 +14,7 @@ from jobs.units import size
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-_HIDDEN_USE: Final = 2**30  # bytes that no idle GPU holds by itself
+HIDDEN_USE: Final = 2**30  # bytes that no idle GPU holds by itself
 
 
 @dataclass(frozen=True)
@@ -163,22 +163,20 @@ def foreign_users(
             process
             for process in gpu.processes
             if process.pid not in ours
-            and (process.kind == "compute" or (process.memory or 0) >= _HIDDEN_USE)
+            and (process.kind == "compute" or (process.memory or 0) >= HIDDEN_USE)
         ]
         if strangers:
             strangers.sort(key=lambda process: -(process.memory or 0))
             more = f" and {len(strangers) - 2} more" if len(strangers) > 2 else ""
             lines[gpu.uuid] = "; ".join(map(_line, strangers[:2])) + more
-        elif hidden_use(gpu) >= _HIDDEN_USE and not any(p.pid in ours for p in gpu.processes):
-            lines[gpu.uuid] = f"hidden processes ({_held(hidden_use(gpu))})"
+        elif (hidden := hidden_use(gpu)) >= HIDDEN_USE:
+            lines[gpu.uuid] = f"hidden processes ({_held(hidden)})"
     return lines
 
 
 def hidden_use(gpu: Gpu) -> int:
-    """Bytes in use that no listed process holds; 0 where that cannot be told. Pure."""
-    if gpu.memory_used is None or any(process.memory is None for process in gpu.processes):
-        return 0
-    return max(0, gpu.memory_used - sum(process.memory or 0 for process in gpu.processes))
+    """Bytes in use though the driver names no process, as in containers. Pure."""
+    return 0 if gpu.processes else gpu.memory_used or 0
 
 
 def _line(process: GpuProcess) -> str:

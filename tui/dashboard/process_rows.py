@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from jobs.machine.gpu import hidden_use
+from jobs.machine.gpu import HIDDEN_USE, hidden_use
 from jobs.run.rundir import PHASES
 from tui.dashboard.rank_lines import heartbeat
 from tui.text.format import MISSING, Row, Span, cut, gib, left, right, size
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tui.look.snapshot import Snapshot
 
 TABLE_FROM: Final = 100  # cells of a line
-_HIDDEN: Final = 2**30  # bytes that are no driver's own
 _USER: Final = 10
 
 
@@ -44,7 +43,7 @@ def process_rows(snapshot: Snapshot, seats: Mapping[str, Sequence[Seat]], width:
         for line in _lines(gpu, seats.get(gpu.uuid, ())):
             rows.append(_row(gpu, line, snapshot.t, width))
         hidden = 0 if claimed else hidden_use(gpu)
-        if hidden >= _HIDDEN:
+        if hidden >= HIDDEN_USE:
             rows.append(_hidden_row(gpu, hidden, width))
     if not rows:
         return []
@@ -74,17 +73,19 @@ def _row(gpu: Gpu, line: _Line, now: float, width: int) -> Row:
     beat = heartbeat(seat.rank, now)
     name = f"#{seat.view.job.id} {seat.view.job.name}"
     rank = seat.rank
-    tail = f"alloc {gib(rank.allocated)}  reserved {gib(rank.reserved)}  peak {gib(rank.peak)} GiB"
+    peak = f"peak {gib(rank.peak)} GiB"
+    alloc, reserved = f"alloc {gib(rank.allocated)}  ", f"reserved {gib(rank.reserved)}  "
     phase = PHASES.get(rank.phase, rank.phase)
     doing = f"{phase} {rank.step}" if rank.phase == "train" and rank.step else phase
-    job, phases = (26, 20) if width >= TABLE_FROM else (20, 13)
-    used = len(head) + job + phases + 11
+    job, phases = (24, 18) if width >= TABLE_FROM else (18, 13)
+    used = len(head) + job + phases + 12
+    tails = (alloc + reserved + peak, alloc + peak, peak)
     return (
         Span(head, "accent"),
         Span(left(name, job - 5) + f" {f'r{rank.rank}':<4}", "accent"),
         Span(left(doing, phases - 1) + " "),
-        Span(left(beat.text, 10) + " ", beat.role),
-        Span(cut(tail, max(0, width - used)) if width - used >= len(tail) else "", "dim"),
+        Span(left(beat.text, 11) + " ", beat.role),
+        Span(next((one for one in tails if len(one) <= width - used), ""), "dim"),
     )
 
 

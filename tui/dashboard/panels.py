@@ -100,13 +100,15 @@ class ActivityPanel(Lines):
     def __init__(self) -> None:
         super().__init__(id="activity")
         self._view: JobView | None = None
+        self._now: float | None = None
 
-    def update_from(self, view: JobView | None) -> None:
-        self._view = view
-        self.show(activity_rows(view, self.size.width))
+    def update_from(self, view: JobView | None, now: float | None = None) -> None:
+        """Show a job; `now` in Unix seconds tells for how long a phase goes on."""
+        self._view, self._now = view, now
+        self.show(activity_rows(view, self.size.width, now))
 
     def on_resize(self, event: Resize) -> None:
-        self.update_from(self._view)
+        self.update_from(self._view, self._now)
 
 
 class CurvePanel(Lines):
@@ -114,8 +116,14 @@ class CurvePanel(Lines):
 
     BORDER_TITLE = "loss"
 
-    def __init__(self) -> None:
-        super().__init__(id="curve")
+    def __init__(self, *, id: str = "curve", numbers: bool = True) -> None:  # noqa: A002
+        """
+        Args:
+            id: Of the widget.
+            numbers: Whether its border tells the newest values.
+        """
+        super().__init__(id=id)
+        self._numbers = numbers
         self._curve = Curve(-1)
         self._drawn: Curve | None = None
         self._drawn_at = 0.0
@@ -160,7 +168,7 @@ class CurvePanel(Lines):
 
     def _caption(self, losses: list[float]) -> None:
         title, subtitle = "loss", ""
-        if losses:
+        if losses and self._numbers:
             finite = [loss for loss in losses if loss == loss and abs(loss) != float("inf")]
             average = ema(finite, smoothing_span(len(finite)))[-1] if finite else None
             last = self._curve.steps[-1]

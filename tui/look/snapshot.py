@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jobs.run.eventlog import Phase, StepRecord
     from jobs.run.rundir import RankStatus
 
+FIRST_STEP = "computing the first step"
 LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called late
 
 
@@ -39,13 +40,24 @@ class JobView:
     @property
     def doing(self) -> str | None:
         """What rank 0 is doing other than steps, for people; None while it trains."""
-        if self.phase is not None and not self.phase.finished and self.phase.name != "train":
-            return PHASES.get(self.phase.name, self.phase.name)
+        if self.phase is not None and not self.phase.finished:
+            if self.phase.name != "train":
+                return PHASES.get(self.phase.name, self.phase.name)
+            return FIRST_STEP  # an event of a step would have taken the phase's place
         if self.job.state is State.STARTING and not self.ranks:
             return "starting the ranks"
         if self.job.state.active and self.ranks:
             name = self.ranks[0].phase
             return None if name == "train" else PHASES.get(name, name)
+        return None
+
+    @property
+    def doing_since(self) -> float | None:
+        """When it began that, in Unix seconds; None where that is not known."""
+        if self.phase is not None:
+            return (self.phase.t if self.phase.finished else self.phase.since) or None
+        if self.job.state is State.STARTING and not self.ranks:
+            return self.job.started
         return None
 
 

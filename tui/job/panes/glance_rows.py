@@ -36,15 +36,16 @@ _DONE, _NOW = "✓", "●"
 def head_rows(look: Look, width: int) -> list[Row]:
     """State, progress and what is left; below it what was measured last, and what is late."""
     job = look.job
-    rows = [_state_row(look, width)]
-    if not job.state.active and job.reason and job.state is not State.FAILED:
-        rows = fact("", state_text(job.state, job.reason), width + 12, GLYPHS[job.state][1])
-        rows = [(Span(f"{GLYPHS[job.state][0]} ", GLYPHS[job.state][1]), *row[1:]) for row in rows]
+    glyph, role = GLYPHS[job.state]
+    if job.state.active or not job.reason or job.state is State.FAILED:
+        rows = [_state_row(look, width)]
+    else:
+        rows = fact(glyph, state_text(job.state, job.reason), width, role, label=2)
         rows.append(_state_row(look, width, with_state=False))
     if measured := _measured(look):
         rows.append(_line(measured, width))
     if job.state.active and (late := late_words(look.view.ranks, look.t)):
-        rows += fact("", f"! {late}", width + 12, "bad")
+        rows += fact("", f"! {late}", width, "bad", label=0)
     return rows
 
 
@@ -164,8 +165,8 @@ def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
         rows += [(Span(f"  {'▾' if unfolded else '▸'} ", "dim"), Span(f"traceback of rank {rank}"))]
         rows[-1] = (*rows[-1], Span("   space", "accent"), Span(f" {what}", "dim"))
         if unfolded:
-            ends = "bad"
-            rows += [(Span(f"    {line}", ends if line is trace[-1] else "dim"),) for line in trace]
+            rows += [(Span(f"    {line}", "dim"),) for line in trace[:-1]]
+            rows += fact("", trace[-1], width, "bad", label=4)
     return rows
 
 

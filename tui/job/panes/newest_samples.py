@@ -55,9 +55,8 @@ class NewestSamples(Vertical):
         if wanted == self._shown:
             return
         more = f" · {len(wanted)} of {len(newest)}" if len(wanted) < len(newest) else ""
-        self.border_title = (
-            f"samples of step {step}{more} · 5: all" if width >= _ROOMY else f"step {step}{more}"
-        )
+        long, short = f"samples of step {step}{more} · 5: all", f"step {step}{more}"
+        self.border_title = long if width >= _ROOMY else short
         if len(wanted) != len(self._pictures):
             self._pictures = [Picture(for_many()) for _ in wanted]
             with self.app.batch_update():

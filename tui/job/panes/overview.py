@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _BLANK: Final[Row] = ()
 _LEAST, _MOST = 8, 24  # lines of curve and samples
 _DEVICES: Final = 0.3  # of the lines, at most
+_AIRY: Final = 30  # lines from which on blank ones part what belongs together
 _NEWS: Final = 5  # lines, with the checkpoint
 
 
@@ -45,9 +46,7 @@ class OverviewPane(Pane):
     KEYS: ClassVar = (
         *scrolling(),
         Key("fold", "space", "space", "traceback", "Show or fold the traceback", line=False),
-        Key(
-            "read_log", "enter", "enter", "log", "Read the log of the rank that failed", line=False
-        ),
+        Key("read_log", "enter", "enter", "log", "Read the failed rank's log", line=False),
         Key("edit", "e", "e", "edit", "Edit a queued job; copy any other", line=False),
         Key("copy_path", "y", "y", "copy path", "Copy the run directory's path"),
         Key("copy_all", "Y,shift+y", "Y", "copy all", "Copy the full overview as text"),
@@ -96,12 +95,14 @@ class OverviewPane(Pane):
         height = self.page.size.height
         snapshot = self._snapshot or Snapshot(t=look.t)
         head = head_rows(look, width)
-        head += start_rows(look, width)
-        head += failure_rows(look, width, unfolded=self._unfolded)
+        told = start_rows(look, width)
+        told += failure_rows(look, width, unfolded=self._unfolded)
+        gap = [_BLANK] if height >= _AIRY else []
+        head += [*gap, *told] if told else []
         devices = device_part(look, snapshot, width, max(3, int(height * _DEVICES) - 1))
         news = news_rows(look, width, _NEWS)
         parts = [part for part in (devices, news) if part]
-        rows = [row for part in parts for row in ((_BLANK, *part) if height >= 30 else part)]
+        rows = [row for part in parts for row in (*gap, *part)]
         self.head.show(head)
         self._show_pictures(look, height - len(head) - len(rows))
         self.lines.show([*rows, _BLANK, *detail_rows(look, self._gpus(look), width)])

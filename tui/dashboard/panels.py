@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -18,9 +19,12 @@ from tui.text.format import Span, number
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from textual.events import Resize
     from textual.timer import Timer
 
+    from jobs.run.eventlog import StepRecord
     from tui.look.snapshot import JobView, Snapshot
 
 # A curve is the most expensive thing on the screen: seven bytes a cell, and all of it moves.
@@ -135,6 +139,7 @@ class CurvePanel(Lines):
         self._curve = curve or Curve(-1)
         if self._curve is self._drawn:
             return
+        self._caption()  # at once: the same values stand in the table of jobs
         other_job = self._drawn is None or self._drawn.job != self._curve.job
         if other_job or not self._drawn or not self._drawn.steps:
             self._draw()
@@ -164,15 +169,13 @@ class CurvePanel(Lines):
         width, height = self.size
         rows = chart([step.step for step in steps], losses, width, height)
         self.show(rows or ((Span("no steps yet" if self._curve.job >= 0 else "", "dim"),),))
-        self._caption(losses)
+        self._caption()
 
-    def _caption(self, losses: list[float]) -> None:
+    def _caption(self) -> None:
         title, subtitle = "loss", ""
-        if losses and self._numbers:
-            finite = [loss for loss in losses if loss == loss and abs(loss) != float("inf")]
-            average = ema(finite, smoothing_span(len(finite)))[-1] if finite else None
+        if self._curve.steps and self._numbers:
             last = self._curve.steps[-1]
-            title = self._title(losses[-1], average)
+            title = self._title(last.loss, newest_average(self._curve.steps))
             extra = [
                 f"lr {number(last.lr)}" if last.lr is not None else "",
                 f"grad {number(last.grad_norm, 3)}" if last.grad_norm is not None else "",
@@ -193,6 +196,14 @@ class CurvePanel(Lines):
         if len(longest) - len("[b][/b]") <= self.size.width - 2:
             return longest
         return f"[b]avg {number(average, 3)}[/b] · val {held_out}"  # the loss is in the table
+
+
+def newest_average(steps: Sequence[StepRecord]) -> float | None:
+    """The smoothed loss at the newest step, of those that still count for it."""
+    span = smoothing_span(len(steps))
+    losses = [step.loss for step in steps[-10 * span :]]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return ema(finite, span)[-1] if finite else None
 
 
 def redraw_after(drawn: int, steps: int, width: int, height: int) -> float:

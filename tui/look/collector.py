@@ -18,7 +18,7 @@ from jobs.queue.tables import trouble
 from jobs.run.eventlog import EventLog
 from jobs.run.run_report import RunReport
 from tui.look.gpu_history import History
-from tui.look.snapshot import Curve, JobView, Snapshot, in_order
+from tui.look.snapshot import Curve, JobView, Snapshot, in_order, in_step
 from tui.text.format import ranges
 
 if TYPE_CHECKING:
@@ -196,11 +196,12 @@ class Collector:
         where = where_of(job, gpus)
         if job.state.active:
             log = self._follow(job)
-            ranks = tuple(job.run_dir.rank_statuses())
+            progress = self._progress(job, log)
+            ranks = in_step(job.run_dir.rank_statuses(), progress, time.time())
             report = RunReport.of(log)
             strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
             phase = None if log.behind else log.phase
-            return JobView(job, self._progress(job, log), where, phase, ranks, strategy)
+            return JobView(job, progress, where, phase, ranks, strategy)
         if chosen:
             return JobView(job, self._progress(job, self._follow(job)), where)
         view = JobView(job, self._ended_progress(job), where)

@@ -16,7 +16,7 @@ from jobs.run.failure import read_failure
 from jobs.run.run_report import RunReport
 from jobs.run.samples import Samples
 from jobs.run.timeline import Timeline
-from tui.look.snapshot import Curve, JobView
+from tui.look.snapshot import Curve, JobView, in_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,11 +130,12 @@ class Looker:
             self._curve = Curve(job.id, tuple(log.steps), newest)
         report = RunReport.of(log)
         strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
+        progress = service.progress(job, log)
         view = JobView(
             job,
-            service.progress(job, log),
+            progress,
             phase=log.phase if job.state.active else None,
-            ranks=tuple(job.run_dir.rank_statuses()),
+            ranks=in_step(job.run_dir.rank_statuses(), progress, time.time()),
             strategy=strategy,
         )
         saved = job.run_dir.latest_checkpoint()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jobs.run.eventlog import Phase, StepRecord
     from jobs.run.rundir import RankStatus
 
+_SAID_EVERY = 1.0  # seconds between two words of a rank
 FIRST_STEP = "computing the first step"
 LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called late
 
@@ -99,6 +100,25 @@ class Snapshot:
 
     def count(self, *states: State) -> int:
         return sum(self._in_state[state] for state in states)
+
+
+def in_step(ranks: Sequence[RankStatus], progress: Progress, now: float) -> tuple[RankStatus, ...]:
+    """Ranks at the step that the events tell, so that one step is named everywhere.
+
+    A rank says its own about once a second, the events after each step. Where what it said then
+    can be that step by now, it is; a rank that does not keep up stays where it was.
+    """
+    pace = progress.seconds_per_step
+    if not progress.step or not pace:
+        return tuple(ranks)
+    shown = []
+    for rank in ranks:
+        since = max(0.0, now - rank.heartbeat) + _SAID_EVERY
+        apart = abs(progress.step - rank.step)
+        if rank.step and 0 < apart <= since / pace + 1 and since < LATE_AFTER:
+            rank = replace(rank, step=progress.step)
+        shown.append(rank)
+    return tuple(shown)
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:

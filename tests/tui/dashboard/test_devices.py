@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jobs.machine import devices
 from jobs.machine.devices import Gpu, GpuProcess
 from jobs.queue.states import State
+from jobs.service import Progress
 from tests.support.nvml_stub.stub import gpu as played
 from tests.support.tui import driven_app
 from tests.support.tui.driven_app import shown
@@ -36,7 +37,7 @@ from tui.dashboard.rank_lines import Seat, keeping_up, rank_table, rank_title
 from tui.look import collector
 from tui.look.collector import where_of
 from tui.look.gpu_history import EVERY, History
-from tui.look.snapshot import JobView, Snapshot, in_order
+from tui.look.snapshot import JobView, Snapshot, in_order, in_step
 from tui.text.format import plain, sparkline
 from tui.widgets.job_rows import columns, job_row
 
@@ -486,3 +487,14 @@ def test_the_gpu_screen_fits_its_lines(store: Store, size: tuple[int, int]) -> N
 def test_a_graph_is_as_high_as_its_shares() -> None:
     assert graph((0, 50, 100, None), 5, 2) == ["   █ ", "  ██ "]
     assert graph((1,), 1, 1) == ["▁"]  # a little is not nothing
+
+
+def test_one_step_is_named_everywhere_unless_a_rank_does_not_keep_up(store: Store) -> None:
+    now = time.time()
+    view = statuses(store, {"step": 130}, {"step": 133}, {"step": 90}, {"step": 129})
+    told = in_step(view.ranks, Progress(step=132, seconds_per_step=0.4), now)
+    assert [rank.step for rank in told] == [132, 132, 90, 132]
+    long = statuses(store, {"step": 131, "heartbeat": now - 3600}, {"step": 0})
+    told = in_step(long.ranks, Progress(step=132, seconds_per_step=0.4), now)
+    assert [rank.step for rank in told] == [131, 0]
+    assert in_step(view.ranks, Progress(), now) == view.ranks

@@ -10,11 +10,11 @@ from jobs.run.diagnosis.why_failed import causes_of
 from jobs.run.rundir import PHASES
 from jobs.supervise.remedies import advice
 from tui.dashboard.device_rows import device_head, device_rows
+from tui.dashboard.panels import newest_average
 from tui.job.panes.history_rows import history_rows
 from tui.job.panes.rank_rows import late_words
 from tui.job.panes.text_rows import fact, heading
 from tui.look.snapshot import FIRST_STEP
-from tui.plots.line_chart import ema, smoothing_span
 from tui.text.format import Span, bar, duration, number, pace, spent, state_text
 from tui.widgets.job_rows import GLYPHS
 
@@ -86,10 +86,9 @@ def _measured(look: Look) -> list[str]:
     if not steps:
         return []
     last, now = steps[-1], look.view.progress
-    recent = [step.loss for step in steps[-2000:] if abs(step.loss) < float("inf")]
     parts = [f"loss {number(last.loss)}"]
-    if recent:
-        parts.append(f"average {number(ema(recent, smoothing_span(len(steps)))[-1])}")
+    if (average := newest_average(steps)) is not None:
+        parts.append(f"average {number(average)}")
     if look.curve.validation is not None:
         parts.append(f"validation loss {number(look.curve.validation)}")
     if now.seconds_per_step is not None:

@@ -66,6 +66,7 @@ class Collector:
         self._list = JobList(store)
         self._listed: list[Job] | None = None  # as it was listed, and in the order of the screen
         self._jobs: list[Job] = []
+        self._ids: set[int] = set()
         self._moving: dict[int, int] | None = None  # places of views that change; None: any may
         self._shown: int | None = None  # the job that was looked at closely
         self._views: tuple[JobView, ...] = ()  # what was read last stays when reading fails
@@ -118,6 +119,7 @@ class Collector:
             listed = self._list.look()
             if listed is not self._listed:
                 self._listed, self._jobs = listed, in_order(listed)
+                self._ids = {job.id for job in listed}
                 self._moving = None
             jobs = self._jobs
             chosen = self._chosen(jobs)
@@ -144,7 +146,7 @@ class Collector:
 
     def _chosen(self, jobs: Sequence[Job]) -> int | None:
         """The selected job; the first one while nothing is selected."""
-        if any(job.id == self.selected for job in jobs):
+        if self.selected in self._ids:
             return self.selected
         return jobs[0].id if jobs else None
 

@@ -119,7 +119,7 @@ def device_head(snapshot: Snapshot, width: int, room: int) -> Row | None:
 
 def is_paired(snapshot: Snapshot, width: int, room: int) -> bool:
     """Whether two GPUs share a line."""
-    return len(snapshot.gpus) > room and PAIRS_FROM <= width < TABLE_FROM
+    return len(snapshot.gpus) > room and width >= PAIRS_FROM
 
 
 def seats_by_gpu(snapshot: Snapshot) -> dict[str, list[Seat]]:

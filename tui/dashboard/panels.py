@@ -163,6 +163,8 @@ class CurvePanel(Lines):
 
     def _draw(self) -> None:
         self._put_off()
+        if not self.size:  # not laid out yet: what is drawn then would stay
+            return
         self._drawn, self._drawn_at = self._curve, time.monotonic()
         steps = self._curve.steps
         losses = [step.loss for step in steps]

@@ -69,7 +69,7 @@ def _graphs(
                 Span(left if not number else " " * len(left), "dim"),
                 Span(one, "bar"),
                 Span(_BETWEEN + (right if not number else " " * len(right)), "dim"),
-                Span(other, "accent"),
+                Span(other, "raw"),
             )
         )
     return rows

@@ -47,7 +47,7 @@ class OverviewPane(Pane):
         *scrolling(),
         Key("fold", "space", "space", "traceback", "Show or fold the traceback", line=False),
         Key("read_log", "enter", "enter", "log", "Read the failed rank's log", line=False),
-        Key("edit", "e", "e", "edit", "Edit a queued job; copy any other", line=False),
+        Key("edit_job", "e", "e", "edit", "Edit a queued job; copy any other", line=False),
         Key("copy_path", "y", "y", "copy path", "Copy the run directory's path"),
         Key("copy_all", "Y,shift+y", "Y", "copy all", "Copy the full overview as text"),
     )
@@ -143,7 +143,7 @@ class OverviewPane(Pane):
         if self.look is not None:
             await self.screen.run_action(f"show_log({failed_rank(self.look) or 0})")
 
-    def action_edit(self) -> None:
+    def action_edit_job(self) -> None:
         """The form is the dashboard's; it comes back to this screen."""
         from tui.form.opening import open_edit
 

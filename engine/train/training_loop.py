@@ -119,10 +119,7 @@ class Trainer:
             "peak_bytes": self.peaks.memory().get("peak"),
         }
         self.telemetry.emit("step", **values)
-        self.telemetry.say(
-            f"step {step}/{self.spec.max_train_steps}  loss {result.loss:.5f}  "
-            f"lr {result.rate:.3g}  grad norm {result.norm:.4f}  {result.seconds:.2f} s"
-        )
+        self.telemetry.say(step_line(result, self.spec.max_train_steps))
         if result.skipped:
             scale = f"; loss scale now {result.scale:g}" if result.scale is not None else ""
             self.telemetry.warn(
@@ -221,6 +218,19 @@ class Trainer:
             measure=self.peaks.measure,
             peaks={name: [rank.get(name) for rank in everyone] for name in mine},
         )
+
+
+def step_line(result: StepResult, steps: int) -> str:
+    """A step in the log, in columns that stand under those of the steps before it.
+
+    Args:
+        result: The step.
+        steps: How many there will be.
+    """
+    return (
+        f"step {result.step:>{len(str(steps))}}/{steps}  loss {result.loss:8.5f}  "
+        f"lr {result.rate:.2e}  grad norm {result.norm:9.4f}  {result.seconds:6.2f} s"
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from jobs.units import size
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-_HIDDEN_USE: Final = 2**30  # bytes that no idle GPU holds by itself
+HIDDEN_USE: Final = 2**30  # bytes that no idle GPU holds by itself
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,20 @@ def foreign_users(
             process
             for process in gpu.processes
             if process.pid not in ours
-            and (process.kind == "compute" or (process.memory or 0) >= _HIDDEN_USE)
+            and (process.kind == "compute" or (process.memory or 0) >= HIDDEN_USE)
         ]
         if strangers:
             strangers.sort(key=lambda process: -(process.memory or 0))
             more = f" and {len(strangers) - 2} more" if len(strangers) > 2 else ""
             lines[gpu.uuid] = "; ".join(map(_line, strangers[:2])) + more
-        elif not gpu.processes and (gpu.memory_used or 0) >= _HIDDEN_USE:
-            lines[gpu.uuid] = f"hidden processes ({_held(gpu.memory_used)})"
+        elif (hidden := hidden_use(gpu)) >= HIDDEN_USE:
+            lines[gpu.uuid] = f"hidden processes ({_held(hidden)})"
     return lines
+
+
+def hidden_use(gpu: Gpu) -> int:
+    """Bytes in use though the driver names no process, as in containers. Pure."""
+    return 0 if gpu.processes else gpu.memory_used or 0
 
 
 def _line(process: GpuProcess) -> str:

@@ -52,7 +52,8 @@ class Place:
 
     def fit(self, predicted: Predicted, factor: float = 1.0) -> Fit:
         """Where it is tightest; of GPUs that may be chosen freely, the roomiest are."""
-        rooms = sorted(self.rooms, key=lambda room: room.free, reverse=True)
+        # Any GPUs: those that are free now are taken, before larger ones that others use.
+        rooms = sorted(self.rooms, key=lambda room: room.free - room.passing, reverse=True)
         if self.on_gpus and self.here and not self.chosen:
             rooms = rooms[: predicted.ranks]
         return worst(fit_of(predicted, r, on_gpus=self.on_gpus, factor=factor) for r in rooms)

@@ -89,8 +89,8 @@ def fit_of(predicted: Predicted, room: Room, *, on_gpus: bool, factor: float = 1
 
 
 def worst(fits: Iterable[Fit]) -> Fit:
-    """Of the same need on several devices, where it is tightest."""
-    return min(fits, key=lambda fit: fit.spare)
+    """Of the same need on several devices, where it is tightest, or has to wait for others."""
+    return min(fits, key=lambda fit: (fit.spare, -fit.room.passing))
 
 
 def room_of(

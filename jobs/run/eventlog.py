@@ -48,6 +48,7 @@ class Phase:
         t: When this was said.
         seconds_left: How long it may still take.
         ranks: What each rank has done, of work that they share.
+        since: When it began; 0 where that is not known.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Phase:
     t: float = 0.0
     seconds_left: float | None = None
     ranks: tuple[int, ...] = ()
+    since: float = 0.0
 
 
 @dataclass
@@ -179,15 +181,19 @@ class EventLog:
         self.validations.append((step, loss))
 
     def _take_phase(self, event: dict[str, Any]) -> None:
-        total = event.get("total")
+        total, before = event.get("total"), self.phase
+        t = float(event.get("t", 0))
+        begins = event.get("state") == "begin"
+        known = before is not None and before.name == event["name"] and not before.finished
         self.phase = Phase(
             name=str(event["name"]),
             done=int(event.get("done", 0)),
             total=int(total) if total is not None else None,
             finished=event.get("state") == "end",
-            t=float(event.get("t", 0)),
+            t=t,
             seconds_left=_number(event.get("seconds_left")),
             ranks=tuple(int(done) for done in event.get("ranks") or ()),
+            since=t if begins else before.since if before is not None and known else 0.0,
         )
 
 

@@ -13,7 +13,23 @@ from jobs.units import size
 _MOST: Final = 4000  # moments; a run of weeks has more, and nobody reads all of them
 _LEAST_SECONDS: Final = 1.0  # phases shorter than that are told only when there is more to say
 _LAST: Final = 1e11  # Unix seconds of the year 5138; no calendar has a name for much later ones
+_FIRST, _LAST_STAGE = "import", "train"
+_MOST_STAGES: Final = 40
 _LONG_STORIES: Final = ("train",)  # phases that other moments tell
+
+
+class Stage(NamedTuple):
+    """A phase before the first step of the latest attempt.
+
+    Attributes:
+        name: A key of `jobs.run.rundir.PHASES`.
+        since: When it began, in Unix seconds.
+        seconds: How long it took; None while it goes on.
+    """
+
+    name: str
+    since: float
+    seconds: float | None = None
 
 
 class Moment(NamedTuple):
@@ -35,16 +51,38 @@ class Timeline(EventLog):
     """The events of a run as `EventLog` has them, and the newest moments of it in words."""
 
     moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=_MOST))
+    stages: list[Stage] = field(default_factory=list)
 
     def _take(self, event: dict[str, Any]) -> None:
         super()._take(event)
         kind = event.get("kind")
         if kind == "step" or not isinstance(kind, str):
             return
+        if kind == "phase":
+            self._take_stage(event)
         try:
             t = float(event["t"])
             if 0 <= t < _LAST and (words := in_words(kind, event)):
                 self.moments.append(Moment(t, kind, words))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return  # a line that some other version wrote
+
+    def _take_stage(self, event: dict[str, Any]) -> None:
+        try:
+            name, state, t = str(event["name"]), event.get("state"), float(event["t"])
+            if name == _FIRST and state == "begin":
+                self.stages.clear()  # another attempt
+            if self.stages and self.stages[-1].name == _LAST_STAGE:
+                return  # it trains
+            if state == "begin":
+                self.stages.append(Stage(name, t))
+            elif state == "end":
+                for at in range(len(self.stages) - 1, -1, -1):
+                    if self.stages[at].name == name:
+                        seconds = max(0.0, t - self.stages[at].since)
+                        self.stages[at] = self.stages[at]._replace(seconds=seconds)
+                        break
+            del self.stages[:-_MOST_STAGES]
         except (KeyError, TypeError, ValueError, OverflowError):
             return  # a line that some other version wrote
 

@@ -333,9 +333,13 @@ def test_a_rank_stands_under_its_gpu_with_its_memory(store: Store) -> None:
         store, gpus=[g.uuid for g in gpus[:2]], allocated=30 * GIB, reserved=33 * GIB, peak=36 * GIB
     )
     lines = text_of(device_rows(Snapshot(t=time.time(), jobs=(view,), gpus=gpus), 116, 20))
+    assert ["#1 demo r0" in lines[0], "#1 demo r1" in lines[1], "free" in lines[2]] == [True] * 3
+    assert "process" in lines[3]
+    assert "#1 demo" in lines[4]
+    assert "alloc 30.0  peak 36.0 GiB" in lines[4]
+    lines = text_of(device_rows(Snapshot(t=time.time(), jobs=(view,), gpus=gpus), 98, 20))
     assert "#1 demo r0" in lines[0]
-    assert "alloc 30.0  reserved 33.0  peak 36.0 GiB" in lines[1]
-    assert "#1 demo r1" in lines[2]
+    assert "a30.0 r33.0 p36.0G" in lines[1]
     assert "free" in lines[4]
 
 

@@ -6,7 +6,8 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from jobs.queue.states import State
-from tui.text.format import Row, Span, bar, cut, duration, pace, state_text
+from tui.look.snapshot import FIRST_STEP
+from tui.text.format import Row, Span, bar, cut, duration, pace, spent, state_text
 from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
@@ -19,15 +20,21 @@ _LEAST_BAR = 12  # columns
 _ON_X = {0: " · x again: SIGTERM", 1: " · x again: SIGTERM", 2: " · x again: SIGKILL"}
 
 
-def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
-    """Return one line for a running job; up to three with the reason of any other."""
+def activity_rows(view: JobView | None, width: int, now: float | None = None) -> tuple[Row, ...]:
+    """Return one line for a running job; up to three with the reason of any other.
+
+    Args:
+        view: The job.
+        width: Cells of a line.
+        now: Unix seconds, to say for how long a phase goes on.
+    """
     if view is None or width < 20:
         return ()
     job = view.job
     glyph, role = GLYPHS[job.state]
     head = (Span(f"{glyph} ", role), Span(f"#{job.id} {cut(job.name, width // 4)}  ", "strong"))
     if job.state in (State.STARTING, State.RUNNING, State.SAVING):
-        return ((*head, *_progress(view, width - _length(head))),)
+        return ((*head, *_progress(view, width - _length(head), now)),)
     if job.state is State.STOPPING:
         words = f"stopping: {job.reason}" + (f" · {view.doing}" if view.doing else "")
         words += _ON_X.get(job.stop_level, "")
@@ -40,12 +47,20 @@ def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
     return _wrapped(head, words, width, "bad" if job.state in (State.FAILED, State.LOST) else "")
 
 
-def _progress(view: JobView, width: int) -> Row:
-    doing = view.doing
+def doing_for(view: JobView, now: float | None) -> str | None:
+    """What it does other than steps and for how long: `loading weights 12 s`."""
+    doing, since = view.doing, view.doing_since
+    if doing is None or now is None or since is None or now - since < 1:
+        return doing
+    return f"{doing} {spent(now - since)}"
+
+
+def _progress(view: JobView, width: int, now: float | None) -> Row:
+    doing = doing_for(view, now)
     if doing is None:
         done, total = view.progress.step, view.job.total_steps or None
         words, tails = "training", _pace(view)
-    elif view.phase is not None:
+    elif view.phase is not None and not view.phase.finished and view.doing != FIRST_STEP:
         done, total = view.phase.done, view.phase.total or None  # 0: nothing to do
         words, tails = doing, _shared(view.phase)
     else:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from jobs.machine.devices import foreign_users
+from tui.dashboard.device_pairs import PAIRS_FROM, pair_head, pair_rows
+from tui.dashboard.gpu_tags import heat_role, tag_of
 from tui.dashboard.memory_split import Split, split_bar, split_of
+from tui.dashboard.process_rows import TABLE_FROM, process_rows
 from tui.dashboard.rank_lines import Seat, cpu_rank_row, gpu_rank_row, heartbeat
 from tui.text.format import (
     MISSING,
@@ -28,9 +30,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.machine.devices import Gpu, Host
-    from tui.look.snapshot import JobView, Snapshot
+    from tui.look.snapshot import Snapshot
 
 _SPARK: Final = 16  # cells
+_GRAPH: Final = 28  # cells: a minute
+
+
+class Histories(NamedTuple):
+    """What part of its time a GPU computed, and of its memory was in use: percent, oldest first."""
+
+    busy: Sequence[int | None] = ()
+    filled: Sequence[int | None] = ()
 
 
 class Columns(NamedTuple):
@@ -42,6 +52,7 @@ class Columns(NamedTuple):
     slowed: int
     memory: int
     bar: int
+    filled: int
     name: int
     links: int
     tag: int
@@ -50,12 +61,16 @@ class Columns(NamedTuple):
 def device_rows(
     snapshot: Snapshot, width: int, room: int, selected: int | None = None
 ) -> tuple[Row, ...]:
-    """One line per GPU (or one for the machine), and one per rank.
+    """One line per GPU (or one for the machine), and what its ranks and processes do.
+
+    Where the lines of the GPUs do not fit, two of them share a line. Below them stand the
+    processes, or on a narrow screen each rank under its GPU, if all of them fit; else only the
+    ranks that are late.
 
     Args:
         snapshot: What to show.
         width: Cells of a line.
-        room: Lines that can be seen; ranks stand under their GPU when all of them fit.
+        room: Lines that can be seen.
         selected: The job that is looked at; its memory is told from that of the others.
     """
     seats = [Seat(view, rank) for view in snapshot.jobs for rank in view.ranks]
@@ -63,29 +78,63 @@ def device_rows(
         memory = snapshot.host.memory_total if snapshot.host else None
         rows = [_host_row(snapshot.host, width)] if snapshot.host else []
         return (*rows, *(cpu_rank_row(seat, memory, snapshot.t, width) for seat in seats))
-    by_gpu = {
-        gpu.uuid: [s for s in seats if s.rank.device_uuid == gpu.uuid] for gpu in snapshot.gpus
-    }
+    by_gpu = seats_by_gpu(snapshot)
     homeless = [s for s in seats if s.rank.device_uuid not in by_gpu]
-    together = len(snapshot.gpus) + len(seats) <= room
-    shape = columns(width, named=len({gpu.name for gpu in snapshot.gpus}) > 1)
     active = [view for view in snapshot.jobs if view.job.state.active]
-    gpu_rows, rank_rows, mixed = [], [], []
+    rest = [gpu_rank_row(seat, snapshot.t, width, indent=False) for seat in homeless]
+    late = [seat for seat in seats if heartbeat(seat.rank, snapshot.t).role == "bad"]
+    if is_paired(snapshot, width, room):
+        return (*pair_rows(snapshot, by_gpu, active, width), *rest)
+    processes = process_rows(snapshot, by_gpu, width)
+    tabled = width >= TABLE_FROM and len(snapshot.gpus) + len(processes) + len(rest) <= room
+    together = not tabled and len(snapshot.gpus) + len(seats) <= room
+    shape = columns(width, named=len({gpu.name for gpu in snapshot.gpus}) > 1)
+    gpu_rows, mixed = [], []
     for gpu in snapshot.gpus:
         here = by_gpu[gpu.uuid]
-        mine = [gpu_rank_row(seat, snapshot.t, width, indent=together) for seat in here]
         hint = hint_of(gpu, shape)
         tag = tag_of(gpu, here, active, shape.tag - 1 - len(hint))
         split = split_of(gpu, here, selected, tag.role == "accent")
-        row = gpu_row(gpu, hint, tag, split, snapshot.busy.get(gpu.uuid, ()), shape)
+        row = gpu_row(gpu, hint, tag, split, history_of(snapshot, gpu), shape)
         gpu_rows.append(row)
-        rank_rows += mine
-        mixed += [row, *mine]
-    rest = [gpu_rank_row(seat, snapshot.t, width, indent=False) for seat in homeless]
+        mixed += [row, *(gpu_rank_row(seat, snapshot.t, width, indent=True) for seat in here)]
     if together:
         return (*mixed, *rest)
-    # Where not all can be seen, those that do not keep up come first.
-    return (*gpu_rows, *sorted(rank_rows + rest, key=lambda row: row[-2].role != "bad"))
+    if tabled:
+        return (*gpu_rows, *processes, *rest)
+    known = [seat for seat in late if seat not in homeless]
+    return (*gpu_rows, *(gpu_rank_row(s, snapshot.t, width, indent=False) for s in known), *rest)
+
+
+def device_head(snapshot: Snapshot, width: int, room: int) -> Row | None:
+    """The headings of the columns; None where there are no GPUs, or no line for it."""
+    if not snapshot.gpus or room < 2:
+        return None
+    if is_paired(snapshot, width, room - 1):
+        return pair_head(width)
+    if len(snapshot.gpus) >= room:
+        return None
+    return gpu_head(columns(width, named=len({gpu.name for gpu in snapshot.gpus}) > 1))
+
+
+def is_paired(snapshot: Snapshot, width: int, room: int) -> bool:
+    """Whether two GPUs share a line."""
+    return len(snapshot.gpus) > room and width >= PAIRS_FROM
+
+
+def seats_by_gpu(snapshot: Snapshot) -> dict[str, list[Seat]]:
+    """Our ranks on each GPU, by its UUID."""
+    found: dict[str, list[Seat]] = {gpu.uuid: [] for gpu in snapshot.gpus}
+    for view in snapshot.jobs:
+        for rank in view.ranks:
+            if rank.device_uuid in found:
+                found[rank.device_uuid].append(Seat(view, rank))
+    return found
+
+
+def history_of(snapshot: Snapshot, gpu: Gpu) -> Histories:
+    """How busy and how full a GPU was lately, in percent."""
+    return Histories(snapshot.busy.get(gpu.uuid, ()), snapshot.filled.get(gpu.uuid, ()))
 
 
 def devices_title(snapshot: Snapshot) -> str:
@@ -106,50 +155,60 @@ def devices_title(snapshot: Snapshot) -> str:
     return " · ".join(parts)
 
 
-def columns(width: int, *, named: bool = False) -> Columns:
+def columns(width: int, *, named: bool = False, graphs: bool = True) -> Columns:
     """Fit the columns; memory, and who is there, are never left out.
 
     Args:
         width: Cells of a line.
         named: Whether each line has its GPU's name, since they are not all the same.
+        graphs: Whether what was lately has columns, where there is room.
     """
-    wide = width >= 110
+    wide, long = width >= 110, width >= 170 and graphs
     shape = Columns(
-        spark=_SPARK + 1 if width >= 96 else 0,
+        spark=(_GRAPH if long else _SPARK) + 1 if width >= 96 and graphs else 0,
         power=9 if wide else 5,
         clock=9 if width >= 140 else 0,
         slowed=13 if wide else 0,
         memory=16 if width >= 90 else 12,
         bar=0,
+        filled=_GRAPH + 1 if long else 0,
         name=0,
-        links=14 if width >= 170 else 0,
+        links=14 if width >= 190 else 0,
         tag=30 if width >= 76 else 20,
     )
     spare = width - 15 - sum(shape)  # index, percent, degrees and gaps
     name = (24 if width >= 150 else 12) if named and spare >= 22 else 0
-    length = min(40, max(0, spare - name))
+    length = min(24 if long else 40, max(0, spare - name))
     return shape._replace(bar=length, name=name, tag=shape.tag + spare - name - length)
 
 
-def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView], room: int = 40) -> Span:
-    """Who sits on a GPU, in `room` cells; a name is cut before a rank."""
-    if seats:
-        fixed = sum(len(f"#{s.view.job.id}  r{s.rank.rank} ") for s in seats) - 1
-        each = max(1, (room - fixed) // len(seats))
-        words = (f"#{s.view.job.id} {cut(s.view.job.name, each)} r{s.rank.rank}" for s in seats)
-        return Span(" ".join(words), "accent")
-    for view in jobs:
-        if view.job.state.active and gpu.uuid in view.job.gpus:
-            return Span(f"#{view.job.id} {view.job.name} …", "accent")
-    if gpu.unusable:
-        return Span(gpu.unusable, "bad")
-    if stranger := foreign_users([gpu], ()).get(gpu.uuid):
-        return Span(stranger, "warn")
-    return Span("free", "dim")
+def gpu_head(shape: Columns) -> Row:
+    """The headings of `gpu_row`."""
+    cells = [
+        " # " + right("use", 4),
+        " " + right("temp", 4),
+        " " + right("power", shape.power),
+    ]
+    if shape.spark:
+        cells.append(" " + left("recent use", shape.spark - 1))
+    if shape.clock:
+        cells.append(right("clock", shape.clock))
+    if shape.slowed:
+        cells.append(" " + left("slowed by", shape.slowed - 1))
+    cells.append(" " + right("memory", shape.memory) + " ")
+    cells.append(" " * shape.bar)
+    if shape.filled:
+        cells.append(" " + left("recent memory", shape.filled - 1))
+    if shape.links:
+        cells.append(" " + left("links", shape.links - 1))
+    if shape.name:
+        cells.append(" " + left("model", shape.name - 1))
+    cells.append(" used by")
+    return (Span("".join(cells), "title"),)
 
 
 def gpu_row(
-    gpu: Gpu, hint: str, tag: Span, split: Split, history: Sequence[int | None], shape: Columns
+    gpu: Gpu, hint: str, tag: Span, split: Split, history: Histories, shape: Columns
 ) -> Row:
     """`0  98%  64° 612/700W ▁▃▇█ power limit 41.2/139.8 GiB ━━━━┄┄┄┄ H200 #12 demo r0`."""
     heat = MISSING if gpu.temperature is None else f"{gpu.temperature}°"
@@ -165,7 +224,7 @@ def gpu_row(
         Span(f" {right(power, shape.power)}", calm),
     ]
     if shape.spark:
-        spans.append(Span(f" {sparkline(history, shape.spark - 1)}", "raw"))
+        spans.append(Span(f" {sparkline(history.busy, shape.spark - 1)}", "raw"))
     if shape.clock:
         spans.append(Span(right(f"{gpu.clock or MISSING} MHz", shape.clock), "dim"))
     if shape.slowed:
@@ -174,6 +233,8 @@ def gpu_row(
         Span(f" {right(f'{gib(gpu.memory_used)}/{gib(gpu.memory_total)}{unit}', shape.memory)} ")
     )
     spans += split_bar(gpu, split, shape.bar)
+    if shape.filled:
+        spans.append(Span(f" {sparkline(history.filled, shape.filled - 1)}", "raw"))
     if shape.links:
         spans.append(Span(f" {left(links(gpu), shape.links - 1)}", "dim"))
     if shape.name:
@@ -216,13 +277,6 @@ def _host_row(host: Host, width: int) -> Row:
         *bar(share, bars - bars // 2, load_role(share)),
         Span(memory),
     )
-
-
-def heat_role(celsius: int | None) -> str:
-    """Return the color role of a temperature; "" if it is normal."""
-    if celsius is None or celsius < 80:
-        return ""
-    return "warn" if celsius < 88 else "bad"
 
 
 def short_name(name: str) -> str:

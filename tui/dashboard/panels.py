@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -9,7 +10,7 @@ from textual.binding import Binding
 from textual.markup import escape
 
 from tui.dashboard.activity_rows import activity_rows
-from tui.dashboard.device_rows import device_rows, devices_title
+from tui.dashboard.device_rows import device_head, device_rows, devices_title
 from tui.dashboard.memory_split import LEGEND, OTHERS, OURS
 from tui.dashboard.rank_lines import rank_table, rank_title
 from tui.look.snapshot import Curve
@@ -18,9 +19,12 @@ from tui.text.format import Span, number
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from textual.events import Resize
     from textual.timer import Timer
 
+    from jobs.run.eventlog import StepRecord
     from tui.look.snapshot import JobView, Snapshot
 
 # A curve is the most expensive thing on the screen: seven bytes a cell, and all of it moves.
@@ -52,7 +56,9 @@ class DevicesPanel(Lines, can_focus=True):
             return
         view = snapshot.find(selected)
         of_ranks = self.of_ranks and view is not None
-        if (fixed := int(of_ranks)) != self.fixed:
+        room = self._room()
+        head = device_head(snapshot, width, room)
+        if (fixed := int(of_ranks or head is not None)) != self.fixed:
             self.fixed = fixed
             self.scroll_to(y=0, animate=False, force=True)
             self.refresh()
@@ -60,11 +66,17 @@ class DevicesPanel(Lines, can_focus=True):
             self._caption(rank_title(view, snapshot.t), "GiB · R: devices")
             self.show(rank_table(view, snapshot.gpus, snapshot.t, width))
             return
-        room = max(3, int(self.screen.size.height * 0.3) - 2)
-        rows = device_rows(snapshot, width, room, selected)
+        rows = device_rows(snapshot, width, room - (head is not None), selected)
         mixed = any(span.text[:1] in (OURS, OTHERS) for row in rows for span in row)
         self._caption(devices_title(snapshot), LEGEND if mixed and width >= 96 else "")
-        self.show(rows)
+        self.show(rows if head is None else (head, *rows))
+
+    def _room(self) -> int:
+        """Lines that it may take, as `dashboard.tcss` has it."""
+        height = self.screen.size.height
+        if self.screen.has_class("-wide") and not self.screen.has_class("-short"):
+            return max(3, height // 2 - 2)
+        return max(3, int(height * 0.3) - 2)
 
     def on_resize(self, event: Resize) -> None:
         if self._snapshot is not None:
@@ -92,13 +104,15 @@ class ActivityPanel(Lines):
     def __init__(self) -> None:
         super().__init__(id="activity")
         self._view: JobView | None = None
+        self._now: float | None = None
 
-    def update_from(self, view: JobView | None) -> None:
-        self._view = view
-        self.show(activity_rows(view, self.size.width))
+    def update_from(self, view: JobView | None, now: float | None = None) -> None:
+        """Show a job; `now` in Unix seconds tells for how long a phase goes on."""
+        self._view, self._now = view, now
+        self.show(activity_rows(view, self.size.width, now))
 
     def on_resize(self, event: Resize) -> None:
-        self.update_from(self._view)
+        self.update_from(self._view, self._now)
 
 
 class CurvePanel(Lines):
@@ -106,8 +120,14 @@ class CurvePanel(Lines):
 
     BORDER_TITLE = "loss"
 
-    def __init__(self) -> None:
-        super().__init__(id="curve")
+    def __init__(self, *, id: str = "curve", numbers: bool = True) -> None:  # noqa: A002
+        """
+        Args:
+            id: Of the widget.
+            numbers: Whether its border tells the newest values.
+        """
+        super().__init__(id=id)
+        self._numbers = numbers
         self._curve = Curve(-1)
         self._drawn: Curve | None = None
         self._drawn_at = 0.0
@@ -119,6 +139,7 @@ class CurvePanel(Lines):
         self._curve = curve or Curve(-1)
         if self._curve is self._drawn:
             return
+        self._caption()  # at once: the same values stand in the table of jobs
         other_job = self._drawn is None or self._drawn.job != self._curve.job
         if other_job or not self._drawn or not self._drawn.steps:
             self._draw()
@@ -142,21 +163,21 @@ class CurvePanel(Lines):
 
     def _draw(self) -> None:
         self._put_off()
+        if not self.size:  # not laid out yet: what is drawn then would stay
+            return
         self._drawn, self._drawn_at = self._curve, time.monotonic()
         steps = self._curve.steps
         losses = [step.loss for step in steps]
         width, height = self.size
         rows = chart([step.step for step in steps], losses, width, height)
         self.show(rows or ((Span("no steps yet" if self._curve.job >= 0 else "", "dim"),),))
-        self._caption(losses)
+        self._caption()
 
-    def _caption(self, losses: list[float]) -> None:
+    def _caption(self) -> None:
         title, subtitle = "loss", ""
-        if losses:
-            finite = [loss for loss in losses if loss == loss and abs(loss) != float("inf")]
-            average = ema(finite, smoothing_span(len(finite)))[-1] if finite else None
+        if self._curve.steps and self._numbers:
             last = self._curve.steps[-1]
-            title = self._title(losses[-1], average)
+            title = self._title(last.loss, newest_average(self._curve.steps))
             extra = [
                 f"lr {number(last.lr)}" if last.lr is not None else "",
                 f"grad {number(last.grad_norm, 3)}" if last.grad_norm is not None else "",
@@ -177,6 +198,14 @@ class CurvePanel(Lines):
         if len(longest) - len("[b][/b]") <= self.size.width - 2:
             return longest
         return f"[b]avg {number(average, 3)}[/b] · val {held_out}"  # the loss is in the table
+
+
+def newest_average(steps: Sequence[StepRecord]) -> float | None:
+    """The smoothed loss at the newest step, of those that still count for it."""
+    span = smoothing_span(len(steps))
+    losses = [step.loss for step in steps[-10 * span :]]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return ema(finite, span)[-1] if finite else None
 
 
 def redraw_after(drawn: int, steps: int, width: int, height: int) -> float:

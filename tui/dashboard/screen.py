@@ -56,14 +56,15 @@ class DashboardScreen(JobActions):
     def compose(self) -> ComposeResult:
         set_size_classes(self)
         yield self.title_bar
-        with Container(id="body"):
-            with Vertical(id="overview"):
-                yield self.devices
-                yield self.jobs
-                yield self.activity
-            with Container(id="details"):
-                yield self.log_view
-                yield self.curve
+        with Vertical(id="body"):
+            yield self.devices
+            with Container(id="main"):
+                with Vertical(id="overview"):
+                    yield self.jobs
+                    yield self.activity
+                with Container(id="details"):
+                    yield self.log_view
+                    yield self.curve
         yield self.problem
         yield self.key_bar
 
@@ -114,15 +115,23 @@ class DashboardScreen(JobActions):
     def _show_selected(self) -> None:
         view = self.selected
         self.devices.update_from(self.snapshot, self.jobs.selected)
-        self.activity.update_from(view)
+        self.activity.update_from(view, self.snapshot.t)
         self.key_bar.update_from(view.job if view else None)
         curve = self.snapshot.curve
         if view is None or (curve is not None and curve.job == view.job.id):
             self.curve.update_from(curve if view else None)
+        self._fold(view)
         job_id = view.job.id if view else None
         if job_id != self._log_job:
             self._log_job, self._log_index = job_id, 0
         self._show_log()
+
+    def _fold(self, view: JobView | None) -> None:
+        """Give the lines of what is empty to the list: no log before a start, no loss yet."""
+        begun = view is not None and view.job.started is not None
+        trained = view is not None and bool(view.progress.step)
+        self.set_class(not begun, "-no-log")
+        self.set_class(not trained, "-no-curve")
 
     def _show_log(self) -> None:
         view = self.selected
@@ -263,6 +272,11 @@ class DashboardScreen(JobActions):
 
     def action_show_help(self) -> None:
         self.app.action_show_help()
+
+    def action_gpus(self) -> None:
+        from tui.dashboard.gpus.screen import GpusScreen
+
+        self.app.push_screen(GpusScreen(self.snapshot, self.jobs.selected))
 
     def action_caches(self) -> None:
         from tui.dashboard.caches.screen import CachesScreen

@@ -12,6 +12,7 @@ from textual.message import Message
 from textual.widgets import Static
 from textual.worker import get_current_worker
 
+from jobs.queue.states import State
 from tui.job.panes.build import build_pane
 from tui.job.panes.logs import LogsPane
 from tui.job.panes.ranks import RanksPane
@@ -154,7 +155,7 @@ class JobScreen(JobActions):
             id=str(job.id),
             name=job.name,
             state=f"{glyph} {job.state}",
-            reason=" ".join(job.reason.split()),
+            reason="" if job.state is State.RUNNING else " ".join(job.reason.split()),
         )
         self._put("job-title", title.truncate(max(20, self.size.width - 2), ellipsis=True))
 

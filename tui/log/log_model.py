@@ -33,6 +33,8 @@ _ESCAPE: Final = re.compile(
     r"|[\]PX^_].*?(?:\x07|\x1b\\|$)"  # OSC, DCS, SOS, PM, APC with their text
     r"|[ -/]*[0-~]?)"  # the short ones, or a lone escape at the end
 )
+# A bar of tqdm with other text right behind it.
+_BAR: Final = re.compile(r"[^|]{0,200}?\d{1,3}%\|[^|]*\|[^\[]{0,40}\[[^\]]*\] *(?=\S)")
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f\x80-\x9f]")
 
 
@@ -262,12 +264,17 @@ class _Blocks:
 
 
 def clean(raw: bytes) -> str:
-    """One line's bytes as printable text with SGR codes only; a progress bar's last state."""
+    """One line's bytes as printable text with SGR codes only; a progress bar's last state.
+
+    What was printed behind an unfinished bar stands alone: the bar is drawn again below.
+    """
     text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
     if "\r" in text:
         text = text[text.rindex("\r") + 1 :]
     if "\x1b" in text:
         text = _ESCAPE.sub(lambda found: found[0] if _SGR.fullmatch(found[0]) else "", text)
+    if "%|" in text and (bar := _BAR.match(text)) is not None:
+        text = text[bar.end() :]
     return _CONTROL.sub("", text).expandtabs(8)
 
 

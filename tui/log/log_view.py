@@ -242,7 +242,7 @@ class LogView(ScrollView, can_focus=True):
     def _say_where(self) -> None:
         count = self.virtual_size.height
         if self.model is None or not count:
-            text = "" if self.model is None else "nothing yet"
+            text = "" if self.model is None else "no output yet"
         elif self.following:
             text = "following"
         else:

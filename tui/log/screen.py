@@ -368,7 +368,7 @@ class LogScreen(Screen[int]):
         reader, model = self.reader, self.reader.model
         count = len(model) if model is not None else 0
         if model is None or not count:
-            return "nothing yet"
+            return "no output yet"
         if not reader.count:
             return f"none of {count:,} lines" if self.finding.is_looking is None else ""
         of = f"{reader.count:,} of {count:,} lines" if reader.only is not None else f"{count:,}"

@@ -18,7 +18,7 @@ from jobs.queue.tables import trouble
 from jobs.run.eventlog import EventLog
 from jobs.run.run_report import RunReport
 from tui.look.gpu_history import History
-from tui.look.snapshot import Curve, JobView, Snapshot, in_order
+from tui.look.snapshot import Curve, JobView, Snapshot, in_order, in_step
 from tui.text.format import ranges
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Collector:
         self._list = JobList(store)
         self._listed: list[Job] | None = None  # as it was listed, and in the order of the screen
         self._jobs: list[Job] = []
+        self._ids: set[int] = set()
         self._moving: dict[int, int] | None = None  # places of views that change; None: any may
         self._shown: int | None = None  # the job that was looked at closely
         self._views: tuple[JobView, ...] = ()  # what was read last stays when reading fails
@@ -118,6 +119,7 @@ class Collector:
             listed = self._list.look()
             if listed is not self._listed:
                 self._listed, self._jobs = listed, in_order(listed)
+                self._ids = {job.id for job in listed}
                 self._moving = None
             jobs = self._jobs
             chosen = self._chosen(jobs)
@@ -137,13 +139,14 @@ class Collector:
             curve=self._curve,
             problem="; ".join(problems),
             busy=self._history.shown,
+            filled=self._history.filled,
         )
 
     # -- inside ----------------------------------------------------------------------------
 
     def _chosen(self, jobs: Sequence[Job]) -> int | None:
         """The selected job; the first one while nothing is selected."""
-        if any(job.id == self.selected for job in jobs):
+        if self.selected in self._ids:
             return self.selected
         return jobs[0].id if jobs else None
 
@@ -195,11 +198,12 @@ class Collector:
         where = where_of(job, gpus)
         if job.state.active:
             log = self._follow(job)
-            ranks = tuple(job.run_dir.rank_statuses())
+            progress = self._progress(job, log)
+            ranks = in_step(job.run_dir.rank_statuses(), progress, time.time())
             report = RunReport.of(log)
             strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
             phase = None if log.behind else log.phase
-            return JobView(job, self._progress(job, log), where, phase, ranks, strategy)
+            return JobView(job, progress, where, phase, ranks, strategy)
         if chosen:
             return JobView(job, self._progress(job, self._follow(job)), where)
         view = JobView(job, self._ended_progress(job), where)

@@ -1,4 +1,4 @@
-"""How busy each GPU was in the last minutes, for its sparkline. Knows no clock."""
+"""How busy and how full each GPU was in the last minutes, for graphs. Knows no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jobs.machine.devices import Gpu
 
 EVERY: Final = 2.0  # seconds of a column; a line is sent again whenever a column is added
-_COLUMNS: Final = 60
+_COLUMNS: Final = 240  # eight minutes
 
 
 class History:
@@ -19,7 +19,9 @@ class History:
 
     def __init__(self) -> None:
         self.shown: dict[str, tuple[int | None, ...]] = {}
+        self.filled: dict[str, tuple[int | None, ...]] = {}  # percent of the memory in use
         self._columns: dict[str, deque[int | None]] = {}
+        self._memory: dict[str, deque[int | None]] = {}
         self._seen: dict[str, list[int]] = {}  # of the column that is being filled
         self._until = 0.0
 
@@ -36,4 +38,9 @@ class History:
             columns = self._columns.setdefault(uuid, deque(maxlen=_COLUMNS))
             columns.append(round(sum(seen) / len(seen)) if seen else None)
             seen.clear()
+        for gpu in gpus:
+            full = self._memory.setdefault(gpu.uuid, deque(maxlen=_COLUMNS))
+            known = gpu.memory_used is not None and gpu.memory_total
+            full.append(round(100 * (gpu.memory_used or 0) / gpu.memory_total) if known else None)
         self.shown = {gpu.uuid: tuple(self._columns[gpu.uuid]) for gpu in gpus}
+        self.filled = {gpu.uuid: tuple(self._memory[gpu.uuid]) for gpu in gpus}

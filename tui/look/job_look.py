@@ -16,7 +16,7 @@ from jobs.run.failure import read_failure
 from jobs.run.run_report import RunReport
 from jobs.run.samples import Samples
 from jobs.run.timeline import Timeline
-from tui.look.snapshot import Curve, JobView
+from tui.look.snapshot import Curve, JobView, in_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Change, Job, Store
     from jobs.run.failure import Failure
     from jobs.run.samples import Sample
-    from jobs.run.timeline import Moment
+    from jobs.run.timeline import Moment, Stage
 
 PERIOD: Final = 1.0  # seconds
 _POLL_BYTES: Final = 1 << 20  # of events at a time, so that the screen's thread gets a turn
@@ -48,6 +48,7 @@ class Look:
         samples: What it made of its prompts; the same tuple while nothing has changed.
         predicted: The memory that was predicted of a rank, if it was.
         failure: Why it failed, if it did.
+        stages: The phases before its first step.
         problem: What could not be read, in one line.
     """
 
@@ -63,6 +64,7 @@ class Look:
     exported: bool = False
     predicted: Predicted | None = None
     failure: Failure | None = None
+    stages: tuple[Stage, ...] = ()
     problem: str = ""
 
     @property
@@ -128,11 +130,12 @@ class Looker:
             self._curve = Curve(job.id, tuple(log.steps), newest)
         report = RunReport.of(log)
         strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
+        progress = service.progress(job, log)
         view = JobView(
             job,
-            service.progress(job, log),
+            progress,
             phase=log.phase if job.state.active else None,
-            ranks=tuple(job.run_dir.rank_statuses()),
+            ranks=in_step(job.run_dir.rank_statuses(), progress, time.time()),
             strategy=strategy,
         )
         saved = job.run_dir.latest_checkpoint()
@@ -150,6 +153,7 @@ class Looker:
             job.run_dir.export.is_dir(),
             self._prediction(),
             self._failure(),
+            tuple(log.stages),
         )
 
     def _failure(self) -> Failure | None:

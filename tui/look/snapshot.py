@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jobs.run.eventlog import Phase, StepRecord
     from jobs.run.rundir import RankStatus
 
+_SAID_EVERY = 1.0  # seconds between two words of a rank
+FIRST_STEP = "computing the first step"
 LATE_AFTER = 10.0  # seconds without a heartbeat after which a rank is called late
 
 
@@ -39,13 +41,24 @@ class JobView:
     @property
     def doing(self) -> str | None:
         """What rank 0 is doing other than steps, for people; None while it trains."""
-        if self.phase is not None and not self.phase.finished and self.phase.name != "train":
-            return PHASES.get(self.phase.name, self.phase.name)
+        if self.phase is not None and not self.phase.finished:
+            if self.phase.name != "train":
+                return PHASES.get(self.phase.name, self.phase.name)
+            return FIRST_STEP  # an event of a step would have taken the phase's place
         if self.job.state is State.STARTING and not self.ranks:
             return "starting the ranks"
         if self.job.state.active and self.ranks:
             name = self.ranks[0].phase
             return None if name == "train" else PHASES.get(name, name)
+        return None
+
+    @property
+    def doing_since(self) -> float | None:
+        """When it began that, in Unix seconds; None where that is not known."""
+        if self.phase is not None:
+            return (self.phase.t if self.phase.finished else self.phase.since) or None
+        if self.job.state is State.STARTING and not self.ranks:
+            return self.job.started
         return None
 
 
@@ -65,7 +78,8 @@ class Curve:
 class Snapshot:
     """One look at everything. `problem` says what could not be read, in one line.
 
-    `busy` has what part of its time each GPU (by UUID) computed lately, in percent, oldest first.
+    `busy` has what part of its time each GPU (by UUID) computed lately, in percent, oldest first;
+    `filled` what part of its memory was in use.
     """
 
     t: float
@@ -75,6 +89,7 @@ class Snapshot:
     curve: Curve | None = None
     problem: str = ""
     busy: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    filled: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
 
     def find(self, job_id: int | None) -> JobView | None:
         return next((view for view in self.jobs if view.job.id == job_id), None)
@@ -85,6 +100,25 @@ class Snapshot:
 
     def count(self, *states: State) -> int:
         return sum(self._in_state[state] for state in states)
+
+
+def in_step(ranks: Sequence[RankStatus], progress: Progress, now: float) -> tuple[RankStatus, ...]:
+    """Ranks at the step that the events tell, so that one step is named everywhere.
+
+    A rank says its own about once a second, the events after each step. Where what it said then
+    can be that step by now, it is; a rank that does not keep up stays where it was.
+    """
+    pace = progress.seconds_per_step
+    if not progress.step or not pace:
+        return tuple(ranks)
+    shown = []
+    for rank in ranks:
+        since = max(0.0, now - rank.heartbeat) + _SAID_EVERY
+        apart = abs(progress.step - rank.step)
+        if rank.step and 0 < apart <= since / pace + 1 and since < LATE_AFTER:
+            rank = replace(rank, step=progress.step)
+        shown.append(rank)
+    return tuple(shown)
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from tui.plots.line_chart import Curve, View, ema, figure, smoothing_span
+from tui.plots.line_chart import Curve, View, ema, figure, gutter_of, smoothing_span
 from tui.plots.measures import LOSS, MEASURES, VALIDATION, place, series_of
 from tui.text.format import Row, Span, cut, left, plain
 
@@ -274,11 +274,13 @@ def _charts(values: Values, choices: Choices, view: View, width: int, height: in
     bands = -(-len(some) // beside)
     each, wide = max(4, height // max(1, bands)), width // beside
     rows: list[Row] = []
+    curves = {measure: curves_of(values, choices, measure) for measure in some}
+    gutter = max((gutter_of(curves[measure], view, each - 1) for measure in some), default=0)
     for start in range(0, len(some), beside):
         parts = []
         for measure in some[start : start + beside]:
             title: Row = (Span(f" {measure.title}", "title"),)
-            drawn = figure(curves_of(values, choices, measure), view, wide - 1, each - 1)
+            drawn = figure(curves[measure], view, wide - 1, each - 1, gutter=gutter)
             parts.append([title, *(drawn or [(Span(" no data in this range", "dim"),)])])
         for line in range(each):
             row: list[Span] = []

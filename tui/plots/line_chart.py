@@ -106,7 +106,15 @@ def chart(
     return figure(curves, View(xs[0], max(xs[-1], xs[0] + 1)), width, height)
 
 
-def figure(curves: Sequence[Curve], view: View, width: int, height: int) -> tuple[Row, ...]:
+def gutter_of(curves: Sequence[Curve], view: View, height: int) -> int:
+    """Columns that a figure of this height needs for the labels of its values."""
+    scale = _scale(curves, view, height - 1)
+    return max(map(len, scale.labels), default=0) + 1 if scale is not None else 0
+
+
+def figure(
+    curves: Sequence[Curve], view: View, width: int, height: int, *, gutter: int = 0
+) -> tuple[Row, ...]:
     """Draw curves over each other, the last on top, with axes.
 
     Args:
@@ -114,6 +122,8 @@ def figure(curves: Sequence[Curve], view: View, width: int, height: int) -> tupl
         view: The part to draw.
         width: Cells to fill.
         height: Lines to fill, the one with the axis' labels included.
+        gutter: Columns for the labels of the values at least, so that axes of several figures
+            stand under each other.
 
     Returns:
         `height` rows of at most `width` cells, or none when there is nothing to draw, or no room.
@@ -121,12 +131,10 @@ def figure(curves: Sequence[Curve], view: View, width: int, height: int) -> tupl
     if width < _LEAST_WIDTH or height < _LEAST_HEIGHT:
         return ()
     lines = height - 1
-    held = [y for curve in curves if curve.fits for y in _within(curve, view)]
-    held = held or [y for curve in curves for y in _within(curve, view)]
-    scale = scale_of(held, lines, log=view.log, whole=view.whole)
+    scale = _scale(curves, view, lines)
     if scale is None:
         return ()
-    gutter = max(map(len, scale.labels), default=0) + 1
+    gutter = max(gutter, max(map(len, scale.labels), default=0) + 1)
     canvas = Canvas(width - gutter - 1, lines)
     for number, curve in enumerate(curves):
         _draw(canvas, curve, view, scale, stagger=number * _MARK_EVERY // 3)
@@ -154,6 +162,13 @@ def dot_of(x: float, view: View, columns: int) -> int:
 
 
 # -- inside ------------------------------------------------------------------------------------
+
+
+def _scale(curves: Sequence[Curve], view: View, lines: int) -> Scale | None:
+    """The value axis of these curves; None when there is nothing on it."""
+    held = [y for curve in curves if curve.fits for y in _within(curve, view)]
+    held = held or [y for curve in curves for y in _within(curve, view)]
+    return scale_of(held, lines, log=view.log, whole=view.whole)
 
 
 def _within(curve: Curve, view: View) -> Sequence[float]:

@@ -55,6 +55,11 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def spent(seconds: float) -> str:
+    """How long something has gone on: `12 s`, `1:05`."""
+    return f"{max(0.0, seconds):.0f} s" if seconds < 60 else duration(seconds)
+
+
 def number(value: float | None, digits: int = 4) -> str:
     """A loss or a rate in about `digits` significant digits, never longer than eight characters."""
     if value is None:

@@ -19,7 +19,7 @@ from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import run_job
 from engine.train import training_loop
-from engine.train.optimizer_step import Stepper
+from engine.train.optimizer_step import Stepper, StepResult
 from jobs.errors import UserError
 from jobs.run.rundir import RunDir
 from tests.support.engine.toy_jobs import toy_spec
@@ -165,3 +165,15 @@ def test_requests_are_shared_a_step_late_and_granted_once(
     ranks[0].ask()
     assert ranks[0].agree().stop
     assert not ranks[0].agree(now=True).save_now
+
+
+def test_the_columns_of_steps_in_a_log_do_not_shift() -> None:
+    few = (9, 0.41234, 0.5, 3e-4, 0.37)
+    many = (1200, 12.5, 1234.5678, 2.85e-5, 12.5)
+    lines = [
+        training_loop.step_line(StepResult(step, loss, norm, False, None, rate, seconds, 0.0), 1200)
+        for step, loss, norm, rate, seconds in (few, many)
+    ]
+    assert lines[0].startswith("step    9/1200  loss  0.41234  lr 3.00e-04  grad norm    0.5000")
+    for word in ("loss", "lr", "grad norm", " s"):
+        assert lines[0].rindex(word) == lines[1].rindex(word)

@@ -249,6 +249,15 @@ def test_any_gpus_means_the_roomiest_and_chosen_ones_mean_all_of_them() -> None:
     assert place_of(spec, []).rooms == (CARDS[80],)
 
 
+def test_any_gpu_means_one_that_is_free_before_one_that_others_use() -> None:
+    # The first one is in use by processes that nobody can see.
+    gpus = [Gpu(n, f"GPU-{n}", "x", 80 * GIB, used) for n, used in enumerate((60 * GIB, 0, 0))]
+    spec = job(num_processes=2, strategy="fsdp2", resolution=512)
+    assert place_of(spec, gpus).fit(fake(spec)).room.passing == 0
+    waits = place_of(spec, gpus[:2]).fit(fake(spec)).room
+    assert (waits.name, waits.passing) == ("GPU 0", 60 * GIB)
+
+
 # -- strategies ----------------------------------------------------------------------------
 
 

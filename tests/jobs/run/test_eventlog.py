@@ -228,11 +228,12 @@ def test_the_phase_is_what_goes_on_outside_of_steps(path: Path) -> None:
     log = EventLog(path)
     append(path, '{"t": 5, "kind": "phase", "name": "load", "state": "begin", "total": 10}\n')
     log.read_all()
-    assert log.phase == Phase("load", done=0, total=10, finished=False, t=5.0)
+    assert log.phase == Phase("load", done=0, total=10, finished=False, t=5.0, since=5.0)
     append(path, event("phase", name="load", state="progress", done=4, total=10))
     log.read_all()
     assert log.phase is not None
     assert (log.phase.done, log.phase.total, log.phase.finished) == (4, 10, False)
+    assert log.phase.since == 5.0
     append(path, event("phase", name="load", state="end", done=10, total=10))
     log.read_all()
     assert log.phase is not None

@@ -190,7 +190,7 @@ def fill(job: Job, spec: JobSpec, uuids: list[str]) -> None:
     write_steps(job, 131, seconds=0.37)
     lines = ["fsdp2: 57 of 57 parameters are DTensors, local size 1/2; 610.2 MiB on each rank\n"]
     lines += [
-        f"step {step}/240  loss {0.38 + 0.5 / (step / 20 + 1):.4f}  lr 1.0e-03  0.37 s/step\n"
+        f"step {step:>3}/240  loss {0.38 + 0.5 / (step / 20 + 1):.4f}  lr 1.0e-03  0.37 s/step\n"
         for step in range(1, 132)
     ]
     lines.insert(60, "WARNING: caption of picture 17 is longer than 77 tokens; its end is cut\n")

@@ -133,6 +133,7 @@ SCENES: Final = (
     ),
     Scene("edit-question", ("e",)),
     Scene("data", ("d",)),
+    Scene("gpus", ("u",)),
     Scene("caches", ("C",)),
     Scene("help", ("question_mark",)),
     Scene("palette", ("ctrl+p", *"check")),

@@ -175,7 +175,7 @@ async def test_late_ranks_gpus_and_memory_are_shown_on_a_gpu_machine(
     write_rank(job, 1, device_uuid=uuids[1], heartbeat=time.time() - 60)
     async with running(store) as (app, _):
         text = shown(app.dashboard.query_one(DevicesPanel))
-        assert "alloc 1.0  reserved 2.0" in text
+        assert "alloc 1.0  peak 2.0 GiB" in text
         assert "! late 1:0" in text
         assert "#1 demo r1" in text
         assert text.count("free") == 2

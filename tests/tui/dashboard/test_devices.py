@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jobs.machine import devices
 from jobs.machine.devices import Gpu, GpuProcess
 from jobs.queue.states import State
+from jobs.service import Progress
 from tests.support.nvml_stub.stub import gpu as played
 from tests.support.tui import driven_app
 from tests.support.tui.driven_app import shown
@@ -27,7 +28,8 @@ from tests.support.tui.made_up_runs import (
 )
 from tests.support.tui.pilot import until
 from tui.dashboard.device_rows import columns as device_columns
-from tui.dashboard.device_rows import device_rows, devices_title, hint_of, links
+from tui.dashboard.device_rows import device_head, device_rows, devices_title, hint_of, links
+from tui.dashboard.gpus.rows import gpus_rows, graph
 from tui.dashboard.job_groups import job_groups, ordinal, queue_places
 from tui.dashboard.memory_split import Split, split_bar, split_of
 from tui.dashboard.panels import DevicesPanel, redraw_after
@@ -35,7 +37,7 @@ from tui.dashboard.rank_lines import Seat, keeping_up, rank_table, rank_title
 from tui.look import collector
 from tui.look.collector import where_of
 from tui.look.gpu_history import EVERY, History
-from tui.look.snapshot import JobView, Snapshot, in_order
+from tui.look.snapshot import JobView, Snapshot, in_order, in_step
 from tui.text.format import plain, sparkline
 from tui.widgets.job_rows import columns, job_row
 
@@ -137,7 +139,7 @@ def test_lines_fit_whatever_there_is_to_say(store: Store, width: int) -> None:
 def test_what_holds_a_gpu_back_is_named_at_every_width(store: Store) -> None:
     hot = replace(CARD, throttle="heat", pcie_lanes=8, pcie_lanes_limit=16)
     for width in (76, 116, 196):
-        (line,) = (plain(row) for row in device_rows(Snapshot(t=0, gpus=(hot,)), width, 9))
+        line = plain(device_rows(Snapshot(t=0, gpus=(hot,)), width, 9)[0])
         assert "heat" in line
         assert "PCIe x8 of x16" in line
     calm = replace(CARD, throttle="", pcie_lanes=16, pcie_lanes_limit=16)
@@ -394,12 +396,12 @@ async def test_the_devices_get_room_on_a_low_screen_while_they_have_the_focus(
 ) -> None:
     async with running(store, monkeypatch, (80, 24)) as (app, pilot):
         panel = app.dashboard.query_one(DevicesPanel)
-        await until(pilot, lambda: panel.outer_size.height == 6)
+        await until(pilot, lambda: panel.outer_size.height == 7)
         panel.focus()
         await until(pilot, lambda: panel.outer_size.height == 8)  # all there is
         assert app.dashboard.log_view.outer_size.height >= 5
         app.dashboard.jobs.focus()
-        await until(pilot, lambda: panel.outer_size.height == 6)
+        await until(pilot, lambda: panel.outer_size.height == 7)
 
 
 def test_a_thousand_ended_jobs_cost_no_new_rows(
@@ -417,3 +419,82 @@ def test_a_thousand_ended_jobs_cost_no_new_rows(
     assert [view.progress.step for view in second.jobs] == [3, 3, 3]
     store.requeue(1, "again")
     assert look.look().find(1) != second.find(1)
+
+
+# -- many GPUs, few lines; few GPUs, many lines ---------------------------------------------------
+
+
+def busy_server(store: Store) -> Snapshot:
+    """Eight GPUs: four of a job, one of another person, one of hidden processes, two free."""
+    cards = [replace(gpu, memory_used=0) for gpu in FakeGpus(8).gpus]
+    view = statuses(
+        store,
+        *({"device_uuid": card.uuid, "pid": 4000 + card.index} for card in cards[:4]),
+    )
+    ours = [
+        replace(card, memory_used=34 * GIB, processes=(GpuProcess(4000 + n, 34 * GIB, user="me"),))
+        for n, card in enumerate(cards[:4])
+    ]
+    cards[:4] = ours
+    cards[4] = replace(cards[4], memory_used=9 * GIB, processes=(process(77, 9),))
+    cards[5] = replace(cards[5], memory_used=106 * GIB)
+    return Snapshot(t=time.time(), jobs=(view,), gpus=tuple(cards))
+
+
+def test_two_gpus_share_a_line_where_lines_are_few(store: Store) -> None:
+    snapshot = busy_server(store)
+    head = device_head(snapshot, 78, 5)
+    assert head is not None
+    lines = [plain(row) for row in device_rows(snapshot, 78, 4)]
+    assert len(lines) == 4
+    assert {len(line) for line in (plain(head), *lines)} <= {77, 78}
+    left, right = lines[0].split("│")
+    assert left.split()[0] == "0"
+    assert "#1 demo r0" in left
+    assert right.split()[0] == "4"
+    assert "anna: python x" in right
+    assert "hidden processes" in lines[1]
+    assert lines[3].rstrip().endswith("free")
+
+
+def test_processes_stand_below_the_gpus_where_lines_are_many(store: Store) -> None:
+    snapshot = busy_server(store)
+    lines = [plain(row) for row in device_rows(snapshot, 196, 28)]
+    assert len(lines) == 8 + 1 + 6
+    assert lines[9].split()[:5] == ["0", "4000", "me", "34.0", "GiB"]
+    assert "#1 demo" in lines[9]
+    assert "python x.py" in lines[13]
+    assert lines[14].split() == ["5", "–", "–", "106", "GiB", "hidden", "processes"]
+    # Fewer lines: GPUs alone, and no half of a table.
+    assert len(device_rows(snapshot, 196, 11)) == 8
+
+
+@pytest.mark.parametrize("size", [(78, 12), (78, 22), (118, 38), (198, 58), (198, 20)])
+def test_the_gpu_screen_fits_its_lines(store: Store, size: tuple[int, int]) -> None:
+    shares = tuple(range(0, 100, 2))
+    snapshot = busy_server(store)
+    uuids = [gpu.uuid for gpu in snapshot.gpus]
+    snapshot = replace(
+        snapshot, busy=dict.fromkeys(uuids, shares), filled=dict.fromkeys(uuids, shares)
+    )
+    rows = [plain(row) for row in gpus_rows(snapshot, *size, 1)]
+    assert max(map(len, rows)) <= size[0]
+    if size[1] >= 38:
+        assert len(rows) <= size[1]
+        assert any("▇" in row for row in rows)
+
+
+def test_a_graph_is_as_high_as_its_shares() -> None:
+    assert graph((0, 50, 100, None), 5, 2) == ["   █ ", "  ██ "]
+    assert graph((1,), 1, 1) == ["▁"]  # a little is not nothing
+
+
+def test_one_step_is_named_everywhere_unless_a_rank_does_not_keep_up(store: Store) -> None:
+    now = time.time()
+    view = statuses(store, {"step": 130}, {"step": 133}, {"step": 90}, {"step": 129})
+    told = in_step(view.ranks, Progress(step=132, seconds_per_step=0.4), now)
+    assert [rank.step for rank in told] == [132, 132, 90, 132]
+    long = statuses(store, {"step": 131, "heartbeat": now - 3600}, {"step": 0})
+    told = in_step(long.ranks, Progress(step=132, seconds_per_step=0.4), now)
+    assert [rank.step for rank in told] == [131, 0]
+    assert in_step(view.ranks, Progress(), now) == view.ranks

@@ -311,6 +311,7 @@ async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
 ) -> None:
     from jobs.machine.gpu import GpuProcess
 
+    four_gpus.gpus[0] = replace(four_gpus.gpus[0], memory_used=0)
     four_gpus.gpus[3] = replace(
         four_gpus.gpus[3], processes=(GpuProcess(812, 1 << 30, user="eve"),)
     )
@@ -320,13 +321,14 @@ async def test_gpus_in_use_say_by_whom_and_keys_choose_all_or_the_free_ones(
         assert isinstance(picker, GpuPicker)
         text = lambda: str(picker.content)  # noqa: E731
         assert "□ 1 job 1" in text()
+        assert "□ 2 hidden 65.0 GiB" in text(), "in use, though no process can be seen"
         assert "□ 3 eve 812" in text()
         picker.focus()
         await pilot.press("f")
-        assert field(app, "gpus").value == [0, 2]
+        assert field(app, "gpus").value == [0]
         await pilot.press("a")
         assert field(app, "gpus").value == [0, 1, 2, 3]
-        assert "waiting for 1, 3" in text()
+        assert "waiting for 1, 2, 3" in text()
         await pilot.press("a")
         assert field(app, "gpus").value is None
         await pilot.press("right", "right", "space", "left", "space")
@@ -547,6 +549,7 @@ async def test_the_form_sees_who_comes_and_goes(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = FakeGpus(2)
+    cards.gpus = [replace(gpu, memory_used=0) for gpu in cards.gpus]
     monkeypatch.setattr("jobs.machine.devices.gpus", cards)
     looked: list[Any] = []
 

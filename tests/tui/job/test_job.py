@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,14 +30,18 @@ from tests.support.tui.made_up_runs import (
 from tests.support.tui.made_up_server import predict
 from tests.support.tui.pilot import settle, until
 from tests.support.waiting import PATIENCE, eventually_shown
+from tui.dashboard.activity_rows import activity_rows
 from tui.job.checkpoints.pane import CheckpointsPane
 from tui.job.panes.config_rows import command_rows
+from tui.job.panes.glance_rows import head_rows, start_rows
+from tui.job.panes.overview import OverviewPane
 from tui.job.panes.pick_job import PickJobScreen
 from tui.job.panes.rank_rows import late_words, rank_rows
 from tui.job.screen import JobScreen
 from tui.job.tabs import NAMES, tab_line
 from tui.keys.key_table import Key, line_of
 from tui.log.screen import LogScreen
+from tui.look.job_look import Looker
 from tui.plots.pick_runs import PickRunsScreen
 from tui.text.format import plain
 
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
     from jobs.run.rundir import RankStatus
     from tui.app.app import FsdpTui
+    from tui.look.job_look import Look
     from tui.widgets.lines import Lines
 
 SIZES = [(80, 24), (120, 40)]
@@ -198,8 +204,10 @@ async def test_nothing_is_painted_while_nothing_changes(store: Store, job: Job) 
             await screen.action_show_tab(name)
             await until(pilot, lambda: screen.panes[screen.tab].region.height)
         await screen.action_show_tab("overview")
-        await until(pilot, lambda: "stopped" in shown(lines_of(screen)))
-        pane = lines_of(screen)
+        overview = screen.panes["overview"]
+        assert isinstance(overview, OverviewPane)
+        await until(pilot, lambda: "stopped" in shown(overview.head))
+        pane = overview.head
         painted: list[int] = []
         pane.repaint = painted.extend  # type: ignore[method-assign]
         assert screen.look is not None
@@ -261,10 +269,16 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
     append_events(job, event("warning", message="fsdp_version: FSDP v1 is deprecated"))
     write_rank(job, 1, step=38, heartbeat=time.time() - 65)
     async with opened(store, (80, 24)) as (_, pilot, screen):
-        await until(pilot, lambda: "step 40 of 200  20%" in shown(lines_of(screen)))
-        text = shown(lines_of(screen))
+        overview = screen.panes["overview"]
+        assert isinstance(overview, OverviewPane)
+        await until(pilot, lambda: "step 40 of 200  20%" in overview.as_text())
+        text = overview.as_text()
         for words in (
-            "● running: all ranks are up",
+            "● running   step 40",
+            "loss 0.",
+            "cpu ",
+            "r1  training",
+            "checkpoint  step-30",
             "0.42 s/step",
             "4.76 images/s",
             "fsdp2: a full copy",
@@ -276,14 +290,15 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
             "checkpoints/step-30",
         ):
             assert words in text, words
-        assert max(map(len, text.splitlines())) <= 80
+        assert [line for line in text.splitlines() if len(line) > 78] == []
         assert str(job.run_dir.root) in text.replace("\n", "").replace(" ", "")
+        assert any("⠁" <= sign <= "⣿" for sign in shown(overview.curve))
         await pilot.press("j", "ctrl+d")
-        assert lines_of(screen).scroll_offset.y == 11
+        assert overview.page.scroll_offset.y == 11
         await pilot.press("G")
-        assert lines_of(screen).scroll_offset.y == lines_of(screen).max_scroll_y > 0
+        assert overview.page.scroll_offset.y == overview.page.max_scroll_y > 0
         await pilot.press("k", "ctrl+u", "g")
-        assert lines_of(screen).scroll_offset.y == 0
+        assert overview.page.scroll_offset.y == 0
         await pilot.press("y", "Y")
         await until(pilot, lambda: len(copied) == 2)
         assert copied[0] == str(job.run_dir.root)
@@ -307,11 +322,53 @@ async def test_a_failure_comes_with_its_cause_and_what_to_do(store: Store, job: 
         }
         job.run_dir.rank_error(rank).write_text(json.dumps(record))
     async with opened(store, (80, 24)) as (_, pilot, screen):
-        await until(pilot, lambda: "the last line of rank" in shown(lines_of(screen)))
-        text = shown(lines_of(screen))
+        overview = screen.panes["overview"]
+        assert isinstance(overview, OverviewPane)
+        await until(pilot, lambda: "what is wrong" in overview.as_text())
+        text = overview.as_text()
+        assert "79.1 of 79.6 GiB" in text
+        assert "· turn on gradient_checkpointing" in text
+        assert "· lower train_batch_size or resolution" in text
+        assert "s     resume after step 30" in text
+        assert "e     change its settings in a copy" in text
+        assert "enter read the log of rank 1" in text
+        assert "the last line of" not in text, "the traceback is folded"
+        await pilot.press("space")
+        text = overview.as_text()
         assert "the last line of rank 1" in text, "rank 0 only suffered from it"
-        assert "turn on gradient_checkpointing" in text
-        assert "s: resume after step 30" in text
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.tab == "logs")
+        await until(pilot, lambda: screen.panes["logs"].index == 1)  # type: ignore[attr-defined]
+
+
+async def test_while_it_starts_each_phase_is_told_with_its_seconds(store: Store) -> None:
+    job = add_job(store, "cats", state=State.RUNNING)
+    assert job.started is not None
+    phases = (("import", "begin", 4), ("import", "end", 13), ("load", "begin", 14))
+    append_events(
+        job,
+        *(
+            json.dumps({"t": job.started + t, "kind": "phase", "name": name, "state": state}) + "\n"
+            for name, state, t in phases
+        ),
+    )
+    look = replace(Looker(store, job).look(), t=job.started + 26)
+    told = [plain(row).split() for row in start_rows(look, 78)]
+    assert [" ".join(words) for words in told] == [
+        "start",
+        "✓ starting the ranks 4 s",
+        "✓ importing libraries 9 s",
+        "● loading weights 12 s",
+    ]
+    assert plain(head_rows(look, 78)[0]).startswith("● running   loading weights 12 s")
+    assert text_of_activity(look) == "● #1 cats  loading weights 12 s …"
+    write_steps(job, 1)
+    assert start_rows(Looker(store, job).look(), 78) == []
+
+
+def text_of_activity(look: Look) -> str:
+    """What the dashboard says of it."""
+    return plain(activity_rows(look.view, 78, look.t)[0])
 
 
 # -- ranks ---------------------------------------------------------------------------------

@@ -424,7 +424,7 @@ async def test_a_log_that_is_not_there_yet_appears(store: Store) -> None:
         await until(pilot, lambda: isinstance(app.screen, LogScreen))
         screen = app.screen
         assert isinstance(screen, LogScreen)
-        await until(pilot, lambda: status(screen, "place") == "nothing yet")
+        await until(pilot, lambda: status(screen, "place") == "no output yet")
         await pilot.press("k", "j", "g", "y", "e", "space", "w", "f", "escape")
         write_log(job, "here\n")
         if not isinstance(app.screen, LogScreen):

@@ -187,6 +187,11 @@ def test_however_it_is_written_the_same_lines_come_out(path: Path, seed: int) ->
         (b"bad \xff byte", "bad � byte"),
         (b"\r 10%|#   |\r 50%|##  |\r100%|####|", "100%|####|"),
         (b" 50%|##  |\r", " 50%|##  |"),
+        (b"\rload:  33%|###    | 1/3 [00:01<00:02,  1.0it/s]WARNING late", "WARNING late"),
+        (
+            b"load: 100%|####| 3/3 [00:03<00:00,  1.0it/s]",
+            "load: 100%|####| 3/3 [00:03<00:00,  1.0it/s]",
+        ),
     ],
 )
 def test_only_text_and_colours_reach_the_terminal(raw: bytes, text: str) -> None:

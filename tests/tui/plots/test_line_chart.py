@@ -270,3 +270,10 @@ def test_values_are_copied_with_tabs_between() -> None:
     lines = as_text(values, Choices(cursor=4.2, span=1)).splitlines()
     assert lines == ["1 run-1\tstep 4\tloss\t0.25", "2 run-2\tstep 4\tloss\t0.25"]
     assert as_text(Values(), Choices()) == ""
+
+
+def test_charts_under_each_other_have_their_axes_in_one_column() -> None:
+    rows = [plain(row) for row in screenful(Values([run_of()]), Choices(everything=True), 80, 40)]
+    axes = [min(row.find(sign) % 1000 for sign in "│┤") for row in rows if set(row) & set("│┤")]
+    assert len(axes) > 12
+    assert len(set(axes)) == 1

@@ -11,6 +11,9 @@ from textual.markup import escape
 from textual.message import Message
 from textual.widgets import Static
 
+from jobs.machine.gpu import foreign_users, hidden_use
+from tui.text.format import size
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -170,13 +173,26 @@ class GpuPicker(Static, can_focus=True):
 
 
 def users_of(snapshot: Snapshot) -> dict[str, str]:
-    """GPU → the job of ours that holds it, or a process of others."""
-    users = {}
+    """GPU → the job of ours that holds it, or a process of others, though it may be hidden."""
+    users = {
+        uuid: f"job {view.job.id}"
+        for view in snapshot.jobs
+        if view.job.state.active
+        for uuid in view.job.gpus
+    }
+    taken = foreign_users(snapshot.gpus, (), users)
     for gpu in snapshot.gpus:
-        if gpu.processes:
-            first, more = gpu.processes[0], len(gpu.processes) - 1
-            users[gpu.uuid] = f"{first.user or 'pid'} {first.pid}{f' +{more}' if more else ''}"
-    for view in snapshot.jobs:
-        if view.job.state.active:
-            users |= dict.fromkeys(view.job.gpus, f"job {view.job.id}")
+        if gpu.uuid in users:
+            continue
+        if gpu.unusable:
+            users[gpu.uuid] = "unusable"
+        elif gpu.uuid in taken:
+            first = max(gpu.processes, key=lambda one: one.memory or 0, default=None)
+            more = f" +{len(gpu.processes) - 1}" if len(gpu.processes) > 1 else ""
+            hidden = taken[gpu.uuid].startswith("hidden") or first is None
+            users[gpu.uuid] = (
+                f"hidden {size(hidden_use(gpu))}"
+                if hidden or first is None
+                else f"{first.user or 'pid'} {first.pid}{more}"
+            )
     return users

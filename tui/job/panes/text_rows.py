@@ -18,17 +18,17 @@ def heading(text: str) -> Row:
     return (Span(text, "title"),)
 
 
-def fact(label: str, words: str, width: int, role: str = "") -> list[Row]:
-    """`label       words`, in as many rows as they need."""
+def fact(name: str, words: str, width: int, role: str = "", *, label: int = LABEL) -> list[Row]:
+    """`name        words`, in as many rows as they need; `label` columns for the name."""
     rows: list[Row] = []
     for paragraph in words.splitlines() or [""]:
         # A path has to stay in one piece as long as it can: it is there to be copied.
         lines = textwrap.wrap(
-            paragraph, max(20, width - LABEL), break_on_hyphens=False, drop_whitespace=True
+            paragraph, max(20, width - label), break_on_hyphens=False, drop_whitespace=True
         )
         for line in lines or [""]:
-            before = "" if rows else label
-            rows.append((Span(before.ljust(LABEL), "dim"), Span(line, role)))
+            before = "" if rows else name
+            rows.append((Span(before.ljust(label), "dim"), Span(line, role)))
     return rows
 
 

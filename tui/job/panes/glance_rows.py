@@ -1,0 +1,215 @@
+"""The rows of the overview that tell at a glance how a job is. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from jobs.queue.states import State
+from jobs.run.diagnosis.why_failed import causes_of
+from jobs.run.rundir import PHASES
+from jobs.supervise.remedies import advice
+from tui.dashboard.device_rows import device_head, device_rows
+from tui.dashboard.panels import newest_average
+from tui.job.panes.history_rows import history_rows
+from tui.job.panes.rank_rows import late_words
+from tui.job.panes.text_rows import fact, heading
+from tui.look.snapshot import FIRST_STEP
+from tui.text.format import Span, bar, duration, number, pace, spent, state_text
+from tui.widgets.job_rows import GLYPHS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jobs.queue.store import Job
+    from tui.look.job_look import Look
+    from tui.look.snapshot import Snapshot
+    from tui.text.format import Row
+
+_BLANK: Final[Row] = ()
+_NEWEST: Final = 8  # moments that are looked at; fewer are shown
+_LEAST_BAR, _LONGEST_BAR = 8, 60  # columns
+_SEPARATOR, _NARROW = "  ·  ", " · "
+_DONE, _NOW = "✓", "●"
+
+
+def head_rows(look: Look, width: int) -> list[Row]:
+    """State, progress and what is left; below it what was measured last, and what is late."""
+    job = look.job
+    glyph, role = GLYPHS[job.state]
+    if job.state.active or not job.reason or job.state is State.FAILED:
+        rows = [_state_row(look, width)]
+    else:
+        rows = fact(glyph, state_text(job.state, job.reason), width, role, label=2)
+        rows.append(_state_row(look, width, with_state=False))
+    if measured := _measured(look):
+        rows.append(_line(measured, width))
+    if job.state.active and (late := late_words(look.view.ranks, look.t)):
+        rows += fact("", f"! {late}", width, "bad", label=0)
+    return rows
+
+
+def _state_row(look: Look, width: int, *, with_state: bool = True) -> Row:
+    """`● running   step 131 of 240  55%  ━━━━━━┄┄┄┄  0:40 left`."""
+    job, view = look.job, look.view
+    glyph, role = GLYPHS[job.state]
+    words = [Span(f"{glyph} {job.state}   ", role)] if with_state else []
+    doing = view.doing if job.state.active else None
+    now, total = view.progress, job.total_steps
+    done, of, what = now.step, total, "step "
+    tail = f"  {duration(now.eta)} left" if now.eta is not None and job.state.active else ""
+    if job.state.ended and job.started and job.ended:
+        tail = f"  took {duration(job.ended - job.started)}"
+    phase = view.phase
+    if doing is not None:
+        since = view.doing_since
+        lasts = f" {spent(look.t - since)}" if since is not None and look.t - since >= 1 else ""
+        words.append(Span(f"{doing}{lasts}   ", "accent"))
+        counted = phase is not None and not phase.finished and doing != FIRST_STEP
+        if counted and phase is not None and phase.total:
+            done, of, what = phase.done, phase.total, ""
+            left = phase.seconds_left
+            tail = f"  {duration(left)} left" if left is not None else ""
+        elif not now.step:
+            return (*words, Span("…", "accent"))
+    share = done / of if of else 0.0
+    count = f"{what}{done} of {of}  {share:.0%}  "
+    used = sum(len(span.text) for span in words) + len(count) + len(tail)
+    cells = min(_LONGEST_BAR, width - used)
+    drawn = bar(share, cells, "bar") if cells >= _LEAST_BAR else ()
+    return (*words, Span(count, "strong"), *drawn, Span(tail, "dim"))
+
+
+def _measured(look: Look) -> list[str]:
+    """The newest numbers, the most telling first."""
+    steps = look.curve.steps
+    if not steps:
+        return []
+    last, now = steps[-1], look.view.progress
+    parts = [f"loss {number(last.loss)}"]
+    if (average := newest_average(steps)) is not None:
+        parts.append(f"average {number(average)}")
+    if look.curve.validation is not None:
+        parts.append(f"validation loss {number(look.curve.validation)}")
+    if now.seconds_per_step is not None:
+        parts.append(f"{pace(now.seconds_per_step)} s/step")
+    if last.images_per_second:
+        parts.append(f"{number(last.images_per_second, 3)} images/s")
+    if last.lr is not None:
+        parts.append(f"lr {number(last.lr)}")
+    if last.grad_norm is not None:
+        parts.append(f"grad norm {number(last.grad_norm, 3)}")
+    return parts
+
+
+def _line(parts: Sequence[str], width: int) -> Row:
+    """As many of the parts as fit beside each other; the least telling ones go."""
+    between = _SEPARATOR if len(_SEPARATOR.join(parts)) <= width else _NARROW
+    line = ""
+    for part in parts:
+        longer = f"{line}{between}{part}" if line else part
+        if line and len(longer) > width:
+            break
+        line = longer
+    return (Span(line),)
+
+
+def start_rows(look: Look, width: int) -> list[Row]:
+    """What a job does before its first step, phase by phase, and how long each took."""
+    job, stages = look.job, [one for one in look.stages if one.name != "train"]
+    if not job.state.active or look.view.progress.step or job.started is None:
+        return []
+    first = stages[0].since if stages else None
+    launched = (first if first is not None else look.t) - job.started
+    rows: list[Row] = [heading("start")]
+    rows.append(_stage("starting the ranks", launched, going=first is None))
+    for one in stages:
+        name = PHASES.get(one.name, one.name)
+        seconds = one.seconds if one.seconds is not None else look.t - one.since
+        rows.append(_stage(name, seconds, going=one.seconds is None))
+    if look.view.doing == FIRST_STEP and look.view.doing_since is not None:
+        rows.append(_stage(FIRST_STEP, look.t - look.view.doing_since, going=True))
+    return rows
+
+
+def _stage(name: str, seconds: float, *, going: bool) -> Row:
+    role = "accent" if going else "good"
+    sign = Span(f"  {_NOW if going else _DONE} ", role)
+    return sign, Span(f"{name:<28}", "accent" if going else ""), Span(spent(seconds), "dim")
+
+
+def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
+    """What is wrong, what to do as keys to press, and the traceback, folded to a line."""
+    job = look.job
+    if job.state not in (State.FAILED, State.LOST, State.STOPPED):
+        return []
+    rows: list[Row] = []
+    if job.state is State.FAILED:
+        rows += [heading("what is wrong"), *fact("  ✗", job.reason, width, "bad", label=4)]
+    rows.append(heading("what to do"))
+    for words in _remedies(job, look):
+        rows += fact("  ·", words, width, label=4)
+    newest = look.newest
+    place = f"after step {newest}" if newest is not None else "from step 0"
+    rows.append(_key("s", f"resume {place}"))
+    rows.append(_key("e", "change its settings in a copy"))
+    if job.state is not State.FAILED:
+        return rows
+    failed = causes_of(look.errors) or list(look.errors)
+    rank = failed_rank(look)
+    rows.append(_key("enter", f"read the log{f' of rank {rank}' if rank is not None else ''}"))
+    trace = str(failed[0].get("trace", "")).rstrip().splitlines() if failed else []
+    if trace:
+        what = "fold" if unfolded else f"show its {len(trace)} lines"
+        rows += [(Span(f"  {'▾' if unfolded else '▸'} ", "dim"), Span(f"traceback of rank {rank}"))]
+        rows[-1] = (*rows[-1], Span("   space", "accent"), Span(f" {what}", "dim"))
+        if unfolded:
+            rows += [(Span(f"    {line}", "dim"),) for line in trace[:-1]]
+            rows += fact("", trace[-1], width, "bad", label=4)
+    return rows
+
+
+def failed_rank(look: Look) -> int | None:
+    """The rank that failed first; None where none left a word."""
+    failed = causes_of(look.errors) or look.errors
+    return int(failed[0]["rank"]) if failed else None
+
+
+def _remedies(job: Job, look: Look) -> list[str]:
+    """Advice in sentences of one line each."""
+    parts = advice(job.state, look.failure).split("; ")
+    return [part.removeprefix("or ") for part in parts if part and "resume it" not in part]
+
+
+def _key(key: str, does: str) -> Row:
+    return Span(f"  {key:<6}", "accent"), Span(does)
+
+
+def device_part(look: Look, snapshot: Snapshot, width: int, room: int) -> list[Row]:
+    """The GPUs of the job as the dashboard shows them, or its ranks on the CPU.
+
+    Args:
+        look: The job.
+        snapshot: The newest one of the dashboard.
+        width: Columns.
+        room: Lines that it may take.
+    """
+    if not look.job.state.active:
+        return []
+    gpus = tuple(gpu for gpu in snapshot.gpus if gpu.uuid in look.job.gpus)
+    mine = replace(snapshot, t=look.t, jobs=(look.view,), gpus=gpus)
+    head = device_head(mine, width, room)
+    rows = device_rows(mine, width, room - (head is not None), look.job.id)
+    most = max(room, 1) * 2
+    return [*([head] if head else []), *rows[:most]]
+
+
+def news_rows(look: Look, width: int, room: int) -> list[Row]:
+    """The newest checkpoint, and what happened last, the newest at the end."""
+    saved = f"step-{look.newest}" if look.newest is not None else "none yet"
+    saved += "  ·  exported" if look.exported else ""
+    saved += "  ·  6: all" if look.newest is not None else ""
+    rows: list[Row] = [(Span("checkpoint  ", "title"), Span(saved))]
+    told = history_rows(look.history[-_NEWEST:], look.moments[-_NEWEST:], width)
+    told = [row for row in told if row and row[0].role != "title"]  # without the days
+    return [*rows, *told[-max(1, room - 1) :]]

@@ -54,10 +54,10 @@ BINDINGS: Final[list[BindingType]] = [
         tooltip="Start from a template, or save one",
     ),
     Binding(
-        "ctrl+b,f2",
+        "f2,ctrl+b",  # tmux keeps ^b
         "blocks",
         "blocks to wrap",
-        id="form.blocks",  # tmux may keep ^b
+        id="form.blocks",
         tooltip="Choose which blocks FSDP wraps",
     ),
     Binding(
@@ -96,7 +96,7 @@ BINDINGS: Final[list[BindingType]] = [
 _NARROW: Final = (
     ("turn(1)", "^n", "page"),
     ("find", "^f", "find"),
-    ("blocks", "^b", "blocks"),
+    ("blocks", "F2", "blocks"),
     ("save", "^s", "save"),
     ("preview", "F3", "file"),
     ("app.show_help", "F1", "keys"),

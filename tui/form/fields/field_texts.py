@@ -25,14 +25,14 @@ def help_text(name: str) -> str:
     if name == "validation_prompts":
         text += " Separate prompts with |; settings like {prompt: a cat, seed: 3}."
     if name == BLOCKS:
-        text += " ^b or F2 lists them."
+        text += " F2 lists them."
     return f"{name}: {text}"
 
 
 def placeholder(name: str) -> str:
     """What stands in an input while it is blank: the default."""
     if name == BLOCKS:
-        return "the family's blocks; ^b to choose"
+        return "the family's blocks; F2 to choose"
     return as_text(name, JobSpec.model_fields[name].default)
 
 

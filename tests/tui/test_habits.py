@@ -274,7 +274,7 @@ async def test_two_dashboards_on_one_store_show_the_same(store: Store) -> None:
     async def acts() -> None:
         async with running(store) as (app, pilot):
             await both_open.wait()
-            await pilot.press("x")
+            await pilot.press("x", "x")
             await until(pilot, lambda: store.get(job.id).stop_level == 1)
             store.change(job.id, State.STOPPED, "as asked")
             await until(pilot, lambda: shows_the_end(app))

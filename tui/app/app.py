@@ -32,6 +32,7 @@ from tui.look.collector import Collector
 from tui.settings.settings import Settings
 from tui.terminal.ascii_filter import AsciiFilter, HarmlessFilter
 from tui.terminal.textual_fixes import fix_textual
+from tui.widgets.modals.stop_job import TwoPresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,6 +101,8 @@ class FsdpTui(App[None]):
         self.store = store
         store.read_only = store.read_only or self.settings.read_only
         self.ui = UiState(store.home, writable=not self.settings.read_only)
+        self.own_keys: Mapping[str, str] = {}  # a person's, by the action's id
+        self.stop_presses = TwoPresses()
         self.watch_jobs = Watch()
         self.bells = Bell(self, self.settings.notifications)
         self.snapshots: Signal[Snapshot] = Signal(self, "snapshots")  # for other screens
@@ -119,7 +122,7 @@ class FsdpTui(App[None]):
         if self.settings.keymap or not self.settings.vim_keys:
             settled = settle_keymap(self.settings, known_bindings())
             self.set_keymap(settled.keys)
-            key_bar.keymap = settled.keys
+            self.own_keys = key_bar.keymap = settled.keys
             self.problems += settled.problems
 
     def get_driver_class(self) -> type[Driver]:

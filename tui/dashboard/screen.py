@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tui.look.snapshot import JobView
 
 
-class DashboardScreen(JobActions):
+class DashboardScreen(JobActions[None]):
     """Devices, jobs, what the selected one does, its log and its loss."""
 
     BINDINGS = bindings("jobs", "log", "app")

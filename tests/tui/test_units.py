@@ -396,8 +396,20 @@ def test_the_footer_fits_80_columns() -> None:
     words = "  ".join(f"{action.shown} {action.label}" for action in footer_actions(78))
     assert len(words) <= 78
     assert [action.shown for action in footer_actions(78)][-1] == "q"
-    assert not {"r", "p"} & {action.shown for action in footer_actions(78)}
+    assert "r" not in {action.shown for action in footer_actions(78)}
     assert {"r", "p", "c"} <= {action.shown for action in footer_actions(98)}
+
+
+@pytest.mark.parametrize(
+    ("state", "there", "not_there"),
+    [(State.RUNNING, "xmp", "sr"), (State.QUEUED, "x", "smpr"), (State.FAILED, "sr", "xmp")],
+)
+def test_the_footer_has_what_can_be_done_with_the_job(
+    store: Store, state: State, there: str, not_there: str
+) -> None:
+    keys = {action.shown for action in footer_actions(78, job=add_job(store, state=state))}
+    assert keys >= {*there, "n", "l", "i", "d", "?", "q"}
+    assert not keys & {*not_there}
 
 
 @pytest.mark.parametrize("width", [20, 38, 58, 78])

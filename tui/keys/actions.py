@@ -126,7 +126,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "Write a checkpoint at the next step",
         "jobs",
         "active",
-        5,
+        4,
         acts=True,
     ),
     Action(
@@ -137,8 +137,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "Sample the validation prompts at the next step",
         "jobs",
         "active",
-        6,
-        spare=True,
+        5,
         acts=True,
     ),
     Action(
@@ -207,7 +206,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("page_up", "ctrl+u", "^u", "page up", "Move up half a screen", "list"),
     Action("first", "g,ctrl+home", "g", "first", "Select the first job", "list"),
     Action("last", "G,shift+g,ctrl+end", "G", "last", "Select the last job", "list"),
-    Action("toggle_log", "l", "l", "log", "Open the log full-screen, or close it", "log", "job", 4),
+    Action("toggle_log", "l", "l", "log", "Open the log full-screen, or close it", "log", "job", 6),
     Action("search_log", "slash", "/", "search log", "Search the log full-screen", "log", "job"),
     Action(
         "next_log",
@@ -317,22 +316,27 @@ def everywhere() -> list[BindingType]:
 
 
 def footer_actions(
-    width: int | None = None, keymap: Mapping[str, str] | None = None
+    width: int | None = None, keymap: Mapping[str, str] | None = None, job: Job | None = None
 ) -> list[Action]:
     """What the footer shows, in its order: as many actions as fit the columns.
 
     Args:
         width: Columns.
         keymap: A person's own keys, by the action's id.
+        job: The selected one. It can be started or stopped, never both: one of them has a place.
     """
     shown = sorted((action for action in ACTIONS if action.footer), key=lambda a: a.footer)
-    shown = [_own(action, keymap) for action in shown]
+    shown = [_own(action, keymap) for action in shown if job is None or _may_fit(action, job)]
     # Spare ones go first, then others from the right; help and the way out stay.
     may_go = [action for action in shown if not action.spare and action.group != "app"]
     may_go += [action for action in shown if action.spare]
     while may_go and width is not None and footer_width(shown) > width:
         shown.remove(may_go.pop())
     return shown
+
+
+def _may_fit(action: Action, job: Job) -> bool:
+    return action.needs in ("nothing", "job") or action.fits(job)
 
 
 def shown_key(keys: str) -> str:

@@ -205,8 +205,8 @@ class JobScreen(JobActions[None]):
     # -- acting ----------------------------------------------------------------------------
 
     @property
-    def acted_on(self) -> int:
-        return self.job.id
+    def job_acted_on(self) -> Job:
+        return self.job
 
     def act(self, act: Callable[[int], str]) -> None:
         super().act(act)

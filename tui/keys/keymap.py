@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _COMMANDS: Final = ("tui.cli", "tui.__main__")  # all others may have keys
 # Keys of vim that move, and those that always do.
 _VIM: Final = frozenset("hjklgG") | {"shift+g", "upper_g", "ctrl+d", "ctrl+u"}
-_MOVING: Final = frozenset(
+MOVING: Final = frozenset(
     {"left", "down", "up", "right", "home", "end", "ctrl+home", "ctrl+end", "pagedown", "pageup"}
 )
 
@@ -130,7 +130,7 @@ def _normal(text: str) -> tuple[str, ...]:
 def _without_vim(known: Mapping[str, Known]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, one in known.items():
         left = tuple(key for key in one.keys if key not in _VIM)
-        if len(left) < len(one.keys) and _MOVING & set(left):
+        if len(left) < len(one.keys) and MOVING & set(left):
             yield name, left
 
 

@@ -42,9 +42,14 @@ class JobActions(Screen[ScreenResultType]):
         plan: Plan
 
     @property
-    def acted_on(self) -> int | None:
-        """The job that actions are about."""
+    def job_acted_on(self) -> Job | None:
+        """The job that actions are about, as it was seen last."""
         raise NotImplementedError
+
+    @property
+    def acted_on(self) -> int | None:
+        """Its number."""
+        return job.id if (job := self.job_acted_on) is not None else None
 
     def job_keys(self, job: Job | None) -> list[Key]:
         """What can be done with a job as it is now, for the line of keys."""
@@ -130,8 +135,8 @@ class OfOneJob(JobActions[ScreenResultType]):
         self.job_now = job
 
     @property
-    def acted_on(self) -> int:
-        return self.job.id
+    def job_acted_on(self) -> Job:
+        return self.job_now
 
     def on_mount(self) -> None:
         self.app.snapshots.subscribe(self, self._follow_state)

@@ -21,6 +21,7 @@ from tests.support.tui.driven_app import all_said, question, running
 from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
+from tui.app.palette import ActionsProvider
 from tui.dashboard.caches.screen import CachesScreen
 from tui.text.cache_text import amount, cache_rows, freed
 from tui.text.format import plain
@@ -264,8 +265,8 @@ async def test_caches_that_cannot_be_read_are_told(store: Store, caches: Caches)
 async def test_the_palette_leads_to_the_caches(store: Store, caches: Caches) -> None:
     add_job(store, state=State.COMPLETED)
     async with running(store, (80, 24)) as (app, pilot):
-        commands = app.get_system_commands(app.dashboard)
-        await next(command for command in commands if command.title.endswith("(C)")).callback()
+        entries = ActionsProvider(app.dashboard).entries()
+        await next(entry for entry in entries if entry.keys == "C").do()  # type: ignore[misc]
         await until(pilot, lambda: isinstance(app.screen, CachesScreen))
 
 

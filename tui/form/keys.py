@@ -47,6 +47,13 @@ BINDINGS: Final[list[BindingType]] = [
     ),
     Binding("ctrl+f,slash", "find", "find a field", id="form.find", tooltip="Find a field by name"),
     Binding(
+        "f4",
+        "take_over",
+        "from newest job",
+        id="form.take_over",
+        tooltip="Fill in model, data and ranks of the newest job, or undo that",
+    ),
+    Binding(
         "ctrl+t",
         "templates",
         "templates",

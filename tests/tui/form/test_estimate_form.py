@@ -58,6 +58,7 @@ def _fake_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing_starts(monkeypatch)
     monkeypatch.setattr("jobs.machine.devices.gpus", some_gpus)
     monkeypatch.setattr(form_fit, "_SETTLES_IN", 0.02)
+    monkeypatch.setattr("tui.form.fields.draft.check_path", lambda *_: (True, ""))
 
 
 @asynccontextmanager
@@ -83,10 +84,17 @@ async def test_bars_follow_the_options_and_say_it_in_words(store: Store) -> None
     values = VALUES | {"gpus": [0, 1, 2], "gradient_checkpointing": True}
     async with form(store, values) as (app, pilot, bars):
         await until(pilot, lambda: "GPU 0,1" in text(bars))
-        first, second = text(bars).splitlines()
+        first, second, faster = text(bars).splitlines()
         assert first.endswith("GiB spare")
         assert second.startswith("GPU 2 ")
         assert "▒" in second
+        assert faster == "→ ddp would fit and is faster"
+        strategy = app.screen.query_one("#field-strategy")
+        strategy.value = "auto"  # type: ignore[attr-defined]
+        row = app.screen.query_one("#row-strategy .note")
+        await until(pilot, lambda: str(row.content) == "→ ddp")  # type: ignore[attr-defined]
+        assert "faster" not in text(bars)
+        strategy.value = "fsdp2"  # type: ignore[attr-defined]
         app.screen.query_one("#field-train_batch_size").value = "32"
         await until(pilot, lambda: "does not fit by" in text(bars))
         assert "train_batch_size: 16, gradient_accumulation_steps: 2" in text(bars)

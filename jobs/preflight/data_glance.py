@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 MOST: Final = 500  # images of a folder that are looked at, evenly spread
 _WORTH_TELLING: Final = 0.1  # of them; a few odd ones are in every dataset
 _HEAD: Final = 12  # bytes
-# How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000. AVIF names
-# its kind after its length.
+# How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000.
 _BEGINNINGS: Final = (
     *(b"\x89PNG", b"\xff\xd8", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
     *(b"RIFF", b"P", b"qoif", b"\0\0\0\x0cjP"),
@@ -42,12 +41,12 @@ def find_unusable(spec: JobSpec) -> list[str]:
         bare = 0
         if not files.metadata and spec.missing_captions == "skip":
             bare = sum(not _has_caption(path) for path in seen)
-        for count, what in ((broken, "cannot be read"), (bare, "have no caption")):
+        for count, what in ((broken, "not readable"), (bare, "no caption")):
             if seen and count >= max(1, _WORTH_TELLING * len(seen)):
                 exact = f"{count} of {total} images"
                 share = f"about {count / len(seen):.0%} of {total:,} images"
                 which = exact if len(seen) == total else share
-                told.append(f"{which} in {root} {what} and will be skipped.")
+                told.append(f"{which} in {root}: {what}, will be skipped.")
     return told
 
 

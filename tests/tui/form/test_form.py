@@ -97,6 +97,33 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 # -- by keyboard ---------------------------------------------------------------------------
 
 
+async def test_seven_keys_and_two_paths_queue_a_flux_lora(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    async with running(store, (80, 24)) as (app, pilot):
+        keys = 0
+
+        async def press(*some: str) -> None:
+            nonlocal keys
+            keys += len(some)
+            await pilot.press(*some)
+
+        await press("n")
+        await until(pilot, lambda: app.screen.query("#field-name") and app.focused)
+        await press("down", "down", "down", "down")
+        app.post_message(Paste(job_values["pretrained_model_name_or_path"]))
+        await pilot.pause()
+        await press("down")
+        app.post_message(Paste(job_values["dataset"]))
+        await pilot.pause()
+        await press("ctrl+r")
+        await until(pilot, lambda: store.all())
+        assert keys <= 7
+        spec = load_spec(store.all()[0].run_dir.job_file)
+        assert (spec.model_family, spec.model_type) == ("flux", "lora")
+        assert spec.dataset == job_values["dataset"]
+
+
 @pytest.mark.slow
 async def test_a_whole_job_is_described_and_queued_by_keys_alone(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch

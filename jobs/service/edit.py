@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME = 64  # characters; as jobs.spec.keys.job has it
 
-# What a new job takes over from the one described before it, unless it is told otherwise.
+# What a new job may take over from the newest one. Never the device: nobody who tries a toy on the
+# CPU trains FLUX there.
 _LAST_CHOICES = (
     "model_type",
     "model_family",
@@ -29,7 +30,6 @@ _LAST_CHOICES = (
     "pretrained_model_name_or_path",
     "dataset",
     "datasets",
-    "device",
     "strategy",
     "fsdp_enable",
     "unload_text_encoder",
@@ -107,7 +107,7 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 
 def fresh_values(jobs: Collection[Job]) -> dict[str, Any]:
-    """Return defaults for a new job: model, data and ranks of the newest job."""
+    """Return what a new job may take from the newest one: model, data and number of ranks."""
     newest = max(jobs, key=lambda job: job.id, default=None)
     if newest is None:
         return {}

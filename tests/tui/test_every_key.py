@@ -34,6 +34,9 @@ ENDS: Final = (
 )  # what leaves the dashboard, pressed elsewhere
 
 
+STEERING: Final = ("jobs.start_job", "jobs.stop_job", "jobs.save_now", "jobs.sample_now")
+
+
 class Pressed(NamedTuple):
     """A key, the first time that it was met on such a widget or screen."""
 
@@ -113,6 +116,20 @@ def test_every_key_reaches_its_action(pressed: list[Pressed]) -> None:
 def test_every_binding_was_pressed(pressed: list[Pressed]) -> None:
     # Textual's own binding opens the palette.
     assert set(known_bindings()) - {one.id for one in pressed} <= {"app.command_palette"}
+
+
+def test_the_keys_of_a_job_mean_nothing_else_anywhere() -> None:
+    """Whoever presses x on any screen stops a job, or does nothing; and so with the others."""
+    known = known_bindings()
+    meant = {key: one.id for one in map(known.get, STEERING) for key in one.keys}  # type: ignore[union-attr]
+    assert {*meant} == {*"sxmp"}
+    others = {(key, one.id) for one in known.values() for key in one.keys if key in meant}
+    assert others - set(meant.items()) == {
+        ("s", "checkpoints.resume")  # starts the job too, from the chosen checkpoint
+    }
+    for name in STEERING:
+        assert {"DashboardScreen", "JobScreen", "LogScreen"} < known[name].places
+        assert {"PlotsScreen", "SampleScreen"} < known[name].places
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from tests.support.tui.made_up_runs import add_job, write_log, write_rank, write
 from tests.support.tui.pilot import shown_by, until
 from tests.support.waiting import PATIENCE
 from tui.app.notify import Bell, Watch, desktop_message, ring
-from tui.app.palette import JobsProvider
+from tui.app.palette import ActionsProvider
 from tui.app.start import needs_ascii
 from tui.app.themes import THEMES, other_theme
 from tui.app.ui_state import UiState
@@ -97,30 +97,40 @@ async def test_f1_explains_a_question_too(store: Store) -> None:
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
 
 
-async def test_the_palette_has_every_action_and_does_it(store: Store) -> None:
-    first, second = add_job(store, "cats"), add_job(store, "dogs")
+async def test_the_palette_has_every_action_once_what_fits_first_and_does_it(store: Store) -> None:
+    first, second = add_job(store, "cats", state=State.RUNNING), add_job(store, "dogs-flux")
+    failed = add_job(store, "birds", state=State.FAILED)
     async with running(store) as (app, pilot):
-        commands = {one.title: one for one in app.get_system_commands(app.dashboard)}
-        for key in screen_keys(app.dashboard):
-            if key.label != "quit":
-                assert f"{key.title}  ({key.shown})" in commands
         await until(pilot, lambda: app.dashboard.jobs.selected == first.id)
-        await commands["Select the next job  (j ↓)"].callback()  # type: ignore[misc]
+        palette = ActionsProvider(app.dashboard)
+
+        async def found(query: str) -> list[str | None]:
+            hits = [hit async for hit in palette.search(query)]
+            return [hit.text for hit in sorted(hits, key=lambda hit: hit.score, reverse=True)]
+
+        entries = {entry.title: entry for entry in palette.entries()}
+        own = {"Find an action or a job by name"}
+        assert {one.title for one in screen_keys(app.dashboard)} - own < {*entries}
+        offered = [str(hit.prompt).strip() for hit in [hit async for hit in palette.discover()]]
+        assert len(offered) == len(set(offered))
+        assert offered[:3] == [
+            "x         Stop the job after a checkpoint",
+            "m         Write a checkpoint at the next step",
+            "p         Sample the validation prompts at the next step",
+        ]
+        assert not any("Resume" in line or "Select the next" in line for line in offered)
+        await entries["Select the next job"].do()  # type: ignore[misc]
         await until(pilot, lambda: app.dashboard.jobs.selected == second.id)
-
-
-@pytest.mark.slow
-async def test_the_palette_goes_to_a_job_by_its_name(store: Store) -> None:
-    add_job(store, "cats")
-    wanted = add_job(store, "dogs-flux")
-    async with running(store) as (app, pilot):
-        await pilot.press("ctrl+p", *"dogs")
-        provider = JobsProvider(app.dashboard)
-        hits = [hit async for hit in provider.search("dogs")]
-        assert [str(hit.prompt) for hit in hits] == [f"Go to job {wanted.id} “dogs-flux”"]
-        assert len([hit async for hit in provider.discover()]) == 2
-        hits[0].command()
-        await until(pilot, lambda: app.dashboard.jobs.selected == wanted.id)
+        assert await found("dogs") == [f"Go to job {second.id} “dogs-flux”"]
+        assert await found("save") == ["Write a checkpoint at the next step"], "by its label"
+        assert "Write a checkpoint at the next step" in await found("wrt chk"), "by its letters"
+        assert await found("birds") == [f"Go to job {failed.id} “birds”"]
+        entries[f"Go to job {failed.id} “birds”"].do()
+        await until(pilot, lambda: app.dashboard.jobs.selected == failed.id)
+        ordered = await found("checkpoint")
+        assert "Resume an ended job from its newest checkpoint" in ordered[:2]
+        later = ("Write a checkpoint at the next step", "Stop the job after a checkpoint")
+        assert {*ordered[-2:]} == {*later}, "they do not fit"
 
 
 def test_every_binding_of_a_screen_is_told_about() -> None:
@@ -274,7 +284,7 @@ async def test_two_dashboards_on_one_store_show_the_same(store: Store) -> None:
     async def acts() -> None:
         async with running(store) as (app, pilot):
             await both_open.wait()
-            await pilot.press("x")
+            await pilot.press("x", "x")
             await until(pilot, lambda: store.get(job.id).stop_level == 1)
             store.change(job.id, State.STOPPED, "as asked")
             await until(pilot, lambda: shows_the_end(app))

@@ -26,6 +26,7 @@ from tui.look.snapshot import JobView, Snapshot, in_order
 from tui.plots import line_chart
 from tui.text import format as fmt
 from tui.widgets.job_rows import columns, header_row, job_row
+from tui.widgets.modals.stop_job import WITHIN, TwoPresses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -399,8 +400,20 @@ def test_the_footer_fits_80_columns() -> None:
     words = "  ".join(f"{action.shown} {action.label}" for action in footer_actions(78))
     assert len(words) <= 78
     assert [action.shown for action in footer_actions(78)][-1] == "q"
-    assert not {"r", "p"} & {action.shown for action in footer_actions(78)}
+    assert "r" not in {action.shown for action in footer_actions(78)}
     assert {"r", "p", "c"} <= {action.shown for action in footer_actions(98)}
+
+
+@pytest.mark.parametrize(
+    ("state", "there", "not_there"),
+    [(State.RUNNING, "xmp", "sr"), (State.QUEUED, "x", "smpr"), (State.FAILED, "sr", "xmp")],
+)
+def test_the_footer_has_what_can_be_done_with_the_job(
+    store: Store, state: State, there: str, not_there: str
+) -> None:
+    keys = {action.shown for action in footer_actions(78, job=add_job(store, state=state))}
+    assert keys >= {*there, "n", "l", "i", "d", "?", "q"}
+    assert not keys & {*not_there}
 
 
 @pytest.mark.parametrize("width", [20, 38, 58, 78])
@@ -411,3 +424,15 @@ def test_where_there_is_little_room_help_and_the_way_out_stay(width: int) -> Non
     line = last_line("queue", width, narrow=True).plain
     assert len(line) <= max(width, len("F1 keys  esc leave"))
     assert line.endswith("F1 keys  esc leave")
+
+
+def test_a_second_press_counts_within_its_time_and_for_its_job() -> None:
+    assert WITHIN == 3.0
+    presses = TwoPresses()
+    assert not presses.press(1, 10.0)
+    assert presses.press(1, 10.0 + WITHIN)
+    assert not presses.press(1, 10.1 + WITHIN), "a third one is a first one again"
+    assert not presses.press(1, 10.2 + 2 * WITHIN), "too late"
+    assert not presses.press(2, 10.3 + 2 * WITHIN)
+    assert not presses.press(1, 10.4 + 2 * WITHIN)
+    assert presses.press(1, 10.5 + 2 * WITHIN)

@@ -114,6 +114,7 @@ async def test_a_model_is_trained_by_keys_alone(
     store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(toy)
+    monkeypatch.setattr("tui.widgets.modals.stop_job.WITHIN", TRAINED)
     monkeypatch.setenv("PYTHON_EXEC", forks.python())  # see `tests.support.jobs.real_jobs`
     app = FsdpTui(store)
     async with driven(app, (120, 40)) as pilot:
@@ -196,7 +197,7 @@ async def watch(me: Person, store: Store) -> None:
 
 async def stop_and_resume(me: Person, store: Store) -> None:
     """Stopped with a checkpoint, it goes on after it, and completes while its curves are seen."""
-    await me.press("x")
+    await me.press("x", "x")
     await me.sees("■ stopped")
     (job,) = store.all()
     (step,) = (step for step, _ in job.run_dir.complete_checkpoints())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
-from textual.app import App, SystemCommand
+from textual.app import App
 from textual.message import Message
 from textual.screen import SystemModalScreen
 from textual.signal import Signal
@@ -21,20 +21,20 @@ from jobs.errors import UserError
 from jobs.queue.tables import trouble
 from jobs.spec.values.spellings import did_you_mean
 from tui.app.notify import Bell, Watch
-from tui.app.palette import JobsProvider
+from tui.app.palette import ActionsProvider
 from tui.app.themes import ANSI, DARK, THEMES, other_theme
 from tui.app.ui_state import UiState
 from tui.dashboard.screen import DashboardScreen
 from tui.keys.actions import ACTING, everywhere
 from tui.keys.keymap import known_bindings, settle_keymap
-from tui.keys.screen_keys import screen_keys
 from tui.look.collector import Collector
 from tui.settings.settings import Settings
 from tui.terminal.ascii_filter import AsciiFilter, HarmlessFilter
 from tui.terminal.textual_fixes import fix_textual
+from tui.widgets.modals.stop_job import TwoPresses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from textual.actions import ActionParseResult
     from textual.dom import DOMNode
@@ -59,7 +59,7 @@ class FsdpTui(App[None]):
     CSS_PATH: ClassVar = ["app.tcss", "../dashboard/dashboard.tcss"]
     BINDINGS: ClassVar = everywhere()
     ENABLE_COMMAND_PALETTE = True
-    COMMANDS: ClassVar = App.COMMANDS | {lambda: JobsProvider}
+    COMMANDS: ClassVar = {lambda: ActionsProvider}
 
     @dataclass
     class Looked(Message):
@@ -100,6 +100,8 @@ class FsdpTui(App[None]):
         self.store = store
         store.read_only = store.read_only or self.settings.read_only
         self.ui = UiState(store.home, writable=not self.settings.read_only)
+        self.own_keys: Mapping[str, str] = {}  # a person's, by the action's id
+        self.stop_presses = TwoPresses()
         self.watch_jobs = Watch()
         self.bells = Bell(self, self.settings.notifications)
         self.snapshots: Signal[Snapshot] = Signal(self, "snapshots")  # for other screens
@@ -119,7 +121,7 @@ class FsdpTui(App[None]):
         if self.settings.keymap or not self.settings.vim_keys:
             settled = settle_keymap(self.settings, known_bindings())
             self.set_keymap(settled.keys)
-            key_bar.keymap = settled.keys
+            self.own_keys = key_bar.keymap = settled.keys
             self.problems += settled.problems
 
     def get_driver_class(self) -> type[Driver]:
@@ -304,11 +306,3 @@ class FsdpTui(App[None]):
             self.screen.dismiss()
         elif not isinstance(self.screen, SystemModalScreen):
             self.push_screen(HelpScreen(self.screen))
-
-    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        for key in screen_keys(screen):
-            if key.label != "quit":
-                title = f"{key.title}  ({key.shown})"
-                yield SystemCommand(title, key.help, partial(self.run_action, key.action, key.node))
-        yield SystemCommand("Quit  (q)", "Quit the dashboard; jobs keep running", self.exit)
-        yield SystemCommand("Theme", "Choose a theme", self.search_themes)

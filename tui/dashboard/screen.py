@@ -24,11 +24,11 @@ from tui.widgets.size_classes import set_size_classes
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
-    from jobs.queue.store import Store
+    from jobs.queue.store import Job, Store
     from tui.look.snapshot import JobView
 
 
-class DashboardScreen(JobActions):
+class DashboardScreen(JobActions[None]):
     """Devices, jobs, what the selected one does, its log and its loss."""
 
     BINDINGS = bindings("jobs", "log", "app")
@@ -109,8 +109,8 @@ class DashboardScreen(JobActions):
         return self.snapshot.find(self.jobs.selected)
 
     @property
-    def acted_on(self) -> int | None:
-        return view.job.id if (view := self.selected) is not None else None
+    def job_acted_on(self) -> Job | None:
+        return view.job if (view := self.selected) is not None else None
 
     def _show_selected(self) -> None:
         view = self.selected

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.binding import Binding
 from textual.containers import VerticalScroll
+from textual.widgets import Input
 
 from jobs.spec.rules.cascade import FOLLOWING, follow_ranks
 from tui.form.fields import draft
+from tui.form.fields.field_texts import model_hint
 from tui.form.fields.pages import PAGES
 from tui.form.page_view import PageView
 
@@ -43,6 +45,8 @@ class Fields(VerticalScroll, can_focus=False):
         self._pages = {0: PageView(PAGES[0], self.base, snapshot, draft.in_force(self.base)[1])}
         self.rows = dict(self._pages[0].rows)  # the fields of the pages that were turned to
         self._ranks = 1
+        self._followed: dict[str, Any] = {}  # what has changed with the ranks last
+        self._restored = False  # whether that was there before
         self._kept: dict[bool, dict[str, Any]] = {}  # what one rank had, and what several had
 
     def compose(self) -> ComposeResult:
@@ -51,8 +55,9 @@ class Fields(VerticalScroll, can_focus=False):
     def begin(self) -> None:
         """Take the values that are shown as given."""
         self._offer_flavours(self.base.get("model_flavour"))
+        self._hint_at_model()
         self._defaults = draft.defaults_of(*self.model)
-        self._ranks, self._kept = draft.ranks_of(self.said), {}
+        self._ranks, self._kept, self._followed = draft.ranks_of(self.said), {}, {}
 
     # -- values ----------------------------------------------------------------------------
 
@@ -90,30 +95,39 @@ class Fields(VerticalScroll, can_focus=False):
         """Another family or flavour was chosen: what was left at its default follows."""
         if field == "model_family":
             self._offer_flavours(self.model[1])
+        self._hint_at_model()
         after = draft.defaults_of(*self.model)
         changes = draft.adopt(self.base | self.said, self._defaults, after)
         self._defaults = after
         self.put(changes)
 
-    def follow(self) -> str | None:
+    def follow(self) -> str:
         """Let what depends on it change with the number of ranks, and come back with it.
 
         Returns:
-            What has changed, as a sentence; None when it is one rank, or several, as before.
+            What has changed and is still so, as a sentence.
         """
         said = self.said
         before, after = self._ranks, draft.ranks_of(said)
         self._ranks = after
-        if (before > 1) == (after > 1):
-            return None
-        changes = follow_ranks(said, before, after, self._kept.get(after > 1))
-        self._kept[before > 1] = {key: said.get(key) for key in FOLLOWING}
-        self.put(changes)
-        return draft.followed(after, changes)
+        if (before > 1) != (after > 1):
+            kept = self._kept.get(after > 1)
+            self._followed = follow_ranks(said, before, after, kept)
+            self._restored = kept is not None
+            self._kept[before > 1] = {key: said.get(key) for key in FOLLOWING}
+            self.put(self._followed)
+            said = self.said
+        still = {key: value for key, value in self._followed.items() if said.get(key) == value}
+        return draft.followed(after, still, restored=self._restored)
 
     def _offer_flavours(self, chosen: str | None) -> None:
         if row := self.row("model_flavour"):
             row.offer(draft.flavours_of(self.model[0]), chosen)
+
+    def _hint_at_model(self) -> None:
+        row = self.row("pretrained_model_name_or_path")
+        if row and isinstance(row.control, Input):
+            row.control.placeholder = model_hint(*self.model)
 
     # -- pages -----------------------------------------------------------------------------
 

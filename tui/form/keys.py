@@ -47,6 +47,13 @@ BINDINGS: Final[list[BindingType]] = [
     ),
     Binding("ctrl+f,slash", "find", "find a field", id="form.find", tooltip="Find a field by name"),
     Binding(
+        "f4",
+        "take_over",
+        "from newest job",
+        id="form.take_over",
+        tooltip="Fill in model, data and ranks of the newest job, or undo that",
+    ),
+    Binding(
         "ctrl+t",
         "templates",
         "templates",
@@ -54,10 +61,10 @@ BINDINGS: Final[list[BindingType]] = [
         tooltip="Start from a template, or save one",
     ),
     Binding(
-        "ctrl+b,f2",
+        "f2,ctrl+b",  # tmux keeps ^b
         "blocks",
         "blocks to wrap",
-        id="form.blocks",  # tmux may keep ^b
+        id="form.blocks",
         tooltip="Choose which blocks FSDP wraps",
     ),
     Binding(
@@ -96,7 +103,7 @@ BINDINGS: Final[list[BindingType]] = [
 _NARROW: Final = (
     ("turn(1)", "^n", "page"),
     ("find", "^f", "find"),
-    ("blocks", "^b", "blocks"),
+    ("blocks", "F2", "blocks"),
     ("save", "^s", "save"),
     ("preview", "F3", "file"),
     ("app.show_help", "F1", "keys"),

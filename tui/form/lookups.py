@@ -34,6 +34,7 @@ class Looks:
         field: str
         good: bool
         text: str
+        doubt: str = ""  # what to ask about before the job is queued
 
     @dataclass
     class Launch(Message):
@@ -48,6 +49,8 @@ class Looks:
         self._checked: dict[str, tuple[Any, ...]] = {}
         self._launched: dict[str, Any] = {}
         self.bad_paths: dict[str, str] = {}  # what is wrong, by field
+        self.doubts: dict[str, str] = {}  # what may be wrong
+        self.under_way: set[str] = set()  # fields of which nothing is known yet
 
     def at_paths(self, values: Mapping[str, Any]) -> None:
         """See whether the model and the dataset are there, unless that was just done."""
@@ -56,6 +59,8 @@ class Looks:
             if self._checked.get(name) != key:
                 self._checked[name] = key
                 self.bad_paths.pop(name, None)
+                self.doubts.pop(name, None)
+                self.under_way.add(name)
                 self._run(partial(self._look_at_path, name, dict(values)), f"path-{name}")
 
     def at_launch(self, values: Mapping[str, Any]) -> None:
@@ -65,17 +70,21 @@ class Looks:
             self._run(partial(self._make_launch, dict(values)), "launch")
 
     def take(self, found: Checked) -> None:
-        """Take note of what is wrong with a path."""
+        """Take note of what is wrong with a path, or may be."""
+        self.under_way.discard(found.field)
         if not found.good:
             self.bad_paths[found.field] = found.text
+        if found.doubt:
+            self.doubts[found.field] = found.doubt
 
     def _run(self, look: partial[None], group: str) -> None:
         self._screen.run_worker(look, group=group, exclusive=True, exit_on_error=False, thread=True)
 
     def _look_at_path(self, name: str, values: dict[str, Any]) -> None:
         good, text = draft.check_path(name, values)
+        doubt = draft.doubt_of(name, values) if good else ""
         if self._checked.get(name) == _key(name, values):
-            self._screen.post_message(self.Checked(name, good, text))
+            self._screen.post_message(self.Checked(name, good, text, doubt))
 
     def _make_launch(self, values: dict[str, Any]) -> None:
         try:

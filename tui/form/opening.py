@@ -9,7 +9,7 @@ from jobs.errors import UserError
 from jobs.queue.states import State
 from jobs.service.edit import copy_of, fresh_values
 from jobs.spec.file.load import load_spec
-from tui.form.purpose import Purpose
+from tui.form.purpose import Purpose, Source
 from tui.form.screen import NewJobScreen
 
 if TYPE_CHECKING:
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 
 def open_new(dashboard: DashboardScreen) -> None:
-    """A new job on the model and the data of the newest one."""
+    """A blank form; a key fills in the model, the data and the ranks of the newest job."""
     jobs = [view.job for view in dashboard.snapshot.jobs]
-    _push(dashboard, fresh_values(jobs), Purpose())
+    newest = max(jobs, key=lambda job: job.id, default=None)
+    values = fresh_values(jobs)
+    source = Source(newest.id, newest.name, values) if newest is not None and values else None
+    _push(dashboard, {}, Purpose(source=source))
 
 
 def open_copy(dashboard: DashboardScreen, job: Job) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs import service
 from jobs.service import edit
@@ -11,8 +11,25 @@ from jobs.service.plan import plan_submit
 from tui.text.checkpoint_text import plan_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from jobs.queue.store import Store
     from jobs.spec.job_spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """An earlier job of which a new one can take model, data and ranks.
+
+    Attributes:
+        job: Its number.
+        name: Its name.
+        values: What is taken, by key.
+    """
+
+    job: int
+    name: str
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -24,12 +41,14 @@ class Purpose:
         verb: What its main key does.
         job: The queued job that is edited; None for a new one.
         before: What that job was when the form was opened.
+        source: The newest job, if there is one.
     """
 
     heading: str = "new job"
     verb: str = "queue"
     job: int | None = None
     before: JobSpec | None = None
+    source: Source | None = None
 
     def carry_out(self, store: Store, spec: JobSpec) -> tuple[int, list[str]]:
         """Queue or change the job.

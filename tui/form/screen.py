@@ -19,10 +19,12 @@ from tui.form.all_pages import Fields
 from tui.form.beside.fit import FitBars
 from tui.form.beside.lines import Links, show
 from tui.form.beside.preview import KINDS, Preview
+from tui.form.earlier import Earlier
 from tui.form.fields import draft, field_texts
 from tui.form.fields.field_row import FieldRow
 from tui.form.fields.gpu_picker import GpuPicker, users_of
 from tui.form.fields.pages import BLOCKS, PAGES, first_of, page_of
+from tui.form.gate import Gate
 from tui.form.keys import BINDINGS, last_line
 from tui.form.lookups import Looks
 from tui.form.purpose import Purpose
@@ -86,8 +88,10 @@ class NewJobScreen(Screen[int | None]):
         self.fields = Fields(values, snapshot)
         self.preview = Preview()
         self.looks = Looks(self, on_gpus=bool(snapshot.gpus))
+        self.gate = Gate(self)
+        self.earlier = Earlier(self, purpose.source)
         self._due: Timer | None = None
-        self._opened: dict[str, Any] = {}  # what it said when it was opened
+        self.opened: dict[str, Any] = {}  # what it said when it was opened
         self._reasons: dict[str, str] = {}  # why fields do not apply
         self._busy = False
         self._reading = False  # whether the preview is asked for where it has no room
@@ -95,12 +99,17 @@ class NewJobScreen(Screen[int | None]):
         self._tried = False  # an empty form is no mistake before someone submits it
         self.chosen_of: Model | None = None  # the model whose blocks were chosen
 
+    @property
+    def heading(self) -> str:
+        """The title: what the form is for, and what can be taken from an earlier job."""
+        return f"{self.purpose.heading}{self.earlier.offer}"
+
     # -- layout ----------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
         set_size_classes(self)
         self._arrange()
-        yield Static(self.purpose.heading, id="form-title", markup=False)
+        yield Static(self.heading, id="form-title", markup=False)
         yield Links("", id="form-tabs")
         with Container(id="form-body"):
             yield self.fields
@@ -112,7 +121,7 @@ class NewJobScreen(Screen[int | None]):
 
     def on_mount(self) -> None:
         self.fields.begin()
-        self._opened = self.fields.said
+        self.opened = self.fields.said
         self.query_one("#field-name").focus()
         self._check()
         self.app.snapshots.subscribe(self, self._looked)
@@ -142,7 +151,7 @@ class NewJobScreen(Screen[int | None]):
             row.scroll_visible(animate=False)
             row.control.focus()
         if reason := self._reasons.get(name):
-            self._help(f"{field_texts.help_text(name)} Now: {reason}.")
+            self.tell(f"{field_texts.help_text(name)} Now: {reason}.")
 
     async def _turn_to(self, number: int) -> None:
         await self.fields.turn_to(number, self._reasons)
@@ -180,8 +189,8 @@ class NewJobScreen(Screen[int | None]):
         row = next((node for node in event.widget.ancestors if isinstance(node, FieldRow)), None)
         text = field_texts.help_text(row.field) if row else ""
         if row is not None and row.field == "strategy":
-            text = f"{text} {draft.strategy_note(self.values)[1]}".rstrip()
-        self._help(text)
+            text = f"{text} {self._strategy_note(self.values)[1]}".rstrip()
+        self.tell(text)
 
     @on(FieldRow.Changed)
     def _changed(self, message: FieldRow.Changed) -> None:
@@ -196,10 +205,9 @@ class NewJobScreen(Screen[int | None]):
 
     def _check(self) -> None:
         """Show what the values come to, and what is wrong beside each field."""
-        if (followed := self.fields.follow()) is not None:
-            cascade = self.query_one("#cascade", Static)
-            show(cascade, followed)
-            cascade.set_class(bool(followed), "-shown")
+        followed, cascade = self.fields.follow(), self.query_one("#cascade", Static)
+        show(cascade, followed)
+        cascade.set_class(bool(followed), "-shown")
         values, self._reasons = draft.in_force(self.fields.said)
         self.looks.at_paths(values)
         self.preview.tell("yaml", draft.as_yaml(values))
@@ -225,11 +233,21 @@ class NewJobScreen(Screen[int | None]):
         self._show_carried(values)
 
     def _show_ranks(self, values: Mapping[str, Any]) -> None:
-        """What `auto` comes to, and how many ranks chosen GPUs make."""
-        self.fields.rows["strategy"].note(draft.strategy_note(values)[0])
+        """What the strategy comes to, and how many ranks chosen GPUs make."""
+        self.fields.rows["strategy"].note(self._strategy_note(values)[0])
         gpus = values.get("gpus")
         count = gpus if isinstance(gpus, int) else len(gpus or [])
         self.fields.rows["num_processes"].turn_off(f"{count}, one per GPU" if count else "")
+
+    def _strategy_note(self, values: Mapping[str, Any]) -> tuple[str, str]:
+        fit = self.query_one(FitBars)
+        found = fit.found.strategy if fit.found and fit.knows(values) else ""
+        return draft.strategy_note(values, found)
+
+    @on(FitBars.Found)
+    def _predicted(self) -> None:
+        self._show_ranks(self.values)
+        self.gate.look_again()
 
     @on(Looks.Checked)
     def _path_checked(self, message: Looks.Checked) -> None:
@@ -237,6 +255,7 @@ class NewJobScreen(Screen[int | None]):
         found = f"✓ {message.text}" if message.good and message.text else ""
         self.fields.rows[message.field].note(found)
         self._check()
+        self.gate.look_again()
 
     @on(Looks.Launch)
     def _launch_made(self, message: Looks.Launch) -> None:
@@ -247,11 +266,11 @@ class NewJobScreen(Screen[int | None]):
     async def action_submit(self) -> None:
         if self._busy or (values := await self._complete()) is None:
             return
-        if self.query_one(FitBars).asks(values, self.action_submit):
+        if not self.gate.opens(values):
             return
         self._busy = True
         self.complain("")
-        self._help("checking …")
+        self.tell("checking …")
         work = partial(self._submit, self.purpose, values)
         self.run_worker(work, group="submit", exit_on_error=False, thread=True)
 
@@ -290,7 +309,7 @@ class NewJobScreen(Screen[int | None]):
         if message.job is not None:
             self.dismiss(message.job)
             return
-        self._help("")
+        self.tell("")
         self._refused = message.problem
         if message.free_name:
             self._become_copy(message.free_name)
@@ -300,9 +319,12 @@ class NewJobScreen(Screen[int | None]):
         """The job can be changed no more: what was typed can still become another."""
         self.purpose = Purpose(heading=f"copy of job {self.purpose.job}")
         self.fields.put({"name": name})
-        self.query_one("#form-title", Static).update(self.purpose.heading)
+        self.query_one("#form-title", Static).update(self.heading)
         self._show_keys()
         self._refused += "; ^r now queues your settings as a new job"
+
+    def action_take_over(self) -> None:
+        self.earlier.turn()
 
     async def action_data(self) -> None:
         if (values := await self._complete()) is not None:
@@ -345,7 +367,7 @@ class NewJobScreen(Screen[int | None]):
         self.notify(clipboard.copy(self.app, text), markup=False)
 
     def action_leave(self) -> None:
-        if draft.same(self.fields.said, self._opened):
+        if draft.same(self.fields.said, self.opened):
             self.dismiss(None)
         else:
             subscreens.ask_to_leave(self, busy=self._busy)
@@ -369,7 +391,8 @@ class NewJobScreen(Screen[int | None]):
         keys = last_line(self.purpose.verb, width - 2, narrow=width < _WIDE)
         self.query_one("#form-keys", Static).update(keys)
 
-    def _help(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Say something below the fields."""
         show(self.query_one("#field-help", Static), text)
 
     def complain(self, problem: str, *, warning: bool = False) -> None:

@@ -52,7 +52,7 @@ class FieldsProvider(_Named):
     def _entries(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
         for page in PAGES:
             for name in page.fields:
-                known = label(name) in (name, name.replace("_", " "))
+                known = label(name).casefold() == name.replace("_", " ")
                 called = "" if known else f" ({label(name)})"
                 about = JobSpec.model_fields[name].description or ""
                 yield f"{name}{called}", about, partial(self.form.go_to, name)

@@ -40,7 +40,7 @@ _COLOURS = {
 }
 
 
-class JobScreen(JobActions):
+class JobScreen(JobActions[None]):
     """Looks at one job once a second, in a thread; the open tab shows what it found."""
 
     CSS_PATH: ClassVar = ["job.tcss", "checkpoints/checkpoints.tcss"]
@@ -60,17 +60,6 @@ class JobScreen(JobActions):
             "Previous tab",
             line=False,
         ),
-        Key(
-            "stop_job",
-            "x",
-            "x",
-            "stop",
-            "Stop the job after the current step, with a checkpoint",
-            line=False,
-        ),
-        Key("start_job", "s", "s", "start", "Resume the ended job", line=False),
-        Key("save_now", "m", "m", "save", "Write a checkpoint at the next step", line=False),
-        Key("sample_now", "p", "p", "sample", "Sample the prompts at the next step", line=False),
         Key("switch_theme", "t", "t", "theme", "Switch between dark and light theme", line=False),
         Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen"),
         Key("dismiss", "escape,q,i", "esc", "close", "Back to the dashboard"),
@@ -162,11 +151,14 @@ class JobScreen(JobActions):
     @on(Pane.KeysChanged)
     def _show_keys(self) -> None:
         pane = self.panes.get(self.tab)
-        own = [key for key in self.KEYS if key.line]
+        keys = pane.keys if pane is not None else ()
+        taken = {key for one in keys for key in one.keys.split(",")}
+        acting = [key for key in self.job_keys(self.job) if taken.isdisjoint(key.keys.split(","))]
+        own = [*acting, *(key for key in self.KEYS if key.line)]
         width = self.size.width - 2
         # Those of the screen are always there; the pane's stand before them.
         reserved = sum(len(key.shown) + len(key.label) + 3 for key in own)
-        line = line_of(pane.keys, width - reserved) if pane is not None else Content("")
+        line = line_of(keys, width - reserved)
         rest = line_of(own, width)
         self._put("job-keys", Content.assemble(line, "  " if line.plain else "", rest))
 
@@ -214,8 +206,8 @@ class JobScreen(JobActions):
     # -- acting ----------------------------------------------------------------------------
 
     @property
-    def acted_on(self) -> int:
-        return self.job.id
+    def job_acted_on(self) -> Job:
+        return self.job
 
     def act(self, act: Callable[[int], str]) -> None:
         super().act(act)

@@ -112,7 +112,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "x",
         "x",
         "stop",
-        "Stop the job after a checkpoint; again: SIGTERM, then SIGKILL",
+        "Stop the job after a checkpoint: press twice within 3 s. Again: SIGTERM, then SIGKILL",
         "jobs",
         "stoppable",
         3,
@@ -126,7 +126,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "Write a checkpoint at the next step",
         "jobs",
         "active",
-        5,
+        4,
         acts=True,
     ),
     Action(
@@ -137,8 +137,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "Sample the validation prompts at the next step",
         "jobs",
         "active",
-        6,
-        spare=True,
+        5,
         acts=True,
     ),
     Action(
@@ -207,7 +206,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("page_up", "ctrl+u", "^u", "page up", "Move up half a screen", "list"),
     Action("first", "g,ctrl+home", "g", "first", "Select the first job", "list"),
     Action("last", "G,shift+g,ctrl+end", "G", "last", "Select the last job", "list"),
-    Action("toggle_log", "l", "l", "log", "Open the log full-screen, or close it", "log", "job", 4),
+    Action("toggle_log", "l", "l", "log", "Open the log full-screen, or close it", "log", "job", 6),
     Action("search_log", "slash", "/", "search log", "Search the log full-screen", "log", "job"),
     Action(
         "next_log",
@@ -257,6 +256,9 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("quit_app", "q", "q", "quit", "Quit the dashboard; jobs keep running", "app", footer=12),
 )
 
+# They mean the same on every screen that shows a job; see `tui.widgets.job_actions`.
+_OF_A_JOB: Final = ("start_job", "stop_job", "save_now", "sample_now")
+
 # Of other screens: actions that change jobs or files, by their names.
 _ACTING_ELSEWHERE: Final = frozenset(
     {"resume", "export", "delete", "clear", "clear_all", "submit", "edit_job", "duplicate_job"}
@@ -266,19 +268,34 @@ ACTING: Final = _ACTING_ELSEWHERE | {action.name for action in ACTIONS if action
 
 def bindings(*groups: Group) -> list[BindingType]:
     """Key bindings of these groups; a screen or widget that has their methods uses them."""
-    return [
-        Binding(
-            action.keys,
-            action.name,
-            action.label,
-            show=bool(action.footer),
-            tooltip=action.help,
-            id=action.id,
-            key_display=action.shown,
-        )
-        for action in ACTIONS
-        if action.group in groups
-    ]
+    return [_binding(one) for one in ACTIONS if one.group in groups and one.name not in _OF_A_JOB]
+
+
+def job_bindings() -> list[BindingType]:
+    """Key bindings of what can be done with a job on every screen that shows one."""
+    return [_binding(action) for action in ACTIONS if action.name in _OF_A_JOB]
+
+
+def job_actions(job: Job | None, keymap: Mapping[str, str] | None = None) -> list[Action]:
+    """What of that makes sense for a job as it is now, with a person's own keys."""
+    return [_own(one, keymap) for one in ACTIONS if one.name in _OF_A_JOB and one.fits(job)]
+
+
+def _binding(action: Action) -> Binding:
+    return Binding(
+        action.keys,
+        action.name,
+        action.label,
+        show=bool(action.footer),
+        tooltip=action.help,
+        id=action.id,
+        key_display=action.shown,
+    )
+
+
+def _own(action: Action, keymap: Mapping[str, str] | None) -> Action:
+    keys = (keymap or {}).get(action.id)
+    return replace(action, keys=keys, shown=shown_key(keys)) if keys else action
 
 
 def everywhere() -> list[BindingType]:
@@ -300,25 +317,27 @@ def everywhere() -> list[BindingType]:
 
 
 def footer_actions(
-    width: int | None = None, keymap: Mapping[str, str] | None = None
+    width: int | None = None, keymap: Mapping[str, str] | None = None, job: Job | None = None
 ) -> list[Action]:
     """What the footer shows, in its order: as many actions as fit the columns.
 
     Args:
         width: Columns.
         keymap: A person's own keys, by the action's id.
+        job: The selected one. It can be started or stopped, never both: one of them has a place.
     """
     shown = sorted((action for action in ACTIONS if action.footer), key=lambda a: a.footer)
-    shown = [
-        replace(one, shown=shown_key(keys)) if (keys := (keymap or {}).get(one.id)) else one
-        for one in shown
-    ]
+    shown = [_own(action, keymap) for action in shown if job is None or _may_fit(action, job)]
     # Spare ones go first, then others from the right; help and the way out stay.
     may_go = [action for action in shown if not action.spare and action.group != "app"]
     may_go += [action for action in shown if action.spare]
     while may_go and width is not None and footer_width(shown) > width:
         shown.remove(may_go.pop())
     return shown
+
+
+def _may_fit(action: Action, job: Job) -> bool:
+    return action.needs in ("nothing", "job") or action.fits(job)
 
 
 def shown_key(keys: str) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _COMMANDS: Final = ("tui.cli", "tui.__main__")  # all others may have keys
 # Keys of vim that move, and those that always do.
 _VIM: Final = frozenset("hjklgG") | {"shift+g", "upper_g", "ctrl+d", "ctrl+u"}
-_MOVING: Final = frozenset(
+MOVING: Final = frozenset(
     {"left", "down", "up", "right", "home", "end", "ctrl+home", "ctrl+end", "pagedown", "pageup"}
 )
 
@@ -54,9 +54,9 @@ class Keymap:
 def known_bindings() -> dict[str, Known]:
     """Every binding of every screen that has an id. Imports all screens: 0.1 s."""
     found: dict[str, Known] = {}
-    for place in places():
+    for place, whose in ((one, kind) for one in places() for kind in _ours(one)):
         keys: dict[str, list[Binding]] = {}
-        for binding in Binding.make_bindings(vars(place)["BINDINGS"]):
+        for binding in Binding.make_bindings(vars(whose)["BINDINGS"]):
             if binding.id:
                 keys.setdefault(binding.id, []).append(binding)
         for name, bindings in keys.items():
@@ -67,6 +67,15 @@ def known_bindings() -> dict[str, Known]:
             )
             one.places.add(place.__qualname__)
     return found
+
+
+def _ours(place: type[Any]) -> Iterator[type[Any]]:
+    """Classes that give a place its bindings: itself, and those of ours that it inherits from."""
+    for kind in place.__mro__:
+        if kind.__module__.startswith("tui.") and vars(kind).get("BINDINGS"):
+            yield kind
+            if issubclass(kind, DOMNode) and not kind._inherit_bindings:
+                return
 
 
 def places() -> Iterator[type[Any]]:
@@ -121,7 +130,7 @@ def _normal(text: str) -> tuple[str, ...]:
 def _without_vim(known: Mapping[str, Known]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, one in known.items():
         left = tuple(key for key in one.keys if key not in _VIM)
-        if len(left) < len(one.keys) and _MOVING & set(left):
+        if len(left) < len(one.keys) and MOVING & set(left):
             yield name, left
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from textual.binding import Binding
 
 from tui.keys.actions import ACTIONS, GROUP_TITLES
+from tui.keys.keymap import MOVING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from textual.dom import DOMNode
     from textual.screen import Screen
 
-_PAUSE: Final = re.compile(r"[,;:] ")
+    from tui.keys.actions import Action
+
 _BY_ID: Final = {action.id: action for action in ACTIONS}
 HERE: Final = "On this screen"
 EVERYWHERE: Final = "Everywhere"
@@ -34,6 +35,8 @@ class ScreenKey:
         help: A sentence, or the label.
         action: As Textual parses it.
         node: Where the action is.
+        id: Of the binding, or "".
+        moves: Whether it only moves a mark or a text, as arrow keys do.
     """
 
     section: str
@@ -42,11 +45,18 @@ class ScreenKey:
     help: str
     action: str
     node: DOMNode
+    id: str = ""
+    moves: bool = False
+
+    @property
+    def known(self) -> Action | None:
+        """Its entry in the table of actions, if it has one."""
+        return _BY_ID.get(self.id)
 
     @property
     def title(self) -> str:
         """The beginning of the help: what is done, without how."""
-        title = _PAUSE.split(self.help, maxsplit=1)[0]
+        title = self.help.partition(": ")[0]
         return title[:1].upper() + title[1:]
 
 
@@ -104,6 +114,8 @@ def _describe(
         first.tooltip or first.description,
         action,
         node,
+        first.id or "",
+        any(one.key in MOVING or one.key in ("ctrl+d", "ctrl+u") for one in bindings),
     )
 
 

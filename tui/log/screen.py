@@ -8,7 +8,6 @@ from textual import on
 from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Input, Static
 
 from jobs.errors import UserError
@@ -18,24 +17,27 @@ from tui.log.reader import LogReader
 from tui.log.search import Finding
 from tui.log.sources import log_choices, log_sources
 from tui.terminal.clipboard import copy
+from tui.widgets.job_actions import OfOneJob
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
-    from textual.events import Resize
 
     from jobs.queue.store import Job
-    from tui.app.app import FsdpTui
 
-_KEYS: Final = (  # action, keys as people read them, what it does; the first are kept the longest
+# Action, keys as people read them, what it does; the first are kept the longest. What can be done
+# with the job stands between the two.
+_FIRST: Final = (
     ("dismiss_or_undo", "esc", "close"),
     ("ask('search')", "/", "search"),
     ("ask('filter')", "&", "only"),
-    ("more_serious", "s", "level"),
+    ("app.show_help", "?", "help"),
+)
+_MORE: Final = (
     ("next_error", "e", "error"),
+    ("more_serious", "v", "level"),
     ("ask('place')", ":", "go to"),
     ("wrap", "w", "wrap"),
     ("copy", "y", "copy"),
-    ("app.show_help", "?", "help"),
     ("follow", "f", "follow"),
     ("select", "space", "select"),
     ("next_log", "]", "next log"),
@@ -48,7 +50,7 @@ _PROMPTS: Final = {  # what is asked for: the sign before it, and what may be ty
 }
 
 
-class LogScreen(Screen[int]):
+class LogScreen(OfOneJob[int]):
     """The logs of a job, one at a time. Gives back the number of the one that was shown."""
 
     CSS_PATH = "log.tcss"
@@ -120,7 +122,7 @@ class LogScreen(Screen[int]):
             tooltip="Show only lines that match a text or regular expression",
         ),
         Binding(
-            "s",
+            "v",
             "more_serious",
             "level",
             id="log.level",
@@ -182,8 +184,6 @@ class LogScreen(Screen[int]):
         ),
     ]
 
-    app: FsdpTui
-
     def __init__(self, job: Job, shown: int = 0, *, ask: str = "") -> None:
         """
         Args:
@@ -191,8 +191,7 @@ class LogScreen(Screen[int]):
             shown: Which of them, as `log_sources` has them.
             ask: What to ask for at once: `search`, `filter` or `place`.
         """
-        super().__init__()
-        self.job = job
+        super().__init__(job)
         self.sources = log_sources(job)
         self.shown = shown % len(self.sources)
         self.reader = LogReader()
@@ -220,9 +219,13 @@ class LogScreen(Screen[int]):
         if self._first_question:
             self.action_ask(self._first_question)
 
-    def on_resize(self, event: Resize) -> None:
-        room = event.size.width - 2
-        keys = list(_KEYS)
+    def on_resize(self) -> None:
+        self.show_keys()
+
+    def show_keys(self) -> None:
+        room = self.size.width - 2
+        acting = ((key.action, key.shown, key.label) for key in self.job_keys(self.job_now))
+        keys = [*_FIRST, *acting, *_MORE]
         while keys and len("  ".join(f"{shown} {does}" for _, shown, does in keys)) > room:
             keys.pop()
         self.key_line.update(key_line(keys))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from textual.screen import Screen
 from textual.widgets import Static
 
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.plots.panel import PlotsPanel
+from tui.widgets.job_actions import OfOneJob
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
-    from textual.events import Resize
 
     from jobs.queue.store import Job, Store
-    from tui.app.app import FsdpTui
 
 
-class PlotsScreen(Screen[None]):
+class PlotsScreen(OfOneJob[None]):
     """Wires the panel of curves to the choice of what it compares."""
 
     CSS_PATH = "plots.tcss"
@@ -30,17 +28,14 @@ class PlotsScreen(Screen[None]):
     )
     BINDINGS: ClassVar = bindings_of("plots_screen", KEYS[:2])
 
-    app: FsdpTui
-
     def __init__(self, store: Store, job: Job) -> None:
         """
         Args:
             store: Where the other jobs are.
             job: Whose curves.
         """
-        super().__init__()
+        super().__init__(job)
         self.store = store
-        self.job = job
         self.panel = PlotsPanel([job], resting=self._is_covered)
         self.key_line = Static("", id="plots-keys")
 
@@ -52,9 +47,12 @@ class PlotsScreen(Screen[None]):
         self.key_line.auto_links = False  # they would all get one colour
         yield self.key_line
 
-    def on_resize(self, event: Resize) -> None:
-        keys = (*self.KEYS, *self.panel.KEYS)
-        self.key_line.update(line_of(keys, event.size.width - 2))
+    def on_resize(self) -> None:
+        self.show_keys()
+
+    def show_keys(self) -> None:
+        keys = (*self.KEYS, *self.job_keys(self.job_now), *self.panel.KEYS)
+        self.key_line.update(line_of(keys, self.size.width - 2))
 
     def _is_covered(self) -> bool:
         stack = self.app.screen_stack

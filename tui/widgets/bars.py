@@ -89,7 +89,7 @@ class KeyBar(_Line):
 
     def update_from(self, job: Job | None) -> None:
         self._job = job
-        actions = footer_actions(self.content_size.width, self.keymap)
+        actions = footer_actions(self.content_size.width, self.keymap, job)
         fitting = [action.fits(job) and not (self.read_only and action.acts) for action in actions]
         shown = [(action.name, fits) for action, fits in zip(actions, fitting, strict=True)]
         if shown == self._shown:

@@ -1,33 +1,39 @@
-"""What a person does with a job, on the dashboard as on the screen of one job."""
+"""What a person does with a job, on the dashboard as on every screen of one job: the same keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
 from textual.message import Message
-from textual.screen import Screen
+from textual.screen import Screen, ScreenResultType
 
 from jobs import service
 from jobs.service.plan import plan_resume
+from tui.keys.actions import job_actions, job_bindings
+from tui.keys.key_table import Key
 from tui.text.checkpoint_text import resume_question, resumed
 from tui.widgets.modals.stop_job import stop_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.queue.store import Store
+    from textual.binding import BindingType
+
+    from jobs.queue.store import Job
     from jobs.service.plan import Plan
     from tui.app.app import FsdpTui
+    from tui.look.snapshot import Snapshot
 
 
-class JobActions(Screen[None]):
+class JobActions(Screen[ScreenResultType]):
     """A screen with a job that can be started, stopped and asked for something."""
 
+    BINDINGS: ClassVar[list[BindingType]] = job_bindings()
+
     app: FsdpTui
-    store: Store
 
     @dataclass
     class Planned(Message):
@@ -36,9 +42,23 @@ class JobActions(Screen[None]):
         plan: Plan
 
     @property
-    def acted_on(self) -> int | None:
-        """The job that actions are about."""
+    def job_acted_on(self) -> Job | None:
+        """The job that actions are about, as it was seen last."""
         raise NotImplementedError
+
+    @property
+    def acted_on(self) -> int | None:
+        """Its number."""
+        return job.id if (job := self.job_acted_on) is not None else None
+
+    def job_keys(self, job: Job | None) -> list[Key]:
+        """What can be done with a job as it is now, for the line of keys."""
+        if self.app.settings.read_only:
+            return []
+        return [
+            Key(one.name, one.keys, one.shown, one.label, one.help)
+            for one in job_actions(job, self.app.own_keys)
+        ]
 
     def act(self, act: Callable[[int], str]) -> None:
         """Do something with the job in a thread; what it returns is shown."""
@@ -47,11 +67,11 @@ class JobActions(Screen[None]):
 
     def action_start_job(self) -> None:
         def start(job: int) -> str:
-            plan = plan_resume(self.store, job)
+            plan = plan_resume(self.app.store, job)
             if plan.changes:
                 self.post_message(self.Planned(plan))
                 return ""
-            return resumed(service.carry_out(self.store, plan))
+            return resumed(service.carry_out(self.app.store, plan))
 
         self.act(start)
 
@@ -73,7 +93,7 @@ class JobActions(Screen[None]):
 
         def answered(yes: bool | None) -> None:
             if yes and plan.job is not None:
-                resume = partial(service.resume, self.store, plan.job.id, back_to=plan.back_to)
+                resume = partial(service.resume, self.app.store, plan.job.id, back_to=plan.back_to)
                 self.app.act(lambda: resumed(resume()))
                 then()
 
@@ -83,7 +103,7 @@ class JobActions(Screen[None]):
 
     def action_stop_job(self) -> None:
         if (job := self.acted_on) is not None:
-            stop_job(self.app, self.store, job)
+            stop_job(self.app, self.app.store, job)
 
     def action_save_now(self) -> None:
         self._request("save_now", "saves a checkpoint at the next step")
@@ -93,10 +113,40 @@ class JobActions(Screen[None]):
 
     def _request(self, name: str, words: str) -> None:
         def ask(job: int) -> str:
-            service.request(self.store, job, name)
+            service.request(self.app.store, job, name)
             return f"job {job} {words}"
 
         self.act(ask)
 
     def action_switch_theme(self) -> None:
         self.app.switch_theme()
+
+
+class OfOneJob(JobActions[ScreenResultType]):
+    """Fills the screen with something of one job; its keys follow the state of the job.
+
+    Args:
+        job: As it was when the screen was opened.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+        self.job_now = job
+
+    @property
+    def job_acted_on(self) -> Job:
+        return self.job_now
+
+    def on_mount(self) -> None:
+        self.app.snapshots.subscribe(self, self._follow_state)
+
+    def _follow_state(self, snapshot: Snapshot) -> None:
+        view = snapshot.find(self.job.id)
+        if view is not None and view.job.state is not self.job_now.state:
+            self.job_now = view.job
+            self.show_keys()
+
+    def show_keys(self) -> None:
+        """Fill the line of keys."""
+        raise NotImplementedError

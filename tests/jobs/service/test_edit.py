@@ -197,7 +197,7 @@ def test_a_copy_has_all_values(store: Store, waiting: Job) -> None:
     assert values == read(waiting).to_dict() | {"name": "t-2"}
 
 
-def test_a_new_job_begins_with_model_data_and_ranks_of_the_newest(
+def test_a_new_job_can_take_model_data_and_ranks_of_the_newest_but_not_its_device(
     store: Store, job_values: dict[str, Any]
 ) -> None:
     spec = load_spec(None, job_values | {"seed": 7, "strategy": "fsdp2", "num_processes": 4})
@@ -207,13 +207,12 @@ def test_a_new_job_begins_with_model_data_and_ranks_of_the_newest(
     assert values == {
         "model_type": "lora",
         "model_family": "flux",
-        "device": "cpu",
         "strategy": "fsdp2",
         "pretrained_model_name_or_path": spec.pretrained_model_name_or_path,
         "dataset": spec.dataset,
         "num_processes": 4,
     }
-    plan_submit(store, load_spec(None, values))
+    plan_submit(store, load_spec(None, values | {"device": "cpu"}))
 
 
 def test_a_newest_job_that_cannot_be_read_gives_nothing(store: Store) -> None:

@@ -120,7 +120,7 @@ SCENES: Final = (
     Scene("job-copy", ("D",)),
     Scene("job-copy-fsdp", ("D", "alt+2")),
     Scene("job-copy-command", ("D", "f3")),
-    Scene("detect", (*_COPY, "ctrl+b"), ("escape", "escape")),
+    Scene("detect", (*_COPY, "f2"), ("escape", "escape")),
     Scene("fields", (*_COPY, "ctrl+f", *"lora"), ("escape", "escape")),
     Scene("templates", (*_NEW, "ctrl+t"), ("escape", "escape")),
     Scene("ask-path", (*_COPY, "ctrl+s"), ("escape", "escape")),

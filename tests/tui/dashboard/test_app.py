@@ -409,17 +409,20 @@ async def test_escape_codes_do_not_reach_the_terminal(store: Store) -> None:
 # -- acting --------------------------------------------------------------------------------
 
 
-async def test_stop_says_what_happens_and_grows_firmer(store: Store) -> None:
-    job = add_job(store, state=State.RUNNING)
+async def test_a_stop_needs_two_presses_says_what_happens_and_grows_firmer(store: Store) -> None:
+    job = add_job(store, "cats", state=State.RUNNING)
     async with running(store) as (app, pilot):
-        await pilot.press("x")
-        await until(
-            pilot, lambda: any("after the current step, with a checkpoint" in t for t in said(app))
-        )
-        assert store.get(job.id).stop_level == 1
-        await pilot.press("x")
-        await until(pilot, lambda: any("SIGTERM" in t for t in said(app)))
-        assert store.get(job.id).stop_level == 2
+        for level, what, then in (
+            (0, "stop it after a checkpoint", "after the current step, with a checkpoint"),
+            (1, "send it SIGTERM", "gets SIGTERM"),
+        ):
+            await pilot.press("x")
+            await until(pilot, lambda what=what: any(what in text for text in said(app)))  # type: ignore[misc]
+            assert any("job 1 “cats”: press x again within" in text for text in said(app))
+            assert store.get(job.id).stop_level == level
+            await pilot.press("x")
+            await until(pilot, lambda then=then: any(then in text for text in said(app)))  # type: ignore[misc]
+            assert store.get(job.id).stop_level == level + 1
         await pilot.press("x")
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         assert store.get(job.id).stop_level == 2, "nobody is killed unasked"
@@ -429,14 +432,16 @@ async def test_stop_says_what_happens_and_grows_firmer(store: Store) -> None:
         await until(pilot, lambda: store.get(job.id).stop_level == 3)
 
 
-async def test_a_key_pressed_thrice_in_haste_kills_nothing(store: Store) -> None:
-    job = add_job(store, state=State.RUNNING)
+async def test_a_key_pressed_thrice_in_haste_stops_once_and_kills_nothing(store: Store) -> None:
+    job, other = add_job(store, state=State.RUNNING), add_job(store, "other")
     async with running(store) as (app, pilot):
+        await pilot.press("x", "j", "x", "k")
+        await until(pilot, lambda: any("remove it from the queue" in text for text in said(app)))
+        assert store.get(other.id).state is State.QUEUED, "the first press was for another job"
         await pilot.press("x", "x", "x")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
-        await pilot.press("escape")
-        await until(pilot, lambda: app.screen is app.dashboard)
-        assert store.get(job.id).stop_level == 2
+        await until(pilot, lambda: any("send it SIGTERM" in text for text in said(app)))
+        assert app.screen is app.dashboard
+        assert store.get(job.id).stop_level == 1
         assert "● running" in shown(jobs_of(app))  # only the store says that it stops
 
 

@@ -21,6 +21,7 @@ from tests.support.tui.driven_app import all_said, question, running
 from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.pilot import until
 from tests.support.waiting import PATIENCE
+from tui.app.palette import ActionsProvider
 from tui.dashboard.caches.screen import CachesScreen
 from tui.text.cache_text import amount, cache_rows, freed
 from tui.text.format import plain
@@ -138,7 +139,7 @@ async def test_the_caches_are_listed_with_their_sizes(
 @pytest.mark.slow
 async def test_what_clearing_freed_is_told_twice(store: Store, caches: Caches) -> None:
     async with opened(store) as (app, pilot, screen):
-        await pilot.press("j", "x")
+        await pilot.press("j", "delete")
         asked = await question(app, pilot)
         assert asked.question == "Clear the latents cache?"
         assert "3.2 GiB in 640 files will be deleted" in asked.detail
@@ -184,7 +185,7 @@ async def test_clearing_is_refused_while_jobs_run_and_the_screen_says_why(
 ) -> None:
     caches.refusal = StateError("job 3 is running and may be using it", "stop it first")
     async with opened(store) as (app, pilot, screen):
-        await pilot.press("x")
+        await pilot.press("delete")
         await question(app, pilot)
         await pilot.press("y")
         reason = "job 3 is running and may be using it; stop it first"
@@ -192,7 +193,7 @@ async def test_clearing_is_refused_while_jobs_run_and_the_screen_says_why(
         assert screen.query_one("#cache-status").has_class("-refused")
         await until(pilot, lambda: reason in all_said(app))
         caches.refusal = None
-        await pilot.press("x")
+        await pilot.press("delete")
         await question(app, pilot)
         await pilot.press("y")
         await until(pilot, lambda: text_of(screen, "status").startswith("freed 40 KiB in 1 file "))
@@ -205,7 +206,7 @@ async def test_what_could_not_be_deleted_is_told_and_what_is_left_is_shown(
 ) -> None:
     caches.refusal = UserError("3 files could not be deleted: /a (Permission denied); 637 were")
     async with opened(store) as (app, pilot, screen):
-        await pilot.press("j", "x")
+        await pilot.press("j", "delete")
         await question(app, pilot)
         caches.held[1] = replace(caches.held[1], files=3)
         await pilot.press("y")
@@ -217,12 +218,12 @@ async def test_what_could_not_be_deleted_is_told_and_what_is_left_is_shown(
 async def test_a_failure_of_ours_does_not_lock_the_screen(store: Store, caches: Caches) -> None:
     caches.refusal = KeyError("latents")
     async with opened(store) as (app, pilot, screen):
-        await pilot.press("x")
+        await pilot.press("delete")
         await question(app, pilot)
         await pilot.press("y")
         await until(pilot, lambda: text_of(screen, "status") == "clearing failed")
         await until(pilot, lambda: "KeyError: 'latents'" in all_said(app))
-        await pilot.press("x")
+        await pilot.press("delete")
         await question(app, pilot)
 
 
@@ -232,11 +233,11 @@ async def test_clearing_goes_on_when_the_screen_is_left_and_is_asked_for_once(
 ) -> None:
     caches.allowed.clear()
     async with opened(store) as (app, pilot, screen):
-        await pilot.press("x")
+        await pilot.press("delete")
         await question(app, pilot)
         await pilot.press("y")
         await until(pilot, lambda: text_of(screen, "status") == "clearing detection …")
-        await pilot.press("x", "a")
+        await pilot.press("delete", "a")
         assert app.screen is screen
         await pilot.press("escape")
         await until(pilot, lambda: app.screen is app.dashboard)
@@ -254,7 +255,7 @@ async def test_caches_that_cannot_be_read_are_told(store: Store, caches: Caches)
         assert "Permission denied" in text_of(screen, "problem")
         assert screen.query_one("#cache-problem").display
         assert not screen.panel.display
-        await pilot.press("x", "a", "j")  # nothing to do anything with
+        await pilot.press("delete", "a", "j")  # nothing to do anything with
         caches.broken = None
         await pilot.press("r")
         await until(pilot, lambda: screen.panel.display and screen.panel.rows)
@@ -264,8 +265,8 @@ async def test_caches_that_cannot_be_read_are_told(store: Store, caches: Caches)
 async def test_the_palette_leads_to_the_caches(store: Store, caches: Caches) -> None:
     add_job(store, state=State.COMPLETED)
     async with running(store, (80, 24)) as (app, pilot):
-        commands = app.get_system_commands(app.dashboard)
-        await next(command for command in commands if command.title.endswith("(C)")).callback()
+        entries = ActionsProvider(app.dashboard).entries()
+        await next(entry for entry in entries if entry.keys == "C").do()  # type: ignore[misc]
         await until(pilot, lambda: isinstance(app.screen, CachesScreen))
 
 

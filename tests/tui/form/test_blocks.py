@@ -109,7 +109,7 @@ async def found_in(
         yield screen, pilot, answers
 
 
-async def modal(app: FsdpTui, pilot: Pilot[None], key: str = "ctrl+b") -> DetectScreen:
+async def modal(app: FsdpTui, pilot: Pilot[None], key: str = "f2") -> DetectScreen:
     """Open the modal and wait for its end of looking."""
     await pilot.press(key)
     await until(pilot, lambda: isinstance(app.screen, DetectScreen) and app.screen.is_mounted)

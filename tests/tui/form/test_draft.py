@@ -276,7 +276,15 @@ WHAT_FITS = ("→ what fits", "On GPUs: ddp if the full model fits on each, else
             ("→ fsdp2", "Now fsdp2: context parallelism requires it."),
         ),
         ({"gpus": [0, 1], "fsdp_enable": True}, ("→ fsdp2", "Now fsdp2: fsdp_enable is on.")),
-        ({"num_processes": 2, "strategy": "ddp"}, ("", "")),
+        (
+            {"num_processes": 2, "strategy": "ddp"},
+            ("a full copy per rank", "Each of 2 ranks holds the full model."),
+        ),
+        (
+            {"num_processes": 4, "strategy": "fsdp2"},
+            ("1/4 of it per rank", "Each rank holds 1/4 of the model."),
+        ),
+        ({"strategy": "ddp", "num_processes": 1}, ("", "")),
         ({"num_processes": "x"}, ("", "")),
     ],
 )
@@ -284,6 +292,11 @@ def test_what_auto_comes_to_is_told_beside_it(
     change: dict[str, object], note: tuple[str, str]
 ) -> None:
     assert draft.strategy_note(GOOD | change) == note
+
+
+def test_auto_says_what_the_predicted_memory_makes_of_it() -> None:
+    assert draft.strategy_note(GOOD, "ddp") == ("→ ddp", "Now ddp, by the predicted memory.")
+    assert draft.strategy_note(GOOD | {"strategy": "fsdp2"}, "fsdp2")[0] == "1/2 of it per rank"
 
 
 def test_warnings_are_told_while_the_values_are_right() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from jobs.memory.fit import Fit, Room
 from tests.support.jobs.fake_memory import GIB
 from tests.support.tui.made_up_runs import nothing_starts
 from tests.support.tui.pilot import until
+from tests.support.waiting import PATIENCE
 from tui.app.app import FsdpTui
 from tui.form.beside import fit as form_fit
 from tui.form.beside.fit import FitBars, bar_lines, look
@@ -58,6 +60,7 @@ def _fake_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing_starts(monkeypatch)
     monkeypatch.setattr("jobs.machine.devices.gpus", some_gpus)
     monkeypatch.setattr(form_fit, "_SETTLES_IN", 0.02)
+    monkeypatch.setattr("tui.form.fields.draft.check_path", lambda *_: (True, ""))
 
 
 @asynccontextmanager
@@ -83,10 +86,17 @@ async def test_bars_follow_the_options_and_say_it_in_words(store: Store) -> None
     values = VALUES | {"gpus": [0, 1, 2], "gradient_checkpointing": True}
     async with form(store, values) as (app, pilot, bars):
         await until(pilot, lambda: "GPU 0,1" in text(bars))
-        first, second = text(bars).splitlines()
+        first, second, faster = text(bars).splitlines()
         assert first.endswith("GiB spare")
         assert second.startswith("GPU 2 ")
         assert "▒" in second
+        assert faster == "→ ddp would fit and is faster"
+        strategy = app.screen.query_one("#field-strategy")
+        strategy.value = "auto"  # type: ignore[attr-defined]
+        row = app.screen.query_one("#row-strategy .note")
+        await until(pilot, lambda: str(row.content) == "→ ddp")  # type: ignore[attr-defined]
+        assert "faster" not in text(bars)
+        strategy.value = "fsdp2"  # type: ignore[attr-defined]
         app.screen.query_one("#field-train_batch_size").value = "32"
         await until(pilot, lambda: "does not fit by" in text(bars))
         assert "train_batch_size: 16, gradient_accumulation_steps: 2" in text(bars)
@@ -107,13 +117,30 @@ async def test_what_does_not_fit_is_asked_once_and_can_be_queued(
     store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     queued: list[Any] = []
+    go_on = threading.Event()
+
+    def slow(*args: Any) -> form_fit.Look:
+        assert go_on.wait(PATIENCE)
+        return look(*args)
+
+    def doubt(name: str, values: Any) -> str:
+        return "2 of 3 images have no caption" if name == "dataset" else ""
+
     monkeypatch.setattr(NewJobScreen, "_submit", lambda self, purpose, job: queued.append(job))
+    monkeypatch.setattr(form_fit, "look", slow)
+    monkeypatch.setattr("tui.form.fields.draft.doubt_of", doubt)
     values = VALUES | {"train_batch_size": 3, "dataset": str(tmp_path)}
     async with form(store, values) as (app, pilot, bars):
-        await until(pilot, lambda: "does not fit" in text(bars))
         await pilot.press("ctrl+r")
+        told = app.screen.query_one("#field-help")
+        await until(pilot, lambda: "^r again queues" in str(told.content))  # type: ignore[attr-defined]
+        assert not queued, "it waits until the memory is known"
+        go_on.set()
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
-        assert "gradient_checkpointing: true" in str(app.screen.query_one("#detail").content)
+        assert "does not fit" in text(bars)
+        detail = str(app.screen.query_one("#detail").content)  # type: ignore[attr-defined]
+        assert "gradient_checkpointing: true" in detail
+        assert "2 of 3 images have no caption" in detail
         await pilot.press("n")
         await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
         assert queued == []

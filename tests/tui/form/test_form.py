@@ -97,6 +97,33 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 # -- by keyboard ---------------------------------------------------------------------------
 
 
+async def test_seven_keys_and_two_paths_queue_a_flux_lora(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    async with running(store, (80, 24)) as (app, pilot):
+        keys = 0
+
+        async def press(*some: str) -> None:
+            nonlocal keys
+            keys += len(some)
+            await pilot.press(*some)
+
+        await press("n")
+        await until(pilot, lambda: app.screen.query("#field-name") and app.focused)
+        await press("down", "down", "down", "down")
+        app.post_message(Paste(job_values["pretrained_model_name_or_path"]))
+        await pilot.pause()
+        await press("down")
+        app.post_message(Paste(job_values["dataset"]))
+        await pilot.pause()
+        await press("ctrl+r")
+        await until(pilot, lambda: store.all())
+        assert keys <= 7
+        spec = load_spec(store.all()[0].run_dir.job_file)
+        assert (spec.model_family, spec.model_type) == ("flux", "lora")
+        assert spec.dataset == job_values["dataset"]
+
+
 @pytest.mark.slow
 async def test_a_whole_job_is_described_and_queued_by_keys_alone(
     store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -116,11 +143,11 @@ async def test_a_whole_job_is_described_and_queued_by_keys_alone(
         await type_over(pilot, "5")
         await find_field(app, pilot, "mixed_precision")
         await pilot.press("n")  # by its first letter
-        await find_field(app, pilot, "num_processes")
+        await go_to(app, pilot, "num_processes")
         await type_over(pilot, "2")
-        await find_field(app, pilot, "device")
+        await go_to(app, pilot, "device")
         await pilot.press("left")  # from auto round to cpu
-        await find_field(app, pilot, "seed")
+        await go_to(app, pilot, "seed")
         await type_over(pilot, "7")
         await pilot.press("ctrl+r")
         await until(pilot, lambda: app.screen is app.dashboard)
@@ -130,7 +157,9 @@ async def test_a_whole_job_is_described_and_queued_by_keys_alone(
         assert (spec.mixed_precision, spec.seed) == ("no", 7)
 
 
-async def test_pages_are_turned_by_keys_and_made_when_they_are(store: Store) -> None:
+async def test_pages_are_turned_made_and_marked_where_something_is_wrong(
+    store: Store, job_values: dict[str, Any], tmp_path: Path
+) -> None:
     async with form(store) as (app, pilot):
         assert len(app.screen.query(".page")) == 1
         await pilot.press("ctrl+n")
@@ -142,15 +171,9 @@ async def test_pages_are_turned_by_keys_and_made_when_they_are(store: Store) -> 
         await pilot.press("f7")  # round to the last one
         await until(pilot, lambda: app.screen.query_one("#page-running").display)
         await until(pilot, lambda: field(app, PAGES[-1].fields[0]).control.has_focus)
-        await pilot.press("alt+6")
-        await until(pilot, lambda: app.screen.query_one("#page-output").display)
+        await pilot.press("alt+4")
+        await until(pilot, lambda: app.screen.query_one("#page-training").display)
         assert len(app.screen.query(".page")) == 4
-
-
-async def test_what_is_wrong_on_another_page_is_marked_told_and_led_to(
-    store: Store, job_values: dict[str, Any]
-) -> None:
-    async with form(store) as (app, pilot):
         for name in ("pretrained_model_name_or_path", "dataset"):
             field(app, name).put(job_values[name])
         await go_to(app, pilot, "adam_beta1")
@@ -161,24 +184,24 @@ async def test_what_is_wrong_on_another_page_is_marked_told_and_led_to(
         assert "adam_beta1: " in text_of(app, "form-error")
         await pilot.press("ctrl+r")
         await until(pilot, lambda: field(app, "adam_beta1").control.has_focus)
+        # Of several, the first is led to, whichever the job checks first.
+        field(app, "resolution").put("0")
+        field(app, "max_train_steps").put("many")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: field(app, "max_train_steps").control.has_focus)
+        # With all values right, a path on which there is nothing.
+        screen(app).fields.put({"resolution": 64, "max_train_steps": 5, "adam_beta1": 0.9})
+        field(app, "dataset").put(str(tmp_path / "nowhere"))
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: field(app, "dataset").control.has_focus)
+        assert "no such dataset folder" in error_of(app, "dataset")
         assert store.all() == []
 
 
 @pytest.mark.slow
-async def test_the_first_of_several_wrong_fields_is_led_to(
-    store: Store, job_values: dict[str, Any]
+async def test_leaving_asks_only_when_something_was_typed_and_templates_keep_it(
+    store: Store,
 ) -> None:
-    async with form(store) as (app, pilot):
-        for name in ("pretrained_model_name_or_path", "dataset"):
-            field(app, name).put(job_values[name])
-        field(app, "resolution").put("0")  # which the job checks first
-        field(app, "max_train_steps").put("many")
-        await pilot.press("ctrl+r")
-        await until(pilot, lambda: field(app, "max_train_steps").control.has_focus)
-
-
-@pytest.mark.slow
-async def test_leaving_asks_only_when_something_was_typed(store: Store) -> None:
     async with form(store) as (app, pilot):
         await pilot.press("ctrl+n", "escape")
         await until(pilot, lambda: app.screen is app.dashboard)
@@ -189,10 +212,56 @@ async def test_leaving_asks_only_when_something_was_typed(store: Store) -> None:
         await pilot.press("n")
         await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
         assert field(app, "name").value == "x"
+        # A template keeps to its directory.
+        screen(app).save_as_template()
+        await until(pilot, lambda: app.screen.query("#name"))
+        app.screen.query_one("#name").value = "../out"  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await until(pilot, lambda: "is not a valid template name" in text_of(app, "form-error"))
+        assert not templates_home().parent.joinpath("out.yaml").exists()
+        # A flavour is a template as well.
+        await find(app, pilot, "schnell", "schnell", "ctrl+t")
+        await until(pilot, lambda: field(app, "model_flavour").value == "schnell")
         await pilot.press("escape")
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         await pilot.press("y")
         await until(pilot, lambda: app.screen is app.dashboard)
+
+
+@pytest.mark.slow
+async def test_a_new_form_is_blank_and_one_key_takes_the_newest_job_and_gives_it_back(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
+    async with form(store) as (app, pilot):
+        model = "pretrained_model_name_or_path"
+        assert not any(field(app, name).value for name in (model, "dataset", "num_processes"))
+        assert text_of(app, "form-title").endswith("F4 takes model and data from #1 “given”")
+        await pilot.press("f4")
+        await until(pilot, lambda: field(app, "dataset").value == job_values["dataset"])
+        assert field(app, model).value == job_values[model]
+        assert field(app, "num_processes").value == "2"
+        assert screen(app).values["device"] == "auto", "the given job ran on the CPU"
+        assert text_of(app, "form-title").endswith("from #1 “given” · F4 undoes that")
+        # What was typed where it does not apply any more waits.
+        field(app, "strategy").put("hsdp")
+        await go_to(app, pilot, "dp_replicate_size")
+        await type_over(pilot, "2")
+        field(app, "strategy").put("fsdp2")
+        await until(pilot, lambda: field(app, "dp_replicate_size").control.disabled)
+        assert error_of(app, "dp_replicate_size") == ""
+        assert "dp_replicate_size" not in screen(app).values
+        field(app, "strategy").put("hsdp")
+        await until(pilot, lambda: not field(app, "dp_replicate_size").control.disabled)
+        assert screen(app).values["dp_replicate_size"] == "2"
+        field(app, "strategy").put("auto")
+        field(app, "dataset").put("another")
+        await pilot.press("f4")
+        await until(pilot, lambda: not field(app, model).value)
+        assert not field(app, "num_processes").value
+        assert field(app, "dataset").value == "another", "typed since"
+        assert field(app, "dp_replicate_size").value == "2"
+        assert "F4 takes" in text_of(app, "form-title")
 
 
 # -- what follows the ranks ----------------------------------------------------------------
@@ -215,26 +284,22 @@ async def test_two_gpus_turn_fsdp_on_and_one_restores_what_was_there(
         values = screen(app).values
         assert (values["unload_text_encoder"], values["cache_text_embeddings"]) == (True, True)
         assert text_of(app, "cascade") == (
-            "2 ranks turn FSDP on: strategy fsdp2, unload_text_encoder on, cache_text_embeddings on"
+            "2 ranks turn FSDP on: strategy fsdp2, unload text encoder on, cache text embeddings on"
         )
         assert note_of(app, "num_processes") == "2, one per GPU"
+        assert note_of(app, "strategy") == "1/2 of it per rank"
+        field(app, "strategy").put("ddp")
+        await until(pilot, lambda: note_of(app, "strategy") == "a full copy per rank")
+        assert text_of(app, "cascade") == (
+            "2 ranks: unload text encoder on, cache text embeddings on"
+        )
+        field(app, "strategy").put("fsdp2")
+        await until(pilot, lambda: "turn FSDP on" in text_of(app, "cascade"))
         await pilot.press("3")
         await until(pilot, lambda: field(app, "strategy").value == "auto")
         assert field(app, "unload_text_encoder").value is False
         assert "cache_text_embeddings" not in screen(app).values
         assert text_of(app, "cascade").startswith("1 rank, restored: strategy auto")
-
-
-@pytest.mark.slow
-async def test_what_was_chosen_among_several_ranks_comes_back_with_them(store: Store) -> None:
-    async with form(store) as (app, pilot):
-        field(app, "num_processes").put("2")
-        await until(pilot, lambda: field(app, "strategy").value == "fsdp2")
-        field(app, "strategy").put("ddp")
-        field(app, "num_processes").put("")  # on the way to another number
-        await until(pilot, lambda: field(app, "strategy").value == "auto")
-        field(app, "num_processes").put("8")
-        await until(pilot, lambda: field(app, "strategy").value == "ddp")
 
 
 @pytest.mark.slow
@@ -253,7 +318,7 @@ async def test_a_job_file_with_several_ranks_is_taken_as_it_is(
 
 
 @pytest.mark.slow
-async def test_options_that_do_not_apply_are_off_and_say_why(store: Store) -> None:
+async def test_options_that_do_not_apply_are_off_and_say_why_and_come_back(store: Store) -> None:
     async with form(store) as (app, pilot):
         await until(pilot, lambda: field(app, "fsdp_reshard_after_forward").control.disabled)
         assert note_of(app, "fsdp_reshard_after_forward") == "no effect on 1 rank"
@@ -269,36 +334,20 @@ async def test_options_that_do_not_apply_are_off_and_say_why(store: Store) -> No
         field(app, "strategy").put("ddp")
         await until(pilot, lambda: offload.control.disabled)
         assert note_of(app, "fsdp_cpu_offload") == "needs strategy: fsdp2 or hsdp"
-
-
-@pytest.mark.slow
-async def test_what_was_typed_where_it_does_not_apply_any_more_waits(
-    store: Store, job_values: dict[str, Any]
-) -> None:
-    add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
-    async with form(store) as (app, pilot):
-        field(app, "strategy").put("hsdp")
-        await go_to(app, pilot, "dp_replicate_size")
-        await type_over(pilot, "2")
-        field(app, "strategy").put("fsdp2")
-        await until(pilot, lambda: field(app, "dp_replicate_size").control.disabled)
-        assert error_of(app, "dp_replicate_size") == ""
-        assert "dp_replicate_size" not in screen(app).values
-        field(app, "strategy").put("hsdp")
-        await until(pilot, lambda: not field(app, "dp_replicate_size").control.disabled)
-        assert screen(app).values["dp_replicate_size"] == "2"
-
-
-@pytest.mark.slow
-async def test_looking_for_a_field_that_does_not_apply_tells_why(store: Store) -> None:
-    async with form(store) as (app, pilot):
+        # What was chosen among several ranks comes back with them.
+        field(app, "num_processes").put("")  # on the way to another number
+        await until(pilot, lambda: field(app, "strategy").value == "auto")
+        field(app, "num_processes").put("8")
+        await until(pilot, lambda: field(app, "strategy").value == "ddp")
+        # Looking for a field that does not apply tells why.
+        await pilot.press("alt+1")
         field(app, "model_type").control.focus()
         await pilot.press("slash")  # where nothing is typed
         await until(pilot, lambda: isinstance(app.screen, CommandPalette))
-        await pilot.press(*"huber")
+        app.post_message(Paste("huber"))
         await until(pilot, lambda: palette_shows(app, "huber_c"))
         await pilot.press("enter")
-        await until(pilot, lambda: app.screen.query("#row-huber_c"))
+        await until(pilot, lambda: screen(app).query("#row-huber_c"))
         await until(pilot, lambda: "Now: needs loss_type" in text_of(app, "field-help"))
 
 
@@ -385,7 +434,7 @@ async def test_a_file_is_replaced_only_when_asked_for(store: Store, tmp_path: Pa
 async def test_a_template_is_begun_from_and_kept(store: Store, job_values: dict[str, Any]) -> None:
     save_template("tiny", {"model_family": "wan", "lora_rank": 4, "seed": 9})
     add_job(store, "given", job_file=dump_spec(load_spec(None, job_values)))
-    async with form(store) as (app, pilot):
+    async with form(store, "D") as (app, pilot):
         await find(app, pilot, "tiny", "tiny", "ctrl+t")
         await until(pilot, lambda: field(app, "model_family").value == "wan")
         assert "loaded tiny" in said(app)
@@ -421,24 +470,6 @@ async def test_templates_are_found_by_who_types_before_they_are_read(
         await pilot.press("i")
         read.set()
         await until(pilot, lambda: palette_shows(app, "tiny"))
-
-
-@pytest.mark.slow
-async def test_a_template_keeps_to_its_directory(store: Store) -> None:
-    async with form(store) as (app, pilot):
-        screen(app).save_as_template()
-        await until(pilot, lambda: app.screen.query("#name"))
-        app.screen.query_one("#name").value = "../out"  # type: ignore[attr-defined]
-        await pilot.press("enter")
-        await until(pilot, lambda: "is not a valid template name" in text_of(app, "form-error"))
-        assert not templates_home().parent.joinpath("out.yaml").exists()
-
-
-@pytest.mark.slow
-async def test_a_flavour_is_a_template_as_well(store: Store) -> None:
-    async with form(store) as (app, pilot):
-        await find(app, pilot, "schnell", "schnell", "ctrl+t")
-        await until(pilot, lambda: field(app, "model_flavour").value == "schnell")
 
 
 # -- copies and queued jobs ----------------------------------------------------------------

@@ -244,7 +244,7 @@ async def test_the_job_is_steered_from_its_screen(store: Store, job: Job) -> Non
         await until(pilot, lambda: job.run_dir.requested("sample_now"))
         await pilot.press("s")
         await until(pilot, lambda: "job 1" in all_said(app) and "running" in all_said(app))
-        await pilot.press("x")
+        await pilot.press("x", "x")
         await until(pilot, lambda: store.get(job.id).stop_level == 1)
         theme = app.theme
         await pilot.press("t")
@@ -552,7 +552,7 @@ async def test_the_plots_have_their_keys_and_tabs_keep_the_numbers(store: Store,
         await until(pilot, lambda: any("⠁" <= char <= "⣿" for char in shown(pane.panel)))
         assert shown(pane.panel).splitlines()[0].split()[:3] == ["[loss]", "lr", "grad"]
         first = pane.panel.choices
-        await pilot.press("m", "plus", "s", "l")
+        await pilot.press("n", "plus", "w", "l")
         await until(pilot, lambda: pane.panel.choices != first)
         await pilot.press("c")
         await until(pilot, lambda: isinstance(app.screen, PickRunsScreen))

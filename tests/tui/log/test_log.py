@@ -287,13 +287,13 @@ async def test_a_filter_shows_its_lines_alone_and_grows(store: Store, job: Job) 
 @pytest.mark.slow
 async def test_levels_are_a_filter_and_named_by_letters(store: Store, job: Job) -> None:
     async with reading(store) as (screen, reader, pilot):
-        await pilot.press("s")
+        await pilot.press("v")
         await until(pilot, lambda: reader.count == 6)
         assert [text[0] for text in shown(reader)[:6]] == ["W", "E", " ", " ", "E", "E"]
         assert "warnings and errors" in status(screen, "found")
-        await pilot.press("s")
+        await pilot.press("v")
         await until(pilot, lambda: reader.count == 5)
-        await pilot.press("s")
+        await pilot.press("v")
         assert reader.count == 300
 
 

@@ -50,23 +50,23 @@ async def test_the_keys_of_what_is_shown_and_how(store: Store) -> None:
         for number, measure in enumerate(MEASURES, 1):
             await pilot.press(str(number))
             assert panel.choices.shown == (measure,)
-        await pilot.press("m")
+        await pilot.press("n")
         assert panel.choices.measure == 0
-        await pilot.press("M", "up")
+        await pilot.press("N", "up")
         assert panel.choices.measure == 5
         await pilot.press("down", "j", "k", "a")
         assert panel.choices.everything
         assert "gradient norm" in shown(panel)
         assert "[a all]" in shown(panel)
-        await pilot.press("a", "1", "s")
+        await pilot.press("a", "1", "w")
         assert "no smoothing" in shown(panel)
-        await pilot.press("s", "s", "s")
+        await pilot.press("w", "w", "w")
         assert "average of 20" in shown(panel)
-        await pilot.press("S", "r")
+        await pilot.press("W", "r")
         assert "average of 10 · no raw values" in shown(panel)
         await pilot.press("r", "l", "o")
         assert "log scale · outliers included" in shown(panel)
-        await pilot.press("x")
+        await pilot.press("u")
         assert "over time" in shown(panel)
 
 
@@ -132,7 +132,7 @@ async def test_new_steps_are_drawn_and_nothing_new_is_not(
     job = add_job(store, state=State.RUNNING)
     async with plotting(store) as (panel, pilot):
         await until(pilot, lambda: "no data yet: loss" in shown(panel))
-        await pilot.press("left", "plus", "comma", "home", "x", "a", "l", "ctrl+s", "y", "a")
+        await pilot.press("left", "plus", "comma", "home", "u", "a", "l", "ctrl+s", "y", "a")
         await until(pilot, lambda: "nothing to write yet" in all_said(pilot.app))
         write_steps(job, 50)
         await until(pilot, lambda: any("⠁" <= char <= "⣿" for char in shown(panel)))

@@ -7,8 +7,10 @@ import itertools
 from pathlib import Path
 
 import pytest
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+from textual._xterm_parser import XTermParser
 from textual.app import App
-from textual.events import Resize
+from textual.events import Key, Resize
 from textual.geometry import Size
 from textual.screen import Screen
 from textual.timer import Timer
@@ -79,6 +81,18 @@ async def test_two_sizes_at_once_come_to_rest_at_the_present_one(
     monkeypatch.setattr(Screen, "_screen_resized", textual_fixes.lay_out)
     with pytest.raises(RuntimeError, match="one layout calls"):  # if not, delete the fix
         await two_sizes_at_once()
+
+
+def test_alt_and_a_digit_is_that_key_and_not_another_character(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read() -> list[str]:
+        return [key.key for key in XTermParser().feed("\x1b4") if isinstance(key, Key)]
+
+    fix_textual()
+    assert read() == ["alt+4"]
+    monkeypatch.setitem(ANSI_SEQUENCES_KEYS, "\x1b4", textual_fixes.four)
+    assert read() == ["cent_sign"], MENDED
 
 
 async def test_who_waits_for_a_screen_and_is_cancelled_still_ends_the_app() -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _KEYS: Final = (  # action, keys as people read them, what it does
     ("go(1)", "↑ ↓", "choose"),
-    ("clear", "x", "clear"),
+    ("clear", "del", "clear"),
     ("clear_all", "a", "clear all"),
     ("look", "r", "refresh"),
     ("dismiss", "esc", "close"),
@@ -58,7 +58,7 @@ class CachesScreen(Screen[None]):
         Binding("home,g", "go(-1000000)", "first cache", id="caches.first"),
         Binding("end,G,shift+g", "go(1000000)", "last cache", id="caches.last"),
         Binding(
-            "x,delete,enter",
+            "delete,enter",
             "clear",
             "clear",
             id="caches.clear",

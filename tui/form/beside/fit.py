@@ -14,10 +14,11 @@ from textual.worker import get_current_worker
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.memory import client
+from jobs.memory.candidates import candidates
 from jobs.memory.estimate import estimate
 from jobs.memory.fit import Fit, Verdict, worst
 from jobs.memory.question import Refused
-from jobs.spec.rules.strategy import world_size
+from jobs.spec.rules.strategy import SHARDING, world_size
 from tui.form.fields import draft
 from tui.text.estimate_text import band, verdict, word
 from tui.text.format import gib, ranges, size
@@ -50,6 +51,8 @@ class Look:
         values: Which they were.
         bars: A name and what the job comes to there, for each bar.
         step: What to change first where it does not fit.
+        strategy: What it runs with, where that is known.
+        faster: Another strategy that would fit as well and is faster, or "".
         told: What to say where nothing can be predicted.
         notes: More about it, for the tooltip.
     """
@@ -57,6 +60,8 @@ class Look:
     values: Mapping[str, Any]
     bars: tuple[tuple[str, Fit], ...] = ()
     step: Step | None = None
+    strategy: str = ""
+    faster: str = ""
     told: str = ""
     notes: str = ""
 
@@ -80,7 +85,6 @@ class FitBars(Static):
         self.found: Look | None = None
         self._snapshot: Snapshot | None = None
         self._values: Mapping[str, Any] = {}
-        self._accepted: Mapping[str, Any] | None = None  # queued although it does not fit
         self._due: Timer | None = None
 
     def look_at(self, values: Mapping[str, Any], snapshot: Snapshot) -> None:
@@ -101,32 +105,19 @@ class FitBars(Static):
             self._due.stop()
         self._due = self.set_timer(_SETTLES_IN, self._begin)
 
-    def asks(self, values: Mapping[str, Any], go_on: Callable[[], Any]) -> bool:
-        """Whether the person is asked first, since the job does not fit; once for these values.
+    def knows(self, values: Mapping[str, Any]) -> bool:
+        """Whether these values were predicted for, or cannot be."""
+        return self.found is not None and self.found.values == values
 
-        Args:
-            values: What is to be queued.
-            go_on: Called if they want it all the same.
-        """
+    def doubt(self, values: Mapping[str, Any]) -> str:
+        """Why these values do not fit, and what to change first; "" if they do, for all we know."""
         found, fit = self.found, self.found.worst if self.found else None
-        if found is None or fit is None or found.values != values or values == self._accepted:
-            return False
+        if found is None or fit is None or found.values != values:
+            return ""
         if fit.verdict is not Verdict.TOO_LARGE:
-            return False
-        from tui.widgets.modals.confirm import ConfirmScreen
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self._accepted = values
-                self.screen.call_later(go_on)
-
+            return ""
         detail = f"{fit.room.name}: {band(fit.low, fit.high)} needed, {verdict(fit)}."
-        if found.step is not None:
-            detail += f"\n{_in_words(found.step)}"
-        self.app.push_screen(
-            ConfirmScreen("It does not fit", detail, "queue it anyway", refuse="back"), answered
-        )
-        return True
+        return f"{detail}\n{_in_words(found.step)}" if found.step is not None else detail
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -171,6 +162,8 @@ class FitBars(Static):
         lines = bar_lines(look.bars, width)
         if look.step is not None:
             lines.append(Content.styled(f"→ {_in_words(look.step)}", "$foreground"))
+        if look.faster:
+            lines.append(Content.styled(f"→ {look.faster} would fit and is faster", "$foreground"))
         if look.told:
             lines.append(Content.styled(look.told, "$foreground 60%"))
         self.tooltip = look.notes or None
@@ -218,13 +211,28 @@ def look(
         tightest = worst(fit for _, fit in bars)
         fits = tightest.verdict is Verdict.FITS
         step = None if fits else asked.first_step(tightest.room)
+        faster = _faster(asked, own.strategy) if fits else ""
     except UserError:  # told beside the fields, or the model is not known
         return Look(values)
     except ToolError as error:
         return Look(values, told=f"memory: {error}")
     strategy = f"{own.strategy} on {own.ranks} rank{'s' if own.ranks > 1 else ''}"
     about = [f"Predicted for {strategy}; peak in {own.largest.name}.", *own.notes]
-    return Look(values, bars, step, notes="\n".join([*about, asked.calibration.in_words()]).strip())
+    notes = "\n".join([*about, asked.calibration.in_words()]).strip()
+    return Look(values, bars, step, own.strategy, faster, notes=notes)
+
+
+def _faster(asked: Estimate, strategy: str) -> str:
+    """A strategy that moves less between the GPUs, if the job shards though it would fit whole."""
+    ranks = world_size(asked.spec)
+    if (
+        strategy not in SHARDING
+        or not asked.place.on_gpus
+        or "ddp" not in candidates(asked.spec, ranks)
+    ):
+        return ""
+    whole = asked.candidate("ddp", ranks).fit
+    return "ddp" if whole is not None and whole.verdict is Verdict.FITS else ""
 
 
 def _bars(asked: Estimate, ranks: int) -> tuple[tuple[str, Fit], ...]:

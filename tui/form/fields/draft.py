@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from jobs.errors import SpecError, UserError
 from jobs.preflight import check_job
+from jobs.preflight.data_glance import find_unusable
 from jobs.run.rundir import write_atomic
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import dump_spec, load_spec
@@ -17,9 +18,14 @@ from jobs.spec.job_spec import JobSpec, field_names
 from jobs.spec.rules.applicable import find_inapplicable
 from jobs.spec.rules.cascade import FOLLOWING
 from jobs.spec.rules.conflicts import find_warnings
-from jobs.spec.rules.strategy import SHARDING, chosen_strategy, depends_on_memory
+from jobs.spec.rules.strategy import (
+    SHARDING,
+    chosen_strategy,
+    depends_on_memory,
+    world_size,
+)
 from tui.form.fields.field_texts import as_text
-from tui.form.fields.pages import SHOWN
+from tui.form.fields.pages import SHOWN, label
 from tui.text.block_text import Model
 
 if TYPE_CHECKING:
@@ -114,15 +120,17 @@ def _readable(values: Mapping[str, Any]) -> JobSpec:
             return JobSpec()
 
 
-def followed(ranks: int, changes: Mapping[str, Any]) -> str:
-    """What another number of ranks has changed, as a sentence."""
+def followed(ranks: int, changes: Mapping[str, Any], *, restored: bool) -> str:
+    """What another number of ranks has changed, and nobody since, as a sentence."""
     words = {True: "on", False: "off", None: "auto"}
-    told = [f"{key} {words.get(value, value)}" for key, value in changes.items()]
+    told = ", ".join(f"{label(key)} {words.get(value, value)}" for key, value in changes.items())
     if not told:
         return ""
-    if changes.get("strategy") in SHARDING:
-        return f"{ranks} ranks turn FSDP on: {', '.join(told)}"
-    return f"{ranks} rank{'s' if ranks > 1 else ''}, restored: {', '.join(told)}"
+    many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if restored:
+        return f"{many}, restored: {told}"
+    shards = changes.get("strategy") in SHARDING
+    return f"{many} turn FSDP on: {told}" if shards else f"{many}: {told}"
 
 
 def defaults_of(family: object, flavour: object) -> dict[str, Any]:
@@ -170,6 +178,15 @@ def told(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def give_back(
+    values: Mapping[str, Any], taken: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the values were without those that were taken; what was typed since stays."""
+    back = {key for key in taken if as_text(key, values.get(key)) == as_text(key, taken[key])}
+    kept = {key: value for key, value in values.items() if key not in back}
+    return kept | {key: before[key] for key in back if key in before}
+
+
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two sets of values stand for the same texts in the form."""
     return all(as_text(key, one.get(key)) == as_text(key, other.get(key)) for key in {*one, *other})
@@ -195,8 +212,12 @@ def warnings(values: Mapping[str, Any]) -> list[str]:
         return []
 
 
-def strategy_note(values: Mapping[str, Any]) -> tuple[str, str]:
-    """What `strategy: auto` will come to, as far as it is known before the job starts.
+def strategy_note(values: Mapping[str, Any], found: str = "") -> tuple[str, str]:
+    """What the strategy comes to, as far as it is known before the job starts.
+
+    Args:
+        values: By key.
+        found: What `auto` comes to by the predicted memory, if that is known.
 
     Returns:
         In a few characters, and as a sentence; both empty where there is nothing to tell.
@@ -205,9 +226,17 @@ def strategy_note(values: Mapping[str, Any]) -> tuple[str, str]:
         spec = JobSpec.model_validate(dict(values))
     except ValidationError:
         return "", ""
+    ranks = world_size(spec)
     if spec.strategy != "auto":
-        return "", ""
+        # Whether several ranks may run it is told beside the field.
+        return {
+            "ddp": ("a full copy per rank", f"Each of {ranks} ranks holds the full model."),
+            "fsdp2": (f"1/{ranks} of it per rank", f"Each rank holds 1/{ranks} of the model."),
+            "hsdp": ("shards, replicated", "Groups of ranks share a copy of the model."),
+        }.get(spec.strategy if ranks > 1 else "", ("", ""))
     if depends_on_memory(spec):
+        if found:
+            return f"→ {found}", f"Now {found}, by the predicted memory."
         return "→ what fits", "On GPUs: ddp if the full model fits on each, else fsdp2."
     strategy, reason = chosen_strategy(spec)
     return f"→ {strategy}", f"Now {strategy}: {reason}."
@@ -223,14 +252,7 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
     if not text:
         return True, ""
     try:
-        spec = JobSpec.model_validate(
-            {
-                "pretrained_model_name_or_path": text,
-                "dataset": text,
-                "model_family": values.get("model_family") or "flux",
-                "missing_captions": values.get("missing_captions") or "skip",
-            }
-        )
+        spec = _of_path(text, values)
         if name == "dataset":
             count = check_job.check_dataset(spec)
             return True, f"{count} image{'s' * (count != 1)}" if count else "a table of images"
@@ -240,6 +262,29 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         return False, str(error)
     except ValidationError:  # told as what is wrong with the field
         return True, ""
+
+
+def doubt_of(name: str, values: Mapping[str, Any]) -> str:
+    """What to ask about before a job on this path is queued, or ""; reads the disk."""
+    text = str(values.get(name) or "")
+    if name != "dataset" or not text:
+        return ""
+    try:
+        return "\n".join(find_unusable(_of_path(text, values)))
+    except (OSError, ValidationError):
+        return ""
+
+
+def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
+    """A job on a model or dataset at this path, for looks at it alone."""
+    return JobSpec.model_validate(
+        {
+            "pretrained_model_name_or_path": text,
+            "dataset": text,
+            "model_family": values.get("model_family") or "flux",
+            "missing_captions": values.get("missing_captions") or "skip",
+        }
+    )
 
 
 def model_of(values: Mapping[str, Any]) -> Model:

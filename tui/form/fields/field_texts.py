@@ -17,6 +17,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SEPARATOR: Final = " | "  # between prompts
+_HINTS: Final = {
+    BLOCKS: "the family's blocks; F2 to choose",
+    "dataset": "folder with cat.png, cat.txt …",
+    "num_processes": "1",
+    "validation_prompts": "a fox in snow | a drawing of a fox",
+    "datasets": "folder x2, other folder",
+    "lora_alpha": "as LoRA rank",
+    "lora_target_modules": "the family's",
+    "flow_shift": "the family's",
+    "export_formats": "all that the family has",
+    "cache_dir": "the user's cache folder",
+    "main_process_port": "any free port",
+    "checkpoints_total_limit": "all",
+    "resume_from_checkpoint": "job, job:step or folder",
+    "validation_resolution": "as in training",
+    "validation_seed": "as seed",
+    "validation_loss_steps": "as validation steps",
+    "init_lora": "file.safetensors",
+    "trigger_word": "none",
+}
 
 
 def help_text(name: str) -> str:
@@ -25,15 +45,22 @@ def help_text(name: str) -> str:
     if name == "validation_prompts":
         text += " Separate prompts with |; settings like {prompt: a cat, seed: 3}."
     if name == BLOCKS:
-        text += " ^b or F2 lists them."
+        text += " F2 lists them."
     return f"{name}: {text}"
 
 
 def placeholder(name: str) -> str:
-    """What stands in an input while it is blank: the default."""
-    if name == BLOCKS:
-        return "the family's blocks; ^b to choose"
+    """What stands in an input while it is blank: the default, or what may be typed."""
+    if name in _HINTS:
+        return _HINTS[name]
     return as_text(name, JobSpec.model_fields[name].default)
+
+
+def model_hint(family: object, flavour: object) -> str:
+    """What stands in the model's input while it is blank: where this one is published."""
+    flavours = FAMILIES[str(family)].flavours if family in FAMILIES else {}
+    known = flavours.get(str(flavour)) or next(iter(flavours.values()), None)
+    return f"folder, or {known.hub_id}" if known is not None else "folder, or hub id"
 
 
 def choices(name: str) -> tuple[str, ...]:

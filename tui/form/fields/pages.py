@@ -47,6 +47,25 @@ _LABELS: Final = {
     "validation_prompts": "prompts",
 }
 
+# Short forms that are read as such.
+_CASED: Final = {
+    one.casefold(): one
+    for one in (
+        "FSDP",
+        "LoRA",
+        "EMA",
+        "SNR",
+        "LR",
+        "CPU",
+        "RAM",
+        "GPUs",
+        "IP",
+        "FPS",
+        "TF32",
+        "CFG",
+    )
+}
+
 # The others: page → groups of the job's keys.
 _GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "fsdp": ("fsdp",),
@@ -141,5 +160,7 @@ def first_of(names: Collection[str]) -> str:
 
 
 def label(name: str) -> str:
-    """What a field is called: a short word on the first page, its key on the others."""
-    return _LABELS.get(name, name.replace("_", " ")) if name in SHOWN else name
+    """What a field is called: in words, on every page; its key stands in its help."""
+    if name in _LABELS:
+        return _LABELS[name]
+    return " ".join(_CASED.get(word, word) for word in name.split("_"))

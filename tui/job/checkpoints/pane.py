@@ -46,7 +46,7 @@ class CheckpointsPane(Pane, can_focus=True):
 
     KEYS: ClassVar = (
         *moving("checkpoint"),
-        Key("resume", "s,enter", "s", "resume", "Resume training from this checkpoint"),
+        Key("resume", "s,enter", "s", "start here", "Resume training from this checkpoint"),
         Key("verify", "v", "v", "verify", "Read and check every byte; again: cancel"),
         Key("export", "e", "e", "export", "Export for other tools; again: cancel"),
         Key("delete", "r,delete", "r", "delete", "Delete the checkpoint (asks first)"),

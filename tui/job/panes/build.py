@@ -35,7 +35,7 @@ def build_pane(name: str, store: Store, job: Job) -> Pane:
         case "samples":
             from tui.job.samples.pane import SamplesPane  # pictures take a while to import
 
-            return SamplesPane()
+            return SamplesPane(job)
         case "checkpoints":
             return CheckpointsPane(store, job)
         case "config":

@@ -26,7 +26,7 @@ class TabPlots(PlotsPanel, inherit_bindings=False):
     """The curves without their number keys, which turn the tabs here."""
 
     KEYS: ClassVar = tuple(
-        replace(key, shown="m") if key.action == "turn(1)" else key
+        replace(key, shown="n") if key.action == "turn(1)" else key
         for key in PlotsPanel.KEYS
         if not key.action.startswith("measure(")
     )

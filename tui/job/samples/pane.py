@@ -16,6 +16,7 @@ from tui.widgets.pane import Pane
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
+    from jobs.queue.store import Job
     from jobs.run.samples import Sample
     from tui.look.job_look import Look
 
@@ -51,8 +52,9 @@ class SamplesPane(Pane):
     )
     BINDINGS: ClassVar = bindings_of("samples", KEYS)
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__(id="samples")
+        self.job = job
         self.grid = SampleGrid(for_many())
         self._samples: tuple[Sample, ...] | None = None
         self._texts = {"sample-about": "", "sample-none": ""}
@@ -118,7 +120,7 @@ class SamplesPane(Pane):
         from tui.job.samples.screen import SampleScreen
 
         if self.grid.chosen is not None:
-            screen = SampleScreen(self.grid.table, self.grid.place, beside)
+            screen = SampleScreen(self.job, self.grid.table, self.grid.place, beside)
             self.app.push_screen(screen, self._came_back)
 
     def _came_back(self, place: object) -> None:

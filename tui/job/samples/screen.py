@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from textual.containers import Horizontal, Vertical
-from textual.screen import Screen
 from textual.widgets import Static
 
 from tui.job.samples.loading import Loaded, Loading
@@ -13,12 +12,13 @@ from tui.job.samples.table import Place, about
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.terminal.images.image import Picture
 from tui.terminal.images.protocol import current
+from tui.widgets.job_actions import OfOneJob
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
+    from jobs.queue.store import Job
     from jobs.run.samples import Sample
-    from tui.app.app import FsdpTui
     from tui.job.samples.table import Table
 
 _LONGEST: Final = 1536  # pixels; few terminals have more
@@ -38,7 +38,7 @@ class Side(Vertical):
         yield self.words
 
 
-class SampleScreen(Screen[Place]):
+class SampleScreen(OfOneJob[Place]):
     """Returns the place of the sample that was looked at last."""
 
     CSS_PATH = "samples.tcss"
@@ -65,16 +65,15 @@ class SampleScreen(Screen[Place]):
     )
     BINDINGS: ClassVar = bindings_of("sample", KEYS)
 
-    app: FsdpTui
-
-    def __init__(self, table: Table, place: Place, beside: Sample | None) -> None:
+    def __init__(self, job: Job, table: Table, place: Place, beside: Sample | None) -> None:
         """
         Args:
+            job: Whose samples.
             table: All samples.
             place: The one to show.
             beside: One to compare it with.
         """
-        super().__init__()
+        super().__init__(job)
         self.table = table
         self.place = place
         self.beside = beside
@@ -97,7 +96,12 @@ class SampleScreen(Screen[Place]):
         self._show()
 
     def on_resize(self) -> None:
-        self.key_line.update(line_of(self.KEYS, self.size.width - 2))
+        self.show_keys()
+
+    def show_keys(self) -> None:
+        *keys, leave = self.KEYS
+        acting = self.job_keys(self.job_now)
+        self.key_line.update(line_of((leave, *acting, *keys), self.size.width - 2))
 
     # -- what is shown ---------------------------------------------------------------------
 

@@ -1,0 +1,63 @@
+"""A glance at a job's images, as few files and bytes as will do: what of them cannot be used?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from jobs.paths import expand
+from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files
+from jobs.spec.values.datasets import datasets_of, find_layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.spec.job_spec import JobSpec
+
+MOST: Final = 500  # images of a folder that are looked at, evenly spread
+_WORTH_TELLING: Final = 0.2  # of them; a few odd ones are in every dataset
+_HEAD: Final = 12  # bytes
+# How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000.
+_BEGINNINGS: Final = (
+    *(b"\x89PNG", b"\xff\xd8", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
+    *(b"RIFF", b"P", b"qoif", b"\0\0\0\x0cjP"),
+)
+
+
+def find_unusable(spec: JobSpec) -> list[str]:
+    """What of the job's images would be skipped, a sentence for each reason and folder.
+
+    Raises:
+        OSError: A folder cannot be read.
+    """
+    told = []
+    for dataset in datasets_of(spec):
+        root = expand(dataset.path)
+        if find_layout(root) != "folder":
+            continue
+        files = list_files(root)
+        total = len(files.pictures)
+        seen = files.pictures[:: -(-total // MOST) or 1]
+        broken = sum(not _is_image(path) for path in seen)
+        bare = 0
+        if not files.metadata and spec.missing_captions == "skip":
+            bare = sum(not _has_caption(path) for path in seen)
+        for count, what in ((broken, "not readable"), (bare, "no caption")):
+            if seen and count >= max(1, _WORTH_TELLING * len(seen)):
+                exact = f"{count} of {total} images"
+                share = f"about {count / len(seen):.0%} of {total:,} images"
+                which = exact if len(seen) == total else share
+                told.append(f"{which} in {root}: {what}, will be skipped.")
+    return told
+
+
+def _is_image(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return False
+    return head.startswith(_BEGINNINGS) or head[4:8] == b"ftyp"
+
+
+def _has_caption(path: Path) -> bool:
+    return any(path.with_suffix(suffix).is_file() for suffix in CAPTION_SUFFIXES)

@@ -1,0 +1,70 @@
+"""What stands between the key and the queue: a wrong path, a look under way, a doubt to ask of."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from tui.form.beside.fit import FitBars
+from tui.form.fields.pages import first_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tui.form.screen import NewJobScreen
+
+_WAITS: Final = "Checking model, data and memory … ^r again queues without waiting."
+
+
+class Gate:
+    """Lets a job pass once nothing is wrong with it, or the person wants it all the same.
+
+    Args:
+        form: The form that describes the job.
+    """
+
+    def __init__(self, form: NewJobScreen) -> None:
+        self._form = form
+        self._accepted: Mapping[str, Any] | None = None  # to be queued in spite of a doubt
+        self._waiting: Mapping[str, Any] | None = None  # for what is not known of these yet
+
+    def opens(self, values: Mapping[str, Any]) -> bool:
+        """Whether the job of these values may be queued now."""
+        form, fit = self._form, self._form.query_one(FitBars)
+        known = fit.knows(values) and not form.looks.under_way
+        if not known and self._waiting != values:
+            self._waiting = dict(values)
+            form.tell(_WAITS)
+            return False
+        self._waiting = None
+        if form.looks.bad_paths:
+            form.call_later(form.go_to, first_of(form.looks.bad_paths))
+            return False
+        return values == self._accepted or not self._asks(values, fit)
+
+    def look_again(self) -> None:
+        """More is known: go on if that was waited for."""
+        if (values := self._waiting) is None:
+            return
+        if values != self._form.values:  # typed on meanwhile
+            self._waiting = None
+        elif self._form.query_one(FitBars).knows(values) and not self._form.looks.under_way:
+            self._form.call_later(self._form.action_submit)
+
+    def _asks(self, values: Mapping[str, Any], fit: FitBars) -> bool:
+        doubts = list(self._form.looks.doubts.values())
+        heading = "Queue it with this data?"
+        if too_large := fit.doubt(values):
+            heading, doubts = "It does not fit", [too_large, *doubts]
+        if not doubts:
+            return False
+        from tui.widgets.modals.confirm import ConfirmScreen
+
+        screen = ConfirmScreen(heading, "\n\n".join(doubts), "queue it anyway", refuse="back")
+        self._form.app.push_screen(screen, partial(self._answered, dict(values)))
+        return True
+
+    def _answered(self, values: Mapping[str, Any], yes: bool | None) -> None:
+        if yes:
+            self._accepted = values
+            self._form.call_later(self._form.action_submit)

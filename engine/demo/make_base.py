@@ -8,14 +8,12 @@ made in closed form. `training.json` beside the model holds the seed and both lo
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import string
 import sys
-import time
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from diffusers import (
@@ -39,6 +37,7 @@ from engine.demo.pictures import (
     draw,
     scenes,
 )
+from engine.demo.records import Kept, record
 from engine.families.shared.packing import pack
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_clip, build_t5
@@ -59,21 +58,19 @@ TOKENS: Final = 16
 """Of a prompt, for T5."""
 SHIFT: Final = 6.0
 ANCHOR: Final = 64.0
-EVERY: Final = 50
-"""Steps between two points of a loss curve, each a mean."""
 
-VAE_STEPS: Final = 1_200
+VAE_STEPS: Final = 2_000
 VAE_BATCH: Final = 8
 VAE_PICTURES: Final = 1_200
 VAE_RATE: Final = 2e-3
 
-STEPS: Final = 1_800
-BATCH: Final = 16
+STEPS: Final = 2_500
+BATCH: Final = 24
 PICTURES_EACH: Final = 20
 """Of every scene that is not held out."""
 RATE: Final = 2e-3
 WARM_UP: Final = 100
-DECAY: Final = 0.998
+DECAY: Final = 0.995
 """Of the moving average that is kept."""
 UNKNOWN: Final = 0.12
 """Share of captions whose shape is a word that says nothing."""
@@ -141,8 +138,9 @@ def train_vae(base: Path, steps: int) -> None:
     vae.decoder.requires_grad_(True).train()
     optimizer = torch.optim.AdamW(vae.decoder.parameters(), lr=VAE_RATE, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, VAE_RATE, steps, pct_start=0.03)
-    curve = Curve("vae")
-    for step in range(steps):
+    kept = Kept(base, "vae", vae, optimizer, schedule)
+    first, chance, curve = kept.restore(random.Random(SEED))
+    for step in range(first, steps):
         chosen = torch.randint(len(latents), (VAE_BATCH,))
         noise = torch.randn(VAE_BATCH, *latents.shape[1:])
         dirty = latents[chosen] + noise * spread * 0.3 * torch.rand(VAE_BATCH, 1, 1, 1)
@@ -154,12 +152,12 @@ def train_vae(base: Path, steps: int) -> None:
         optimizer.step()
         schedule.step()
         curve.add(loss)
-        if step % 200 == 199:
-            parts.cast(deepcopy(vae), torch.bfloat16).save_pretrained(base / "vae")
+        kept.keep(step + 1, chance, curve)
+    kept.forget()
     with torch.no_grad():
         error = vae.decode(latents[:256]).sample - pixels[:256]
     parts.cast(vae, torch.bfloat16).save_pretrained(base / "vae")
-    curve.write(base, steps, rmse=round(error.square().mean().sqrt().item(), 4))
+    curve.write(base, steps, seed=SEED, rmse=round(error.square().mean().sqrt().item(), 4))
 
 
 def train_transformer(base: Path, steps: int) -> None:
@@ -193,8 +191,9 @@ def train_transformer(base: Path, steps: int) -> None:
     image_ids = FluxPipeline._prepare_latent_image_ids(
         1, SIZE // 16, SIZE // 16, "cpu", torch.float32
     )
-    curve = Curve("transformer")
-    for step in range(steps):
+    kept = Kept(base, "transformer", transformer, average, optimizer, schedule)
+    first, chance, curve = kept.restore(chance)
+    for step in range(first, steps):
         numbers = [chance.randrange(len(seen)) for _ in range(BATCH)]
         clean = torch.stack([latents[n][chance.randrange(PICTURES_EACH)] for n in numbers])
         embeds, pooled = _captions(numbers, seen, texts, unknown, silent, chance)
@@ -221,10 +220,10 @@ def train_transformer(base: Path, steps: int) -> None:
         schedule.step()
         _follow(average, transformer, min(DECAY, (step + 1) / (step + 10)))
         curve.add(loss)
-        if step % 200 == 199:
-            parts.cast(deepcopy(average), torch.bfloat16).save_pretrained(base / "transformer")
+        kept.keep(step + 1, chance, curve)
+    kept.forget()
     parts.cast(average, torch.bfloat16).save_pretrained(base / "transformer")
-    curve.write(base, steps)
+    curve.write(base, steps, seed=SEED)
 
 
 def check(base: Path) -> None:
@@ -242,7 +241,7 @@ def check(base: Path) -> None:
         shares[name] = f"{right} of {len(asked)}"
         print(name, shares[name], flush=True)
         _sheet(drawn).save(base.parent / f"{base.name}-{name.replace(' ', '-')}.png")
-    _record(base, "check", shares)
+    record(base, "check", shares)
 
 
 def sample(pipeline: FluxPipeline, asked: Sequence[Scene]) -> list[Image.Image]:
@@ -260,41 +259,6 @@ def sample(pipeline: FluxPipeline, asked: Sequence[Scene]) -> list[Image.Image]:
             generator=[torch.Generator().manual_seed(at + n) for n in range(len(some))],
         ).images
     return pictures
-
-
-class Curve:
-    """A loss curve, as means over `EVERY` steps; shown as it grows.
-
-    Args:
-        name: Of what is trained.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._losses: list[float] = []
-        self._means: list[float] = []
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Note the loss of one more step."""
-        self._losses.append(loss.item())
-        if len(self._losses) == EVERY:
-            self._means.append(round(sum(self._losses) / EVERY, 5))
-            self._losses.clear()
-            done = len(self._means) * EVERY
-            print(f"{self._name} {done} {self._means[-1]} {time.process_time():.0f} s", flush=True)
-
-    def write(self, base: Path, steps: int, **facts: Any) -> None:
-        """Put it into `training.json`."""
-        seconds = round(time.process_time())
-        facts = {"seed": SEED, "steps": steps, "cpu_seconds": seconds, **facts}
-        _record(base, self._name, {**facts, "loss_every": EVERY, "loss": self._means})
-
-
-def _record(base: Path, name: str, facts: dict[str, Any]) -> None:
-    path = base / "training.json"
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    known[name] = facts
-    path.write_text(json.dumps(known) + "\n", encoding="utf-8")
 
 
 def _new_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:

@@ -116,9 +116,9 @@ def draw(scene: Scene, chance: random.Random) -> Image:
             colour=scene.color,
             background="plain",
             background_colours=(scene.background, scene.background),
-            centre=(chance.uniform(0.42, 0.58), chance.uniform(0.42, 0.58)),
-            radius=chance.uniform(0.27, 0.36),
-            turn=chance.uniform(-0.2, 0.2),
+            centre=(chance.uniform(0.45, 0.55), chance.uniform(0.45, 0.55)),
+            radius=chance.uniform(0.28, 0.35),
+            turn=chance.uniform(-0.12, 0.12),
             slant=0.0,
         )
     )

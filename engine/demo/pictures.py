@@ -116,9 +116,9 @@ def draw(scene: Scene, chance: random.Random) -> Image:
             colour=scene.color,
             background="plain",
             background_colours=(scene.background, scene.background),
-            centre=(chance.uniform(0.45, 0.55), chance.uniform(0.45, 0.55)),
-            radius=chance.uniform(0.28, 0.35),
-            turn=chance.uniform(-0.12, 0.12),
+            centre=(chance.uniform(0.47, 0.53), chance.uniform(0.47, 0.53)),
+            radius=chance.uniform(0.29, 0.34),
+            turn=chance.uniform(-0.08, 0.08),
             slant=0.0,
         )
     )

@@ -59,10 +59,11 @@ def outline(picture: Image.Image) -> tuple[Floats, Floats, Floats] | None:
     edges = (pixels[:2], pixels[-2:], pixels[:, :2], pixels[:, -2:])
     background = np.median(np.concatenate([edge.reshape(-1, 3) for edge in edges]), axis=0)
     far = np.linalg.norm(pixels - background, axis=2)
-    color = np.median(pixels[far > 0.6 * np.percentile(far, 99)], axis=0)
-    contrast = np.linalg.norm(color - background)
-    if contrast < LEAST_CONTRAST:
+    most = np.percentile(far, 99)
+    if most < LEAST_CONTRAST:
         return None
+    color = np.median(pixels[far > 0.6 * most], axis=0)
+    contrast = np.linalg.norm(color - background)
     share = np.clip((pixels - background) @ (color - background) / contrast**2, 0, 1)
     rows, columns = np.nonzero(share > 0.5)
     if not len(rows):

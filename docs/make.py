@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
+import errors
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -91,9 +92,13 @@ def _helps(
 ) -> Iterator[tuple[str, str]]:
     """`(path, help)` of a command and of those below it."""
     context = click.Context(
-        command, parent, name, max_content_width=_WIDTH, terminal_width=_WIDTH,
+        command,
+        parent,
+        name,
+        max_content_width=_WIDTH,
+        terminal_width=_WIDTH,
         **command.context_settings,
-    )  # fmt: skip
+    )
     yield context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
         for below in command.list_commands(context):
@@ -107,6 +112,7 @@ _PARTS: Final[dict[Path, tuple[str, Callable[[], str]]]] = {
     ROOT / "docs/families.md": ("families", _families),
     ROOT / "docs/dashboard-and-keys.md": ("actions", _actions),
     ROOT / "docs/command-line.md": ("commands", _commands),
+    ROOT / "docs/errors.md": ("errors", errors.tables),
 }
 
 

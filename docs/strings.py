@@ -26,9 +26,26 @@ _LABELS: Final = frozenset(
 )
 # Calls whose texts nobody reads.
 _UNREAD: Final = frozenset(
-    {"TypeVar", "all_of", "cast", "compile", "execute", "executemany", "executescript", "findall",
-     "finditer", "fullmatch", "match", "query", "query_one", "search", "split", "strftime", "sub"}
-)  # fmt: skip
+    {
+        "TypeVar",
+        "all_of",
+        "cast",
+        "compile",
+        "execute",
+        "executemany",
+        "executescript",
+        "findall",
+        "finditer",
+        "fullmatch",
+        "match",
+        "query",
+        "query_one",
+        "search",
+        "split",
+        "strftime",
+        "sub",
+    }
+)
 _SQL: Final = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|PRAGMA|BEGIN|ALTER|DROP)\b")
 _STYLE: Final = re.compile(r"CSS\b")
 _WORDS: Final = re.compile(r"[A-Za-z]{2,}[\w'’]*[,;:.]? +\S|\S +[A-Za-z]{2,}")

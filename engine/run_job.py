@@ -16,7 +16,7 @@ from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.diffusion.objective import build_objective
 from engine.exports.live import export_trained
-from engine.model import adapters, weights
+from engine.model import adapters, lora_file, weights
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
@@ -39,6 +39,7 @@ from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.optimizer_step import Stepper
 from engine.train.train_state import TrainState
 from engine.train.training_loop import Trainer
+from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.spec.families import latent_step_of
 from jobs.spec.file.load import load_spec
@@ -94,9 +95,12 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         end("stopped", world, barrier, telemetry)
         return
     model = build_model(spec, family, model_root, world, telemetry)
+    begun = begin_from_lora(spec, model, family, telemetry)
     training = start_training(spec, model, world)
     facts = data_facts(data.index, data.plan)
     resume(training, spec, run_dir, world, telemetry, facts)
+    if not (begun or training.step):
+        raise UserError(f"init_lora: there is no LoRA at {spec.init_lora}")
     saver = Saver(spec, run_dir, world, telemetry, facts)
     saver.check_room(training)
 
@@ -115,9 +119,20 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         trained_parameters=sum(p.numel() for p in training.trained().values()),
     )
     trainer = Trainer(
-        spec, family, objective, model_root, run_dir, world, telemetry, control, training,
-        stepper, data, peaks, saver,
-    )  # fmt: skip
+        spec,
+        family,
+        objective,
+        model_root,
+        run_dir,
+        world,
+        telemetry,
+        control,
+        training,
+        stepper,
+        data,
+        peaks,
+        saver,
+    )
     with telemetry.phase("train", spec.max_train_steps):
         try:
             outcome = trainer.train()
@@ -176,17 +191,40 @@ def build_model(
         names = adapters.adapted_name(model)
         read = weights.stream(model, stored, names=names.__getitem__, progress=progress)
     if spec.model_type == "lora":
+        if spec.lora_variant == "dora":
+            adapters.check_whole(model)
         adapters.initialise(model, spec.seed, spec.lora_init)
     weights.check_precision(model, spec)
     telemetry.say(f"read {read / 2**20:.1f} MiB of weights from {directory}")
     if world.shards:
         summary = check_sharding(
-            model, world, units, replicated=kept_whole(model, spec), offloaded=offload is not None,
+            model,
+            world,
+            units,
+            replicated=kept_whole(model, spec),
+            offloaded=offload is not None,
             gathered_in=precision_policy(spec).param_dtype,
-        )  # fmt: skip
+        )
         telemetry.say(str(summary))
         telemetry.emit("sharding", **vars(summary))
     return model
+
+
+def begin_from_lora(
+    spec: JobSpec, model: torch.nn.Module, family: Family, telemetry: Telemetry
+) -> bool:
+    """Set the adapter to the one that the job begins from, if it names one.
+
+    Returns:
+        False when it is not there, which does not matter to a job that resumes.
+    """
+    if spec.model_type != "lora" or not spec.init_lora:
+        return True
+    file = lora_file.find_lora(spec.init_lora)
+    if file is not None:
+        lora_file.begin_from(model, file, family)
+        telemetry.say(f"the adapter begins from {file}")
+    return file is not None
 
 
 def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter]:

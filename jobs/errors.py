@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from jobs.untrusted.text import one_line
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -69,7 +71,8 @@ class SpecError(UserError):
     def of(cls, where: str, problems: Iterable[Problem]) -> SpecError:
         """All of them in one line, after the name of what they are in."""
         problems = tuple(problems)
-        return cls(f"{where}: {'; '.join(map(str, problems))}", problems=problems)
+        sentences = "; ".join(one_line(str(problem)) for problem in problems)
+        return cls(f"{where}: {sentences}", problems=problems)
 
 
 class DiskFullError(UserError):

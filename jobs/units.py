@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def size(count: float) -> str:
     """Bytes with a unit: `610 MiB`, `1.2 GiB`, `140 GiB`."""
-    value, unit = float(count), "B"
+    value, unit = float(min(count, 1e300)), "B"  # a damaged file may hold any number of digits
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1000:
             break

@@ -184,11 +184,11 @@ def job_spec(job_values: dict[str, Any]) -> JobSpec:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `model` (toy FLUX.1) and `data` (24 captioned pictures)."""
-    from engine.toy import write_toy
+    """A directory with `model` (FLUX.1's toy, three blocks) and `data` (24 images, captioned)."""
+    from tests.support.engine.toys import write_small_toy
 
     root = tmp_path_factory.mktemp("toy")
-    write_toy(root, "flux", pictures=24, size=64)
+    write_small_toy(root, pictures=24)
     return root
 
 

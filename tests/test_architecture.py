@@ -56,9 +56,14 @@ def loaded_by(*names: str) -> set[str]:
     """Top-level modules that are loaded after importing these in a fresh interpreter."""
     script = f"import sys, {', '.join(names)}; print(*{{m.split('.')[0] for m in sys.modules}})"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True,
-        cwd=ROOT, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
     return set(done.stdout.split())
 
 
@@ -105,8 +110,11 @@ def ours() -> list[Path]:
         return [p for p in ROOT.rglob("*") if p.is_file() and "/." not in str(p.relative_to(ROOT))]
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split("\0")  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 

@@ -1,6 +1,7 @@
 """The documents: links lead somewhere, commands and job files are accepted, made parts are current.
 
-Nothing is started here. Commands are read by the real command line up to where they would run.
+Commands are read by the real command line up to where they would run; those that need neither a
+job nor a file run.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import load_spec
@@ -44,8 +48,11 @@ CONTINUED: Final = re.compile(r"""["']\s*\n\s*f?["']""")
 SHORTEST: Final = 5  # characters of a message that are looked for
 # What every job needs, for examples that show only a few keys.
 BASE: Final = {
-    "name": "example", "pretrained_model_name_or_path": "a/b", "dataset": "c", "num_processes": 2,
-}  # fmt: skip
+    "name": "example",
+    "pretrained_model_name_or_path": "a/b",
+    "dataset": "c",
+    "num_processes": 2,
+}
 
 
 @cache
@@ -197,6 +204,58 @@ def test_a_command_that_is_none_is_found(line: str) -> None:
     (words,) = commands_of(line)
     with pytest.raises((click.ClickException, AssertionError)):
         check(words)
+
+
+# Commands that read nothing but the code and the machine: these run.
+ALONE: Final = [
+    ["families"],
+    ["families", "flux", "--json"],
+    ["gpus"],
+    ["keys"],
+    ["list"],
+    ["settings"],
+    ["settings", "--keys"],
+    ["cache", "list"],
+    ["templates"],
+    ["--version"],
+]
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("words", ALONE, ids=" ".join)
+def test_a_command_that_needs_no_job_runs(words: list[str]) -> None:
+    assert f"fsdp-tui {' '.join(words)}" in "\n".join(map(read, PAGES))
+    done = CliRunner().invoke(cli, words)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout
+
+
+# -- other commands ------------------------------------------------------------------------
+
+
+def other_commands() -> Iterator[list[str]]:
+    """The words of every `python`, `pytest` and `pip` command, in blocks and in sentences."""
+    pattern = re.compile(r"(?:^|&& |`)((?:python3?|pytest|pip) [^`#\n]*)", re.M)
+    for page in PAGES:
+        for line in pattern.findall(MADE.sub("", read(page))):
+            if "…" not in line:
+                yield shlex.split(line.split(" && ")[0])
+
+
+def test_scripts_tests_modules_and_extras_of_commands_exist() -> None:
+    extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    missing = []
+    for words in other_commands():
+        for before, word in pairwise(words):
+            if word.endswith(".py") or word.startswith("tests/"):
+                found = (ROOT / word).exists()
+            elif before == "-m" and words[0] == "python" and word != "venv":
+                found = (ROOT / word.replace(".", "/") / "__main__.py").exists()
+            else:
+                found = set(re.findall(r"\[(\w+)\]$", word)) <= extras.keys()
+            missing += [] if found else [" ".join(words)]
+    assert not missing
+    assert len(list(other_commands())) > 20
 
 
 # -- YAML ----------------------------------------------------------------------------------

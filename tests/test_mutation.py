@@ -121,9 +121,14 @@ def test_a_trial_says_whether_the_tests_notice(tmp_path: Path) -> None:
         for source in sources.values()
     )
     done = subprocess.run(
-        [sys.executable, "-P", str(TRIALS), "jobs"], input=asked, capture_output=True, text=True,
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True,
-    )  # fmt: skip
+        [sys.executable, "-P", str(TRIALS), "jobs"],
+        input=asked,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=True,
+    )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["outcome"] for one in answers] == list(sources)
     assert answers[1]["by"] == "test_it.py::test_in_a_process"

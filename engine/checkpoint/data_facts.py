@@ -31,4 +31,4 @@ def tell_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
     samples = f"{before.get('samples')} → {now['samples']} samples"
     if before.get("samples") == now["samples"]:
         samples = f"different ones among the {now['samples']} samples"
-    return f"the data: {samples}, so steps train on other samples"
+    return f"the data: {samples}, so steps train on different samples"

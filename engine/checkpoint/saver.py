@@ -284,9 +284,12 @@ class Saver:
     def _say(self, pending: _Pending) -> None:
         written, seconds = pending.outcome.result(), time.monotonic() - pending.begun
         self._telemetry.emit(
-            "checkpoint", step=pending.step, path=str(pending.path), bytes=written,
+            "checkpoint",
+            step=pending.step,
+            path=str(pending.path),
+            bytes=written,
             seconds=round(seconds, 3),
-        )  # fmt: skip
+        )
         self._telemetry.say(f"saved {pending.path.name} ({size(written)}, {seconds:.1f} s)")
 
     def _fail(self, what: str, *, last: bool, full: bool) -> None:
@@ -338,10 +341,12 @@ class Saver:
             on_gpu = self._world.device.type == "cuda"
             self._stager = DefaultStager(
                 StagingOptions(
-                    use_pinned_memory=on_gpu, use_shared_memory=False,
-                    use_async_staging=False, use_non_blocking_copy=on_gpu,
+                    use_pinned_memory=on_gpu,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_gpu,
                 )
-            )  # fmt: skip
+            )
         with self._telemetry.phase("copy"):
             staged: Any = self._stager.stage(contents.tensors)
         return replace(contents, tensors=staged)

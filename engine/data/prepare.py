@@ -235,11 +235,15 @@ def _tell(
     if before is not None and (changes := changed_since(before, index)):
         telemetry.warn(f"the data has changed since the last attempt: {changes}")
     telemetry.emit(
-        "data", samples=report.samples, held_out=report.held_out, skipped=len(report.skipped),
+        "data",
+        samples=report.samples,
+        held_out=report.held_out,
+        skipped=len(report.skipped),
         texts=report.texts,
         buckets=[[*bucket.size, bucket.samples] for bucket in report.buckets],
-        steps_per_epoch=report.steps_per_epoch, epochs=report.epochs,
-    )  # fmt: skip
+        steps_per_epoch=report.steps_per_epoch,
+        epochs=report.epochs,
+    )
 
 
 def _index_of_last_attempt(path: Path) -> DataIndex | None:

@@ -25,10 +25,22 @@ _LEAST_SIGMA: Final = 1e-3  # below it, 1 / sigma² outweighs all else that is e
 # Sigma → weight: what ai-toolkit measured on Flex.1 and weighs most of its models with, rounded.
 # The mean over all sigmas is 1.
 _WEIGHTED: Final = (
-    (0.0, 0.45), (0.03, 0.5), (0.05, 0.59), (0.1, 0.715), (0.334, 0.75), (0.397, 0.8),
-    (0.482, 0.9), (0.551, 1.0), (0.663, 1.2), (0.764, 1.4), (0.823, 1.5), (0.875, 1.52),
-    (0.95, 1.38), (0.98, 1.18), (1.0, 0.91),
-)  # fmt: skip
+    (0.0, 0.45),
+    (0.03, 0.5),
+    (0.05, 0.59),
+    (0.1, 0.715),
+    (0.334, 0.75),
+    (0.397, 0.8),
+    (0.482, 0.9),
+    (0.551, 1.0),
+    (0.663, 1.2),
+    (0.764, 1.4),
+    (0.823, 1.5),
+    (0.875, 1.52),
+    (0.95, 1.38),
+    (0.98, 1.18),
+    (1.0, 0.91),
+)
 
 
 @dataclass(frozen=True)

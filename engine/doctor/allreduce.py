@@ -68,8 +68,10 @@ def join(kind: str, limit: float, folder: Path) -> torch.device:
     import torch
     import torch.distributed as dist
 
-    world = {"rank": int(os.environ.get("RANK", "0")),
-             "world_size": int(os.environ.get("WORLD_SIZE", "1"))}  # fmt: skip
+    world = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+    }
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit), **world}
     if world["world_size"] == 1:  # a launcher of one process opens no port
         options["init_method"] = f"file://{folder / 'store'}"

@@ -100,10 +100,14 @@ def compare_sample(model: Path, export: Path, image: Path) -> dict[str, Any]:
     pipeline.set_progress_bar_config(disable=True)
     width, height = facts["size"]
     made = pipeline(
-        facts["prompt"], width=width, height=height, num_inference_steps=facts["steps"],
-        guidance_scale=facts["guidance"], max_sequence_length=facts.get("max_sequence_length", 32),
+        facts["prompt"],
+        width=width,
+        height=height,
+        num_inference_steps=facts["steps"],
+        guidance_scale=facts["guidance"],
+        max_sequence_length=facts.get("max_sequence_length", 32),
         generator=torch.Generator("cpu").manual_seed(facts["seed"]),
-    ).images[0]  # fmt: skip
+    ).images[0]
     with Image.open(image) as sampled:
         expected = np.asarray(sampled.convert("RGB"), int)
     difference = np.abs(np.asarray(made, int) - expected)

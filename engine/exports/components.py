@@ -24,8 +24,17 @@ _FICLONE: Final = 0x40049409  # ioctl: share the blocks of another file until on
 _LARGE: Final = 2**20  # bytes; smaller files are copied
 # Other spellings of the same weights, which hub repositories carry along.
 _FOREIGN: Final = (
-    ".bin", ".msgpack", ".h5", ".onnx", ".onnx_data", ".pb", ".ckpt", ".pt", ".pth", ".gguf",
-)  # fmt: skip
+    ".bin",
+    ".msgpack",
+    ".h5",
+    ".onnx",
+    ".onnx_data",
+    ".pb",
+    ".ckpt",
+    ".pt",
+    ".pth",
+    ".gguf",
+)
 _FOREIGN_NAMES: Final = ("openvino_",)
 
 

@@ -40,9 +40,14 @@ def export_trained(
 ) -> None:
     """Export what a run trained to its end, the average if there is one, and tell of it."""
     recipe = Recipe(
-        spec, family, root, training.step, training.ema is not None, spec.export_dtype,
+        spec,
+        family,
+        root,
+        training.step,
+        training.ema is not None,
+        spec.export_dtype,
         spec.export_formats,
-    )  # fmt: skip
+    )
     with telemetry.phase("export") as progress, training.averaged():
 
         def told(done: int, total: int) -> None:

@@ -119,7 +119,7 @@ class LoraOutput:
         family.pipeline_class().save_lora_weights(self._directory, **named, save_function=write)
         for file in written:
             file.check(checked)
-            check_lora(self._recipe, file.path, layers, _adapted(self._recipe, empty=True))
+            self._check_loads(file, layers)
 
     def _write_peft(self, layers: Mapping[str, torch.Tensor], checked: Callable[[], None]) -> None:
         """In peft's own format, for `PeftModel.from_pretrained(pipeline.transformer, …)`.
@@ -133,7 +133,11 @@ class LoraOutput:
         path = self._directory / SAFETENSORS_WEIGHTS_NAME
         file = self._write(path, named, describe(self._recipe))
         file.check(checked)
-        check_lora(self._recipe, file.path, layers, _adapted(self._recipe, empty=True))
+        self._check_loads(file, layers)
+
+    def _check_loads(self, file: VerifiedFile, layers: Mapping[str, torch.Tensor]) -> None:
+        empty = _adapted(self._recipe, empty=True)
+        check_lora(self._recipe, file.path, layers, adapters.scales_of(self._model), empty)
 
     def _write_named(
         self,
@@ -144,9 +148,8 @@ class LoraOutput:
     ) -> None:
         """Under the names of another tool."""
         spec = self._recipe.spec
-        alpha = spec.lora_alpha or spec.lora_rank
         try:
-            tensors = style.convert(layers, alpha / spec.lora_rank)
+            tensors, scale = _named(style, layers, adapters.scales_of(self._model))
         except UserError as error:
             if "diffusers" not in self._formats:
                 raise
@@ -154,7 +157,7 @@ class LoraOutput:
             return
         facts = {
             "ss_network_dim": str(spec.lora_rank),
-            "ss_network_alpha": str(float(alpha)),
+            "ss_network_alpha": str(float(spec.lora_rank * scale)),
             "ss_output_name": spec.name,
             "ss_steps": str(self._recipe.step),
             "modelspec.sai_model_spec": "1.0.0",
@@ -183,6 +186,42 @@ class LoraOutput:
         finally:
             file.abandon()
         return file
+
+
+def _named(
+    style: LoraStyle, layers: Mapping[str, torch.Tensor], scales: Mapping[str, float]
+) -> tuple[dict[str, torch.Tensor], float]:
+    """An adapter under the names of another tool, and the scale that its alphas stand for.
+
+    Where layers have scales of their own, the ups take up the difference: layers that are one
+    elsewhere have one alpha there. DoRA's magnitudes are the `dora_scale` of LyCORIS, `(out, 1)`.
+
+    Raises:
+        UserError: The tool has no place for it.
+    """
+    scale = max(scales.values(), key=list(scales.values()).count)
+    plain: dict[str, torch.Tensor] = {}
+    magnitudes: dict[str, torch.Tensor] = {}
+    for name, tensor in layers.items():
+        module, _, part = name.rpartition(".lora_")
+        if part.startswith("magnitude_vector"):
+            # As the ups of adapters of rank 1, they end up where the rows of their layers do.
+            magnitudes[f"{module}.lora_A.weight"] = layers[f"{module}.lora_A.weight"][:1]
+            magnitudes[f"{module}.lora_B.weight"] = tensor.reshape(-1, 1)
+        elif part == "B.weight" and scales[module] != scale:
+            plain[name] = tensor * (scales[module] / scale)
+        else:
+            plain[name] = tensor
+    found = style.convert(plain, scale)
+    for name, tensor in style.convert(magnitudes, 1.0).items() if magnitudes else ():
+        module, _, part = name.rpartition(".lora_")
+        if part not in ("up.weight", "B.weight"):
+            continue
+        rows = tensor.sum(1)
+        if not rows.all():
+            raise UserError(f"DoRA needs all parts of {module} to have an adapter")
+        found[f"{module}.dora_scale"] = rows.reshape(-1, *[1] * (found[name].dim() - 1))
+    return found, scale
 
 
 def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from engine.model.safetensors_writer import SafetensorsWriter, tensor_bytes
 from engine.model.weight_files import read_header
-from jobs.errors import UserError
+from jobs.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -48,7 +48,8 @@ class VerifiedFile:
         """Write one tensor in the precision that was announced.
 
         Raises:
-            UserError: It holds a number that is not finite, or too large for that precision.
+            NotFiniteError: It holds a number that is not finite.
+            UserError: It holds one that is too large for that precision.
         """
         dtype = self.facts[name][0]
         stored = tensor.to(dtype).contiguous()
@@ -58,7 +59,7 @@ class VerifiedFile:
                     f"{name} contains a value too large for float16",
                     "export in bf16 or fp32 (export_dtype, --dtype)",
                 )
-            raise UserError(
+            raise NotFiniteError(
                 f"{name} contains non-finite values: training has diverged",
                 "export an earlier checkpoint (fsdp-tui export ID --step N)",
             )

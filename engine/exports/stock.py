@@ -34,19 +34,26 @@ def loads_loras(pipeline_class: Any) -> bool:
     return hasattr(pipeline_class, "load_lora_weights")
 
 
-def check_lora(recipe: Recipe, file: Path, layers: Mapping[str, torch.Tensor], model: Any) -> None:
+def check_lora(
+    recipe: Recipe,
+    file: Path,
+    layers: Mapping[str, torch.Tensor],
+    scales: Mapping[str, float],
+    model: Any,
+) -> None:
     """Have the stock pipeline load a LoRA, or else peft, and compare what it got.
 
     Args:
         recipe: What is exported.
         file: The LoRA.
         layers: What it is to hold, by diffusers' names without a prefix.
+        scales: What each adapted module's product is to be multiplied by.
         model: The bare base model on the meta device; gets the adapter's modules.
 
     Raises:
         DamagedError: The pipeline refuses it, or understands it differently.
     """
-    spec, stock = recipe.spec, "stock diffusers"
+    stock = "stock diffusers"
     if not loads_loras(recipe.family.pipeline_class()):
         stock = "peft"
     with _quiet():
@@ -63,9 +70,8 @@ def check_lora(recipe: Recipe, file: Path, layers: Mapping[str, torch.Tensor], m
     shapes = {n: t.shape for n, t in get_peft_model_state_dict(model, adapter_name=adapter).items()}
     if shapes != {name: tensor.shape for name, tensor in layers.items()}:
         raise DamagedError(f"{stock} applies the adapter of {file.name} to other modules")
-    scale = (spec.lora_alpha or spec.lora_rank) / spec.lora_rank
-    for module in model.modules():
-        if isinstance(module, LoraLayer) and module.scaling[adapter] != scale:
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and module.scaling[adapter] != scales[name]:
             raise DamagedError(f"{stock} scales the adapter of {file.name} differently")
 
 

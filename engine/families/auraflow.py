@@ -16,28 +16,30 @@ _CELL: Final = 8  # pixels of a latent's side
 
 _IN_BOTH: Final = {"linear_1": "c_fc1", "linear_2": "c_fc2", "out_projection": "c_proj"}
 # Of single blocks, what is one stream to diffusers is the first of two to the authors.
-_LAYOUT: Final = Layout({
-    f"{blocks}.#.{module}": theirs
-    for blocks, modules in {
-        "joint_transformer_blocks": {
-            **{f"attn.to_{part}": f"double_layers.#.attn.w2{part}" for part in "qkv"},
-            **{f"attn.add_{part}_proj": f"double_layers.#.attn.w1{part}" for part in "qkv"},
-            "attn.to_out.0": "double_layers.#.attn.w2o",
-            "attn.to_add_out": "double_layers.#.attn.w1o",
-            **{f"ff.{name}": f"double_layers.#.mlpX.{part}" for name, part in _IN_BOTH.items()},
-            **{
-                f"ff_context.{name}": f"double_layers.#.mlpC.{part}"
-                for name, part in _IN_BOTH.items()
+_LAYOUT: Final = Layout(
+    {
+        f"{blocks}.#.{module}": theirs
+        for blocks, modules in {
+            "joint_transformer_blocks": {
+                **{f"attn.to_{part}": f"double_layers.#.attn.w2{part}" for part in "qkv"},
+                **{f"attn.add_{part}_proj": f"double_layers.#.attn.w1{part}" for part in "qkv"},
+                "attn.to_out.0": "double_layers.#.attn.w2o",
+                "attn.to_add_out": "double_layers.#.attn.w1o",
+                **{f"ff.{name}": f"double_layers.#.mlpX.{part}" for name, part in _IN_BOTH.items()},
+                **{
+                    f"ff_context.{name}": f"double_layers.#.mlpC.{part}"
+                    for name, part in _IN_BOTH.items()
+                },
             },
-        },
-        "single_transformer_blocks": {
-            **{f"attn.to_{part}": f"single_layers.#.attn.w1{part}" for part in "qkv"},
-            "attn.to_out.0": "single_layers.#.attn.w1o",
-            **{f"ff.{name}": f"single_layers.#.mlp.{part}" for name, part in _IN_BOTH.items()},
-        },
-    }.items()
-    for module, theirs in modules.items()
-})  # fmt: skip
+            "single_transformer_blocks": {
+                **{f"attn.to_{part}": f"single_layers.#.attn.w1{part}" for part in "qkv"},
+                "attn.to_out.0": "single_layers.#.attn.w1o",
+                **{f"ff.{name}": f"single_layers.#.mlp.{part}" for name, part in _IN_BOTH.items()},
+            },
+        }.items()
+        for module, theirs in modules.items()
+    }
+)
 
 
 class AuraFlow(Family):

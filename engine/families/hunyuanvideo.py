@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 # Layers of which ComfyUI has the name that they have in FLUX.1, and musubi-tuner Tencent's.
 _TENCENT: Final = {
-    "_mlp.0": "_mlp.fc1", "_mlp.2": "_mlp.fc2", "_mod.lin": "_mod.linear",
+    "_mlp.0": "_mlp.fc1",
+    "_mlp.2": "_mlp.fc2",
+    "_mod.lin": "_mod.linear",
     "modulation.lin": "modulation.linear",
-}  # fmt: skip
+}
 
 
 def _as_tencent(adapters: Mapping[str, Adapter]) -> dict[str, Adapter]:

@@ -104,9 +104,11 @@ class LTXVideo(Family):
             frames, height, width = size
             scale = (_TIME / self.fps, _SPACE, _SPACE)
             return {
-                "num_frames": frames, "height": height, "width": width,
+                "num_frames": frames,
+                "height": height,
+                "width": width,
                 "rope_interpolation_scale": scale,
-            }  # fmt: skip
+            }
         # Latent frames begin with one frame of its own: their times are those of their first ones.
         cells = LTXConditionPipeline._prepare_video_ids(batch, *size, device=device)
         coordinates = LTXConditionPipeline._scale_video_ids(cells, _SPACE, _TIME).float()

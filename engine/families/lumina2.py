@@ -33,12 +33,13 @@ _LAYOUT: Final = Layout(
     {
         # Three heads of queries share one of keys and values.
         f"{blocks}.#.attention.qkv": {
-            f"{blocks}.#.attn.to_q": 1, f"{blocks}.#.attn.to_k": 1 / 3,
+            f"{blocks}.#.attn.to_q": 1,
+            f"{blocks}.#.attn.to_k": 1 / 3,
             f"{blocks}.#.attn.to_v": 1 / 3,
         }
         for blocks in _BLOCKS
     },
-)  # fmt: skip
+)
 
 
 class Lumina2(Family):

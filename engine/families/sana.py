@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jobs.spec.keys.prompts import SampleRequest
 
 # What the pipeline has Gemma read before a prompt; it has it as a default of its call only.
-_INSTRUCTION: Final = signature(SanaPipeline.__call__).parameters[
-    "complex_human_instruction"
-].default  # fmt: skip
+_INSTRUCTION: Final = (
+    signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+)
 
 
 class Sana(Family):

@@ -14,15 +14,17 @@ _HIGH: Final = "transformer"
 _LOW: Final = "transformer_2"
 
 
-_LAYOUT: Final = Layout({
-    **{
-        f"blocks.#.{attention}.{module}": f"blocks.#.{theirs}.{part}"
-        for attention, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
-        for module, part in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
-    },
-    "blocks.#.ffn.net.0.proj": "blocks.#.ffn.0",
-    "blocks.#.ffn.net.2": "blocks.#.ffn.2",
-})  # fmt: skip
+_LAYOUT: Final = Layout(
+    {
+        **{
+            f"blocks.#.{attention}.{module}": f"blocks.#.{theirs}.{part}"
+            for attention, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+            for module, part in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+        },
+        "blocks.#.ffn.net.0.proj": "blocks.#.ffn.0",
+        "blocks.#.ffn.net.2": "blocks.#.ffn.2",
+    }
+)
 
 
 class Wan(Family):

@@ -71,11 +71,17 @@ class Estimator:
         layout = layout_of(spec, ranks, strategy)
         beside = self._beside(spec, trace.shape, root, ranks) if root is not None else []
         found = predict(
-            trace, spec, ranks, strategy, sample=sample, beside=beside,
+            trace,
+            spec,
+            ranks,
+            strategy,
+            sample=sample,
+            beside=beside,
             resident=_resident(spec, root, ranks),
-            overheads=self._overheads, disk=disk_of(spec, trace),
+            overheads=self._overheads,
+            disk=disk_of(spec, trace),
             notes=_notes(spec, root, sampled=sample is not None, compiles=trace.compiles),
-        )  # fmt: skip
+        )
         found = self._with_decoding(found, spec, root)
         autoencoder = autoencoder_bytes(root) if root is not None else 0
         host = host_of(spec, trace, layout, ranks, device=found.peak, autoencoder=autoencoder)
@@ -160,8 +166,8 @@ def _notes(spec: JobSpec, root: Path | None, *, sampled: bool, compiles: bool) -
         share, less = _COMPILED[spec.model_type]
         said.append(
             f"torch_compile: true would run blocks with about {share} of the kernels, and keep "
-            f"{less} % less for backward where they are not recomputed (counted on FLUX.1's); how "
-            "much faster a step is depends on the GPU, and the first steps take minutes"
+            f"{less} % less for backward where they are not recomputed (measured on FLUX.1); the "
+            "speedup depends on the GPU, and the first steps take minutes"
         )
     if spec.context_parallel_size > 1:
         said.append(

@@ -116,9 +116,10 @@ def compile_checkpoints(model: Any, spec: JobSpec) -> list[torch.nn.Module]:
     shared: dict[type[torch.nn.Module], Callable[..., Any]] = {}
     kept = _kept_blocks(model, spec.gradient_checkpointing_interval)
     blocks = [
-        block for block in _listed(model)
+        block
+        for block in _listed(model)
         if type(block).__name__ in model._repeated_blocks and block not in kept
-    ]  # fmt: skip
+    ]
     for block in blocks:
         kind = type(block)
         if kind not in shared:

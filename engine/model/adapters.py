@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine.model.lora_layer import LoraConv2d, LoraLinear, narrow_together
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from jobs.spec.values.value_types import LoraInit
 
 ADAPTER = "default"
+_MAGNITUDE: Final = ".lora_magnitude_vector."
+_PATTERN: Final = re.compile(r"[*+?|(\[\\]")  # no name of a module has one of these
 
 
 def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
@@ -34,18 +39,15 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
     Raises:
         UserError: No module fits the targets.
     """
-    config = LoraConfig(
-        r=spec.lora_rank,
-        lora_alpha=spec.lora_alpha or spec.lora_rank,
-        lora_dropout=spec.lora_dropout,
-        target_modules=spec.lora_target_modules or targets,
-        init_lora_weights=False,  # `initialise` does it, alike on every rank
-    )
+    config = _config(spec, targets)
     # Inductor fuses peft's own, and autocast's casts with them.
     if not spec.torch_compile:
-        config._register_custom_module({
-            torch.nn.Linear: LoraLinear, torch.nn.Conv2d: LoraConv2d,
-        })  # fmt: skip
+        config._register_custom_module(
+            {
+                torch.nn.Linear: LoraLinear,
+                torch.nn.Conv2d: LoraConv2d,
+            }
+        )
     model.requires_grad_(False)
     try:
         if hasattr(model, "add_adapter"):
@@ -67,14 +69,49 @@ def add_lora(model: torch.nn.Module, spec: JobSpec, targets: str) -> None:
         narrow_together(model, compute_dtype(spec))
 
 
+def _config(spec: JobSpec, targets: str) -> LoraConfig:
+    """The job's adapter as peft describes it; where a layer's alpha is not set, it is its rank."""
+    ranks = {pattern: int(rank) for pattern, rank in (spec.lora_rank_pattern or {}).items()}
+    alphas: dict[str, float] = {} if spec.lora_alpha else dict(ranks)
+    return LoraConfig(
+        r=spec.lora_rank,
+        lora_alpha=spec.lora_alpha or spec.lora_rank,
+        rank_pattern=ranks,
+        alpha_pattern=alphas | (spec.lora_alpha_pattern or {}),
+        lora_dropout=spec.lora_dropout,
+        target_modules=_modules(spec.lora_target_modules) or targets,
+        exclude_modules=_modules(spec.lora_exclude_modules),
+        use_rslora=spec.lora_variant == "rslora",
+        use_dora=spec.lora_variant == "dora",
+        init_lora_weights=False,  # `initialise` does it, alike on every rank
+    )
+
+
+def _modules(names: list[str] | None) -> list[str] | str | None:
+    """Suffixes as peft takes them; with regular expressions among them, one for all."""
+    if not names or not any(_PATTERN.search(name) for name in names):
+        return names
+    each = [n if _PATTERN.search(n) else rf"(?:.*\.)?{re.escape(n)}" for n in names]
+    return "|".join(f"(?:{one})" for one in each)
+
+
 def lora_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Name → parameter of everything the adapter adds."""
     return {name: parameter for name, parameter in model.named_parameters() if is_lora(name)}
 
 
+def scales_of(model: torch.nn.Module) -> dict[str, float]:
+    """Adapted module → what its adapter's product is multiplied by."""
+    return {
+        name: float(module.scaling[ADAPTER])
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
 def is_lora(name: str) -> bool:
     """Whether a tensor of an adapted model is the adapter's."""
-    return ".lora_A." in name or ".lora_B." in name
+    return any(part in name for part in (".lora_A.", ".lora_B.", _MAGNITUDE))
 
 
 def adapted_name(model: torch.nn.Module) -> dict[str, str]:
@@ -89,9 +126,14 @@ def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> 
 
     A is Kaiming-uniform with a = √5, or normal with deviation 1 / rank; B is zero (Hu et al. 2021,
     as in `peft`). Each tensor has a generator of its own, keyed by its name, so that the draw
-    depends on nothing else.
+    depends on nothing else. DoRA's magnitudes are the lengths of the rows that were loaded (Liu et
+    al. 2024), so that the adapter has no effect at first; a collective where these are sharded.
     """
     for name, parameter in lora_parameters(model).items():
+        if _MAGNITUDE in name:
+            base = model.get_submodule(f"{name.partition(_MAGNITUDE)[0]}.base_layer")
+            fill(parameter, _row_lengths(base.get_parameter("weight")).view(parameter.shape))
+            continue
         if ".lora_B." in name:
             local_part(parameter).zero_()
             continue
@@ -102,5 +144,43 @@ def initialise(model: torch.nn.Module, seed: int, how: LoraInit = "kaiming") -> 
             torch.nn.init.normal_(whole, std=1 / len(whole), generator=generator)
         else:
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        mine = whole[rows_of(parameter)] if isinstance(parameter, DTensor) else whole
-        local_part(parameter).copy_(mine)
+        fill(parameter, whole)
+
+
+def fill(parameter: torch.nn.Parameter, whole: torch.Tensor) -> None:
+    """Set a parameter, or this rank's rows of it, to a tensor that every rank has."""
+    mine = whole[rows_of(parameter)] if isinstance(parameter, DTensor) else whole
+    local_part(parameter).copy_(mine)
+
+
+def _row_lengths(weight: torch.Tensor) -> torch.Tensor:
+    """The norm of each output's weights, `(out,)` in fp32, on every rank."""
+    mine = local_part(weight)
+    dims = tuple(range(1, mine.dim()))
+    lengths = torch.linalg.vector_norm(mine, dim=dims, dtype=torch.float32)
+    if not isinstance(weight, DTensor):
+        return lengths
+    mesh = weight.device_mesh  # of the device that gathers, also where weights are in host memory
+    spread = DTensor.from_local(
+        lengths.to(mesh.device_type),
+        mesh,
+        weight.placements,
+        shape=torch.Size(weight.shape[:1]),
+        stride=(1,),
+    )
+    return spread.full_tensor().to(mine.device)
+
+
+def check_whole(model: torch.nn.Module) -> None:
+    """Refuse DoRA where FSDP gathers a layer's weights apart from its adapter.
+
+    Raises:
+        UserError: It does, and the lengths of rows need both at once.
+    """
+    for name, module in model.named_modules():
+        if name.endswith(".base_layer") and isinstance(module, FSDPModule):
+            raise UserError(
+                f"lora_variant: dora needs {name.removesuffix('.base_layer')} and its adapter in "
+                "one FSDP unit",
+                "use fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, or raise fsdp_min_num_params",
+            )

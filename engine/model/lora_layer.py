@@ -50,7 +50,7 @@ class LoraLinear(Linear):
             or self.disable_adapters
             or self.merged
             or self.active_adapters != [_ADAPTER]
-            or self.lora_variant
+            or (self.lora_variant and not self.lora_magnitude_vector)
         ):
             with _autocast_to(x.dtype, x.device):
                 return super().forward(x, *args, **kwargs)
@@ -58,10 +58,30 @@ class LoraLinear(Linear):
         if narrow is None or narrow[0].dtype is not dtype:
             narrow = tuple(master.detach().to(dtype) for master in masters)
         flat = x.to(dtype).reshape(-1, x.shape[-1])
+        dora = bool(self.lora_magnitude_vector)
         out: torch.Tensor = _Adapted.apply(
-            flat, base.weight, base.bias, *masters, *narrow, self.scaling[_ADAPTER], self.keeps
+            flat,
+            base.weight,
+            None if dora else base.bias,
+            *masters,
+            *narrow,
+            self.scaling[_ADAPTER],
+            self.keeps,
         )
+        if dora:
+            out = self._stretched(out, narrow[0], narrow[1])
         return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _stretched(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """DoRA: each output times its magnitude over the length of its row of weights; `(N, out)`.
+
+        What the factor differs from 1 by is added, since 1.001 is 1 in bf16.
+        """
+        base = self.base_layer
+        lengths = row_lengths(base.weight, a, b, self.scaling[_ADAPTER])
+        factor = self.lora_magnitude_vector[_ADAPTER].weight / lengths - 1
+        out = torch.addcmul(out, out, factor.to(out.dtype))
+        return out if base.bias is None else out + base.bias
 
 
 class LoraConv2d(Conv2d):
@@ -104,6 +124,22 @@ def narrow_together(model: torch.nn.Module, dtype: torch.dtype) -> None:
             torch._foreach_copy_(narrow, wide)
 
     model.register_forward_pre_hook(narrow)
+
+
+@torch.no_grad()
+def row_lengths(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The norms of the rows of `weight + scale · b a`, `(out,)` in fp32, without making that sum.
+
+    Peft (0.21) makes it, and an identity of the layer's width. No gradient goes through the
+    norms, as in section 4.3 of Liu et al. 2024.
+    """
+    with torch.autocast(weight.device.type, enabled=False):
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
+        cross = ((weight @ a.t()) * b).sum(1, dtype=torch.float32)
+        own = ((b @ (a @ a.t())) * b).sum(1, dtype=torch.float32)
+        return squares.add_(cross, alpha=2 * scale).add_(own, alpha=scale**2).clamp_(min=0).sqrt_()
 
 
 class _Adapted(torch.autograd.Function):

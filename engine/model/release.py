@@ -1,15 +1,12 @@
-"""Prove that modules which are no longer needed have left memory."""
+"""Check that modules which are no longer needed have left memory."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from traceback import walk_stack
-from types import CellType, FrameType
 from typing import TYPE_CHECKING, Final
 from weakref import ref
 
@@ -22,7 +19,8 @@ from engine.model.weights import local_part
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NAMED: Final = 3  # how many of what is left, and of those who hold it, an error names
+STILL_HELD: Final = "still in memory though no longer needed"
+_NAMED: Final = 3  # how many of what is left a warning names
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class Released:
         loaded: With them, after their last use.
         after: When they were gone.
         held: What their parameters and buffers took on this rank.
+        left: What has not gone, "" if all has.
     """
 
     measure: str
@@ -43,6 +42,7 @@ class Released:
     loaded: int
     after: int
     held: int
+    left: str = ""
 
 
 class Watch:
@@ -69,47 +69,22 @@ class Watch:
                     self._storages[storage._cdata] = (name, StorageWeakRef(storage))
                     self.held += storage.nbytes()
 
-    def check(self) -> None:
-        """Prove that all of it is gone, after a collection of cycles.
+    def still_held(self) -> str:
+        """What has not gone though no longer needed, "" if all has; after a collection of cycles.
 
-        Raises:
-            RuntimeError: Something is left; names it and who refers to it.
+        A run goes on with less memory: who keeps a reference may be a library.
         """
         gc.collect()
         modules = [name for name, module in self._modules if module() is not None]
         tensors = [name for name, tensor in self._tensors if tensor() is not None]
         storages = [name for name, memory in self._storages.values() if not memory.expired()]
-        if not (modules or tensors or storages):
-            return
+        kinds = ("modules", modules), ("tensors", tensors), ("blocks of tensor memory", storages)
         left = [
             f"{len(names)} {kind} ({', '.join(names[:_NAMED])}{' …' * (len(names) > _NAMED)})"
-            for kind, names in (
-                ("modules", modules),
-                ("tensors", tensors),
-                ("blocks of tensor memory", storages),
-            )
+            for kind, names in kinds
             if names
         ]
-        holders = self._holders() or ["nothing that Python's collector knows of"]
-        raise RuntimeError(
-            f"still in memory although no longer needed: {', '.join(left)}; the first is referred "
-            f"to by {', '.join(holders[:_NAMED])}"
-        )
-
-    def _holders(self) -> list[str]:
-        """Who refers to the first thing that is left."""
-        gc.unfreeze()  # modules, which may be who; see `engine.start.lean_imports`
-        for _, module in self._modules:
-            if (thing := module()) is not None:
-                return _referrers(thing)
-        for _, tensor in self._tensors:
-            if (left := tensor()) is not None:
-                return _referrers(left)
-        addresses = {key for key, (_, memory) in self._storages.items() if not memory.expired()}
-        for view in _tensors_at(addresses):
-            if (last := view()) is not None and (holders := _referrers(last)):
-                return [f"a tensor of shape {tuple(last.shape)}, and that by {holders[0]}"]
-        return []
+        return f"{STILL_HELD}: {', '.join(left)}" if left else ""
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -129,38 +104,3 @@ def give_back(device: torch.device) -> None:
     # there the memory is reused, if not given back.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _tensors_at(addresses: set[int]) -> list[ref[torch.Tensor]]:
-    """The tensors whose memory is one of these."""
-    found = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            # Sparse and other wrapped tensors have no memory of their own.
-            with suppress(RuntimeError, NotImplementedError):
-                if local_part(thing.detach()).untyped_storage()._cdata in addresses:
-                    found.append(ref(thing))
-    return found
-
-
-def _referrers(thing: object) -> list[str]:
-    """Who refers to something, in words."""
-    found = []
-    # The collector does not know the variables of functions that are running.
-    for frame in sys._current_frames().values():
-        for function, _ in walk_stack(frame):
-            if function.f_code.co_filename != __file__:
-                names = [name for name, value in function.f_locals.items() if value is thing]
-                found += [f"{name} in {function.f_code.co_qualname}" for name in names]
-    for holder in gc.get_referrers(thing):
-        if isinstance(holder, FrameType | CellType):
-            continue  # one of the variables above
-        if isinstance(holder, dict):
-            keys = [key for key, value in holder.items() if value is thing]
-            where = f"module {holder['__name__']}" if "__name__" in holder else "a dict"
-            found.append(f"{', '.join(map(repr, keys[:_NAMED]))} of {where}")
-        elif isinstance(holder, list | tuple | set):
-            found.append(f"a {type(holder).__name__} of {len(holder)}")
-        else:
-            found.append(f"a {type(holder).__qualname__}")
-    return found

@@ -167,8 +167,10 @@ def _layout(
             raise UserError(f"{name} is {dtype}, which safetensors does not support")
         end = at + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {
-            "dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, end],
-        }  # fmt: skip
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [at, end],
+        }
         offsets[name] = at
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

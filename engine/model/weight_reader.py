@@ -124,9 +124,7 @@ class _Reader:
         done = 0
         while done < len(memory):
             try:
-                got = os.preadv(
-                    self._files[file], [memory[done : done + _CHUNK_BYTES]], at + done
-                )  # fmt: skip
+                got = os.preadv(self._files[file], [memory[done : done + _CHUNK_BYTES]], at + done)
             except OSError as error:
                 raise UserError(f"cannot read {file} ({error.strerror})") from None
             if got == 0:

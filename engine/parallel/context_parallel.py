@@ -191,9 +191,14 @@ def _ring_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor 
     grad_whole = torch.empty_like(whole, dtype=torch.float32)
     for place in range(0, 2 * ranks, 2):
         parts = ctx.backward_op(
-            ctx, grad, query=query, key=whole[place], value=whole[place + 1],
-            out=ctx.ring_out, lse=ctx.ring_lse,
-        )  # fmt: skip
+            ctx,
+            grad,
+            query=query,
+            key=whole[place],
+            value=whole[place + 1],
+            out=ctx.ring_out,
+            lse=ctx.ring_lse,
+        )
         grad_query += parts[0]
         grad_whole[place], grad_whole[place + 1] = parts[1], parts[2]
     grad_mine = torch.empty_like(mine, dtype=torch.float32)

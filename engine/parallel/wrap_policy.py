@@ -91,7 +91,7 @@ class _Asked:
             return bool(self._policy(module=module, recurse=recurse, nonwrapped_numel=numel))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise UserError(f"{KEY}: it failed on {name or 'the whole model'}: {what}") from error
+            raise UserError(f"{KEY}: it failed on {name or 'the full model'}: {what}") from error
 
 
 def _visit(

@@ -54,9 +54,14 @@ class Progress:
             self.ranks = self._of_all(done)
             done = sum(self.ranks)
         self._telemetry.emit(
-            "phase", name=self._name, state="progress", done=done, total=self.total,
-            seconds_left=self._left(done), **self.details(),
-        )  # fmt: skip
+            "phase",
+            name=self._name,
+            state="progress",
+            done=done,
+            total=self.total,
+            seconds_left=self._left(done),
+            **self.details(),
+        )
 
     def details(self) -> dict[str, Any]:
         """For the events: what each rank did of shared work."""

@@ -103,9 +103,14 @@ class Telemetry:
             yield progress
         seconds = round(time.time() - begun, 3)
         self.emit(
-            "phase", name=name, state="end", done=total or 0, total=total, seconds=seconds,
+            "phase",
+            name=name,
+            state="end",
+            done=total or 0,
+            total=total,
+            seconds=seconds,
             **progress.details(),
-        )  # fmt: skip
+        )
         self.done = None
         self.phase_name = before
         self.moved()

@@ -92,9 +92,13 @@ class Sampler:
                     )
                 )
             studio = _Studio(
-                self.family, self.model_root, transformer, beside, self.world.device,
+                self.family,
+                self.model_root,
+                transformer,
+                beside,
+                self.world.device,
                 self.telemetry.warn,
-            )  # fmt: skip
+            )
             # Two denoisers take turns at a place that depends on the steps.
             kinds = [(one.steps, one.guided) for one in requests] if beside else None
             for numbers in rounds_of(planned, self.world.data_size, kinds):
@@ -117,7 +121,7 @@ class Sampler:
             give_back(self.world.device)
             *written, others = self.world.any([*written, failed])
         if others and not failed:
-            self.telemetry.warn("another rank could not write its samples; see its log")
+            self.telemetry.warn("another rank could not write its samples; see that rank's log")
         return [sample_name(number) for number, there in enumerate(written) if there]
 
     def _number(self, numbers: list[int]) -> int | None:

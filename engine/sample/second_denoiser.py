@@ -48,7 +48,8 @@ def second_denoisers(
     yield others
     others.clear()
     del model
-    watch.check()
+    if left := watch.still_held():
+        telemetry.warn(left)
     give_back(world.device)
 
 

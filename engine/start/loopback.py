@@ -83,9 +83,14 @@ def listen() -> TCPStore:
         listening.listen(socket.SOMAXCONN)
         port = listening.getsockname()[1]
         store = TCPStore(
-            _HOST, port, None, is_master=True, timeout=_WAITS, wait_for_workers=False,
+            _HOST,
+            port,
+            None,
+            is_master=True,
+            timeout=_WAITS,
+            wait_for_workers=False,
             master_listen_fd=listening.fileno(),
-        )  # fmt: skip
+        )
         listening.detach()  # it is the store's now
     return store
 

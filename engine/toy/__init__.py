@@ -96,7 +96,7 @@ def write_toy(
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UserError(
-            f"cannot write a toy to {directory} ({reason})", "choose another directory"
+            f"cannot write the toy model to {directory} ({reason})", "choose another directory"
         ) from error
     return paths
 
@@ -143,7 +143,7 @@ def check_place(path: Path) -> None:
         return
     if path.is_symlink() or not path.is_dir() or any(path.iterdir()):
         raise UserError(
-            f"{path} already exists and is not a toy's", "move it or choose another directory"
+            f"{path} already exists and is not a toy model", "move it or choose another directory"
         )
 
 

@@ -221,10 +221,19 @@ def _corners(shape: str, centre: Point, radius: float, turn: float) -> Sequence[
     if shape == "cross":
         arm = radius * 0.34
         outline = [
-            (-arm, -radius), (arm, -radius), (arm, -arm), (radius, -arm), (radius, arm),
-            (arm, arm), (arm, radius), (-arm, radius), (-arm, arm), (-radius, arm),
-            (-radius, -arm), (-arm, -arm),
-        ]  # fmt: skip
+            (-arm, -radius),
+            (arm, -radius),
+            (arm, -arm),
+            (radius, -arm),
+            (radius, arm),
+            (arm, arm),
+            (arm, radius),
+            (-arm, radius),
+            (-arm, arm),
+            (-radius, arm),
+            (-radius, -arm),
+            (-arm, -arm),
+        ]
     elif shape == HEART:
         outline = [
             (radius * math.sin(angle) ** 3, radius * _heart_height(angle))

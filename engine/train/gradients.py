@@ -37,7 +37,7 @@ class Averager:
         self._world = world
         plain = [p for p in parameters if not isinstance(p, DTensor)] if world.size > 1 else []
         # Backward goes through the model from its end.
-        self._buckets = list(_buckets(plain[::-1]))
+        self._buckets = list(buckets(plain[::-1]))
         self._place = {p: n for n, bucket in enumerate(self._buckets) for p in bucket}
         self._order: list[int] = []  # in which buckets are sent; none before it is known
         self._filled: list[int] = []
@@ -157,17 +157,24 @@ def _norm_of_shards(gradients: Sequence[DTensor]) -> torch.Tensor:
 
     Not by `DTensor`'s own arithmetic, for the reason of `parts_of`.
     """
-    owners: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        split = (n for n, placed in enumerate(gradient.placements) if placed.is_shard())
-        owners.setdefault((gradient.device_mesh, *split), []).append(gradient.to_local())
     squares = []
-    for (mesh, *dims), parts in owners.items():
+    for (mesh, *dims), places in owners_of(gradients).items():
+        parts = [gradients[place].to_local() for place in places]
         square = torch.nn.utils.get_total_norm(parts).float().square()
         for dim in dims:
             dist.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
+
+
+def owners_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[Any, ...], list[int]]:
+    """A mesh and its dimensions that split tensors → the places of those in the list."""
+    owners: dict[tuple[Any, ...], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            split = (n for n, placed in enumerate(tensor.placements) if placed.is_shard())
+            owners.setdefault((tensor.device_mesh, *split), []).append(place)
+    return owners
 
 
 def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -179,17 +186,19 @@ def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         torch._foreach_mul_(some, factor.to(device))
 
 
-def _buckets(
+def buckets(
     parameters: Sequence[torch.nn.Parameter],
 ) -> Iterator[list[torch.nn.Parameter]]:
-    """Runs of parameters of one precision and about `BUCKET` elements."""
+    """Runs of parameters of one precision and about `BUCKET` elements, as this rank has them."""
     bucket: list[torch.nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        if bucket and (size + parameter.numel() > BUCKET or parameter.dtype != bucket[0].dtype):
+        if bucket and (
+            size + local_part(parameter).numel() > BUCKET or parameter.dtype != bucket[0].dtype
+        ):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
-        size += parameter.numel()
+        size += local_part(parameter).numel()
     if bucket:
         yield bucket

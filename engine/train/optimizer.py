@@ -3,8 +3,8 @@
 Every optimizer is a library's. What decides whether one may train sharded parameters (`DTensor`s)
 is whether its numbers there equal those on whole tensors, measured in
 `tests/engine/train/test_optimizer`: adamw, sgd, lion and adamw_8bit work element by element (or
-block by block) and are right; those that reduce over a whole tensor or over all parameters are not,
-and are refused.
+block by block) and are right; prodigy adds its two sums up over the ranks (`engine.train.prodigy`);
+adafactor, which reduces over whole tensors, is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from engine.train.gradients import parts_of
+from engine.train.prodigy import sharded_prodigy
 from jobs.errors import UserError
 from jobs.spec.rules.conflicts import WHOLE_ONLY
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _NO_SHARDS_HINT: Final = (
-    "use adamw, adamw_8bit, lion or sgd, or train a LoRA with lora_placement: replicated"
+    "use adamw, adamw_8bit, lion, prodigy or sgd, or train a LoRA with lora_placement: replicated"
 )
 _INSTALL_HINT: Final = "pip install 'fsdp-tui[optimizers]'"
 
@@ -60,7 +61,7 @@ def build_optimizer(
             _NO_SHARDS_HINT,
         )
     optimizer = _build(spec, parameters, device)
-    if len(parts_of(parameters)) > 1:
+    if len(parts_of(parameters)) > 1 and spec.optimizer != "prodigy":  # which has parts of its own
         _step_in_parts(optimizer)
     return optimizer
 
@@ -88,11 +89,7 @@ def _build(
         return _made(kind(parameters, betas=_LION_BETAS, **common))
     if spec.optimizer == "prodigy":
         kind = _library("prodigy", "prodigyopt", "prodigyopt").Prodigy
-        # Both flags as its authors advise for diffusion models; the second one keeps a warm-up
-        # from inflating the estimate.
-        return _made(
-            kind(parameters, use_bias_correction=True, safeguard_warmup=True, **common, **adam)
-        )
+        return _made(sharded_prodigy(kind)(parameters, device, **common, **adam))
     kind = _adamw_8bit(_library("adamw_8bit", "torchao.optim", "torchao").AdamW8bit)
     return _made(kind(parameters, **common, **adam))
 

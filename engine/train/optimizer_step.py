@@ -356,12 +356,11 @@ class Stepper:
         self._given = None
         finite = self._judge(loss, norm, given.step)
         seconds = given.done.seconds_since(given.begun)
-        self._tell(
-            StepResult(
-                given.step + 1, loss, norm, not finite, scale[0] if scale else None, given.rate,
-                seconds, given.data_seconds,
-            )
-        )  # fmt: skip
+        factor = scale[0] if scale else None
+        result = StepResult(
+            given.step + 1, loss, norm, not finite, factor, given.rate, seconds, given.data_seconds
+        )
+        self._tell(result)
 
     # ----------------------------------------------------------------------------------------
 

@@ -161,9 +161,14 @@ class Trainer:
         step = self.training.step
         target = self.run_dir.samples / f"step-{step}"
         sampler = Sampler(
-            self.spec, self.family, self.model_root, self.data, self.world, self.telemetry,
+            self.spec,
+            self.family,
+            self.model_root,
+            self.data,
+            self.world,
+            self.telemetry,
             self.control.wants_stop,
-        )  # fmt: skip
+        )
         with self.training.averaged():
             files = sampler.sample(self.training.model, target, step)
         gc.collect(1)  # pipelines hold themselves, and the device's memory with them
@@ -181,9 +186,14 @@ class Trainer:
             return
         self.settle()
         loss = ValidationLoss(
-            self.spec, self.family, self.objective, self.data, self.world, self.telemetry,
+            self.spec,
+            self.family,
+            self.objective,
+            self.data,
+            self.world,
+            self.telemetry,
             self.control.wants_stop,
-        )  # fmt: skip
+        )
         with self.training.averaged():
             measured = loss.measure(self.training.model)
         if measured is None:

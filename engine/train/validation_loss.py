@@ -143,10 +143,12 @@ class ValidationLoss:
         condition: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """The mean squared error of each sample, `(B,)`, float64, on the CPU."""
-        noise = torch.stack([
-            torch.randn(latents.shape[1:], generator=self._generator(number, batch.level))
-            for number in batch.samples
-        ]).to(latents.device)  # fmt: skip
+        noise = torch.stack(
+            [
+                torch.randn(latents.shape[1:], generator=self._generator(number, batch.level))
+                for number in batch.samples
+            ]
+        ).to(latents.device)
         quantile = quantile_of(batch.level, self.spec)
         problem = problem_at(self.objective, latents, noise, quantile)
         with computing(self.spec, self.world):

@@ -47,8 +47,10 @@ def find(
     with tempfile.TemporaryFile() as errors:
         process = start_child(
             [sys.executable, "-m", "jobs.doctor", *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
         assert process.stdout is not None
         try:
             ended = yield from _findings(process.stdout, silent)

@@ -39,9 +39,12 @@ def run_helper(module: str, *arguments: str, run_id: str, seconds: float) -> Sai
     # Files, not pipes: a helper that cannot be killed would hold a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = start_child(
-            [sys.executable, "-m", module, *arguments], variables,
-            stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-        )  # fmt: skip
+            [sys.executable, "-m", module, *arguments],
+            variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
         try:
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -181,7 +181,7 @@ def _end(child: subprocess.Popen[bytes], run_id: str) -> tuple[int, ...]:
 
 def _words(silent: Sequence[int], limit: float, still: float) -> str:
     who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-    return f"{who} did not answer (given {still:g} s after all had met, {limit:g} s in all)"
+    return f"{who} did not answer (waited {still:g} s after all ranks met, {limit:g} s in total)"
 
 
 def _nccl_warning(log: Path) -> str | None:

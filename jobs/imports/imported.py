@@ -126,7 +126,7 @@ def _missing(spec: JobSpec) -> list[str]:
             found.append(f"pretrained_model_name_or_path: {error}")
     if spec.dataset or spec.datasets:
         paths = [dataset.path for dataset in datasets_of(spec)]
-        found += [f"dataset: no such folder here: {path}" for path in paths if not _is_here(path)]
+        found += [f"dataset: no such folder: {path}" for path in paths if not _is_here(path)]
     return found
 
 

@@ -53,8 +53,10 @@ def ask(
     with open(answer, "wb") as out:
         process = start_child(
             [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.PIPE,
+        )
     assert process.stderr is not None
     try:
         with process.stderr:

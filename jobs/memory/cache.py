@@ -21,18 +21,60 @@ _MOST: Final = 2000  # files of some 4 KB; the oldest go
 _PACKAGES: Final = ("torch", "diffusers", "transformers", "peft", "fsdp-tui")
 
 # Keys that change no memory. One that is missing here costs another prediction.
-_INDIFFERENT: Final = frozenset({
-    "name", "priority", "gpus", "share_gpus", "num_processes", "main_process_port",
-    "main_process_ip", "machine_rank", "fsdp_enable", "fsdp_version", "learning_rate",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "lr_scheduler", "lr_warmup_steps",
-    "lr_end", "lr_num_cycles", "lr_power", "lora_init", "size_conditioning",
-    "max_train_steps", "seed", "timestep_sampling", "logit_mean", "logit_std", "flow_shift",
-    "mode_scale", "sigma_min", "sigma_max",
-    "huber_c", "snr_gamma", "ema_decay", "train_guidance", "caption_dropout_probability",
-    "on_nonfinite", "on_save_failure", "max_restarts", "auto_resume", "hang_timeout",
-    "stop_grace_seconds", "distributed_timeout_seconds", "trigger_word", "keep_tags",
-    "validation_seed", "validation_timesteps", "lora_alpha",
-})  # fmt: skip
+_INDIFFERENT: Final = frozenset(
+    {
+        "name",
+        "priority",
+        "gpus",
+        "share_gpus",
+        "num_processes",
+        "main_process_port",
+        "main_process_ip",
+        "machine_rank",
+        "fsdp_enable",
+        "fsdp_version",
+        "learning_rate",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "weight_decay",
+        "lr_scheduler",
+        "lr_warmup_steps",
+        "lr_end",
+        "lr_num_cycles",
+        "lr_power",
+        "lora_init",
+        "size_conditioning",
+        "max_train_steps",
+        "seed",
+        "timestep_sampling",
+        "logit_mean",
+        "logit_std",
+        "flow_shift",
+        "mode_scale",
+        "sigma_min",
+        "sigma_max",
+        "huber_c",
+        "snr_gamma",
+        "ema_decay",
+        "train_guidance",
+        "caption_dropout_probability",
+        "on_nonfinite",
+        "on_save_failure",
+        "max_restarts",
+        "auto_resume",
+        "hang_timeout",
+        "stop_grace_seconds",
+        "distributed_timeout_seconds",
+        "trigger_word",
+        "keep_tags",
+        "validation_seed",
+        "validation_timesteps",
+        "lora_alpha",
+        "lora_alpha_pattern",
+        "init_lora",
+    }
+)
 
 
 def folder() -> Path:
@@ -48,8 +90,9 @@ def key_of(values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """
     kept = {key: value for key, value in sorted(values.items()) if key not in _INDIFFERENT}
     # The number of ranks counts, and is said in one way only.
-    text = json.dumps([SCHEMA, engine_version(), values.get("num_processes"), kept, config],
-                      sort_keys=True)  # fmt: skip
+    text = json.dumps(
+        [SCHEMA, engine_version(), values.get("num_processes"), kept, config], sort_keys=True
+    )
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
 

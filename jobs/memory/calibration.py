@@ -105,11 +105,14 @@ def record(run_dir: RunDir) -> bool:
         return False  # it ended before it had trained a step
     largest = max(PHASES, key=lambda name: _peak(predicted.phases, name))
     said = {
-        "schema": SCHEMA, "t": round(time.time()), "model": predicted.values.get("model"),
-        "strategy": predicted.strategy, "ranks": predicted.ranks,
+        "schema": SCHEMA,
+        "t": round(time.time()),
+        "model": predicted.values.get("model"),
+        "strategy": predicted.strategy,
+        "ranks": predicted.ranks,
         "peak": round(ratios[largest], 4),
         "phases": {name: round(ratio, 4) for name, ratio in ratios.items()},
-    }  # fmt: skip
+    }
     _append(json.dumps(said) + "\n")
     return True
 

@@ -45,9 +45,10 @@ def candidates(spec: JobSpec, ranks: int) -> tuple[str, ...]:
     replicas = spec.dp_replicate_size or 2
     divides = ranks % (replicas * spec.context_parallel_size) == 0
     return tuple(
-        one for one in FASTEST_FIRST
+        one
+        for one in FASTEST_FIRST
         if one in able and (one != "hsdp" or (divides and ranks > replicas))
-    )  # fmt: skip
+    )
 
 
 def fastest(found: Sequence[Candidate]) -> Candidate | None:

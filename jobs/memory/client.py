@@ -157,10 +157,13 @@ class Server:
         self._rest, self._outstanding = b"", 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         process = start_child(
-            self._command or COMMAND, {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            self._command or COMMAND,
+            {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
             start_new_session=True,  # Ctrl-C is for whoever asks
-        )  # fmt: skip
+        )
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
         self._process = process
@@ -195,7 +198,7 @@ def _go_on(cancelled: Callable[[], bool], deadline: float) -> None:
     if cancelled():
         raise Cancelled
     if time.monotonic() > deadline:
-        raise ToolError("the memory prediction timed out; this job has none")
+        raise ToolError("the memory prediction timed out")
 
 
 _shared: list[Server] = []

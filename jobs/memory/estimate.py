@@ -120,9 +120,13 @@ class Estimate:
             Cancelled: Nobody wants it any more.
         """
         found = predict(
-            spec or self.spec, self.server, strategy=strategy, ranks=ranks,
-            on_gpus=self.place.on_gpus, cancelled=self.cancelled,
-        )  # fmt: skip
+            spec or self.spec,
+            self.server,
+            strategy=strategy,
+            ranks=ranks,
+            on_gpus=self.place.on_gpus,
+            cancelled=self.cancelled,
+        )
         return found if isinstance(found, Refused) else self.calibration.corrected(found)
 
     def candidate(self, strategy: str, ranks: int) -> Candidate:

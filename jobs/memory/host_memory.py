@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 # Bytes of an optimizer's state per trained parameter, at least. The exact formulas, which need
 # shapes, are in `engine.memory.predicting.optimizers`.
 STATE_BYTES: Final[dict[str, int]] = {
-    "adamw": 8, "adamw_8bit": 2, "sgd": 0, "lion": 4, "adafactor": 0, "prodigy": 12,
-}  # fmt: skip
+    "adamw": 8,
+    "adamw_8bit": 2,
+    "sgd": 0,
+    "lion": 4,
+    "adafactor": 0,
+    "prodigy": 16,
+}
 _MASTER_AND_GRADIENT: Final = 8  # both fp32
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -73,6 +74,7 @@ def keep(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int, *, on_gpus: 
 
 def _predict(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int) -> None:
     server = Server()
+    atexit.register(server.close)  # it would notice our end only once it has answered
     try:
         with suppress(UserError, ToolError, OSError):
             found = predict(spec, server, strategy=strategy, ranks=ranks, on_gpus=True)
@@ -80,6 +82,7 @@ def _predict(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int) -> None:
                 _write(run_dir, found)
     finally:
         server.close()
+        atexit.unregister(server.close)
 
 
 def _write(run_dir: RunDir, predicted: Predicted) -> None:
@@ -127,8 +130,12 @@ def facts_of(
         "peak": predicted.peak,
         "device": list(predicted.device),
         "phases": [
-            {"name": one.phase, "predicted": one.predicted, "measured": list(one.measured),
-             "ratio": one.ratio and round(one.ratio, 4)}
+            {
+                "name": one.phase,
+                "predicted": one.predicted,
+                "measured": list(one.measured),
+                "ratio": one.ratio and round(one.ratio, 4),
+            }
             for one in compare(predicted, measure, peaks)
         ],
-    }  # fmt: skip
+    }

@@ -291,15 +291,18 @@ LADDER: Final = (
     Rung("encode captions with sharded encoders", ENCODERS, _encoders),
     Rung("smaller samples", ENCODERS, _samples),
     Rung(
-        "activation checkpointing", RECOMPUTE, _checkpointing,
+        "activation checkpointing",
+        RECOMPUTE,
+        _checkpointing,
         milder=tuple(
             Rung(_every(n), _recompute(n), partial(_checkpointing, interval=n)) for n in _INTERVALS
         ),
     ),
     Rung("moving average in host memory", AVERAGE_AWAY, _average),
     Rung("smaller batch, more accumulation", SMALLER_BATCH, _batch, "same global batch"),
-    Rung("8-bit AdamW", QUANTISED_STATE, _optimizer,
-         "moments in 8 bits; needs fsdp-tui[optimizers]"),
+    Rung(
+        "8-bit AdamW", QUANTISED_STATE, _optimizer, "moments in 8 bits; needs fsdp-tui[optimizers]"
+    ),
     Rung("free gathered weights after forward", REGATHER, _reshard),
     Rung("shard over all ranks", SHARD_ALL, _fsdp2),
     Rung("sharded LoRA", SHARD_ADAPTER, _placement),
@@ -307,15 +310,14 @@ LADDER: Final = (
     Rung("offload to host memory", OFFLOAD, _offload),
     Rung("shorter videos", FEWER_TOKENS, _frames, "learns less motion"),
     Rung("lower resolution", FEWER_TOKENS, _resolution, "learns less detail"),
-)  # fmt: skip
+)
 """From the cheapest to the dearest."""
 
 LOOSER: Final = (
-    Rung("no activation checkpointing", 1 / RECOMPUTE,
-         partial(_less_checkpointing, interval=0)),
+    Rung("no activation checkpointing", 1 / RECOMPUTE, partial(_less_checkpointing, interval=0)),
     *(
         Rung(_every(n), _recompute(n) / RECOMPUTE, partial(_less_checkpointing, interval=n))
         for n in _INTERVALS
     ),
-)  # fmt: skip
+)
 """From the fastest to what is left as it is."""

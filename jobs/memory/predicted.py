@@ -12,16 +12,27 @@ SCHEMA: Final = 1  # of what `engine.memory.predicting.prediction` says
 
 # Phase → its name in a run's `memory` events (`engine.ranks.peaks`).
 MEASURED_AS: Final = {
-    "load": "load", "text_cache": "encode", "latent_cache": "latents", "forward": "forward",
-    "backward": "backward", "optimizer": "step", "sample": "sample", "save": "save",
-}  # fmt: skip
+    "load": "load",
+    "text_cache": "encode",
+    "latent_cache": "latents",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "step",
+    "sample": "sample",
+    "save": "save",
+}
 
 # What people read for the phases.
 TITLES: Final = {
-    "load": "loading", "text_cache": "encoding captions", "latent_cache": "caching latents",
-    "forward": "forward", "backward": "backward", "optimizer": "optimizer step",
-    "sample": "sampling", "save": "saving",
-}  # fmt: skip
+    "load": "loading",
+    "text_cache": "encoding captions",
+    "latent_cache": "caching latents",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer step",
+    "sample": "sampling",
+    "save": "saving",
+}
 
 
 @dataclass(frozen=True)
@@ -83,10 +94,11 @@ class Predicted:
             if values["schema"] != SCHEMA:
                 raise ValueError(f"a prediction of version {values['schema']}, not {SCHEMA}")
             phases = tuple(
-                PhasePeak(str(one["name"]), int(one["peak"]), dict(one["parts"]),
-                          str(one.get("note", "")))
+                PhasePeak(
+                    str(one["name"]), int(one["peak"]), dict(one["parts"]), str(one.get("note", ""))
+                )
                 for one in values["phases"]
-            )  # fmt: skip
+            )
             if not phases:
                 raise ValueError("a prediction without phases")
             return cls(

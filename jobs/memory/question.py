@@ -41,10 +41,13 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
     """
     sharding = strategy in SHARDING
     changes: dict[str, Any] = {
-        "strategy": strategy, "num_processes": ranks, "gpus": None, "fsdp_enable": None,
+        "strategy": strategy,
+        "num_processes": ranks,
+        "gpus": None,
+        "fsdp_enable": None,
         "device": "cuda" if on_gpus else "cpu",
         "dp_replicate_size": (spec.dp_replicate_size or 2) if strategy == "hsdp" else None,
-    }  # fmt: skip
+    }
     if not sharding:
         changes |= {"lora_placement": "replicated", "context_parallel_size": 1}
     if not (sharding and on_gpus):

@@ -56,7 +56,15 @@ def count_parameters(component: Path) -> int | None:
             files = sorted(component.glob("*.safetensors"))[:1]
         for path in files:
             total += sum(math.prod(one["shape"]) for one in read_header(path)[0].values())
-    except (DamagedError, OSError, ValueError, LookupError, TypeError, AttributeError,
-            RecursionError):  # fmt: skip
+    except (
+        DamagedError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ):
         return None
     return total or None

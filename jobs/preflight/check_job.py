@@ -61,6 +61,23 @@ def cache_of(spec: JobSpec) -> Path:
     return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 
+def check_beginning(spec: JobSpec) -> None:
+    """Refuse a new job whose `init_lora` is not there; one that resumes needs it no more.
+
+    Raises:
+        SpecError: There is no such file, or no LoRA in that directory.
+    """
+    if spec.model_type != "lora" or not spec.init_lora or spec.resume_from_checkpoint:
+        return
+    path = expand(spec.init_lora)
+    if not exists(path):
+        raise SpecError(f"init_lora: {path} does not exist")
+    if path.is_file() and path.suffix != ".safetensors":
+        raise SpecError(f"init_lora: {path} is not a .safetensors file")
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        raise SpecError(f"init_lora: {path} has no .safetensors file")
+
+
 def check_dataset(spec: JobSpec) -> int:
     """The number of pictures and videos in the job's folders, before anything is looked into.
 
@@ -130,7 +147,7 @@ def _check_kernel(spec: JobSpec) -> None:
     if spec.attention_backend == "flash3" and find_spec("flash_attn_interface") is None:
         raise SpecError(
             "attention_backend: flash3 needs the package flash_attn_3; it is not installed",
-            "build it from the folder hopper of github.com/Dao-AILab/flash-attention, or use auto",
+            "build it from the hopper folder of github.com/Dao-AILab/flash-attention, or use auto",
         )
 
 

@@ -212,7 +212,7 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
         sides = range(spec.resolution // step * step, 0, -step)
         able = next((s for s in sides if longest_bucket_side(s, step) <= limit), None)
         raise SpecError(
-            f"resolution: {spec.resolution} has buckets of {longest} pixels a side, too long for "
+            f"resolution: {spec.resolution} has buckets of {longest} pixels a side, too large for "
             f"this {family.title}, {ends}",
             f"set resolution: {able}" if able else None,
         )

@@ -32,9 +32,12 @@ def check_wrap_policy(spec: JobSpec, *, longest: float = LONGEST) -> None:
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
         try:
             ask(
-                "engine.parallel.wrap_policy", [path], Path(name, "answer"), lambda line: None,
+                "engine.parallel.wrap_policy",
+                [path],
+                Path(name, "answer"),
+                lambda line: None,
                 lambda: time.monotonic() > deadline,
-            )  # fmt: skip
+            )
         except Cancelled:
             raise SpecError(f"{KEY}: importing {path} did not finish in {longest:.0f} s") from None
         except ToolError as error:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
 
 _SUPERVISOR_STARTS_WITHIN: Final = 20.0  # seconds
-_SUSPENDED: Final = "is suspended and does not answer"
-_BLOCKED: Final = "is blocked in the kernel, as by a disk that does not answer"
+_SUSPENDED: Final = "is suspended and does not respond"
+_BLOCKED: Final = "is blocked in the kernel, for example by a disk that does not respond"
 _BLOCKED_FOR: Final = 10.0  # seconds without a step after which a wait is no usual one
 _KILLED_WITHIN: Final = 1.0  # seconds
 _QUEUE_IS_FREE_WITHIN: Final = 1.5  # seconds; whoever holds it needs milliseconds
@@ -34,10 +34,10 @@ _LONGEST_PID: Final = 20  # characters
 
 
 def dispatch(store: Store) -> None:
-    """Start every queued job that may start now, and mend what lost its supervisor.
+    """Start every queued job that may start now, and replace supervisors that are gone.
 
-    Another that does so is waited for; one that does not come to an end is named as the reason why
-    jobs wait.
+    Waits for another process that holds the queue; if that one does not finish, queued jobs name
+    it as the reason they wait.
     """
     # Before the queue is taken: a driver that does not answer holds nobody up but who asks it.
     asked = not store.paused and any(
@@ -95,7 +95,7 @@ def needs_attention(store: Store) -> bool:
 
 
 def _mend(store: Store) -> None:
-    """Jobs whose supervisor is gone get a new one; jobs of an earlier boot are lost."""
+    """Give jobs without a supervisor a new one; mark jobs of an earlier boot as lost."""
     now_boot = boot_id()
     for job in store.in_states(ACTIVE):
         if job.boot_id is not None and now_boot is not None and job.boot_id != now_boot:
@@ -111,9 +111,10 @@ def _mend(store: Store) -> None:
 
 
 def _do_without(store: Store, job: Job, supervisor: ProcessId, why: str) -> None:
-    """A supervisor that does not answer is told of, and replaced where something is to be done.
+    """Report a supervisor that does not respond, and replace it if the job needs one.
 
-    It looks at nothing: without this, a job whose ranks are gone would be shown as running.
+    Such a supervisor sees nothing: without this, a job whose ranks are gone would still be shown as
+    running.
     """
     if job.stop_level or not processes.with_run_id(job.run_id):
         processes.end([supervisor], grace=0, timeout=_KILLED_WITHIN)
@@ -124,10 +125,10 @@ def _do_without(store: Store, job: Job, supervisor: ProcessId, why: str) -> None
 
 
 def why_silent(supervisor: ProcessId) -> str:
-    """Why a live supervisor does not answer, or "".
+    """Say why a live supervisor does not respond; "" if it does.
 
-    Whoever looks again and again notices that one is blocked: it waits for the kernel, and has not
-    run since `_BLOCKED_FOR` seconds. To wait for it for a moment is nothing.
+    A supervisor counts as blocked when it waits for the kernel and has not run for `_BLOCKED_FOR`
+    seconds; repeated calls notice that. A short wait is normal.
     """
     if supervisor.suspended():
         return _SUSPENDED
@@ -150,8 +151,10 @@ def _silent(supervisor: ProcessId, why: str) -> str:
 
 
 def _told_as_silent(job: Job) -> bool:
-    one = job.supervisor
-    return one is not None and job.reason in (_silent(one, _SUSPENDED), _silent(one, _BLOCKED))
+    supervisor = job.supervisor
+    if supervisor is None:
+        return False
+    return job.reason in (_silent(supervisor, _SUSPENDED), _silent(supervisor, _BLOCKED))
 
 
 def _needs_mending(job: Job) -> bool:
@@ -189,14 +192,14 @@ def _where(decision: Start, indices: Mapping[str, int]) -> str:
 
 
 def _cpu_slots() -> int:
-    """How many jobs may share the CPU; `FSDP_TUI_CPU_JOBS` overrides the default of one."""
+    """Return how many jobs may share the CPU: 1, or `FSDP_TUI_CPU_JOBS`."""
     text = os.environ.get("FSDP_TUI_CPU_JOBS", "1")
     return max(1, int(text)) if text.isdigit() else 1
 
 
 @contextmanager
 def _one_at_a_time(store: Store) -> Iterator[bool]:
-    """Hold the queue, if it can be had; False where another process keeps it."""
+    """Take the queue's lock; False if another process keeps it."""
     with open(store.home / "dispatch.lock", "a+") as lock:
         free = file_lock.take(lock, _QUEUE_IS_FREE_WITHIN)
         if free:
@@ -206,6 +209,6 @@ def _one_at_a_time(store: Store) -> Iterator[bool]:
         else:
             lock.seek(0)
             holder = lock.read(_LONGEST_PID).strip() or "another"
-            reason = f"process {holder} holds the queue and does not answer"
+            reason = f"process {holder} holds the queue and does not respond"
             store.explain_all({job.id: reason for job in store.in_states([State.QUEUED])})
         yield free

@@ -1,4 +1,4 @@
-"""A job as the database knows it."""
+"""A job as the database stores it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Job:
     """A row of the database. Times in Unix seconds; `gpus` are UUIDs, empty on CPU ranks.
 
-    `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. The queue is served
-    by descending `priority`, then in order of `queued`; a `held` job is passed over.
+    `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. The queue is ordered
+    by descending `priority`, then by `queued`; `held` jobs are skipped.
     """
 
     id: int
@@ -51,13 +51,13 @@ class Job:
 
     @property
     def request(self) -> tuple[object, ...]:
-        """What decides whether it may start now, and where."""
+        """Return the facts that placement uses."""
         return self.ranks, self.wanted, self.shares, self.held
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What of a job's spec the queue goes by; see `Job`."""
+    """The part of a job's spec that the queue uses; see `Job`."""
 
     ranks: int
     wanted: int | list[str] | None
@@ -68,20 +68,24 @@ class Terms:
 
     @classmethod
     def of(cls, spec: JobSpec, wanted: int | list[str] | None) -> Terms:
-        """Those of a job; `wanted` is what this machine has of what it asks for."""
+        """Build the terms of a job; `wanted` is resolved to this machine's GPUs."""
         return cls(
-            world_size(spec), wanted, spec.max_train_steps, spec.priority, spec.share_gpus,
+            world_size(spec),
+            wanted,
+            spec.max_train_steps,
+            spec.priority,
+            spec.share_gpus,
             spec.auto_resume,
-        )  # fmt: skip
+        )
 
     def columns(self) -> dict[str, object]:
-        """As the database keeps them."""
+        """Return them as database columns."""
         return vars(self) | {"wanted": json.dumps(self.wanted)}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One step in a job's life."""
+    """A change of a job's state."""
 
     t: float
     before: State | None
@@ -92,10 +96,10 @@ class Change:
 def job_of_row(row: sqlite3.Row) -> Job:
     """A row of the `jobs` table as a `Job`; the same one for a row that did not change."""
     values, key = tuple(row), (row["run_dir"], row["id"])
-    known = _latest.get(key)
-    if known is None or known[0] != values:
-        known = _latest[key] = (values, _job(tuple(row.keys()), values))
-    return known[1]
+    cached = _latest.get(key)
+    if cached is None or cached[0] != values:
+        cached = _latest[key] = (values, _job(tuple(row.keys()), values))
+    return cached[1]
 
 
 # Who looks every second at a thousand ended jobs would spend a twentieth of a core on them. One

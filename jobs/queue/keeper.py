@@ -1,8 +1,7 @@
 """The queue keeper: one process per state directory that looks after all jobs.
 
-Whoever queues a job starts it if it is not there; it ends by itself when there is nothing to look
-after. It only calls `dispatch`, as everyone else does, so that nothing is lost without it: it is
-there for the times when nobody looks.
+Queueing a job starts it; it exits when there is nothing left to do. It only calls `dispatch`, as
+every command does, so nothing is lost without it: it covers the times when no command runs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ IDLE_SECONDS: Final = 60.0
 
 
 def ensure_runner(store: Store) -> None:
-    """Start the runner unless one is there. Returns within a few hundredths of a second."""
+    """Start the runner unless one is running. Returns within about 50 ms."""
     with open(store.home / "runner.lock", "a") as lock:
         if not file_lock.take(lock):
             return
@@ -33,7 +32,7 @@ def ensure_runner(store: Store) -> None:
 
 
 def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
-    """Look after the queue until there has been nothing to do for a time.
+    """Run the queue until there has been nothing to do for `idle_seconds`.
 
     Returns at once if another runner holds the lock.
     """
@@ -44,15 +43,20 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
             return
         _say("started")
         busy_at = time.monotonic()
-        while store.path.exists() and time.monotonic() - busy_at < idle_seconds:
+        while store.path.exists():
+            work = False
             try:
-                if has_work(store):
-                    busy_at = time.monotonic()
+                if work := has_work(store):
                     dispatch(store)
             except Exception as error:  # one bad look must not end the keeping
                 _say(f"{type(error).__name__}: {error}")
+            # After a look: a process that was paused for longer may have work all the same.
+            if work:
+                busy_at = time.monotonic()
+            elif time.monotonic() - busy_at >= idle_seconds:
+                break
             time.sleep(LOOK_EVERY)
-        _say("nothing to do, ended")
+        _say("nothing left to do; exiting")
 
 
 def _say(text: str) -> None:

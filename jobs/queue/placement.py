@@ -35,7 +35,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """The job waits, and why, for people."""
+    """The job waits; `reason` is the sentence shown to users."""
 
     job: int
     reason: str
@@ -115,12 +115,12 @@ class _Board:
             free += f"; {self._used_by_others(disturbed)}"
         return Wait(request.job, f"waiting for {count} GPU{'s' * (count != 1)} ({free})")
 
-    def named(self, request: Request, wanted: Sequence[str]) -> Start | Wait:
-        missing = [uuid for uuid in wanted if uuid not in self._index]
-        busy = [uuid for uuid in wanted if uuid in self._holder or uuid in self._reserved]
-        others = [] if request.shares else [u for u in wanted if u in self._foreign]
+    def named(self, request: Request, uuids: Sequence[str]) -> Start | Wait:
+        missing = [uuid for uuid in uuids if uuid not in self._index]
+        busy = [uuid for uuid in uuids if uuid in self._holder or uuid in self._reserved]
+        others = [] if request.shares else [u for u in uuids if u in self._foreign]
         if not (missing or busy or others):
-            return self._start(request.job, wanted)
+            return self._start(request.job, uuids)
         if missing:
             reason = f"waiting for GPU {missing[0]}, which this machine does not have"
         elif busy:
@@ -129,7 +129,7 @@ class _Board:
             reason = f"waiting for {_jobs(blockers)} on GPU {where}"
         else:
             reason = f"waiting: {self._used_by_others(others[0])}"
-        self._reserve(request.job, wanted)
+        self._reserve(request.job, uuids)
         return Wait(request.job, reason)
 
     def _start(self, job: int, gpus: Sequence[str]) -> Start:

@@ -130,7 +130,7 @@ class Store:
             run_dir = RunDir(self.home / "runs" / f"{job_id}-{name}")
             if run_dir.root.exists():
                 raise UserError(
-                    f"{run_dir.root} already exists, from a database that is gone",
+                    f"{run_dir.root} already exists, left by a database that was deleted",
                     "move it away, or its checkpoints would be mistaken for the new job's",
                 )
             update(db, job_id, {"run_dir": str(run_dir.root)})
@@ -255,8 +255,8 @@ class Store:
 
     def explain_all(self, reasons: Mapping[int, str]) -> None:
         """`explain` for many queued jobs at once; what is known already is not written."""
-        known = {job.id: job.reason for job in self.in_states([State.QUEUED])}
-        new = [(harmless(r), i, State.QUEUED) for i, r in reasons.items() if known.get(i, r) != r]
+        stored = {job.id: job.reason for job in self.in_states([State.QUEUED])}
+        new = [(harmless(r), i, State.QUEUED) for i, r in reasons.items() if stored.get(i, r) != r]
         if new:
             with self.write() as db:
                 db.executemany("UPDATE jobs SET reason=? WHERE id=? AND state=?", new)
@@ -360,11 +360,11 @@ class Store:
 
     @staticmethod
     def _in_states(db: sqlite3.Connection, states: Iterable[State]) -> list[Job]:
-        wanted = list(states)
-        marks = ",".join("?" * len(wanted))
+        values = list(states)
+        marks = ",".join("?" * len(values))
         rows = db.execute(
             f"SELECT * FROM jobs WHERE state IN ({marks}) ORDER BY priority DESC, queued, id",
-            wanted,
+            values,
         )
         return [job_of_row(row) for row in rows]
 

@@ -63,31 +63,31 @@ def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> d
         most: Read the files of at most this many ended jobs, and skip the others.
     """
     kept = kept_progress(store)
-    found: dict[int, Progress] = {}
+    by_job: dict[int, Progress] = {}
     read: list[tuple[Job, Progress, str]] = []
     for job in jobs:
         if job.state is State.QUEUED and job.attempt == 0:
-            found[job.id] = Progress()
+            by_job[job.id] = Progress()
         elif job.state.ended and job.id in kept and kept[job.id][0] == job.ended:
-            found[job.id] = kept[job.id][1]
+            by_job[job.id] = kept[job.id][1]
         elif not job.state.ended:
-            found[job.id] = progress(job)
+            by_job[job.id] = progress(job)
         elif most is None or len(read) < most:
-            found[job.id] = progress(job)
-            read.append((job, found[job.id], ""))
+            by_job[job.id] = progress(job)
+            read.append((job, by_job[job.id], ""))
     _keep(store, read)
-    return found
+    return by_job
 
 
 def kept_progress(store: Store) -> dict[int, tuple[float | None, Progress]]:
     """What is kept: by job, of which end, and how far it was."""
-    found = {}
+    by_job = {}
     with store.connect() as db:
         for job, ended, text in db.execute("SELECT job, ended, progress FROM summaries"):
             with suppress(ValueError, TypeError):
                 step, loss, pace, eta = json.loads(text)
-                found[job] = ended, Progress(step, loss, pace, eta)
-    return found
+                by_job[job] = ended, Progress(step, loss, pace, eta)
+    return by_job
 
 
 def report_of(store: Store, job: Job) -> RunReport:

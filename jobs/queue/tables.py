@@ -116,14 +116,14 @@ def update(db: sqlite3.Connection, job_id: int, row: Mapping[str, object]) -> No
 
 def trouble(error: Exception, path: Path | None = None) -> str:
     """What SQLite complains of, as a sentence that says what to do."""
-    database, said = f"the jobs database{f' {path}' if path else ''}", str(error)
+    database, details = f"the jobs database{f' {path}' if path else ''}", str(error)
     if is_locked(error):
-        return f"{database} is locked by another process ({said}); try again in a moment"
+        return f"{database} is locked by another process ({details}); try again in a moment"
     if _code(error) == sqlite3.SQLITE_FULL:
         return f"{database} cannot be written: the disk is full"
     if _code(error) in _DAMAGED:
-        return f"{database} is damaged ({said}); `fsdp-tui doctor --repair` rebuilds it"
-    return f"cannot use {database} ({said})"
+        return f"{database} is damaged ({details}); `fsdp-tui doctor --repair` rebuilds it"
+    return f"cannot use {database} ({details})"
 
 
 def is_locked(error: Exception) -> bool:

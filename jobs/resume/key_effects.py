@@ -73,9 +73,14 @@ EFFECTS: Final[dict[str, Effect]] = {
     "lora_rank": "impossible",
     "lora_alpha": "ruled",
     "lora_dropout": "changes",
+    "lora_variant": "impossible",
+    "lora_rank_pattern": "impossible",
+    "lora_alpha_pattern": "changes",
     "lora_init": "same",  # it was drawn when the job began
+    "init_lora": "same",  # it was read when the job began
     "lora_placement": "same",
     "lora_target_modules": "ruled",
+    "lora_exclude_modules": "ruled",
     "lora_experts": "ruled",
     # devices
     "device": "same",

@@ -41,6 +41,9 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
     "huber_c": lambda spec: spec.loss_type != "mse",
     "ema_decay": lambda spec: spec.use_ema,
     "lora_rank": lambda spec: spec.model_type == "lora",
+    "lora_variant": lambda spec: spec.model_type == "lora",
+    "lora_rank_pattern": lambda spec: spec.model_type == "lora",
+    "lora_alpha_pattern": lambda spec: spec.model_type == "lora",
     "lora_dropout": lambda spec: spec.model_type == "lora",
     "crop_variants": lambda spec: spec.crop == "random",
     "caption_shuffles": lambda spec: spec.shuffle_captions,
@@ -54,9 +57,11 @@ _COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
 _WHY: Final = {
     "model_type": "an adapter and a full model are not interchangeable",
     "model_family": "its weights belong to another model",
-    "model_flavour": "it trains another of the model's denoisers",
+    "model_flavour": "it trains a different denoiser of the model",
     "optimizer": "the optimizer state differs",
-    "lora_rank": "the adapter's weights have another shape",
+    "lora_rank": "the adapter's weights have a different shape",
+    "lora_rank_pattern": "the adapter's weights have a different shape",
+    "lora_variant": "the adapter's weights mean something else",
 }
 
 
@@ -157,9 +162,11 @@ def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
 def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
     if spec.model_type != "lora" or old.model_type != "lora":
         return
-    was, now = old.lora_target_modules, spec.lora_target_modules
-    if (was and sorted(set(was))) != (now and sorted(set(now))):
-        found.impossible.append(_refusal("lora_target_modules", was, now))
+    for key in ("lora_target_modules", "lora_exclude_modules"):
+        was, now = getattr(old, key), getattr(spec, key)
+        if (was and sorted(set(was))) != (now and sorted(set(now))):
+            found.impossible.append(_refusal(key, was, now))
+    now = spec.lora_target_modules
     family = FAMILIES.get(spec.model_family)
     if not now and family is not None and family.experts and old.lora_experts != spec.lora_experts:
         found.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))
@@ -173,8 +180,7 @@ def _alpha(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     now = float(spec.lora_alpha or spec.lora_rank)
     if was != now:
         found.changes.append(
-            f"lora_alpha: {was:g} → {now:g}, so the adapter is {now / was:.3g} times as strong "
-            "from here on"
+            f"lora_alpha: {was:g} → {now:g}, so the adapter becomes {now / was:.3g} times as strong"
         )
 
 
@@ -182,7 +188,9 @@ def _batch(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
     """Which samples a step trains on depends on their number alone, not on who takes them."""
     was, now = global_batch_size(old), global_batch_size(spec)
     if was != now:
-        found.changes.append(f"the global batch: {was} → {now}, so steps train on other samples")
+        found.changes.append(
+            f"the global batch: {was} → {now}, so steps train on different samples"
+        )
 
 
 def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:

@@ -78,6 +78,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         return None
     try:
         files = {str(n): (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
+        os.fsencode("".join(files))  # a ValueError for what no file can be called
         step = int(manifest["step"])
         written = float(manifest.get("time") or (path / MANIFEST).stat().st_mtime)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError):

@@ -97,13 +97,28 @@ def _look(path: Path, step: int, word: str | None) -> Listed:
     damage, readable = _damage(path)
     if checkpoint is None:
         return Listed(
-            path.name, step, path, directory_size(path), path.stat().st_mtime,
-            damage=damage, set_aside=word, readable=readable,
-        )  # fmt: skip
+            path.name,
+            step,
+            path,
+            directory_size(path),
+            path.stat().st_mtime,
+            damage=damage,
+            set_aside=word,
+            readable=readable,
+        )
     return Listed(
-        path.name, step, path, checkpoint.bytes, checkpoint.time, checkpoint.layout,
-        checkpoint.world_size, checkpoint.ema, damage, word, readable=readable,
-    )  # fmt: skip
+        path.name,
+        step,
+        path,
+        checkpoint.bytes,
+        checkpoint.time,
+        checkpoint.layout,
+        checkpoint.world_size,
+        checkpoint.ema,
+        damage,
+        word,
+        readable=readable,
+    )
 
 
 def verify(listed: Listed, progress: Callable[[int], None] = lambda count: None) -> Listed:

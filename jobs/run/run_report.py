@@ -83,10 +83,15 @@ class ReportLog(EventLog):
 
     def to_json(self) -> str:
         """What was read so far."""
-        return json.dumps({
-            "offset": self._offset, "inode": self._inode, "notes": self.notes,
-            "validations": self.validations, "warnings": self.warnings,
-        })  # fmt: skip
+        return json.dumps(
+            {
+                "offset": self._offset,
+                "inode": self._inode,
+                "notes": self.notes,
+                "validations": self.validations,
+                "warnings": self.warnings,
+            }
+        )
 
     @property
     def offset(self) -> int:

@@ -285,9 +285,11 @@ class RunDir:
                 if status.rank != int(number):
                     raise ValueError(f"it belongs to rank {status.rank}")
                 status = replace(
-                    status, host=one_line(status.host), device=one_line(status.device),
+                    status,
+                    host=one_line(status.host),
+                    device=one_line(status.device),
                     phase=one_line(status.phase),
-                )  # fmt: skip
+                )
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, RecursionError) as error:
@@ -309,10 +311,15 @@ class RunDir:
             data = read_json(path) if number.isascii() and number.isdecimal() else None
             if data:
                 data, t = harmless_value(data), data.get("t")
-                found.append(data | {
-                    "rank": int(number), "t": t if _fits(t, "float") else 0.0,
-                    "type": str(data.get("type")), "message": str(data.get("message", "")),
-                })  # fmt: skip
+                found.append(
+                    data
+                    | {
+                        "rank": int(number),
+                        "t": t if _fits(t, "float") else 0.0,
+                        "type": str(data.get("type")),
+                        "message": str(data.get("message", "")),
+                    }
+                )
         return sorted(found, key=lambda data: float(data["t"]))
 
     def forget_attempt(self) -> None:

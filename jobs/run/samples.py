@@ -123,12 +123,15 @@ def _samples_in(directory: Path, step: int) -> list[Sample]:
             continue
         found.append(
             Sample(
-                number=int(match[1]), step=step, picture=path,
+                number=int(match[1]),
+                step=step,
+                picture=path,
                 video=video if video.exists() else None,
-                bytes=stat.st_size, time=stat.st_mtime,
+                bytes=stat.st_size,
+                time=stat.st_mtime,
                 facts=read_json(path.with_suffix(".json")) or {},
             )
-        )  # fmt: skip
+        )
     return found
 
 

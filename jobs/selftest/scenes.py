@@ -94,9 +94,13 @@ def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
 def _toy(stage: Stage) -> Iterator[Finding]:
     stage.say("writing a small FLUX.1 and captioned images")
     stage.engine(
-        "engine.toy", str(stage.root / "toy"), "--family=flux", "--pictures=32", "--size=64",
+        "engine.toy",
+        str(stage.root / "toy"),
+        "--family=flux",
+        "--pictures=32",
+        "--size=64",
         "--json",
-    )  # fmt: skip
+    )
     yield from ()
 
 
@@ -129,9 +133,12 @@ class _First:
         """Train, save, sample and export on one device."""
         prompts = ["a red circle on a blue background"]
         values = self._values(
-            "one", checkpointing_async=False, validation_prompts=prompts,
-            validation_steps=STEPS, validation_num_inference_steps=8,
-        )  # fmt: skip
+            "one",
+            checkpointing_async=False,
+            validation_prompts=prompts,
+            validation_steps=STEPS,
+            validation_num_inference_steps=8,
+        )
         job = self._stage.run(values)
         saved = list_checkpoints(job.run_dir)
         found, damage = losses(job), [find_damage(one.path) for one in saved]
@@ -152,7 +159,7 @@ class _First:
         if self.why_equal:
             raise SceneFailed(
                 f"{STEPS} steps, 2 checkpoints, a sample and an export, but {self.why_equal}: "
-                "the device does not compute",
+                "the device does not compute correctly",
                 job,
             )
         yield ok("train", f"{STEPS} steps, 2 checkpoints, a sample and an export", losses=found)
@@ -184,7 +191,7 @@ class _First:
             yield warn(
                 "stop, resume",
                 f"stopped after step {after} and resumed, but this proves little: {self.why_equal}",
-                "see above: the device does not compute",
+                "see above: the device does not compute correctly",
                 step=after,
             )
         elif difference:
@@ -193,9 +200,11 @@ class _First:
             yield ok("stop, resume", f"stopped after step {after}; {how}", step=after)
         stage.say("comparing checkpoints")
         answer = stage.engine(
-            "engine.doctor.selftest", "same", str(straight.run_dir.checkpoint(STEPS)),
+            "engine.doctor.selftest",
+            "same",
+            str(straight.run_dir.checkpoint(STEPS)),
             str(job.run_dir.checkpoint(STEPS)),
-        )  # fmt: skip
+        )
         if answer["different"] and not difference:
             names = ", ".join(answer["different"][:3])
             raise SceneFailed(f"saved in the background, these differ: {names}", job)
@@ -219,9 +228,12 @@ class _First:
         job = self.job
         sample = max(list_samples(job.run_dir), key=lambda one: one.step)
         answer = self._stage.engine(
-            "engine.doctor.selftest", "sample", str(self._stage.root / "toy" / "model"),
-            str(job.run_dir.export), str(sample.picture),
-        )  # fmt: skip
+            "engine.doctor.selftest",
+            "sample",
+            str(self._stage.root / "toy" / "model"),
+            str(job.run_dir.export),
+            str(sample.picture),
+        )
         off = answer["largest_difference"]
         if off > _PIXEL:
             raise SceneFailed(f"diffusers samples a different image: up to {off} of 255 off", job)
@@ -229,7 +241,7 @@ class _First:
             yield warn(
                 "export",
                 "diffusers loads it, but this proves little: the run's sample is one flat color",
-                "see above: the device does not compute",
+                "see above: the device does not compute correctly",
             )
             return
         yield ok(
@@ -248,14 +260,17 @@ class _First:
             )
         if self.why_equal:
             yield warn(
-                name, f"{stage.ranks} ranks train, but this proves little: {self.why_equal}",
-                "see above: the device does not compute", difference=found,
-            )  # fmt: skip
+                name,
+                f"{stage.ranks} ranks train, but this proves little: {self.why_equal}",
+                "see above: the device does not compute correctly",
+                difference=found,
+            )
             return
         yield ok(
-            name, f"{stage.ranks} ranks match one: losses within {found:.0e}",
+            name,
+            f"{stage.ranks} ranks match one: losses within {found:.0e}",
             difference=found,
-        )  # fmt: skip
+        )
 
 
 def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -270,9 +285,13 @@ def _bandwidth(stage: Stage) -> Iterator[Finding]:
     if stage.ranks < 2:
         return
     outcome = all_reduce(
-        [gpu.uuid for gpu in stage.gpus], stage.ranks, run_id=f"selftest-{os.getpid()}",
-        seconds=_MEASURE, limit=LIMIT, still=STILL,
-    )  # fmt: skip
+        [gpu.uuid for gpu in stage.gpus],
+        stage.ranks,
+        run_id=f"selftest-{os.getpid()}",
+        seconds=_MEASURE,
+        limit=LIMIT,
+        still=STILL,
+    )
     nvlink = bool(stage.gpus) and connected_by_nvlink(stage.gpus, read_driver().paths)
     yield from judge(outcome, stage.gpus, nvlink=nvlink, ranks=stage.ranks)
 
@@ -298,9 +317,13 @@ def _killed_rank(stage: Stage) -> Iterator[Finding]:
 def _out_of_memory(stage: Stage) -> Iterator[Finding]:
     """A batch that no GPU can hold ends with one sentence, and leaves the GPUs free."""
     values = wide_values(
-        stage, "memory", stage.ranks, too_large=True, max_train_steps=1,
+        stage,
+        "memory",
+        stage.ranks,
+        too_large=True,
+        max_train_steps=1,
         strategy="ddp" if stage.ranks > 1 else "single",
-    )  # fmt: skip
+    )
     job = stage.ended(stage.submit(values))
     stage.expect(job, State.FAILED)
     if "ran out of GPU memory" not in job.reason:

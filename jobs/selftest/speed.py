@@ -39,11 +39,24 @@ _WARM: Final = 10  # steps that do not count
 
 # Dense bf16 FLOP/s of tensor cores that add in fp32, as the makers' data sheets have them.
 _PEAK: Final = {
-    "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12,
-    "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12,
-    "L4": 121e12, "RTX 6000 Ada": 364e12, "RTX 5090": 209e12, "RTX 4090": 165e12,
-    "RTX 3090": 71e12, "A6000": 155e12, "A40": 150e12,
-}  # fmt: skip
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "A6000": 155e12,
+    "A40": 150e12,
+}
 _OTHERS: Final = re.compile(r"\b(Ti|Laptop|Max-Q|MIG|D)\b")  # chips that share a name with these
 _BUSY: Final = 0.8  # of the time a GPU of a job this size has work, or something holds it up
 _OFF: Final = 0.10  # of the predicted memory
@@ -81,20 +94,33 @@ def wide_values(
     if not wide.exists():
         stage.say("writing a model of FLUX.1's width")
         stage.engine(
-            "engine.toy", str(wide), "--family=flux", f"--pictures={_PICTURES}", "--size=1024",
-            f"--hidden_scale={_SCALE}", "--dtype=bfloat16", "--json",
-        )  # fmt: skip
+            "engine.toy",
+            str(wide),
+            "--family=flux",
+            f"--pictures={_PICTURES}",
+            "--size=1024",
+            f"--hidden_scale={_SCALE}",
+            "--dtype=bfloat16",
+            "--json",
+        )
     batch = 1
     if too_large:
         known = max(gpu.memory_total for gpu in stage.gpus)
         batch = 1 + (known or _LARGEST_GPU) // _IMAGE_TAKES
     data = {"path": str(wide / "data"), "repeats": -(-batch * ranks // _PICTURES)}
     usual: dict[str, Any] = {
-        "resolution": _RESOLUTION, "mixed_precision": "bf16", "deterministic": False,
-        "pretrained_model_name_or_path": str(wide / "model"), "dataset": None, "datasets": [data],
-        "max_train_steps": _STEPS, "checkpointing_steps": 0, "allow_tf32": True, "lora_rank": 16,
+        "resolution": _RESOLUTION,
+        "mixed_precision": "bf16",
+        "deterministic": False,
+        "pretrained_model_name_or_path": str(wide / "model"),
+        "dataset": None,
+        "datasets": [data],
+        "max_train_steps": _STEPS,
+        "checkpointing_steps": 0,
+        "allow_tf32": True,
+        "lora_rank": 16,
         "train_batch_size": batch,
-    }  # fmt: skip
+    }
     return stage.values(name, ranks, **usual | changes)
 
 
@@ -152,9 +178,11 @@ def _pace(name: str, job: Job, ranks: int, gpu: str, busy: float | None) -> Find
     if busy is not None:
         words += f", GPUs idle {1 - busy:.0%} of the time"
     facts = {
-        "seconds": seconds, "images_per_second": ranks / seconds, "mfu": share,
+        "seconds": seconds,
+        "images_per_second": ranks / seconds,
+        "mfu": share,
         "idle": None if busy is None else 1 - busy,
-    }  # fmt: skip
+    }
     if share is not None and share > 1:
         words += "; no GPU is this fast"
         return fail(name, words, "the GPU does not compute, or its clock is wrong", **facts)

@@ -168,8 +168,12 @@ class Stage:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", *words],
-                capture_output=True, text=True, check=False, env=environment, timeout=_LONGEST,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                check=False,
+                env=environment,
+                timeout=_LONGEST,
+            )
         except subprocess.TimeoutExpired:
             raise SceneFailed(f"{words[0]} gave no answer after {_LONGEST:g} s") from None
         if done.returncode:

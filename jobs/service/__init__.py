@@ -1,7 +1,6 @@
-"""Everything a person can do with jobs. The dashboard and the command line call these, no other.
+"""Everything a user can do with jobs; the dashboard and the command line call only these.
 
-Each function reads the truth (the database, the run directory, the process table) and returns it;
-nothing here prints.
+Each function works on the database, the run directory and the process table; nothing here prints.
 """
 
 from __future__ import annotations
@@ -80,14 +79,14 @@ def carry_out(store: Store, plan: Plan) -> Job:
 
 
 def start_if_free(store: Store, job_id: int) -> Job:
-    """Start a queued job if it may start now; see that someone starts it later otherwise."""
+    """Start a queued job if it may start now; otherwise make sure that the runner will."""
     dispatch(store)
     ensure_runner(store)
     return store.get(job_id)
 
 
 def _prepare(store: Store, run_dir: RunDir, plan: Plan) -> None:
-    """Make a run directory ready to be resumed, while nobody else can."""
+    """Prepare a run directory for a resume. The caller holds the queue."""
     if plan.back_to is not None:  # again: a job may have been submitted since the plan was made
         check_unneeded(store, [path for _, path in checkpoint_files.newer(run_dir, plan.back_to)])
     moved = checkpoint_files.rewind(run_dir, plan.back_to) if plan.back_to is not None else []
@@ -100,7 +99,7 @@ def _prepare(store: Store, run_dir: RunDir, plan: Plan) -> None:
 
 
 def write_job_file(run_dir: RunDir, text: str) -> None:
-    """Write what a job is, all of it or nothing.
+    """Write a job file atomically.
 
     Raises:
         UserError: It cannot be written.
@@ -113,12 +112,12 @@ def write_job_file(run_dir: RunDir, text: str) -> None:
 
 
 def stop(store: Store, job_id: int, *, now: bool = False) -> str:
-    """Stop a job; asked again, more firmly: checkpoint → SIGTERM → SIGKILL.
+    """Stop a job; each further call escalates: checkpoint → SIGTERM → SIGKILL.
 
     Args:
         store: The jobs.
         job_id: Which one.
-        now: Go to SIGKILL at once; what was trained since the last checkpoint is lost.
+        now: Send SIGKILL immediately; steps since the last checkpoint are lost.
 
     Returns:
         What happens now, in one line.
@@ -146,7 +145,7 @@ def resume(
     *,
     back_to: int | None = None,
 ) -> Job:
-    """Queue an ended job again; it goes on after its newest complete checkpoint.
+    """Queue an ended job again; it continues after its newest complete checkpoint.
 
     `jobs.service.plan.plan_resume` lists what that changes.
 
@@ -168,7 +167,7 @@ def _how_it_goes_on(plan: Plan) -> str:
     if plan.begin is not None:
         how = f"resumed after step {plan.begin.step}"
     if plan.rewound:
-        steps = ", ".join(str(one.step) for one in plan.rewound)
+        steps = ", ".join(str(checkpoint.step) for checkpoint in plan.rewound)
         how += f"; newer checkpoints are set aside ({steps})"
     return how
 
@@ -177,7 +176,7 @@ def hold(store: Store, job_id: int, held: bool = True) -> Job:
     """Keep a queued job waiting, or release it.
 
     Raises:
-        StateError: It does not wait in the queue.
+        StateError: It is not queued.
     """
     store.hold(job_id, held)
     dispatch(store)
@@ -192,11 +191,11 @@ def move(
     Args:
         store: The jobs.
         job_id: Which one.
-        first: Before all others of its priority, or behind them; None where it is.
+        first: Move to the front (True) or back (False) of its priority; None: keep its place.
         priority: Jobs of higher priority start first.
 
     Raises:
-        StateError: It does not wait in the queue.
+        StateError: It is not queued.
     """
     if priority is not None:
         store.set_priority(job_id, priority)
@@ -206,13 +205,13 @@ def move(
 
 
 def pause(store: Store, paused: bool = True) -> None:
-    """Start no queued job, or go on starting them; running ones are not touched."""
+    """Pause or unpause the queue; running jobs are not affected."""
     store.pause(paused)
     dispatch(store)
 
 
 def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
-    """The checkpoints of a job that are to be deleted, if nobody needs them.
+    """Find the checkpoints to delete, and check that no job needs them.
 
     Args:
         store: The jobs.
@@ -225,19 +224,20 @@ def find_deletable(store: Store, job_id: int, names: Sequence[str]) -> list[List
     """
     job = store.get(job_id)
     listed = list_all(job.run_dir)
-    found = list(dict.fromkeys(find_listed(listed, name, f"job {job_id}") for name in names))
-    for one in found:
-        if one.next and not job.state.ended:
+    checkpoints = list(dict.fromkeys(find_listed(listed, name, f"job {job_id}") for name in names))
+    for checkpoint in checkpoints:
+        if checkpoint.next and not job.state.ended:
             raise StateError(
-                f"job {job_id} is {job.state}, and {one.name} is its newest complete checkpoint",
+                f"job {job_id} is {job.state}, and {checkpoint.name} is its newest complete "
+                "checkpoint",
                 "a restart needs it; stop the job first",
             )
-    check_unneeded(store, [one.path for one in found])
-    return found
+    check_unneeded(store, [checkpoint.path for checkpoint in checkpoints])
+    return checkpoints
 
 
 def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[Listed]:
-    """Delete checkpoints of a job; all that is wrong is raised before the first one goes.
+    """Delete checkpoints of a job. Every check runs before the first one is deleted.
 
     Raises:
         NotFoundError: No checkpoint has this name.
@@ -245,10 +245,10 @@ def delete_checkpoints(store: Store, job_id: int, names: Sequence[str]) -> list[
         UserError: One cannot be deleted.
     """
     store.check_writable()
-    found = find_deletable(store, job_id, names)
-    for one in found:
-        checkpoint_files.delete_files(one.path)
-    return found
+    checkpoints = find_deletable(store, job_id, names)
+    for checkpoint in checkpoints:
+        checkpoint_files.delete_files(checkpoint.path)
+    return checkpoints
 
 
 def request(store: Store, job_id: int, name: str) -> None:
@@ -271,7 +271,7 @@ def prune(store: Store, keep_last: int) -> list[Job]:
         The removed jobs.
 
     Raises:
-        StateError: A waiting or running job is to begin from a checkpoint of one; none is removed.
+        StateError: A queued or running job starts from a checkpoint of one; none is removed.
     """
     leaving = [job for job in store.all() if job.state.ended][keep_last:]
     check_unneeded(store, [job.run_dir.root for job in leaving])
@@ -281,10 +281,10 @@ def prune(store: Store, keep_last: int) -> list[Job]:
 
 
 def remove(store: Store, job_id: int, *, files: bool = True) -> None:
-    """Forget an ended job, and delete its run directory unless told otherwise.
+    """Remove an ended job and, by default, its run directory.
 
     Raises:
-        StateError: The job has not ended, or another is to begin from a checkpoint of it.
+        StateError: The job has not ended, or another job starts from a checkpoint of it.
     """
     if files:
         check_unneeded(store, [store.get(job_id).run_dir.root], leaving=[job_id])

@@ -1,4 +1,4 @@
-"""What is kept below the cache directory so that it need not be made again: sizes, and clearing."""
+"""The caches: list them with their sizes, and clear them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ALWAYS_AT_HOME: Final = ("tables",)  # wherever a job's cache_dir is
 
 @dataclass(frozen=True)
 class Cache:
-    """One kind of cached things.
+    """A cache, with its size on disk.
 
     Attributes:
         name: What it is called on the command line: detection, latents, text, index, tables.
@@ -67,23 +67,23 @@ def list_caches(store: Store) -> list[Cache]:
 
 
 def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared:
-    """Delete what is in these caches.
+    """Delete the contents of these caches.
 
     Args:
         store: The jobs.
         names: Which; none or "all" means all.
-        force: Even if jobs use them, which then fail or compute again what they need.
+        force: Clear them even if jobs use them; those jobs fail or recompute what they need.
 
     Raises:
-        UserError: There is no such cache, or something cannot be deleted.
+        UserError: There is no such cache, or a file cannot be deleted.
         StateError: A job that runs may be using one of them; nothing was deleted.
     """
-    wanted = _known(names)
+    chosen = _known(names)
     if not force:
-        _check_unused(store, wanted)
+        _check_unused(store, chosen)
     size = count = 0
     stuck: list[OSError] = []
-    for name in wanted:
+    for name in chosen:
         for path in _files(name):
             try:
                 freed = path.lstat().st_size
@@ -101,7 +101,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
             f"{count} deleted",
             "check the permissions",
         )
-    return Cleared(tuple(wanted), size, count)
+    return Cleared(tuple(chosen), size, count)
 
 
 def _known(names: Sequence[str]) -> list[str]:
@@ -154,18 +154,18 @@ def _measure(name: str) -> Cache:
 
 
 def _files(name: str) -> Iterator[Path]:
-    """All files of a cache; what links lead to is not ours."""
+    """Yield all files of a cache, without following links."""
     place = _place(name)
     if name == "detection":
         yield from [place] if place.is_file() else []
         return
     for folder, folders, files in os.walk(place):
-        yield from (Path(folder, one) for one in files)
-        yield from (link for one in folders if (link := Path(folder, one)).is_symlink())
+        yield from (Path(folder, file) for file in files)
+        yield from (link for each in folders if (link := Path(folder, each)).is_symlink())
 
 
 def _remove_empty(place: Path) -> None:
-    """Remove the folders in a cache, not the cache's own: who uses it has made sure of that."""
+    """Remove the folders in a cache, but not the cache's own folder: its users expect it."""
     for folder, _, _ in os.walk(place, topdown=False):
         if Path(folder) != place:
             with suppress(OSError):  # something is in it that could not be deleted

@@ -1,6 +1,6 @@
-"""Two real steps of a job, for whoever wants certainty: through the queue, and then gone.
+"""Run two real steps of a job through the queue, measure them, and remove the run.
 
-The run is killed once it has measured itself, since its end would write a whole checkpoint.
+The run is killed after it has measured itself, since its end would write a full checkpoint.
 """
 
 from __future__ import annotations
@@ -32,23 +32,28 @@ _LOOK_EVERY: Final = 0.2  # seconds
 _LONGEST_NAME: Final = 64  # characters
 _ENDLESS: Final = 1_000_000  # steps: it must not end by itself, which would save
 _WITHOUT: Final[Mapping[str, Any]] = {
-    "max_train_steps": _ENDLESS, "checkpointing_steps": 0, "validation_prompts": [],
-    "validation_fraction": 0.0, "export_formats": None, "resume_from_checkpoint": None,
-    "max_restarts": 0, "auto_resume": False,
-}  # fmt: skip
+    "max_train_steps": _ENDLESS,
+    "checkpointing_steps": 0,
+    "validation_prompts": [],
+    "validation_fraction": 0.0,
+    "export_formats": None,
+    "resume_from_checkpoint": None,
+    "max_restarts": 0,
+    "auto_resume": False,
+}
 _NO_MEMORY: Final = (Cause.GPU_MEMORY, Cause.HOST_MEMORY)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a dry run came to.
+    """The result of a dry run.
 
     Attributes:
         strategy: What ran.
         measure: What `peaks` counts, as in `jobs.run.run_report`.
         peaks: Phase → bytes of each rank.
-        out_of_memory: Whether it ran out of it instead; then `peaks` may be empty.
-        reason: Why it ended so.
+        out_of_memory: Whether it ran out of memory; then `peaks` may be empty.
+        reason: Why it ended that way.
     """
 
     strategy: str
@@ -61,7 +66,7 @@ class Measured:
 def measure(
     store: Store, spec: JobSpec, tell: Callable[[str], None] = lambda text: None
 ) -> Measured:
-    """Run two steps of a job on the devices that it asks for, and remove what that leaves.
+    """Run two steps of a job on the devices it asks for, then remove the run.
 
     It waits in the queue like any other job. Captions and latents that it caches stay, for the
     job itself.
@@ -69,11 +74,11 @@ def measure(
     Args:
         store: The jobs.
         spec: The job.
-        tell: Told of every change of its state, in a few words.
+        tell: Called with a short text at every change of its state.
 
     Raises:
-        UserError: It cannot run as described, or was stopped by somebody.
-        ToolError: It failed for another reason than memory.
+        UserError: It cannot run as described, or someone stopped it.
+        ToolError: It failed for a reason other than memory.
     """
     values = spec.to_dict() | dict(_WITHOUT) | {"name": f"measure-{spec.name}"[:_LONGEST_NAME]}
     plan = plan_submit(store, type(spec).model_validate(values))
@@ -95,7 +100,7 @@ def measure(
 
 @contextmanager
 def _leaving_in_order() -> Iterator[None]:
-    """A closed terminal or SIGTERM ends us like Ctrl-C, so that the endless run is removed."""
+    """Handle SIGHUP and SIGTERM like Ctrl-C, so that the endless run is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -112,14 +117,14 @@ def _leaving_in_order() -> Iterator[None]:
 
 
 def _watch(store: Store, job: Job, tell: Callable[[str], None]) -> tuple[RunReport, Job | None]:
-    """Wait for what is measured; also the job if it ended before."""
-    log, told = EventLog(job.run_dir.events), ""
+    """Wait for the measurement. Returns it, and the job if that ended first."""
+    log, latest = EventLog(job.run_dir.events), ""
     while True:
         service.refresh(store)
         now = store.get(job.id)
         log.read_all()  # after the state: what an ended job wrote is complete
-        if (words := f"{now.state}: {now.reason}") != told:
-            told = words
+        if (words := f"{now.state}: {now.reason}") != latest:
+            latest = words
             tell(words)
         report = RunReport.of(log)
         if "step" in report.peaks and log.last is not None and log.last.step >= STEPS:
@@ -130,7 +135,7 @@ def _watch(store: Store, job: Job, tell: Callable[[str], None]) -> tuple[RunRepo
 
 
 def _remove(store: Store, job_id: int) -> None:
-    """End the run at once, wait until nothing of it is left, and delete it."""
+    """Kill the run, wait until no process of it is left, and delete it."""
     with suppress(StateError):
         service.stop(store, job_id, now=True)
     with suppress(NotFoundError):

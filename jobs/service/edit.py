@@ -1,4 +1,4 @@
-"""Jobs described by way of others: a queued one changed in its place, or a copy of any."""
+"""Edit a queued job in place, or copy any job."""
 
 from __future__ import annotations
 
@@ -23,26 +23,34 @@ _LONGEST_NAME = 64  # characters; as jobs.spec.keys.job has it
 
 # What a new job takes over from the one described before it, unless it is told otherwise.
 _LAST_CHOICES = (
-    "model_type", "model_family", "model_flavour", "pretrained_model_name_or_path", "dataset",
-    "datasets", "device", "strategy", "fsdp_enable", "unload_text_encoder",
+    "model_type",
+    "model_family",
+    "model_flavour",
+    "pretrained_model_name_or_path",
+    "dataset",
+    "datasets",
+    "device",
+    "strategy",
+    "fsdp_enable",
+    "unload_text_encoder",
     "cache_text_embeddings",
-)  # fmt: skip
+)
 
 
 def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[Job, Plan]:
-    """Describe a job that waits in the queue otherwise; it keeps its place.
+    """Change a queued job; it keeps its place in the queue.
 
     Args:
         store: The jobs.
         job_id: Which one.
         spec: What it is to be.
-        before: What it was when it was looked at, so that nobody's changes are lost.
+        before: The job as the user saw it, so that nobody else's changes are overwritten.
 
     Returns:
-        The job, and what was found about going on as it now says.
+        The job, and the plan for how it will run.
 
     Raises:
-        StateError: It does not wait in the queue any more, or someone else has changed it.
+        StateError: It is no longer queued, or someone else has changed it.
         UserError: Something is wrong with the new description; nothing has changed.
     """
     plan = plan_change(store, job_id, spec)
@@ -59,9 +67,12 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
 
     try:
         store.redescribe(
-            job_id, name=plan.spec.name, terms=Terms.of(plan.spec, plan.wanted),
-            reason=_what_changed(before, plan.spec), prepare=prepare,
-        )  # fmt: skip
+            job_id,
+            name=plan.spec.name,
+            terms=Terms.of(plan.spec, plan.wanted),
+            reason=_what_changed(before, plan.spec),
+            prepare=prepare,
+        )
     except BaseException:
         if written:  # the database could not take it
             service.write_job_file(run_dir, old)
@@ -76,7 +87,7 @@ def _what_changed(before: JobSpec, after: JobSpec) -> str:
 
 
 def copy_of(job: Job, taken: Collection[str]) -> dict[str, Any]:
-    """The values of a job under a name that no other has.
+    """Return the values of a job, with a name that is not taken.
 
     Raises:
         UserError: Its job file cannot be read.
@@ -85,18 +96,18 @@ def copy_of(job: Job, taken: Collection[str]) -> dict[str, Any]:
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """The name, with the lowest number behind it that makes it one of its own."""
+    """Return the name, with the lowest numeric suffix that makes it unique."""
     if name not in taken:
         return name
     stem = re.sub(r"-\d{1,4}$", "", name)
     number = 2
-    while (found := f"{stem[: _LONGEST_NAME - len(str(number)) - 1]}-{number}") in taken:
+    while (candidate := f"{stem[: _LONGEST_NAME - len(str(number)) - 1]}-{number}") in taken:
         number += 1
-    return found
+    return candidate
 
 
 def fresh_values(jobs: Collection[Job]) -> dict[str, Any]:
-    """What a new job begins with: the model, the data and the ranks of the newest that is known."""
+    """Return defaults for a new job: model, data and ranks of the newest job."""
     newest = max(jobs, key=lambda job: job.id, default=None)
     if newest is None:
         return {}

@@ -1,4 +1,4 @@
-"""Export a checkpoint: for the command line and the dashboard, while the job runs or afterwards."""
+"""Export a checkpoint, for the command line and the dashboard; the job may be running."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _STAGES: Final = {"checking": (0, 40), "writing": (40, 100)}
 
 @dataclass(frozen=True)
 class Export:
-    """An export that was read back and is in its place.
+    """A finished export: read back, and renamed into place.
 
     Attributes:
         path: Its directory.
         step: Optimizer steps of the checkpoint.
         ema: Whether it is the moving average of the weights.
-        warnings: What the person should know of it.
+        warnings: One line each.
     """
 
     path: Path
@@ -58,29 +58,36 @@ def export_checkpoint(
 
     Args:
         job: Running or not.
-        step: Which checkpoint; the newest that is whole by default.
-        output: Where to; by default `jobs.run.export_places.default_place`. An earlier export of
-            the same step is replaced, when the new one is complete.
+        step: Of the checkpoint; the newest intact one by default.
+        output: The directory; by default `jobs.run.export_places.default_place`. An earlier
+            export of the same step is replaced once the new one is complete.
         dtype: The precision to store; the job's `export_dtype` by default.
         formats: The names to export a LoRA under; the job's `export_formats` by default.
         ema: Take the moving average of the weights, if there is one.
-        progress: Told how far it has come, in per cent of the whole.
-        cancelled: Asked many times a second, in the thread of the caller; nothing is left then.
+        progress: Called with the percentage done, and 100.
+        cancelled: Polled several times a second in the caller's thread; True cancels the export
+            and removes what it wrote.
 
     Raises:
         NotFoundError: There is no such checkpoint.
         UserError: The checkpoint is damaged, or the export cannot be written.
-        ToolError: Exporting failed for another reason.
-        Cancelled: `cancelled` said so.
+        ToolError: The export failed for another reason.
+        Cancelled: `cancelled` returned True.
     """
-    whose, newest = f"job {job.id}", [one.step for one in list_checkpoints(job.run_dir)][-1:]
+    whose, newest = f"job {job.id}", [saved.step for saved in list_checkpoints(job.run_dir)][-1:]
     checkpoint = find_checkpoint(job.run_dir, step, whose)
     state = read_state(checkpoint.path)
     averaged = bool(state.get("ema"))
-    target = _absolute(output) if output else default_place(
-        job.run_dir, checkpoint.step,
-        ends=job.state.ended and newest == [checkpoint.step], ema_left_out=averaged and not ema,
-    )  # fmt: skip
+    target = (
+        _absolute(output)
+        if output
+        else default_place(
+            job.run_dir,
+            checkpoint.step,
+            ends=job.state.ended and newest == [checkpoint.step],
+            ema_left_out=averaged and not ema,
+        )
+    )
     name = (state.get("spec") or {}).get("name")
     check_place(target, {"job": name, "step": checkpoint.step, "ema": averaged and ema})
     arguments = [str(checkpoint.path), str(target)]
@@ -88,7 +95,7 @@ def export_checkpoint(
     arguments += [f"--format={each}" for each in formats]
     arguments += [] if ema else ["--no_ema"]
 
-    def told(line: str) -> None:
+    def report(line: str) -> None:
         match line.split():
             case ["exporting", stage, done, total] if done.isdigit() and total.isdigit():
                 begin, end = _STAGES.get(stage, (0, 100))
@@ -96,11 +103,11 @@ def export_checkpoint(
                 progress(begin + int((end - begin) * share), 100)
 
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as folder:
-        found = ask("engine.exports", arguments, Path(folder, "answer"), told, cancelled)
-    warnings = list(found["warnings"])
+        answer = ask("engine.exports", arguments, Path(folder, "answer"), report, cancelled)
+    warnings = list(answer["warnings"])
     if step is None and newest != [checkpoint.step]:
         warnings.insert(0, f"step-{newest[0]} is damaged; exported step {checkpoint.step}")
-    return Export(Path(found["path"]), found["step"], found["ema"], tuple(warnings))
+    return Export(Path(answer["path"]), answer["step"], answer["ema"], tuple(warnings))
 
 
 def _absolute(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What will happen when a job is submitted or resumed, found out before anything is touched."""
+"""Plan a submit, resume or edit: run every check before anything changes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Plan:
 
     Attributes:
         spec: The job, settled.
-        wanted: What it wants of the machine; see `jobs.preflight.check_job.check`.
-        begin: What it goes on after; None at the beginning.
-        rewound: Newer checkpoints of its own, which are set aside.
-        changes: What makes its result another than that of a run never stopped, a line each.
-        warnings: What may come between, a line each.
-        job: Which is resumed; None for a new one.
-        back_to: The step that it was asked to go back to.
-        rewritten: Whether its job file says something else from now on.
+        wanted: The devices it needs; see `jobs.preflight.check_job.check`.
+        begin: The checkpoint it continues from; None: step 0.
+        rewound: Its own newer checkpoints, which are set aside.
+        changes: What makes its result differ from an uninterrupted run, a line each.
+        warnings: What may go wrong, a line each.
+        job: The job to resume or change; None for a new one.
+        back_to: The step to go back to, if the user named one.
+        rewritten: Whether its job file changes.
     """
 
     spec: JobSpec
@@ -53,12 +53,13 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     """Check a new job.
 
     Raises:
-        UserError: Something is wrong with it, or it cannot resume from where it is to begin.
+        UserError: The job is invalid, or cannot start from its checkpoint.
     """
-    wanted = check_job.check(spec)
+    gpus = check_job.check(spec)
+    check_job.check_beginning(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
-        return Plan(spec, wanted)
+        return Plan(spec, gpus)
     origin = find_origin(store, spec.resume_from_checkpoint)
     spec = spec.model_copy(update={KEY: str(origin.path.resolve())})
     changes = _compare(origin, spec)
@@ -68,7 +69,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
             f"steps that {origin.path} has already trained",
             "use a larger number",
         )
-    return Plan(spec, wanted, origin, changes=changes, warnings=_find_haste(store, origin))
+    return Plan(spec, gpus, origin, changes=changes, warnings=_find_haste(store, origin))
 
 
 def plan_resume(
@@ -78,7 +79,7 @@ def plan_resume(
     *,
     back_to: int | None = None,
 ) -> Plan:
-    """Check whether an ended job can go on.
+    """Check whether an ended job can resume.
 
     Args:
         store: The jobs.
@@ -87,8 +88,8 @@ def plan_resume(
         back_to: Resume from this step instead of the newest; 0: restart at step 0.
 
     Raises:
-        StateError: The job has not ended, has nothing left to train, or would set something
-            aside that another job needs.
+        StateError: The job has not ended, has nothing left to train, or would set aside a
+            checkpoint that another job needs.
         UserError: It can no longer run as described, or not from that checkpoint.
     """
     job = store.get(job_id)
@@ -96,7 +97,7 @@ def plan_resume(
         raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
     notes: list[str] = []
     spec = load_spec(job.run_dir.job_file, overrides, told=notes.append)
-    wanted = check_job.check(spec)
+    gpus = check_job.check(spec)
     spec = settle(spec)
     begin = _own(job, back_to)
     if begin is not None and KEY in (overrides or {}):
@@ -118,20 +119,27 @@ def plan_resume(
         )
     rewound = []
     if back_to is not None:
-        rewound = [one for one in list_checkpoints(job.run_dir) if one.step > back_to]
-        check_unneeded(store, [one.path for one in rewound])
+        rewound = [saved for saved in list_checkpoints(job.run_dir) if saved.step > back_to]
+        check_unneeded(store, [saved.path for saved in rewound])
     return Plan(
-        spec, wanted, begin, rewound, changes, [*notes, *_find_needs(store, job, spec)],
-        job=job, back_to=back_to, rewritten=bool(overrides),
-    )  # fmt: skip
+        spec,
+        gpus,
+        begin,
+        rewound,
+        changes,
+        [*notes, *_find_needs(store, job, spec)],
+        job=job,
+        back_to=back_to,
+        rewritten=bool(overrides),
+    )
 
 
 def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
-    """Check another description of a job that waits in the queue.
+    """Check a change to a queued job.
 
     Raises:
-        StateError: It does not wait in the queue any more.
-        UserError: Something is wrong with it, or it cannot resume from where the job is to begin.
+        StateError: It is no longer queued.
+        UserError: The job is invalid, or cannot start from its checkpoint.
     """
     job = store.get(job_id)
     if job.state is not State.QUEUED:
@@ -139,7 +147,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
     begin = newest_whole(job.run_dir)
     if begin is None:
         return replace(plan_submit(store, spec), job=job, rewritten=True)
-    wanted = check_job.check(spec)
+    gpus = check_job.check(spec)
     spec = settle(spec)
     if begin.step > spec.max_train_steps:
         raise UserError(
@@ -149,7 +157,7 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
         )
     changes = _compare(begin, spec)
     return Plan(
-        spec, wanted, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
+        spec, gpus, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
     )
 
 
@@ -162,7 +170,7 @@ def _own(job: Job, back_to: int | None) -> Checkpoint | None:
 
 
 def _find_haste(store: Store, origin: Checkpoint) -> list[str]:
-    """Whether a job that still runs may delete what another is to begin from."""
+    """Warn if a running job may delete the checkpoint that this job starts from."""
     for job in store.in_states(ACTIVE):
         if job.run_dir.checkpoints.resolve() == origin.path.resolve().parent:
             try:
@@ -178,7 +186,7 @@ def _find_haste(store: Store, origin: Checkpoint) -> list[str]:
 
 
 def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
-    """Whether a job that is resumed may delete what another one is to begin from."""
+    """Warn if this resumed job may delete a checkpoint that another job starts from."""
     kept = spec.checkpoints_total_limit
     if kept is None:
         return []
@@ -193,7 +201,7 @@ def _find_needs(store: Store, job: Job, spec: JobSpec) -> list[str]:
 
 
 def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:
-    """What going on from a checkpoint changes.
+    """List what a resume from a checkpoint changes.
 
     Raises:
         UserError: It cannot be done.
@@ -201,7 +209,7 @@ def _compare(begin: Checkpoint, spec: JobSpec) -> list[str]:
     before = read_state(begin.path).get("spec")
     if not isinstance(before, dict):
         return []  # nothing to compare with
-    found = find_resume_conflicts(before, spec, done=begin.step)
-    if found.impossible:
-        raise UserError(f"cannot resume from {begin.path.name}: {'; '.join(found.impossible)}")
-    return found.changes
+    conflicts = find_resume_conflicts(before, spec, done=begin.step)
+    if conflicts.impossible:
+        raise UserError(f"cannot resume from {begin.path.name}: {'; '.join(conflicts.impossible)}")
+    return conflicts.changes

@@ -1,5 +1,5 @@
-"""Make a new jobs database where the old one is damaged: of the rows that can still be read, and of
-the run directories, which hold all that a job is.
+"""Rebuild a damaged jobs database from the rows that can still be read and from the run
+directories, which hold everything about a job.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _WAITS: Final = 5.0  # seconds for others to leave the queue
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair came to.
+    """The result of a repair.
 
     Attributes:
-        kept: Where the old database is; None where it was sound and nothing was done.
+        kept: The old database; None if it was intact and nothing was done.
         read: Jobs whose rows could still be read.
-        restored: Jobs that were made of their run directories.
+        restored: Jobs that were rebuilt from their run directories.
     """
 
     kept: Path | None
@@ -70,8 +70,8 @@ def repair(home: Path) -> Repaired:
         if path.exists() and _is_sound(path):
             return Repaired(None)
         rows = {name: list(_readable(path, name)) for name in _TABLES}
-        known = {row["id"] for row in rows["jobs"]}
-        restored = [row for run in _runs(home) if (row := _of_run(*run))["id"] not in known]
+        readable = {row["id"] for row in rows["jobs"]}
+        restored = [row for run in _runs(home) if (row := _of_run(*run))["id"] not in readable]
         new = path.with_name("jobs.db.new")
         new.unlink(missing_ok=True)
         _write(new, rows, restored)
@@ -80,16 +80,16 @@ def repair(home: Path) -> Repaired:
             with suppress(FileNotFoundError):
                 os.replace(f"{path}{side}", f"{kept}{side}")
         os.replace(new, path)
-    return Repaired(kept, tuple(sorted(known)), tuple(row["id"] for row in restored))
+    return Repaired(kept, tuple(sorted(readable)), tuple(row["id"] for row in restored))
 
 
 def _is_sound(path: Path) -> bool:
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
             version = db.execute("PRAGMA user_version").fetchone()[0]
-            found = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
             whole = db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-            return bool(whole and (version > VERSION or found.issuperset(_TABLES)))
+            return bool(whole and (version > VERSION or tables.issuperset(_TABLES)))
     except sqlite3.Error as error:
         if is_locked(error):
             raise UserError(f"{path} is locked by another process; try again") from None
@@ -97,7 +97,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def _readable(path: Path, table: str) -> Iterator[Row]:
-    """The rows of a table that can be read, from both of its ends."""
+    """Yield the readable rows of a table, reading from both ends."""
     seen: set[int] = set()
     for order in ("", " DESC"):
         try:
@@ -133,7 +133,7 @@ def _runs(home: Path) -> Iterator[tuple[int, str, RunDir]]:
 
 
 def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
-    """A row of jobs, of what is in a run directory."""
+    """Build a row of `jobs` from a run directory."""
     record = read_json(run_dir.launch_file) or {}
     run_id = record.get("run_id")
     run_id = run_id if isinstance(run_id, str) and run_id else uuid.uuid4().hex
@@ -144,30 +144,37 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
     supervisor = _supervisor_of(job_id, run_dir) if alive else None
     attempt, started = record.get("attempt"), record.get("started")
     row = {
-        "id": job_id, "name": name, "state": str(state), "reason": reason, "run_id": run_id,
-        "gpus": json.dumps(gpus if isinstance(gpus, list) else []), "run_dir": str(run_dir.root),
-        "created": created, "queued": created,
+        "id": job_id,
+        "name": name,
+        "state": str(state),
+        "reason": reason,
+        "run_id": run_id,
+        "gpus": json.dumps(gpus if isinstance(gpus, list) else []),
+        "run_dir": str(run_dir.root),
+        "created": created,
+        "queued": created,
         "started": started if isinstance(started, float) else None,
         "ended": (_changed(run_dir.events) or created) if state.ended else None,
-        "attempt": attempt if isinstance(attempt, int) else 0, "held": state is State.QUEUED,
+        "attempt": attempt if isinstance(attempt, int) else 0,
+        "held": state is State.QUEUED,
         "supervisor_pid": supervisor and supervisor.pid,
         "supervisor_started": supervisor and supervisor.started,
         "boot_id": boot_id() if alive else None,
-    }  # fmt: skip
+    }
     return row | _terms(run_dir)
 
 
 def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, str]:
-    """What became of a job, by its processes and by what its ranks wrote last."""
+    """Tell how a job ended, from its processes and its ranks' last events."""
     if alive:
         return State.RUNNING, "all ranks are up"
     if not launched:
         return State.QUEUED, _HELD
-    said, newest = EventLog(run_dir.events).read_all().end_reason, run_dir.latest_checkpoint()
+    end, newest = EventLog(run_dir.events).read_all().end_reason, run_dir.latest_checkpoint()
     where = f"step {newest[0]}" if newest else "no checkpoint"
-    if said == "completed":
+    if end == "completed":
         return State.COMPLETED, f"trained {newest[0] if newest else 0} steps"
-    if said == "stopped":
+    if end == "stopped":
         return State.STOPPED, f"stopped; {where}"
     if run_dir.rank_errors():
         return State.FAILED, why_failed(run_dir, None)
@@ -175,16 +182,16 @@ def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, s
 
 
 def _terms(run_dir: RunDir) -> Row:
-    """What the queue goes by; of a job file that cannot be read, one rank on the CPU."""
+    """Return the columns that the queue uses; one CPU rank if the job file cannot be read."""
     try:
         spec = load_spec(run_dir.job_file)
     except UserError:
         return Terms(1, None, 0).columns()
     try:
-        wanted = check_devices(spec)
+        gpus = check_devices(spec)
     except UserError:  # a GPU that is not there today
-        wanted = world_size(spec)
-    return Terms.of(spec, wanted).columns()
+        gpus = world_size(spec)
+    return Terms.of(spec, gpus).columns()
 
 
 def _supervisor_of(job_id: int, run_dir: RunDir) -> ProcessId | None:
@@ -220,10 +227,10 @@ def _write(path: Path, rows: dict[str, list[Row]], restored: list[Row]) -> None:
             if row["state"] == State.RUNNING:
                 for device in json.loads(row["gpus"]):
                     _insert(db, "claims", {"device": device, "job": row["id"]})
-        known = {row["id"] for row in jobs}
+        ids = {row["id"] for row in jobs}
         for table in ("history", "claims"):
             for row in rows[table]:
-                if row.get("job") in known:
+                if row.get("job") in ids:
                     _insert(db, table, row)
         for row in rows["settings"]:
             _insert(db, "settings", row)

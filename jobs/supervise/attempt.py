@@ -1,4 +1,4 @@
-"""One launch of a job: started here, or found again by a later supervisor."""
+"""One launch of a job: started here, or adopted by a later supervisor."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Attempt:
         spec: The job as it runs.
         command: The launcher's command line.
         launcher: `accelerate launch`; None when it could not be identified.
-        child: The launcher as our child; None when an earlier supervisor started it, and then
-            its exit status cannot be known.
+        child: The launcher if it is our child; None if an earlier supervisor started it: its exit
+            status is then unknown.
         events_offset: Where in the event stream this attempt begins.
         restarts: How often the job was restarted after a failure before this attempt.
         oom_kills: The kernel's count of processes killed for memory, at the launch.
@@ -143,8 +143,11 @@ def _git_revision() -> str | None:
     try:
         done = subprocess.run(
             ["git", "-C", here, "describe", "--always", "--dirty"],
-            capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The state an ended attempt leads to, why, and whether another attempt could do better."""
+    """The state after an attempt, the reason, and whether a restart could help."""
 
     state: State
     reason: str
@@ -42,9 +42,9 @@ def judge(
     Args:
         run_dir: Where its ranks wrote.
         attempt: The attempt.
-        stop_level: How firmly it was asked to stop; 0 when it was not.
-        hang: What was found if the supervisor ended it because it stood still.
-        interrupted: Its ranks were well, but had lost their launcher and were told to save and end.
+        stop_level: The highest stop level requested; 0: none.
+        hang: The reason, if the supervisor ended it because of a hang.
+        interrupted: Its ranks were healthy but lost their launcher, and were asked to save and end.
         ended_by_us: Ranks that were ended only because another one had failed.
     """
     log = EventLog(run_dir.events, _offset=attempt.events_offset).read_all()
@@ -56,7 +56,7 @@ def judge(
         # Ranks that trained have saved; those that still prepared had nothing to save.
         where = f"at step {newest[0]}, saved" if newest else "before the first step"
         if not stop_level and (sent := launcher_signal(run_dir)):
-            return Outcome(State.STOPPED, f"somebody sent {sent} to the launcher; stopped {where}")
+            return Outcome(State.STOPPED, f"someone sent {sent} to the launcher; stopped {where}")
         return Outcome(State.STOPPED, f"stopped {where}")
     if stop_level >= 2:
         word = "SIGTERM" if stop_level == 2 else "SIGKILL"

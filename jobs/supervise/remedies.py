@@ -1,4 +1,4 @@
-"""What a person can do about a job that failed, by the cause that was found."""
+"""Advice for a failed job, by the cause of the failure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _ADVICE: Final = {
 
 
 def advice(state: State, failure: Failure | None) -> str:
-    """What to do now, in one sentence; "" where nothing has to be done.
+    """Return what to do now, in one sentence; "" if nothing.
 
     Args:
         state: Of the job.

@@ -1,7 +1,7 @@
-"""One process per job: launch it, watch it, stop it, and say truthfully how it ended.
+"""One process per job: launch it, watch it, stop it, and record how it ended.
 
-It outlives the dashboard and the SSH session. When it is killed itself, the next look at the job
-starts another one, which adopts the launcher and the ranks that are still running.
+It outlives the dashboard and the SSH session. If it is killed itself, the next command that reads
+the queue starts another one, which adopts the launcher and the ranks that still run.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Supervisor:
         self._finish(outcome)
 
     def _adopt(self) -> Attempt | None:
-        """What an earlier supervisor launched; None if there is nothing that could be watched."""
+        """Adopt what an earlier supervisor launched; None if there is nothing to watch."""
         try:
             attempt = adopt(self.job)
         except ValueError as error:
-            self._say(f"cannot read launch.json: {error}; launches again")
+            self._say(f"cannot read launch.json: {error}; launching again")
             return None
         if attempt is not None:
             self._say("took over from a supervisor that exited")
@@ -115,7 +115,7 @@ class Supervisor:
         return attempt
 
     def _watch(self, attempt: Attempt) -> Outcome:
-        """Stay with an attempt until nothing of it is left."""
+        """Watch an attempt until no process of it is left."""
         self.watch = Watch(attempt.spec.hang_timeout)
         while attempt.alive():
             try:
@@ -123,7 +123,7 @@ class Supervisor:
             except (OSError, sqlite3.Error) as error:  # a full disk must not end the training
                 self._say(f"cannot read the processes: {error}")
             except Exception as error:  # and neither must a mistake of ours
-                self._say_once(type(error).__name__, f"could not look: {traceback.format_exc()}")
+                self._say_once(type(error).__name__, f"monitoring failed: {traceback.format_exc()}")
             processes.reap()
             time.sleep(LOOK_EVERY)
         self._clean_up(attempt)
@@ -138,7 +138,7 @@ class Supervisor:
         )
 
     def _look(self, attempt: Attempt) -> None:
-        """Follow the ranks' phases, and carry out what was asked."""
+        """Follow the ranks' phases, and carry out requests."""
         job = self.store.get(self.job.id)
         statuses, unreadable = self.job.run_dir.read_ranks()
         for name, why in unreadable.items():
@@ -152,7 +152,7 @@ class Supervisor:
             elif saving and job.state is State.RUNNING:
                 self._change(State.SAVING, saving[0], {State.RUNNING})
             elif not saving and job.state is State.SAVING:
-                self._change(State.RUNNING, f"no longer {job.reason}", {State.SAVING})
+                self._change(State.RUNNING, f"finished {job.reason}", {State.SAVING})
         self._end_the_stranded(statuses)
         if everyone:
             self._end_a_hang(attempt, ranks)
@@ -161,15 +161,15 @@ class Supervisor:
             # What it saves is what the stop is for; it gets the time that it needs.
             self.deadline = max(self.deadline, time.monotonic() + SAVE_STEP)
         overdue = self.deadline is not None and time.monotonic() > self.deadline
-        wanted = max(job.stop_level, self.stop_level + 1 if overdue else 0)
-        if wanted > self.stop_level:
-            self._stop(attempt, min(wanted, 3))
+        level = max(job.stop_level, self.stop_level + 1 if overdue else 0)
+        if level > self.stop_level:
+            self._stop(attempt, min(level, 3))
 
     def _watch_ranks(self, statuses: list[RankStatus]) -> list[Stillness]:
-        """How long the ranks have stood still; a time when nobody could look counts for nothing."""
+        """Measure how long ranks have made no progress, less the time this process did not run."""
         ranks = self.watch.look(statuses, time.monotonic())
         if unwatched := self.watch.unwatched:
-            self._say(f"was not running for {unwatched:.0f} s")
+            self._say(f"the supervisor did not run for {unwatched:.0f} s")
             if self.deadline is not None:
                 self.deadline += unwatched
             if self.failed_at is not None:
@@ -214,8 +214,8 @@ class Supervisor:
             return
         if time.monotonic() - self.failed_at < FAILURE_GRACE:
             return
-        told = {error["rank"] for error in failed}
-        stranded = [s for s in statuses if s not in ended and s.rank not in told]
+        failed_ranks = {error["rank"] for error in failed}
+        stranded = [s for s in statuses if s not in ended and s.rank not in failed_ranks]
         if not stranded or not (failed or ended):
             return
         for status in stranded:
@@ -236,14 +236,14 @@ class Supervisor:
         return not early <= at_their_end
 
     def _end_a_hang(self, attempt: Attempt, ranks: list[Stillness]) -> None:
-        """A job that stands still is ended, once every rank's stack is in its log."""
+        """End a job that hangs, after every rank's stack has been written to its log."""
         if self.hang is not None or self.failed_at is not None or self.stop_level:
             return
-        found = find_hang(ranks, attempt.spec.hang_timeout)
-        if found is None:
+        hang = find_hang(ranks, attempt.spec.hang_timeout)
+        if hang is None:
             return
-        self.hang = found.reason
-        self._say(f"hang: {found.reason}")
+        self.hang = hang.reason
+        self._say(f"hang: {hang.reason}")
         self.job.run_dir.request(FLIGHT)
         identities = [ProcessId(rank.status.pid, rank.status.started) for rank in ranks]
         for identity in identities:
@@ -251,7 +251,7 @@ class Supervisor:
         time.sleep(STACKS_TAKE)
         try:
             if wait := find_wait(self.job.run_dir):
-                self.hang = f"{found.reason}; {wait}"
+                self.hang = f"{hang.reason}; {wait}"
                 self._say(f"hang: {wait}")
         except Exception as error:  # whatever another torch wrote, the ranks have to go
             self._say(f"cannot read the flight records: {type(error).__name__}: {error}")
@@ -261,7 +261,7 @@ class Supervisor:
     # -- ending ----------------------------------------------------------------------------
 
     def _clean_up(self, attempt: Attempt) -> None:
-        """Nothing of the run may outlive it, whatever killed the launcher."""
+        """End every remaining process of the run, whatever killed the launcher."""
         left = processes.with_run_id(self.job.run_id)
         if not left:
             return
@@ -285,7 +285,7 @@ class Supervisor:
         processes.end(processes.with_run_id(self.job.run_id), grace=2.0)
 
     def _wait_for_gpu_memory(self) -> None:
-        """A dead process's memory is given back a moment later; the next job must find it free."""
+        """Wait until the driver has freed dead processes' memory: the next job needs it."""
         pids = {status.pid for status in self.job.run_dir.rank_statuses()}
         deadline = time.monotonic() + RELEASE_TAKES
         while self.job.gpus:
@@ -324,11 +324,11 @@ class Supervisor:
         try:
             self._keep_house()
         except (OSError, sqlite3.Error) as error:
-            self._say(f"housekeeping: {error}")
+            self._say(f"cleanup failed: {error}")
 
     def _keep_house(self) -> None:
         for path in cap_logs(self.job.run_dir):
-            self._say(f"{path.name} grew too large: its middle is cut out")
+            self._say(f"{path.name} grew too large; its middle was removed")
         if warning := space_warning(self.job.run_dir):
             self.store.explain(self.job.id, f"warning: {warning}", State.RUNNING)
             self._say(warning)
@@ -343,7 +343,7 @@ class Supervisor:
             self._say(text)
 
     def _say(self, text: str) -> None:
-        """A line in logs/supervisor.log, which standard error is."""
+        """Print a line to standard error, which is logs/supervisor.log."""
         with suppress(OSError):
             print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
@@ -370,5 +370,5 @@ def supervise(store: Store, job_id: int) -> None:
 
 
 def saves_on(ranks: list[Stillness]) -> bool:
-    """Whether a checkpoint is being written, and has not stood still."""
+    """Whether a checkpoint is being written and makes progress."""
     return any(r.status.phase in ("copy", "save") and r.still < SAVE_STEP for r in ranks)

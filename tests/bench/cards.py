@@ -23,9 +23,14 @@ from jobs.spec.job_spec import JobSpec
 def smallest(server: Server, family: str, flavour: str, model_type: str) -> dict[str, int | None]:
     """How many of each card: default resolution, batch 1, activation checkpointing, bf16."""
     spec = JobSpec(
-        model_family=family, model_flavour=flavour, model_type=model_type, dataset=".",
-        gradient_checkpointing=True, train_batch_size=1, strategy="auto",
-    )  # fmt: skip
+        model_family=family,
+        model_flavour=flavour,
+        model_type=model_type,
+        dataset=".",
+        gradient_checkpointing=True,
+        train_batch_size=1,
+        strategy="auto",
+    )
     # Of no machine, and so without what earlier runs of this one have measured.
     asked = Estimate(spec, Place(True, (CARDS[80],), here=False), server, Calibration())
     return {str(card): asked.fewest(CARDS[card]) for card in IN_TABLES}

@@ -62,10 +62,13 @@ class Machine:
     @property
     def env(self) -> dict[str, str]:
         return self.stub.environment | {
-            "FSDP_TUI_HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache"),
-            "XDG_CONFIG_HOME": str(self.home / "config"), "PYTHONPATH": str(ROOT),
-            "XDG_STATE_HOME": str(self.home / "state"), "FSDP_TUI_HOST": "node",
-        }  # fmt: skip
+            "FSDP_TUI_HOME": str(self.home),
+            "XDG_CACHE_HOME": str(self.home / "cache"),
+            "XDG_CONFIG_HOME": str(self.home / "config"),
+            "PYTHONPATH": str(ROOT),
+            "XDG_STATE_HOME": str(self.home / "state"),
+            "FSDP_TUI_HOST": "node",
+        }
 
     def play(self, t: float) -> None:
         self.stub.write([gpu(index, **(busy(index, t) if index < 6 else {})) for index in range(8)])
@@ -79,11 +82,16 @@ class Machine:
         """Heartbeats and steps of these jobs, until the end of the measurement."""
         process = self._stack.enter_context(
             subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/support/jobs/fake_training.py"), str(self.home),
-                 *(str(job.id) for job in jobs)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                [
+                    sys.executable,
+                    str(ROOT / "tests/support/jobs/fake_training.py"),
+                    str(self.home),
+                    *(str(job.id) for job in jobs),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
-        )  # fmt: skip
+        )
         assert process.stdin is not None
         assert process.stdout is not None
         self._stack.callback(process.stdin.close)
@@ -93,10 +101,16 @@ class Machine:
         """Two jobs on two GPUs each and one on one."""
         places = ((0, 1), (2, 3), (4,))
         jobs = [
-            add_job(self.store, f"lora-{number}", state=State.RUNNING, ranks=len(place),
-                    gpus=[uuid(index) for index in place], total_steps=100_000)
+            add_job(
+                self.store,
+                f"lora-{number}",
+                state=State.RUNNING,
+                ranks=len(place),
+                gpus=[uuid(index) for index in place],
+                total_steps=100_000,
+            )
             for number, place in enumerate(places, 1)
-        ]  # fmt: skip
+        ]
         for job in jobs:
             write_steps(job, 500)
             write_log(job, "".join(_LINE.format(n=n) for n in range(500)))
@@ -130,8 +144,9 @@ def first_frame(times: int) -> Iterator[Row]:
                 found.append((drawn, filled, shown.processor_seconds()))
     for name, values in zip(
         ("first frame", "first frame with jobs and devices", "processor until then"),
-        zip(*found, strict=True), strict=True,
-    ):  # fmt: skip
+        zip(*found, strict=True),
+        strict=True,
+    ):
         yield name, f"{statistics.median(values):.2f} s", f"{times} starts, least {min(values):.2f}"
 
 
@@ -276,9 +291,11 @@ def many(jobs: int, events: int) -> Iterator[Row]:
 def _long_history(job: Job, events: int) -> None:
     append_events(
         job,
-        *(event("step", step=600 + n, epoch=1, loss=0.4 + (n % 97) / 500, lr=1e-4, seconds=1.0)
-          for n in range(events)),
-    )  # fmt: skip
+        *(
+            event("step", step=600 + n, epoch=1, loss=0.4 + (n % 97) / 500, lr=1e-4, seconds=1.0)
+            for n in range(events)
+        ),
+    )
 
 
 def main() -> None:

@@ -119,9 +119,13 @@ def fill(rank: int, ranks: int, root: str, values: dict[str, Any]) -> None:
 def report_waiting(folder: Path, steps: int) -> None:
     job_file = folder / "job.yaml"
     values = job(
-        folder, folder / "data", num_processes=2, max_train_steps=steps, resolution=64,
+        folder,
+        folder / "data",
+        num_processes=2,
+        max_train_steps=steps,
+        resolution=64,
         checkpointing_steps=0,
-    )  # fmt: skip
+    )
     job_file.write_text(json.dumps(values))
     home = {"FSDP_TUI_HOME": str(folder / "home"), "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "tui", "run", str(job_file)]

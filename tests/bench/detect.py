@@ -34,9 +34,10 @@ def measure(*command: str) -> tuple[float, float, int, int]:
     begun = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *command],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONSAFEPATH": "1"},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     said = process.stdout.read()
     _, status, used = os.wait4(process.pid, 0)

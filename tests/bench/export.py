@@ -52,8 +52,10 @@ def main() -> None:
         place = Path(scratch)
         subprocess.run(
             [sys.executable, "-m", "engine.toy", str(place / "toy"), "--pictures=1", "--size=32"],
-            cwd=ROOT, check=True, capture_output=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
         checkpoint = make(place / "toy" / "model", place, asked.gigabytes)
         size = sum(file.stat().st_size for file in checkpoint.iterdir())
         begun = time.monotonic()
@@ -104,9 +106,12 @@ def make(base: Path, place: Path, gigabytes: float, start: Callable[..., None] =
 def measure(*arguments: object) -> tuple[int, int, dict[str, Any]]:
     """Highest resident bytes of the tool after its imports, and at its end; and its answer."""
     done = subprocess.run(
-        [sys.executable, "-c", TOOL, *map(str, arguments)], cwd=ROOT, capture_output=True,
-        text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-c", TOOL, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     if done.returncode:
         sys.exit(f"the export failed:\n{done.stderr[-4000:]}")
     imported, peak = done.stderr.rsplit("high water", 1)[1].split()[:2]

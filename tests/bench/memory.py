@@ -51,8 +51,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of each kind, instead of all: much faster")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'case':44}{'ranks':>6}{'phase':>10}{'predicted':>11}{'traced':>11}{'diff':>8}"
-          f"{'s':>7}{'s':>7}", flush=True)  # fmt: skip
+    print(
+        f"{'case':44}{'ranks':>6}{'phase':>10}{'predicted':>11}{'traced':>11}{'diff':>8}"
+        f"{'s':>7}{'s':>7}",
+        flush=True,
+    )
     worst = 0.0
     for family in asked.families:
         for kind in asked.types.split(","):
@@ -86,9 +89,11 @@ def report(family: str, kind: str, checkpointing: bool, ranks: str, layers: int 
             difference = peak / expected[phase] - 1
             worst = max(worst, abs(difference))
             name = f"{family} {kind}{' checkpointed' if checkpointing else ''}"
-            print(f"{name:44}{count:6}{phase:>10}{peak / 2**30:11.3f}"
-                  f"{expected[phase] / 2**30:11.3f}{difference:8.2%}{traced:7.1f}{seconds:7.1f}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{name:44}{count:6}{phase:>10}{peak / 2**30:11.3f}"
+                f"{expected[phase] / 2**30:11.3f}{difference:8.2%}{traced:7.1f}{seconds:7.1f}",
+                flush=True,
+            )
         gc.collect()
     return worst
 
@@ -103,12 +108,18 @@ def with_layers(shape: Shape, layers: int) -> Shape:
 
 
 def job(family: str, kind: str, checkpointing: bool) -> JobSpec:
-    return load_spec(None, {
-        "name": "bench", "dataset": "/tmp", "model_family": family,
-        "pretrained_model_name_or_path": MODELS[family], "model_type": kind,
-        "gradient_checkpointing": checkpointing,
-        **({"num_frames": 17, "resolution": 512} if family in ("wan", "hunyuanvideo") else {}),
-    })  # fmt: skip
+    return load_spec(
+        None,
+        {
+            "name": "bench",
+            "dataset": "/tmp",
+            "model_family": family,
+            "pretrained_model_name_or_path": MODELS[family],
+            "model_type": kind,
+            "gradient_checkpointing": checkpointing,
+            **({"num_frames": 17, "resolution": 512} if family in ("wan", "hunyuanvideo") else {}),
+        },
+    )
 
 
 if __name__ == "__main__":

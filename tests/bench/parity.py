@@ -12,14 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from engine.toy import write_toy
 from tests.support.engine.parity import HALF, Case, Table, all_cases, train_all
+from tests.support.engine.toys import write_small_toy
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-parity-") as scratch:
         toy, root = Path(scratch) / "toy", Path(scratch) / "runs"
-        write_toy(toy, "flux", pictures=24, size=64)
+        write_small_toy(toy, pictures=24)
         root.mkdir()
         cases = all_cases()
         table = train_all(toy, root, [*cases, *HALF])

@@ -54,9 +54,13 @@ def main() -> None:
 
 def rank(number: int, port: int, layers: int, repeats: int, scratch: str) -> None:
     os.environ.update(
-        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(RANKS),
-        LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=str(number),
+        LOCAL_RANK=str(number),
+        WORLD_SIZE=str(RANKS),
+        LOCAL_WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     from engine.checkpoint import Saver
     from engine.ranks.telemetry import Telemetry
     from engine.ranks.world import leave_world, start_world

@@ -61,16 +61,26 @@ def make(home: Path, *, jobs: int, runs: int, events: int, queued: int) -> None:
         if active:
             status = RankStatus(0, me.pid, me.started, "node", "cpu", "train", 5, _NOW, _NOW)
             run_dir.rank_file(0).write_text(status.to_json())
-        rows.append({
-            "id": number, "name": f"job-{number}", "state": state, "reason": f"now {state}",
-            "ranks": 1, "wanted": "null", "total_steps": events, "run_dir": str(run_dir.root),
-            "run_id": f"scale-{number}", "created": _NOW - left, "queued": _NOW - left,
-            "started": None if state == "queued" else _NOW - left,
-            "ended": _NOW - left if state == "completed" else None,
-            "supervisor_pid": me.pid if active else None,
-            "supervisor_started": me.started if active else None,
-            "boot_id": boot_id() if active else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "id": number,
+                "name": f"job-{number}",
+                "state": state,
+                "reason": f"now {state}",
+                "ranks": 1,
+                "wanted": "null",
+                "total_steps": events,
+                "run_dir": str(run_dir.root),
+                "run_id": f"scale-{number}",
+                "created": _NOW - left,
+                "queued": _NOW - left,
+                "started": None if state == "queued" else _NOW - left,
+                "ended": _NOW - left if state == "completed" else None,
+                "supervisor_pid": me.pid if active else None,
+                "supervisor_started": me.started if active else None,
+                "boot_id": boot_id() if active else None,
+            }
+        )
     with closing(sqlite3.connect(store.path)) as db, db:
         names, marks = ", ".join(rows[0]), ", ".join(f":{name}" for name in rows[0])
         db.executemany(f"INSERT INTO jobs ({names}) VALUES ({marks})", rows)
@@ -80,9 +90,18 @@ def _write_events(path: Path, count: int) -> None:
     frame = {"t": _NOW, "kind": "start", "strategy": "single", "strategy_reason": "one rank"}
     lines = [json.dumps(frame)]
     for step in range(1, count + 1):
-        event = {"t": _NOW + step, "kind": "step", "step": step, "epoch": 1, "loss": 0.4 + step % 97
-                 / 500, "lr": 1e-4, "grad_norm": 0.31, "seconds": 0.42, "images_per_second": 4.7,
-                 "peak_bytes": 81604378624}  # fmt: skip
+        event = {
+            "t": _NOW + step,
+            "kind": "step",
+            "step": step,
+            "epoch": 1,
+            "loss": 0.4 + step % 97 / 500,
+            "lr": 1e-4,
+            "grad_norm": 0.31,
+            "seconds": 0.42,
+            "images_per_second": 4.7,
+            "peak_bytes": 81604378624,
+        }
         lines.append(json.dumps(event))
         if step % 1000 == 0:
             lines.append(json.dumps({"t": _NOW + step, "kind": "checkpoint", "step": step}))
@@ -92,10 +111,13 @@ def _write_events(path: Path, count: int) -> None:
 def _environment(home: Path) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     return kept | {
-        "FSDP_TUI_HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "TERM": "xterm-256color",
-        "XDG_CONFIG_HOME": str(home / "config"), "PYTHONPATH": str(ROOT),
+        "FSDP_TUI_HOME": str(home),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "TERM": "xterm-256color",
+        "XDG_CONFIG_HOME": str(home / "config"),
+        "PYTHONPATH": str(ROOT),
         "FSDP_TUI_RUNNER_IDLE": "1000",
-    }  # fmt: skip
+    }
 
 
 def command(home: Path, name: str, *words: str) -> Row:
@@ -115,10 +137,16 @@ def command(home: Path, name: str, *words: str) -> Row:
 def keeper(home: Path, seconds: float) -> Row:
     """The share of a core that the queue keeper takes."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "from jobs.queue.keeper import keep; from jobs.queue.store import "
-         "Store; keep(Store(), 1000)"], env=_environment(home), cwd=home,
+        [
+            sys.executable,
+            "-c",
+            "from jobs.queue.keeper import keep; from jobs.queue.store import "
+            "Store; keep(Store(), 1000)",
+        ],
+        env=_environment(home),
+        cwd=home,
         stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     try:
         time.sleep(5)
         return "keeper", _share(process.pid, seconds), "goal 1 %"
@@ -156,7 +184,8 @@ def measure(home: Path, asked: argparse.Namespace) -> Iterator[Row]:
     parts: dict[str, Any] = {
         "keeper": lambda: [keeper(home, asked.seconds)],
         "list": lambda: [
-            command(home, "list, the first time", "list"), command(home, "list", "list"),
+            command(home, "list, the first time", "list"),
+            command(home, "list", "list"),
             command(home, "list --json", "list", "--json"),
         ],
         "show": lambda: [
@@ -167,7 +196,7 @@ def measure(home: Path, asked: argparse.Namespace) -> Iterator[Row]:
         ],
         "dashboard": lambda: dashboard(home, f"job-{asked.jobs}", asked.settle, asked.seconds),
         "logs": lambda: [_logs(home, log, asked)],
-    }  # fmt: skip
+    }
     for name, part in parts.items():
         if not asked.only or name in asked.only:
             yield from part()

@@ -110,22 +110,39 @@ def run_job(scratch: Path, toy: Path, ranks: int, name: str) -> list[dict[str, A
     """Run one job to its end; what it did, in order, with what that cost."""
     home = scratch / "state"
     environment = os.environ | {
-        "FSDP_TUI_HOME": str(home), "XDG_CACHE_HOME": str(scratch / name), "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": str(ROOT), "FSDP_TUI_RUNNER_IDLE": "1",
-    }  # fmt: skip
+        "FSDP_TUI_HOME": str(home),
+        "XDG_CACHE_HOME": str(scratch / name),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": str(ROOT),
+        "FSDP_TUI_RUNNER_IDLE": "1",
+    }
     job = scratch / "job.yaml"
-    job.write_text(yaml.safe_dump({
-        "name": "bench", "pretrained_model_name_or_path": str(toy / "model"),
-        "dataset": str(toy / "data"), "device": "cpu", "resolution": 64, "lora_rank": 4,
-        "max_sequence_length": 16, "mixed_precision": "no", "learning_rate": 1e-3,
-        "max_train_steps": STEPS, "checkpointing_steps": 0, "num_processes": ranks,
-    }))  # fmt: skip
+    job.write_text(
+        yaml.safe_dump(
+            {
+                "name": "bench",
+                "pretrained_model_name_or_path": str(toy / "model"),
+                "dataset": str(toy / "data"),
+                "device": "cpu",
+                "resolution": 64,
+                "lora_rank": 4,
+                "max_sequence_length": 16,
+                "mixed_precision": "no",
+                "learning_rate": 1e-3,
+                "max_train_steps": STEPS,
+                "checkpointing_steps": 0,
+                "num_processes": ranks,
+            }
+        )
+    )
     watch, begun = Watch(home), time.time()
     with open(scratch / "submitted", "wb") as answer:
         subprocess.Popen(
             [sys.executable, "-m", "tui", "submit", str(job), "--json"],
-            env=environment, stdout=answer, cwd=scratch,
-        )  # fmt: skip
+            env=environment,
+            stdout=answer,
+            cwd=scratch,
+        )
     met = ended = run_dir = None
     while ended is None:
         watch.look()
@@ -185,20 +202,28 @@ def _breakdown(watch: Watch, moments: list[tuple[str, float]], ranks: int) -> li
     for (_, since), (name, until) in pairwise(moments):
         own = [watch.of(f"rank {rank}").between(since, until) for rank in range(ranks)]
         rest = [p for p in watch.processes.values() if p.role in ("submit", "supervisor", "other")]
-        rows.append({
-            "name": name, "wall": until - since, "until": until - start,
-            "launcher": watch.of("launcher").between(since, until), "rank": own[0],
-            "others": sum(own[1:]), "rest": sum(p.between(since, until) for p in rest),
-            "launcher_mib": watch.of("launcher").holds(until) if until >= launched else 0,
-            "rank_mib": watch.of("rank 0").holds(until) if until > launched else 0,
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "wall": until - since,
+                "until": until - start,
+                "launcher": watch.of("launcher").between(since, until),
+                "rank": own[0],
+                "others": sum(own[1:]),
+                "rest": sum(p.between(since, until) for p in rest),
+                "launcher_mib": watch.of("launcher").holds(until) if until >= launched else 0,
+                "rank_mib": watch.of("rank 0").holds(until) if until > launched else 0,
+            }
+        )
     return rows
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n{title}", flush=True)
-    print(f"{'':22}{'wall s':>8}{'until':>8} |{'launcher':>9}{'rank 0':>8}{'ranks':>8}{'rest':>7}"
-          f" |{'launcher':>9}{'rank 0':>8} MiB")  # fmt: skip
+    print(
+        f"{'':22}{'wall s':>8}{'until':>8} |{'launcher':>9}{'rank 0':>8}{'ranks':>8}{'rest':>7}"
+        f" |{'launcher':>9}{'rank 0':>8} MiB"
+    )
     for row in rows:
         print(
             f"{row['name']:22}{row['wall']:8.2f}{row['until']:8.2f} |{row['launcher']:9.2f}"
@@ -209,10 +234,14 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     first = names.index("build, first step") + 1
     critical = sum(row["launcher"] + row["rank"] + row["rest"] for row in rows[:first])
     after = rows[first + 1 :]
-    print(f"submit → first step: {critical:.2f} processor seconds, other ranks left out, "
-          f"{rows[first - 1]['until']:.2f} s by the clock")  # fmt: skip
-    print(f"last step → verdict: {sum(r['launcher'] + r['rank'] + r['rest'] for r in after):.2f} "
-          f"processor seconds, {sum(r['wall'] for r in after):.2f} s by the clock")  # fmt: skip
+    print(
+        f"submit → first step: {critical:.2f} processor seconds, other ranks left out, "
+        f"{rows[first - 1]['until']:.2f} s by the clock"
+    )
+    print(
+        f"last step → verdict: {sum(r['launcher'] + r['rank'] + r['rest'] for r in after):.2f} "
+        f"processor seconds, {sum(r['wall'] for r in after):.2f} s by the clock"
+    )
 
 
 def main() -> None:
@@ -225,9 +254,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as scratch:
         toy = Path(scratch, "toy")
         subprocess.run(
-            [sys.executable, "-m", "engine.toy", str(toy)], cwd=ROOT, check=True,
+            [sys.executable, "-m", "engine.toy", str(toy)],
+            cwd=ROOT,
+            check=True,
             capture_output=True,
-        )  # fmt: skip
+        )
         run_job(Path(scratch), toy, 1, "warm-up")  # files of libraries, byte code
         for ranks in asked.ranks:
             for words in ("empty caches", "filled caches")[: 1 + asked.again]:

@@ -64,12 +64,19 @@ def measure(model_type: str, asked: argparse.Namespace, scratch: Path) -> dict[s
     """Seconds per step of both, a number for each round."""
     results = scratch / f"{model_type}.json"
     settings = {
-        "model_type": model_type, "batch": asked.batch, "rounds": asked.rounds,
-        "steps": asked.steps, "device": asked.device, "ranks": asked.ranks, "toy": str(scratch),
-    }  # fmt: skip
+        "model_type": model_type,
+        "batch": asked.batch,
+        "rounds": asked.rounds,
+        "steps": asked.steps,
+        "device": asked.device,
+        "ranks": asked.ranks,
+        "toy": str(scratch),
+    }
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "BENCH": json.dumps(settings),
-    }  # fmt: skip
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "BENCH": json.dumps(settings),
+    }
     if asked.device == "cpu":
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -104,13 +111,25 @@ def rank(results: Path, settings: dict[str, Any]) -> None:
     from jobs.spec.file.load import load_spec
 
     toy = Path(settings["toy"])
-    spec = load_spec(None, {
-        "pretrained_model_name_or_path": str(toy / "model"), "dataset": str(toy / "data"),
-        "model_type": settings["model_type"], "device": settings["device"], "resolution": 128,
-        "num_processes": settings["ranks"], "strategy": "fsdp2", "mixed_precision": "no",
-        "train_batch_size": settings["batch"], "max_sequence_length": 64, "lora_rank": 16,
-        "lora_placement": "sharded", "cache_dir": str(toy / "cache"), "max_train_steps": 1_000_000,
-    })  # fmt: skip
+    spec = load_spec(
+        None,
+        {
+            "pretrained_model_name_or_path": str(toy / "model"),
+            "dataset": str(toy / "data"),
+            "model_type": settings["model_type"],
+            "device": settings["device"],
+            "resolution": 128,
+            "num_processes": settings["ranks"],
+            "strategy": "fsdp2",
+            "mixed_precision": "no",
+            "train_batch_size": settings["batch"],
+            "max_sequence_length": 64,
+            "lora_rank": 16,
+            "lora_placement": "sharded",
+            "cache_dir": str(toy / "cache"),
+            "max_train_steps": 1_000_000,
+        },
+    )
     world = start_world(spec)
     engine, latents, condition = engine_steps(spec, world, toy)
     bare = bare_steps(spec, world, toy, latents, condition)

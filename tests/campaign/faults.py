@@ -84,15 +84,23 @@ def _family(done: list[str]) -> str:
 
 def _one(lab: Lab, rng: random.Random, gpus: int, done: list[str]) -> None:
     ranks = rng.randint(1, 3) if not gpus else rng.randint(1, gpus)
-    lab.set(step_seconds="0.02", save_every=str(rng.choice((0, 3, 5))), failure_grace="0.3",
-            term_grace="1")  # fmt: skip
+    lab.set(
+        step_seconds="0.02",
+        save_every=str(rng.choice((0, 3, 5))),
+        failure_grace="0.3",
+        term_grace="1",
+    )
     faults = [rng.choice(list(FAULTS)) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
     if rng.random() < 0.25:
         rank, word = rng.randrange(ranks), rng.choice(_WORDS)
         lab.set(ranks=f"{rank}:{word}@{rng.randrange(_STEPS)} once")
         done.append(f"{rank}:{word}")
-    values = {"num_processes": ranks, "max_train_steps": _STEPS, "stop_grace_seconds": 1.0,
-              "max_restarts": rng.choice((0, 0, 1))}  # fmt: skip
+    values = {
+        "num_processes": ranks,
+        "max_train_steps": _STEPS,
+        "stop_grace_seconds": 1.0,
+        "max_restarts": rng.choice((0, 0, 1)),
+    }
     values |= {"gpus": list(range(ranks)), "device": "auto"} if gpus else {}
     job = lab.submit(**values)
     for fault in faults:
@@ -249,11 +257,19 @@ def _remove_requests(lab: Lab, job: Job, rng: random.Random) -> None:
 
 
 FAULTS: Final[dict[str, Any]] = {
-    "rank": _signal_rank, "launcher": _signal_launcher, "supervisor": _signal_supervisor,
-    "pause": _pause_supervisor, "massacre": _kill_everything, "all": _signal_all, "stop": _stop,
-    "rank file": _damage_rank_file, "events": _damage_events, "launch.json": _damage_launch,
-    "launcher.log": _damage_launcher_log, "requests": _remove_requests,
-}  # fmt: skip
+    "rank": _signal_rank,
+    "launcher": _signal_launcher,
+    "supervisor": _signal_supervisor,
+    "pause": _pause_supervisor,
+    "massacre": _kill_everything,
+    "all": _signal_all,
+    "stop": _stop,
+    "rank file": _damage_rank_file,
+    "events": _damage_events,
+    "launch.json": _damage_launch,
+    "launcher.log": _damage_launcher_log,
+    "requests": _remove_requests,
+}
 
 
 def _values(root: Path) -> dict[str, Any]:
@@ -270,6 +286,9 @@ def _values(root: Path) -> dict[str, Any]:
     Image.new("RGB", (8, 8)).save(data / "0.png")
     (data / "0.txt").write_text("a picture")
     return {
-        "name": "t", "pretrained_model_name_or_path": str(model),
-        "dataset": str(data), "device": "cpu", "mixed_precision": "no",
-    }  # fmt: skip
+        "name": "t",
+        "pretrained_model_name_or_path": str(model),
+        "dataset": str(data),
+        "device": "cpu",
+        "mixed_precision": "no",
+    }

@@ -58,8 +58,9 @@ class Journal:
             print(
                 f"BROKEN {what}: {found}\n"
                 f"  again: python -m tests.campaign {self.kind} --seed {self.seed} --only {trial}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
         self._take(record)
         if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:

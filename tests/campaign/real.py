@@ -57,9 +57,11 @@ def trial(journal: Journal, number: int) -> None:
 def _one(rng: random.Random, done: list[str]) -> None:
     bench = _bench()
     settings: dict[str, Any] = {
-        "num_processes": rng.choice((1, 2)), "max_train_steps": _STEPS, "checkpointing_steps": 2,
+        "num_processes": rng.choice((1, 2)),
+        "max_train_steps": _STEPS,
+        "checkpointing_steps": 2,
         "stop_grace_seconds": 30.0,
-    }  # fmt: skip
+    }
     expected = _undisturbed(settings["num_processes"])
     job = bench.submit(**settings)
     for _ in range(_TRIES):
@@ -159,6 +161,9 @@ def _stop(bench: Bench, job: Job, rng: random.Random) -> None:
 
 
 FAULTS: Final[dict[str, Callable[[Bench, Job, random.Random], None]]] = {
-    "rank": _kill_rank, "launcher": _kill_launcher, "supervisor": _kill_supervisor,
-    "massacre": _kill_everything, "stop": _stop,
-}  # fmt: skip
+    "rank": _kill_rank,
+    "launcher": _kill_launcher,
+    "supervisor": _kill_supervisor,
+    "massacre": _kill_everything,
+    "stop": _stop,
+}

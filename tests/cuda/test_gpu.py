@@ -71,18 +71,27 @@ def run(toy: Path, root: Path, ranks: int, **changes: Any) -> RunDir:
     run_dir = RunDir(root / f"run-{len(list(root.iterdir()))}")
     run_dir.create()
     values = toy_values(
-        toy, device="auto", num_processes=ranks, max_train_steps=10, max_grad_norm=0.05,
+        toy,
+        device="auto",
+        num_processes=ranks,
+        max_train_steps=10,
+        max_grad_norm=0.05,
         cache_dir=str(root / "cache"),
-    )  # fmt: skip
+    )
     spec = load_spec(None, values | changes)
     run_dir.job_file.write_text(yaml.safe_dump(spec.to_dict()))
     gpus = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(ranks)]
     launch = local.build(spec, run_dir, gpus=gpus, run_id=run_dir.root.name)
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(launch.config, sort_keys=False))
     done = subprocess.run(
-        launch.command, env=local.full_environment(launch), cwd=run_dir.root, capture_output=True,
-        text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+        launch.command,
+        env=local.full_environment(launch),
+        cwd=run_dir.root,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert done.returncode == 0, (run_dir.rank_errors(), done.stderr[-4000:])
     return run_dir
 
@@ -106,10 +115,16 @@ def test_every_family_trains_saves_and_samples(tmp_path: Path, family: str) -> N
     write_toy(tmp_path / "toy", family, pictures=4, size=64)
     (tmp_path / "runs").mkdir()
     run_dir = run(
-        tmp_path / "toy", tmp_path / "runs", 1, model_family=family, max_train_steps=2,
-        mixed_precision="bf16", validation_prompts=["a red circle"], validation_steps=2,
+        tmp_path / "toy",
+        tmp_path / "runs",
+        1,
+        model_family=family,
+        max_train_steps=2,
+        mixed_precision="bf16",
+        validation_prompts=["a red circle"],
+        validation_steps=2,
         validation_num_inference_steps=2,
-    )  # fmt: skip
+    )
     assert [one.step for one in list_checkpoints(run_dir)] == [2]
     assert list((run_dir.samples / "step-2").iterdir())
 
@@ -164,19 +179,27 @@ def test_sharded_text_encoders_encode_the_same_on_gpus(toy: Path, tmp_path: Path
         {"strategy": "ddp"},
         {"strategy": "fsdp2"},
         {"strategy": "fsdp2", "fsdp_cpu_offload": True},
-        {"strategy": "fsdp2", "context_parallel_size": 2, "train_batch_size": 4,
-         "context_parallel_comm_strategy": "alltoall"},
+        {
+            "strategy": "fsdp2",
+            "context_parallel_size": 2,
+            "train_batch_size": 4,
+            "context_parallel_comm_strategy": "alltoall",
+        },
     ],
     ids=["ddp", "fsdp2", "cpu offload", "alltoall"],
-)  # fmt: skip
+)
 def test_two_gpus_train_what_one_would(toy: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     # One size of pictures, whose 64 tokens two ranks can share.
     for picture in (data := shutil.copytree(toy, tmp_path / "toy") / "data").glob("*.png"):
         Image.open(picture).resize((128, 128)).save(picture)
     common = {
-        "model_type": "full", "optimizer": "sgd", "learning_rate": 2.0, "allow_tf32": False,
-        "resolution": 128, "dataset": str(data),
-    }  # fmt: skip
+        "model_type": "full",
+        "optimizer": "sgd",
+        "learning_rate": 2.0,
+        "allow_tf32": False,
+        "resolution": 128,
+        "dataset": str(data),
+    }
     one = run(toy, tmp_path, 1, **common, train_batch_size=4)
     two = run(toy, tmp_path, 2, **{"train_batch_size": 2} | common | layout)
     mine, expected = (

@@ -1,4 +1,8 @@
-"""Jobs on stub GPUs as a person starts them: command line, supervisor, `accelerate launch`."""
+"""Jobs on stub GPUs as a person starts them: command line, supervisor, `accelerate launch`.
+
+A launch on one GPU has nothing of the tests in it; ranks of the others are forked (see
+`tests.support.jobs.real_jobs`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from jobs import service
 from jobs.machine.processes import with_run_id
 from jobs.queue.store import Store
 from jobs.run.eventlog import EventLog
+from tests.support.forks import client as forks
 from tests.support.nvml_stub.stub import GIB, StubNvml, gpu, uuid
 
 if TYPE_CHECKING:
@@ -47,16 +52,24 @@ class Machine:
 
     def tui(self, *words: str) -> str:
         """What `fsdp-tui …` prints, run by the interpreter whose torch is built for CUDA."""
+        environment = self.cuda.environment(self.nvml.environment)
+        # Libraries look for GPUs while they are imported; having asked CUDA, torch is never forked.
+        imports = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         own = {
+            "PYTHON_EXEC": forks.python_like(self.cuda.python, imports),
             "FSDP_TUI_HOME": str(self.home / "state"),
             "XDG_CACHE_HOME": str(self.home / "cache"),
             "FSDP_TUI_RUNNER_IDLE": "2",
         }
         done = subprocess.run(
             [self.cuda.python, "-m", "tui", *words],
-            env=self.cuda.environment(self.nvml.environment) | own, cwd=self.home,
-            capture_output=True, text=True, timeout=PATIENCE, check=False,
-        )  # fmt: skip
+            env=environment | own,
+            cwd=self.home,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -168,9 +181,16 @@ def test_a_full_gpu_ends_the_job_with_one_sentence(machine: Machine) -> None:
     """Of two GPUs one has hardly any memory left; the rank on the other one does not outlive it."""
     total = 80 * GIB
     machine.nvml.write(
-        [gpu(index, memory_total=total, memory_used=(total - 4 * 2**20) * (index == 1),
-             memory_reserved=0) for index in range(2)]
-    )  # fmt: skip
+        [
+            gpu(
+                index,
+                memory_total=total,
+                memory_used=(total - 4 * 2**20) * (index == 1),
+                memory_reserved=0,
+            )
+            for index in range(2)
+        ]
+    )
     job = machine.submit(name="full", gpus=2, share_gpus=True, strategy="fsdp2", max_train_steps=3)
     reason = machine.wait(job)
     assert str(machine.store.get(job).state) == "failed"

@@ -53,8 +53,10 @@ def test_cuda_and_nvml_agree_which_gpus_are_visible(
     subprocess.run(
         [stub_cuda.python, "-c", UUIDS, json.dumps(list(variables)), str(tmp_path)],
         env=stub_cuda.environment(ordered),
-        cwd=tmp_path, timeout=PATIENCE, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        timeout=PATIENCE,
+        check=True,
+    )
     for place, (value, indices) in enumerate(variables.items()):
         cuda, nvml = json.loads((tmp_path / f"{place}.json").read_text())
         assert cuda == [on_bus[index] for index in indices], value

@@ -31,9 +31,12 @@ def run(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterat
     """The job, which sees each of them about once."""
     bench = Bench(tmp_path_factory.mktemp("data"), toy)
     job = bench.submit(
-        dataset=str(zoo.root), resolution=48, train_batch_size=32, max_train_steps=14,
+        dataset=str(zoo.root),
+        resolution=48,
+        train_batch_size=32,
+        max_train_steps=14,
         max_sequence_length=16,
-    )  # fmt: skip
+    )
     facts = bench.wait(job, "completed", "stopped", "failed", "lost")
     assert facts["state"] == "completed", facts["reason"]
     yield RunDir(Path(facts["run_dir"]))
@@ -110,9 +113,8 @@ def test_what_was_done_to_read_pictures_is_counted(zoo: Zoo, run: RunDir) -> Non
 def test_both_ranks_encoded_them_and_the_warning_says_how_many_are_missing(run: RunDir) -> None:
     events = [json.loads(line) for line in run.events.read_text().splitlines()]
     (latents,) = [
-        e for e in events
-        if e["kind"] == "phase" and e["name"] == "latents" and e["state"] == "end"
-    ]  # fmt: skip
+        e for e in events if e["kind"] == "phase" and e["name"] == "latents" and e["state"] == "end"
+    ]
     index = json.loads((run.root / "data.json").read_text())
     different = {(s["digest"], *s["bucket"]) for s in index["samples"]}
     assert latents["total"] == sum(latents["ranks"]) == len(different)

@@ -50,9 +50,13 @@ TARGETS: Final = ("dashboard", "runner", "supervisor", "launcher", "rank 0", "ra
 MOMENTS: Final = ("start", "mid-run", "save")
 # Each target and each moment is in the fast tier: with the whole machine these are its seven.
 FAST: Final = {
-    ("dashboard", "mid-run"), ("runner", "start"), ("supervisor", "save"), ("launcher", "mid-run"),
-    ("rank 0", "save"), ("rank 1", "start"),
-}  # fmt: skip
+    ("dashboard", "mid-run"),
+    ("runner", "start"),
+    ("supervisor", "save"),
+    ("launcher", "mid-run"),
+    ("rank 0", "save"),
+    ("rank 1", "start"),
+}
 CELLS: Final = [
     pytest.param(target, moment, marks=[] if (target, moment) in FAST else pytest.mark.slow)
     for target in TARGETS
@@ -233,9 +237,12 @@ def seed_checkpoint(run_dir: RunDir) -> None:
 
 @pytest.fixture
 def lab(
-    store: Store, job_values: dict[str, Any], no_gpus: None, tmp_path: Path,
+    store: Store,
+    job_values: dict[str, Any],
+    no_gpus: None,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Lab]:  # fmt: skip
+) -> Iterator[Lab]:
     monkeypatch.setenv("PYTHONPATH", str(SITE))
     with opened(store, job_values, monkeypatch, tmp_path / "gates") as made:
         made.set(step_seconds="0.01", failure_grace="0", lockstep="1", save_every=str(SAVES_AT))
@@ -272,11 +279,13 @@ class Dashboard:
         terminal, other_end = pty.openpty()
         child = subprocess.Popen(
             [sys.executable, "-m", "tui"],
-            stdin=other_end, stdout=other_end, stderr=other_end,
+            stdin=other_end,
+            stdout=other_end,
+            stderr=other_end,
             env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"},
             start_new_session=True,
             preexec_fn=_own_terminal,
-        )  # fmt: skip
+        )
         os.close(other_end)
         process = ProcessId.of(child.pid)
         assert process is not None
@@ -410,16 +419,20 @@ def test_everything_is_killed(lab: Lab, matrix: list[Row]) -> None:
 @pytest.mark.slow
 def test_a_rank_is_suspended(lab: Lab, matrix: list[Row]) -> None:
     bed = prepare(
-        lab, matrix, "SIGSTOP rank 1", "mid-run",
-        max_train_steps=ENDLESS, hang_timeout=300,
-    )  # fmt: skip
+        lab,
+        matrix,
+        "SIGSTOP rank 1",
+        "mid-run",
+        max_train_steps=ENDLESS,
+        hang_timeout=300,
+    )
     bed.bring_to("mid-run")
     lab.kill(lab.rank(bed.job, 1), number=signal.SIGSTOP)
     bed.go_on()
     bed.open("haste")
     bed.look_until_true()
     job = bed.until_the_end(State.FAILED)
-    assert job.reason.startswith("hang: rank 1 gave no sign of life")
+    assert job.reason.startswith("hang: rank 1 sent no heartbeat")
 
 
 # -- the machine ---------------------------------------------------------------------------
@@ -428,10 +441,16 @@ def test_a_rank_is_suspended(lab: Lab, matrix: list[Row]) -> None:
 @pytest.fixture
 def small_disk(home: Path) -> Iterator[Path]:
     """The state directory, on a file system of 8 MiB."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m,mode=0700", "none", str(home)],
-        capture_output=True, text=True, check=False,
-    ) if shutil.which("mount") else None  # fmt: skip
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m,mode=0700", "none", str(home)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if shutil.which("mount")
+        else None
+    )
     if mounted is None or mounted.returncode:
         pytest.skip(f"no small file system can be mounted: {mounted and mounted.stderr.strip()}")
     try:
@@ -442,9 +461,13 @@ def small_disk(home: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_the_disk_is_full_while_saving(
-    small_disk: Path, job_values: dict[str, Any], no_gpus: None, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, matrix: list[Row],
-) -> None:  # fmt: skip
+    small_disk: Path,
+    job_values: dict[str, Any],
+    no_gpus: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    matrix: list[Row],
+) -> None:
     """3 MiB of an older checkpoint fit, 6 MiB more do not; the 1.5 MiB of the next job do."""
     with opened(Store(small_disk), job_values, monkeypatch, tmp_path / "gates") as lab:
         lab.set(step_seconds="0.01", failure_grace="0", lockstep="1")
@@ -487,8 +510,10 @@ def test_the_state_directory_of_a_machine_that_was_restarted(
     (tmp_path / "copy").rename(home)
     with closing(sqlite3.connect(home / "jobs.db")) as db:
         # Also the worst of luck: the pid of the dead supervisor belongs to someone else now.
-        db.execute("UPDATE jobs SET boot_id='earlier', supervisor_pid=? WHERE id=?",
-                   (os.getpid(), bed.job.id))  # fmt: skip
+        db.execute(
+            "UPDATE jobs SET boot_id='earlier', supervisor_pid=? WHERE id=?",
+            (os.getpid(), bed.job.id),
+        )
         db.commit()
     bed.go_on()
     bed.look_until_true()

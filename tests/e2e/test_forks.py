@@ -27,9 +27,14 @@ def start(python: str, tmp_path: Path, how: str, **environment: str) -> subproce
     with open(tmp_path / "input") as given:
         return subprocess.Popen(
             [python, "-u", "-m", "tests.support.forks.subject", str(tmp_path / "facts"), how],
-            env=os.environ | environment, cwd=tmp_path, stdin=given, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            env=os.environ | environment,
+            cwd=tmp_path,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def facts(tmp_path: Path) -> dict[str, Any]:

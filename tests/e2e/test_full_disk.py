@@ -28,10 +28,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def small_disk(tmp_path: Path, toy: Path) -> Iterator[Bench]:
     """A bench whose state directory is on a small file system; the cache is elsewhere."""
     (tmp_path / "state").mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m,mode=0700", "none", str(tmp_path / "state")],
-        capture_output=True, text=True, check=False,
-    ) if shutil.which("mount") else None  # fmt: skip
+    mounted = (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16m,mode=0700", "none", str(tmp_path / "state")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if shutil.which("mount")
+        else None
+    )
     if mounted is None or mounted.returncode:
         pytest.skip(f"no small file system can be mounted: {mounted and mounted.stderr.strip()}")
     small = Bench(tmp_path, toy)
@@ -52,9 +58,12 @@ def end_all(bench: Bench) -> None:
 def test_a_disk_that_is_full_while_saving(small_disk: Bench) -> None:
     """The first checkpoint fits; then someone else fills the disk but for a part of the second."""
     job = small_disk.submit(
-        name="full", max_train_steps=5000, checkpointing_steps=4, checkpoints_total_limit=5,
+        name="full",
+        max_train_steps=5000,
+        checkpointing_steps=4,
+        checkpoints_total_limit=5,
         lora_rank=4,
-    )  # fmt: skip
+    )
     files = small_disk.store.get(job).run_dir
     small_disk.until(lambda: files.latest_checkpoint() is not None)
     step, first = files.complete_checkpoints()[0]

@@ -40,9 +40,14 @@ def test_the_line_trains(store: Store, toy: Path, tmp_path: Path, started: list[
     values = toy_values(toy, max_train_steps=2, num_processes=1, name="hand")
     job = service.submit(store, load_spec(None, values))
     done = subprocess.run(
-        ["bash", "-ec", replay(job, "accelerate")], cwd=tmp_path, capture_output=True, text=True,
-        timeout=PATIENCE, env=os.environ | {"PATH": HERE}, check=False,
-    )  # fmt: skip
+        ["bash", "-ec", replay(job, "accelerate")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env=os.environ | {"PATH": HERE},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert ended(tmp_path / "hand-by-hand") == 2
 
@@ -60,8 +65,12 @@ def test_a_config_file_of_the_persons_own_launches_the_engine(toy: Path, tmp_pat
     (root / "job.yaml").write_text(yaml.safe_dump(values))
     done = subprocess.run(
         ["accelerate", "launch", "--config_file", str(config), "-m", "engine", str(root)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
         env=os.environ | {"PATH": HERE, "XDG_CACHE_HOME": str(tmp_path / "cache")},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert ended(root) == 2

@@ -23,15 +23,25 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def test_this_machine_passes(home: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tui", "selftest", "--cpu", "--json"],
-        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON_EXEC": forks.python()},
-        text=True, capture_output=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON_EXEC": forks.python()},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
     assert [one["name"] for one in report["findings"]] == [
-        "train", "stop, resume", "saves", "export", "ddp", "fsdp2", "all-reduce", "killed rank",
-    ]  # fmt: skip
+        "train",
+        "stop, resume",
+        "saves",
+        "export",
+        "ddp",
+        "fsdp2",
+        "all-reduce",
+        "killed rank",
+    ]
     by_name = {one["name"]: one for one in report["findings"]}
     assert "bit-identical" in by_name["stop, resume"]["found"]
     assert 0 < by_name["stop, resume"]["facts"]["step"] < 8

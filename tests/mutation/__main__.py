@@ -57,9 +57,13 @@ class Chosen:
 @click.option("--list", "only_list", is_flag=True, help="Print the mutants, run nothing.")
 @click.option("--said", is_flag=True, help="Print what pytest said of survivors.")
 def main(
-    modules: tuple[str, ...], base: str | None, seed: int, sample: int | None, only_list: bool,
+    modules: tuple[str, ...],
+    base: str | None,
+    seed: int,
+    sample: int | None,
+    only_list: bool,
     said: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Apply small changes to the code, one at a time, and run the fast tests on each."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # the copy is removed then
     lines = changed_lines(base) if base else None
@@ -135,9 +139,13 @@ def try_all(one: Chosen, copy: Path, *, said: bool) -> Counter[str]:
     click.echo(f"{one.module}: {len(one.mutants)} mutants against {' '.join(one.tests)}")
     with subprocess.Popen(
         [sys.executable, "-P", "tests/mutation/trials.py", one.module.split(".")[0]],
-        cwd=copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, env=os.environ | {"PYTHONPATH": str(copy)},
-    ) as trials:  # fmt: skip
+        cwd=copy,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(copy)},
+    ) as trials:
         sound = ask(trials, one, one.source, 600.0)
         if sound["outcome"] != "survives":
             raise click.ClickException(f"the tests fail without a mutant:\n{sound['said']}")
@@ -176,8 +184,9 @@ def table(ends: dict[str, Counter[str]], seed: int) -> str:
         dead = one["dies"] + one["hangs"]
         tried = dead + one["survives"]
         share = f"{100 * dead / tried:5.1f}" if tried else "    –"
-        rows.append(f"{module:32} {tried:5} {dead:5} {one['survives']:5} {one['equivalent']:11} "
-                    f"{share}")  # fmt: skip
+        rows.append(
+            f"{module:32} {tried:5} {dead:5} {one['survives']:5} {one['equivalent']:11} {share}"
+        )
         if module != "all":
             total.update(one)
     return "\n".join(rows)

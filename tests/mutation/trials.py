@@ -22,19 +22,44 @@ from pathlib import Path
 from typing import Any, Final
 
 _JOBS: Final = (
-    "pytest", "hypothesis.strategies", "hypothesis.stateful", "xdist", "pytest_asyncio", "pydantic",
-    "yaml", "psutil", "click.testing", "pynvml", "PIL.Image", "sqlite3", "textual.app", "syrupy",
+    "pytest",
+    "hypothesis.strategies",
+    "hypothesis.stateful",
+    "xdist",
+    "pytest_asyncio",
+    "pydantic",
+    "yaml",
+    "psutil",
+    "click.testing",
+    "pynvml",
+    "PIL.Image",
+    "sqlite3",
+    "textual.app",
+    "syrupy",
     "pytest_textual_snapshot",
-)  # fmt: skip
+)
 _ENGINE: Final = (
-    "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "accelerate",
-    "torch.distributed.checkpoint.staging", "accelerate.utils.fsdp_utils", "peft", "datasets",
-    "safetensors.torch", "transformers", "diffusers", "diffusers.training_utils",
-    "diffusers.models.transformers.transformer_flux", "diffusers.loaders.lora_pipeline",
-    "diffusers.pipelines.flux.pipeline_flux", "transformers.models.clip.modeling_clip",
-    "transformers.models.clip.tokenization_clip", "transformers.models.t5.modeling_t5",
-    "transformers.models.t5.tokenization_t5", "tokenizers",
-)  # fmt: skip
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "accelerate",
+    "torch.distributed.checkpoint.staging",
+    "accelerate.utils.fsdp_utils",
+    "peft",
+    "datasets",
+    "safetensors.torch",
+    "transformers",
+    "diffusers",
+    "diffusers.training_utils",
+    "diffusers.models.transformers.transformer_flux",
+    "diffusers.loaders.lora_pipeline",
+    "diffusers.pipelines.flux.pipeline_flux",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.clip.tokenization_clip",
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.t5.tokenization_t5",
+    "tokenizers",
+)
 _HOME: Final = b"FSDP_TUI_HOME="
 
 # The cache of compiled code goes by seconds and size; two mutants may share both.
@@ -79,8 +104,9 @@ def _run(tests: str, seconds: float) -> dict[str, Any]:
         return {"outcome": "hangs", "by": tests, "said": said[-3000:]}
     if status == 0:
         return {"outcome": "survives", "by": "", "said": said[-3000:]}
-    failed = [line.split(" ")[1] for line in said.splitlines()
-              if line.startswith(("FAILED ", "ERROR "))]  # fmt: skip
+    failed = [
+        line.split(" ")[1] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))
+    ]
     return {"outcome": "dies", "by": failed[0] if failed else "", "said": said[-3000:]}
 
 
@@ -107,8 +133,18 @@ def _test(tests: str, scratch: Path, seconds: float) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
         pytest = importlib.import_module("pytest")
-        words = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "-m",
-                 "not slow and not e2e", f"--basetemp={scratch / 'tmp'}", tests]  # fmt: skip
+        words = [
+            "-x",
+            "-q",
+            "-n0",
+            "-p",
+            "no:cacheprovider",
+            "--no-header",
+            "-m",
+            "not slow and not e2e",
+            f"--basetemp={scratch / 'tmp'}",
+            tests,
+        ]
         code = int(pytest.main(words))
         sys.stdout.flush()
     finally:

@@ -385,9 +385,17 @@ def test_an_old_end_seen_late_is_no_news(store: Store) -> None:
 def status(rank: int, *, still: float, step: int = 5, phase: str = "train") -> RankStatus:
     now = time.time()
     return RankStatus(
-        rank=rank, pid=1, started=0.0, host="node", device="cpu", phase=phase, step=step,
-        heartbeat=now, progressed=now - still, rss=1,
-    )  # fmt: skip
+        rank=rank,
+        pid=1,
+        started=0.0,
+        host="node",
+        device="cpu",
+        phase=phase,
+        step=step,
+        heartbeat=now,
+        progressed=now - still,
+        rss=1,
+    )
 
 
 def test_ranks_that_stand_still_are_told_once_until_they_move(store: Store) -> None:
@@ -397,7 +405,7 @@ def test_ranks_that_stand_still_are_told_once_until_they_move(store: Store) -> N
     stuck = (status(0, still=700), status(1, still=700, step=4))
     assert watch.news(look(store, going)) == []
     (news,) = watch.news(look(store, stuck))
-    assert "rank 1 stood still for 700 s at step 4" in news.text
+    assert "rank 1 made no progress for 700 s at step 4" in news.text
     assert watch.news(look(store, stuck)) == []
     assert watch.news(look(store, going)) == []
     assert len(watch.news(look(store, stuck))) == 1
@@ -470,8 +478,12 @@ async def test_a_narrow_screen_still_says_how_to_leave_it(store: Store, screen: 
         if screen is DataScreen:
             made.add_class("-looked")
             made.on_resize()
-        line = made.query_one({DataScreen: "#data-keys", CachesScreen: "#cache-keys",
-                               DetectScreen: "#detect-keys"}[screen], Static)  # fmt: skip
+        line = made.query_one(
+            {DataScreen: "#data-keys", CachesScreen: "#cache-keys", DetectScreen: "#detect-keys"}[
+                screen
+            ],
+            Static,
+        )
 
         def fits() -> bool:
             text = str(line.content)
@@ -577,8 +589,9 @@ def drawn() -> dict[str, str]:
             id(node.body[0].value)
             for node in ast.walk(tree)
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and node.body and isinstance(node.body[0], ast.Expr)
-        }  # fmt: skip
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if id(node) in documentation or path.name == "ascii_filter.py":

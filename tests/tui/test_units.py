@@ -45,19 +45,44 @@ def test_size(value: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("state", "reason", "text"),
+    [
+        ("stopped", "stopped at step 5", "stopped at step 5"),
+        ("running", "", "running"),
+        ("failed", "rank 1 vanished", "failed: rank 1 vanished"),
+    ],
+)
+def test_a_state_is_not_said_twice(state: str, reason: str, text: str) -> None:
+    assert fmt.state_text(state, reason) == text
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (math.inf, "–"), (42, "0:42"), (725, "12:05"), (12011, "3:20:11"),
-     (187_200, "2d 04h")],
-)  # fmt: skip
+    [
+        (None, "–"),
+        (math.inf, "–"),
+        (42, "0:42"),
+        (725, "12:05"),
+        (12011, "3:20:11"),
+        (187_200, "2d 04h"),
+    ],
+)
 def test_duration(value: float | None, text: str) -> None:
     assert fmt.duration(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0.41234, "0.4123"), (12.3456, "12.35"), (0.00012, "1.20e-4"),
-     (math.nan, "nan"), (1e9, "1.00e9"), (-math.inf, "-inf")],
-)  # fmt: skip
+    [
+        (None, "–"),
+        (0.41234, "0.4123"),
+        (12.3456, "12.35"),
+        (0.00012, "1.20e-4"),
+        (math.nan, "nan"),
+        (1e9, "1.00e9"),
+        (-math.inf, "-inf"),
+    ],
+)
 def test_number(value: float | None, text: str) -> None:
     assert fmt.number(value) == text
 
@@ -92,8 +117,9 @@ def text_of(rows: Sequence[fmt.Row]) -> list[str]:
 
 @given(
     st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=300),
-    st.integers(0, 90), st.integers(0, 30),
-)  # fmt: skip
+    st.integers(0, 90),
+    st.integers(0, 30),
+)
 def test_a_chart_never_leaves_its_box(values: list[float], width: int, height: int) -> None:
     values = [v if abs(v) < 1e12 else v / 1e300 for v in values]
     rows = line_chart.chart(range(len(values)), values, width, height)
@@ -174,8 +200,10 @@ def test_a_narrow_table_leaves_columns_out_rather_than_cutting_numbers(store: St
 
 def test_active_jobs_come_first_then_the_queue(store: Store) -> None:
     assert [view.job.state for view in views(store)] == [
-        State.RUNNING, State.QUEUED, State.COMPLETED,
-    ]  # fmt: skip
+        State.RUNNING,
+        State.QUEUED,
+        State.COMPLETED,
+    ]
 
 
 def test_where_a_job_runs(store: Store) -> None:
@@ -301,8 +329,9 @@ def test_a_machine_without_gpus_shows_itself_and_each_rank(store: Store) -> None
 def test_a_rank_stands_under_its_gpu_with_its_memory(store: Store) -> None:
     *busy, last = FakeGpus(3).gpus
     gpus = (*busy, replace(last, memory_used=0))
-    view = active_view(store, gpus=[g.uuid for g in gpus[:2]], allocated=30 * GIB,
-                       reserved=33 * GIB, peak=36 * GIB)  # fmt: skip
+    view = active_view(
+        store, gpus=[g.uuid for g in gpus[:2]], allocated=30 * GIB, reserved=33 * GIB, peak=36 * GIB
+    )
     lines = text_of(device_rows(Snapshot(t=time.time(), jobs=(view,), gpus=gpus), 116, 20))
     assert "#1 demo r0" in lines[0]
     assert "alloc 30.0  reserved 33.0  peak 36.0 GiB" in lines[1]

@@ -155,9 +155,12 @@ async def describe(me: Person) -> None:
     await me.until(lambda: me.has_focus("field-max_train_steps"), "what is wrong")
     await me.write(str(STEPS))
     for field, text in {
-        "resolution": "64", "num_processes": "2", "validation_prompts": "a red circle",
-        "validation_num_inference_steps": "2", "max_sequence_length": "16",
-    }.items():  # fmt: skip
+        "resolution": "64",
+        "num_processes": "2",
+        "validation_prompts": "a red circle",
+        "validation_num_inference_steps": "2",
+        "max_sequence_length": "16",
+    }.items():
         await me.find(field)
         await me.paste(text)
     await me.find("mixed_precision")

@@ -246,9 +246,10 @@ class FsdpTui(App[None]):
         if self.settings.read_only:
             target, name, _ = self._parse_action(action, default_namespace or self, namespaces)
             if name in ACTING and type(target).__module__.startswith("tui."):
-                self.say(f"read-only: {name.replace('_', ' ')} is disabled; see `fsdp-tui "
-                         "settings`",
-                         "warning")  # fmt: skip
+                self.say(
+                    f"read-only: {name.replace('_', ' ')} is disabled; see `fsdp-tui settings`",
+                    "warning",
+                )
                 return True
         return await super().run_action(action, default_namespace, namespaces)
 

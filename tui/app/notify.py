@@ -11,7 +11,7 @@ from jobs.queue.states import State
 from jobs.run.diagnosis.hang import by_clock, find_hang
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from textual.app import App
 
@@ -28,9 +28,11 @@ _STILL_AT_FIRST: Final = 600.0
 _TOGETHER: Final = 1.0  # seconds
 _LONGEST: Final = 160  # characters that a desktop's message shows
 _SEVERITIES: Final[dict[State, Severity]] = {
-    State.COMPLETED: "information", State.STOPPED: "information", State.FAILED: "error",
+    State.COMPLETED: "information",
+    State.STOPPED: "information",
+    State.FAILED: "error",
     State.LOST: "error",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,17 @@ class Watch:
         self._had_ended: dict[tuple[int, int], bool] = {}  # by job and attempt
         self._still: set[tuple[int, int]] = set()
         self._began = False
+        self._jobs: Sequence[JobView] | None = None  # of the last snapshot
+        self._live: Sequence[JobView] = ()  # those of them that had not ended
 
     def news(self, snapshot: Snapshot) -> list[News]:
         """What has happened since the last snapshot."""
         if not snapshot.jobs and snapshot.problem:
             return []  # it could not be read, which does not mean that there is nothing
         told: list[News] = []
-        for view in snapshot.jobs:
+        views = self._live if snapshot.jobs is self._jobs else snapshot.jobs
+        self._jobs, self._live = snapshot.jobs, [v for v in views if not v.job.state.ended]
+        for view in views:
             job = view.job
             key = (job.id, job.attempt)
             ended_before = self._had_ended.get(key)
@@ -77,11 +83,14 @@ class Watch:
 
     def _standing(self, view: JobView, key: tuple[int, int], now: float) -> list[News]:
         """Ranks that stand still; again only after they had moved on."""
+        if view.job.state is not State.RUNNING:
+            self._still.discard(key)
+            return []
         pace = view.progress.seconds_per_step
         usual = _STILL_AT_FIRST if pace is None else max(_STILL_SECONDS, pace * _STILL_STEPS)
         training = all(rank.phase == "train" for rank in view.ranks)
         hang = find_hang(by_clock(view.ranks, now), usual)
-        if hang is None or not training or view.job.state is not State.RUNNING:
+        if hang is None or not training:
             self._still.discard(key)
             return []
         if key in self._still:
@@ -98,9 +107,11 @@ def _ended(job: Job) -> str:
 
 
 _WORDS: Final = {
-    State.COMPLETED: "completed", State.STOPPED: "stopped", State.FAILED: "failed",
+    State.COMPLETED: "completed",
+    State.STOPPED: "stopped",
+    State.FAILED: "failed",
     State.LOST: "is lost",
-}  # fmt: skip
+}
 
 
 class Bell:

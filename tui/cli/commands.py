@@ -99,7 +99,7 @@ def _with_way_out(error: click.ClickException) -> str:
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"{EXAMPLES}\n{STATUSES}",
 )
-@click.version_option(package_name="fsdp-tui")
+@click.version_option(package_name="fsdp-tui", prog_name="fsdp-tui")
 @click.option("--read-only", is_flag=True, help="Open the dashboard in read-only mode.")
 @click.option(
     "--ascii", "plain", is_flag=True, help="Draw the dashboard with ASCII characters only."
@@ -153,8 +153,12 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
 
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
-@click.option("--dry-run", "--dry_run", is_flag=True,
-              help="Validate and print the complete job; queue nothing.")  # fmt: skip
+@click.option(
+    "--dry-run",
+    "--dry_run",
+    is_flag=True,
+    help="Validate and print the complete job; queue nothing.",
+)
 @TEMPLATE
 @JSON
 @WORDS
@@ -162,9 +166,9 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
     """Queue a job and print its id.
 
     Every key of a job file is also a flag (`fsdp-tui keys` lists them); flags win over the file.
-    Spelling is free: --lora_rank=8, --lora-rank 8; true, yes, on, 1 or nothing for a switch, no or
-    --no-KEY against it; None for not set; lists with commas, as JSON, or flag by flag. What cannot
-    be understood is an error, and nothing is queued.
+    Spelling is flexible: --lora_rank=8 and --lora-rank 8 are the same. A switch takes true, yes,
+    on, 1 or no value; =no or --no-KEY turns it off. None unsets a key. Lists may use commas or
+    JSON, or repeat the flag. An invalid flag is an error, and nothing is queued.
 
     \b
     fsdp-tui submit job.yaml --gpus=0,1 --strategy=fsdp2
@@ -207,16 +211,27 @@ def run(words: tuple[str, ...], template: str | None) -> int:
 
 
 @cli.command(name="list")
-@click.option("-w", "--watch", "forever", is_flag=True,
-              help="Keep running and print each change on its own line.")  # fmt: skip
-@click.option("--interval", type=click.FloatRange(min=0.2), default=10.0, show_default=True,
-              metavar="SECONDS", help="Seconds between updates (with --watch).")  # fmt: skip
+@click.option(
+    "-w",
+    "--watch",
+    "forever",
+    is_flag=True,
+    help="Keep running and print each change on its own line.",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.2),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Seconds between updates (with --watch).",
+)
 @JSON
 def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
     """List all jobs, newest first.
 
-    --watch suits screen readers and logs: sentences, nothing redrawn. With --json
-    too, each line is the object of a job that changed.
+    --watch prints plain sentences and redraws nothing, for screen readers and logs. With --json,
+    each line is the JSON object of a job that changed.
     """
     store = Store()
     if forever:
@@ -231,9 +246,13 @@ def list_jobs(forever: bool, interval: float, as_json: bool) -> None:
 
 @cli.command()
 @ID
-@click.option("--as", "form", type=click.Choice(FORMS),
-              help="Print what recreates the job anywhere: its file, its flags, or a shell script "
-              "with the accelerate launch command.")  # fmt: skip
+@click.option(
+    "--as",
+    "form",
+    type=click.Choice(FORMS),
+    help="Print the job to recreate it elsewhere: as a file, as flags, or as a shell "
+    "script with the accelerate launch command.",
+)
 @JSON
 def show(job_id: int, form: Form | None, as_json: bool) -> None:
     """Show a job: state, progress, history, files.
@@ -241,7 +260,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     \b
     fsdp-tui show 3 --as yaml > again.yaml      the whole job, to edit and submit
     eval fsdp-tui submit "$(fsdp-tui show 3 --as flags)"
-    fsdp-tui show 3 --as accelerate | bash      without the queue, in a directory of its own
+    fsdp-tui show 3 --as accelerate | bash      without the queue, in its own directory
     """
     store = Store()
     service.refresh(store)
@@ -292,7 +311,7 @@ def logs(job_id: int, follow: bool, rank: int, launcher: bool, supervisor: bool)
 
 @cli.command()
 @ID
-@click.option("--now", is_flag=True, help="Send SIGKILL at once, without a checkpoint.")
+@click.option("--now", is_flag=True, help="Send SIGKILL immediately, without a checkpoint.")
 def stop(job_id: int, now: bool) -> None:
     """Stop a job after the current step, with a checkpoint. Again: SIGTERM, then SIGKILL."""
     echo(service.stop(Store(), job_id, now=now))
@@ -312,9 +331,27 @@ def gpus(as_json: bool) -> None:
 
 
 for command in (
-    data, detect, doctor, estimate_job, families, cache, resume, checkpoints, export, import_job,
-    keys, completion, settings, web, samples, diff, edit, templates, selftest, *COMMANDS,
-):  # fmt: skip
+    data,
+    detect,
+    doctor,
+    estimate_job,
+    families,
+    cache,
+    resume,
+    checkpoints,
+    export,
+    import_job,
+    keys,
+    completion,
+    settings,
+    web,
+    samples,
+    diff,
+    edit,
+    templates,
+    selftest,
+    *COMMANDS,
+):
     cli.add_command(command)
 
 

@@ -45,7 +45,7 @@ JOB: Final[dict[str, Any]] = {
     "validation_on_startup": True,
     "validation_steps": 25,
     "validation_num_inference_steps": 20,
-}  # fmt: skip
+}
 
 
 def start_demo(store: Store, say: Callable[[str], None]) -> Job:

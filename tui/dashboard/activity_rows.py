@@ -1,4 +1,4 @@
-"""The line about the selected job: what it does now, how far that is, or why it ended."""
+"""The line about the selected job: current phase, progress, or why it ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from jobs.queue.states import State
-from tui.text.format import Row, Span, bar, cut, duration, pace
+from tui.text.format import Row, Span, bar, cut, duration, pace, state_text
 from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _ON_X = {0: " · x again: SIGTERM", 1: " · x again: SIGTERM", 2: " · x again: 
 
 
 def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
-    """One line for a job that runs; up to three for the reason of one that does not."""
+    """Return one line for a running job; up to three with the reason of any other."""
     if view is None or width < 20:
         return ()
     job = view.job
@@ -36,7 +36,7 @@ def activity_rows(view: JobView | None, width: int) -> tuple[Row, ...]:
         return _wrapped(head, f"queued: {job.reason or 'starts when the queue allows'}", width, "")
     hint = " · s: resume" if job.state is not State.COMPLETED else ""
     spent = f" · took {duration(job.ended - job.started)}" if job.ended and job.started else ""
-    words = f"{job.state}: {job.reason}{spent}{hint}"
+    words = f"{state_text(job.state, job.reason)}{spent}{hint}"
     return _wrapped(head, words, width, "bad" if job.state in (State.FAILED, State.LOST) else "")
 
 

@@ -192,7 +192,7 @@ def hint_of(gpu: Gpu, shape: Columns) -> str:
 
 
 def links(gpu: Gpu) -> str:
-    """How it talks to its neighbours: `18 NVLinks`, `PCIe 5 x16`."""
+    """Return how the GPU is connected: `18 NVLinks`, `PCIe 5 x16`."""
     if gpu.nvlinks:
         return f"{gpu.nvlinks} NVLink{'s' * (gpu.nvlinks != 1)}"
     if gpu.pcie_generation and gpu.pcie_lanes:
@@ -219,7 +219,7 @@ def _host_row(host: Host, width: int) -> Row:
 
 
 def heat_role(celsius: int | None) -> str:
-    """How bad a temperature is; "" when it is not."""
+    """Return the color role of a temperature; "" if it is normal."""
     if celsius is None or celsius < 80:
         return ""
     return "warn" if celsius < 88 else "bad"

@@ -1,4 +1,4 @@
-"""Exports that the dashboard makes. They go on when the screen that started them is closed."""
+"""Exports started by the dashboard. They continue when their screen is closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Export:
         step: Of the checkpoint.
         done: Of the work.
         total: Of the work; 0 while that is not known.
-        cancelled: Nobody wants it any more.
+        cancelled: Whether the user cancelled it.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Exports:
         self.running: dict[int, Export] = {}
 
     def start(self, job: Job, step: int) -> None:
-        """Export a checkpoint in a thread, and tell what came of it."""
+        """Export a checkpoint in a thread, and show the result."""
         export = self.running[job.id] = Export(step)
         self._dashboard.run_worker(
             partial(self._run, job, export), group="export", exit_on_error=False, thread=True
@@ -66,9 +66,11 @@ class Exports:
             from jobs.service.exports import export_checkpoint
 
             made = export_checkpoint(
-                job, export.step, progress=told,
+                job,
+                export.step,
+                progress=told,
                 cancelled=lambda: export.cancelled or worker.is_cancelled,
-            )  # fmt: skip
+            )
             told_too = "".join(f"; {warning}" for warning in made.warnings)
             message = say(f"{what} exported to {made.path}{told_too}")
         except Cancelled:

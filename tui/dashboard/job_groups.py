@@ -16,7 +16,7 @@ _ENDED = "ended"
 
 
 class Group(NamedTuple):
-    """Jobs that share GPUs: who runs there, then who waits for them, in the order of the queue."""
+    """Jobs that share GPUs: running ones first, then waiting ones in queue order."""
 
     title: str
     views: tuple[JobView, ...]
@@ -30,7 +30,7 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
         gpus: The machine's GPUs, for their indices.
     """
     index = {gpu.uuid: gpu.index for gpu in gpus}
-    found: dict[str, list[JobView]] = {}
+    views_of: dict[str, list[JobView]] = {}
     places: dict[str, int] = {}  # title → first GPU
     owners: dict[str, str] = {}  # GPU → title of the group that runs on it
     for view in views:
@@ -48,10 +48,10 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
             place = min(index.get(name, 1 << 10) for name in names)
             for name in names:
                 owners.setdefault(name, title)
-        found.setdefault(title, []).append(view)
+        views_of.setdefault(title, []).append(view)
         places.setdefault(title, place)
-    order = sorted(found, key=lambda title: places[title])
-    return [Group(title, tuple(found[title])) for title in order]
+    order = sorted(views_of, key=lambda title: places[title])
+    return [Group(title, tuple(views_of[title])) for title in order]
 
 
 def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:

@@ -15,7 +15,7 @@ from tui.widgets.job_rows import Columns, columns, header_row, job_row
 from tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from textual.events import Click, Resize
 
@@ -33,7 +33,7 @@ _EMPTY: tuple[Row, ...] = (
 )
 _ON_GPUS: Row = (
     Span("  fsdp-tui selftest", "accent"),
-    Span("  tests in 3 minutes that these GPUs train", "dim"),
+    Span("  checks in 3 minutes that these GPUs can train", "dim"),
 )
 
 
@@ -63,12 +63,18 @@ class JobsPanel(Lines, can_focus=True):
         self._ids: list[int] = []  # in the order in which they are shown
         self._places: dict[int, int] = {}  # job → place in that order
         self._lines: list[int | None] = []  # the job of each row, None for headings
-        self._shaped: tuple[Snapshot, int, Columns, Mapping[int, str]] | None = None
+        self._shaped: tuple[Sequence[JobView], int, Columns, Mapping[int, str]] | None = None
         self._made: dict[int, tuple[tuple[object, ...], JobView, Row]] = {}
         self._snapshot: Snapshot | None = None
+        self._drawn: tuple[Sequence[JobView], Mapping[str, int], bool] | None = None
 
     def update_from(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
+        # Of thousands of jobs that rest, nothing is made again.
+        index = {gpu.uuid: gpu.index for gpu in snapshot.gpus}
+        same = self._drawn is not None and self._drawn[0] is snapshot.jobs
+        if same and self._drawn == (snapshot.jobs, index, self._headed) and self.awaited is None:
+            return
         self._groups = job_groups(snapshot.jobs, snapshot.gpus)
         self._ids = [view.job.id for group in self._groups for view in group.views]
         self._places = {job: place for place, job in enumerate(self._ids)}
@@ -78,6 +84,7 @@ class JobsPanel(Lines, can_focus=True):
         if self.selected not in self._places:
             self._select(self._ids[0] if self._ids else None)
         self._fill()
+        self._drawn = snapshot.jobs, index, self._headed
 
     def is_marked(self, index: int) -> bool:
         return index < len(self._lines) and self._lines[index] == self.selected is not None
@@ -144,11 +151,11 @@ class JobsPanel(Lines, can_focus=True):
             self._lines = []
             self.show((*_EMPTY, _ON_GPUS) if snapshot.gpus else _EMPTY)
             return
-        known = self._shaped
-        if known is None or known[0] is not snapshot or known[1] != width:
+        shaped = self._shaped
+        if shaped is None or shaped[0] is not snapshot.jobs or shaped[1] != width:
             shape = columns(snapshot, width - 2)
-            known = self._shaped = (snapshot, width, shape, queue_places(snapshot.jobs))
-        _, _, shape, places = known
+            shaped = self._shaped = (snapshot.jobs, width, shape, queue_places(snapshot.jobs))
+        _, _, shape, places = shaped
         rows: list[Row] = [(Span("  "), *header_row(shape))]
         lines: list[int | None] = [None]
         headed = self._headed
@@ -168,10 +175,10 @@ class JobsPanel(Lines, can_focus=True):
 
     def _row(self, view: JobView, shape: Columns, place: str, selected: bool) -> Row:
         """The row of a job, rebuilt only when something about it changed."""
-        known = self._made.get(view.job.id)
+        drawn = self._made.get(view.job.id)
         facts = (id(view), shape, place, selected)
-        if known is not None and known[0] == facts:
-            return known[2]
+        if drawn is not None and drawn[0] == facts:
+            return drawn[2]
         mark = Span("▸ " if selected else "  ", "accent")
         row = (mark, *job_row(view, shape, place))
         self._made[view.job.id] = (facts, view, row)  # the view too, or its id may be another's

@@ -1,4 +1,4 @@
-"""Whose bytes fill a GPU: the selected job's, our other jobs', or other people's. Pure."""
+"""Split a GPU's used memory: selected job, our other jobs, other processes. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEGEND: Final = f"{SELECTED} this job  {OURS} our other jobs  {OTHERS} other pro
 
 
 class Split(NamedTuple):
-    """Bytes of a GPU that are in use, by whose they are."""
+    """Used bytes of a GPU, by owner."""
 
     selected: int
     ours: int
@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
 
 def split_of(gpu: Gpu, seats: Sequence[Seat], selected: int | None, claimed: bool) -> Split:
-    """Whose the used memory is.
+    """Split the used memory by owner.
 
     The driver's word on a process counts where its pid is a rank's; where pids cannot be matched
     (in a container they may be the host's), what torch reserved does. What nobody can be named
@@ -55,12 +55,12 @@ def split_of(gpu: Gpu, seats: Sequence[Seat], selected: int | None, claimed: boo
     strangers = foreign_users([gpu], {seat.rank.pid for seat in seats}).get(gpu.uuid)
     if not seats and not claimed:
         return Split(0, 0, used)
-    known = sum(
+    visible = sum(
         process.memory or 0
         for process in gpu.processes
         if process.command is not None and process.pid not in {seat.rank.pid for seat in seats}
     )
-    others = min(rest, known) if strangers else 0
+    others = min(rest, visible) if strangers else 0
     rest -= others  # CUDA's own share beside what torch reserved
     if mine or not ours:
         return Split(mine + rest, ours, others)
@@ -68,7 +68,7 @@ def split_of(gpu: Gpu, seats: Sequence[Seat], selected: int | None, claimed: boo
 
 
 def split_bar(gpu: Gpu, split: Split, width: int) -> Row:
-    """A bar of `width` cells; each part has a shape of its own, not only a colour."""
+    """Draw a bar of `width` cells; parts differ in shape, not only in color."""
     if gpu.memory_used is None or not gpu.memory_total:
         return bar(None, width)
     share = gpu.memory_used / gpu.memory_total

@@ -92,9 +92,10 @@ def rank_table(view: JobView, gpus: Sequence[Gpu], now: float, width: int) -> tu
     rows: list[Row] = [(Span(title[:width], "title"),)]
     for rank in view.ranks:
         sizes = (
-            (gib(rank.allocated), gib(rank.reserved), gib(rank.peak)) if on_gpu
+            (gib(rank.allocated), gib(rank.reserved), gib(rank.peak))
+            if on_gpu
             else (size(rank.rss),)
-        )  # fmt: skip
+        )
         state = keeping_up(rank, furthest, now)
         phase = PHASES.get(rank.phase, rank.phase)
         place = f"{rank.pid:>9}  {rank.host}" if wide else ""
@@ -113,7 +114,7 @@ def rank_table(view: JobView, gpus: Sequence[Gpu], now: float, width: int) -> tu
 
 
 def keeping_up(rank: RankStatus, furthest: int, now: float) -> Span:
-    """Whether a rank lives and moves on with the others, in words.
+    """Say whether a rank is alive and keeps up with the others.
 
     Args:
         rank: The rank.

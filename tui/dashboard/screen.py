@@ -85,8 +85,16 @@ class DashboardScreen(JobActions):
 
     def update_from(self, snapshot: Snapshot) -> None:
         """Hand a new snapshot to every panel."""
-        panels = (self.title_bar, self.devices, self.jobs, self.activity, self.log_view,
-                  self.curve, self.problem, self.key_bar)  # fmt: skip
+        panels = (
+            self.title_bar,
+            self.devices,
+            self.jobs,
+            self.activity,
+            self.log_view,
+            self.curve,
+            self.problem,
+            self.key_bar,
+        )
         if not all(panel.is_attached for panel in panels):
             return  # not there yet, or being taken down
         self.snapshot = snapshot

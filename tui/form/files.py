@@ -101,5 +101,4 @@ def save_as_template(form: NewJobScreen) -> None:
 
     family = form.values.get("model_family") or "mine"
     about = f"settings that differ from the defaults, saved in {templates_home()}"
-    form.app.push_screen(AskNameScreen("save as template", f"my {family}", about),
-                         chosen)  # fmt: skip
+    form.app.push_screen(AskNameScreen("save as template", f"my {family}", about), chosen)

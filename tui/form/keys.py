@@ -14,42 +14,104 @@ if TYPE_CHECKING:
     from textual.content import Content
 
 BINDINGS: Final[list[BindingType]] = [
-    Binding("ctrl+r", "submit", "queue it", id="form.submit",
-            tooltip="Validate and queue the job, or save a queued job"),
-    Binding("ctrl+n,ctrl+pagedown", "turn(1)", "next page", id="form.next_page",
-            tooltip="Go to the next page"),
-    Binding("ctrl+pageup,f7", "turn(-1)", "previous page", id="form.previous_page",
-            tooltip="Go to the previous page"),
-    *(Binding(f"alt+{n + 1}", f"show_page({n})", f"page {page.name}", show=False,
-              id=f"form.page_{page.name}") for n, page in enumerate(PAGES)),
-    Binding("ctrl+f,slash", "find", "find a field", id="form.find",
-            tooltip="Find a field by name"),
-    Binding("ctrl+t", "templates", "templates", id="form.templates",
-            tooltip="Start from a template, or save one"),
-    Binding("ctrl+b,f2", "blocks", "blocks to wrap", id="form.blocks",  # tmux may keep ^b
-            tooltip="Choose which blocks FSDP wraps"),
-    Binding("ctrl+l", "data", "show data", id="form.data",
-            tooltip="Show what the job would train on, and what is skipped"),
+    Binding(
+        "ctrl+r",
+        "submit",
+        "queue it",
+        id="form.submit",
+        tooltip="Validate and queue the job, or save a queued job",
+    ),
+    Binding(
+        "ctrl+n,ctrl+pagedown",
+        "turn(1)",
+        "next page",
+        id="form.next_page",
+        tooltip="Go to the next page",
+    ),
+    Binding(
+        "ctrl+pageup,f7",
+        "turn(-1)",
+        "previous page",
+        id="form.previous_page",
+        tooltip="Go to the previous page",
+    ),
+    *(
+        Binding(
+            f"alt+{n + 1}",
+            f"show_page({n})",
+            f"page {page.name}",
+            show=False,
+            id=f"form.page_{page.name}",
+        )
+        for n, page in enumerate(PAGES)
+    ),
+    Binding("ctrl+f,slash", "find", "find a field", id="form.find", tooltip="Find a field by name"),
+    Binding(
+        "ctrl+t",
+        "templates",
+        "templates",
+        id="form.templates",
+        tooltip="Start from a template, or save one",
+    ),
+    Binding(
+        "ctrl+b,f2",
+        "blocks",
+        "blocks to wrap",
+        id="form.blocks",  # tmux may keep ^b
+        tooltip="Choose which blocks FSDP wraps",
+    ),
+    Binding(
+        "ctrl+l",
+        "data",
+        "show data",
+        id="form.data",
+        tooltip="Show what the job would train on, and what is skipped",
+    ),
     Binding("ctrl+o", "load", "load YAML", id="form.load", tooltip="Fill the form from a job file"),
-    Binding("ctrl+s", "save", "save YAML", id="form.save",
-            tooltip="Save the form as a job file, even if incomplete"),
-    Binding("f3", "preview", "preview", id="form.preview",
-            tooltip="Switch between job file, launch command and form"),
-    Binding("ctrl+y", "copy", "copy preview", id="form.copy",
-            tooltip="Copy the job file or the launch command"),
+    Binding(
+        "ctrl+s",
+        "save",
+        "save YAML",
+        id="form.save",
+        tooltip="Save the form as a job file, even if incomplete",
+    ),
+    Binding(
+        "f3",
+        "preview",
+        "preview",
+        id="form.preview",
+        tooltip="Switch between job file, launch command and form",
+    ),
+    Binding(
+        "ctrl+y",
+        "copy",
+        "copy preview",
+        id="form.copy",
+        tooltip="Copy the job file or the launch command",
+    ),
     Binding("escape", "leave", "leave", id="form.leave", tooltip="Leave without queuing"),
-]  # fmt: skip
+]
 
 # Action, keys as people read them, what it does; before them stands what the form is for.
 _NARROW: Final = (
-    ("turn(1)", "^n", "page"), ("find", "^f", "find"), ("blocks", "^b", "blocks"),
-    ("save", "^s", "save"), ("preview", "F3", "file"), ("app.show_help", "F1", "keys"),
+    ("turn(1)", "^n", "page"),
+    ("find", "^f", "find"),
+    ("blocks", "^b", "blocks"),
+    ("save", "^s", "save"),
+    ("preview", "F3", "file"),
+    ("app.show_help", "F1", "keys"),
     ("leave", "esc", "leave"),
-)  # fmt: skip
+)
 _WIDE: Final = (
-    *_NARROW[:2], ("templates", "^t", "template"), _NARROW[2], ("data", "^l", "data"),
-    ("load", "^o", "load"), *_NARROW[3:5], ("copy", "^y", "copy"), *_NARROW[5:],
-)  # fmt: skip
+    *_NARROW[:2],
+    ("templates", "^t", "template"),
+    _NARROW[2],
+    ("data", "^l", "data"),
+    ("load", "^o", "load"),
+    *_NARROW[3:5],
+    ("copy", "^y", "copy"),
+    *_NARROW[5:],
+)
 
 
 def last_line(verb: str, width: int, *, narrow: bool) -> Content:

@@ -41,12 +41,15 @@ class PageView(Container):
         self.page = page
         self.rows = {
             name: FieldRow(
-                name, values.get(name), snapshot,
-                off=reasons.get(name, ""), detailed=name not in SHOWN,
+                name,
+                values.get(name),
+                snapshot,
+                off=reasons.get(name, ""),
+                detailed=name not in SHOWN,
             )
             for name in page.fields
             if name != "gpus" or snapshot.gpus
-        }  # fmt: skip
+        }
 
     def compose(self) -> ComposeResult:
         for heading, names in self.page.groups.items():

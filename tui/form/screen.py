@@ -215,8 +215,11 @@ class NewJobScreen(Screen[int | None]):
         self.query_one(FitBars).look_at(values, self.snapshot)
         self._show_tabs({**problems, **self.looks.bad_paths})
         shown = PAGES[self.fields.page].fields
-        hidden = [text if key in text else f"{key}: {text}"
-                  for key, text in problems.items() if key not in shown]  # fmt: skip
+        hidden = [
+            text if key in text else f"{key}: {text}"
+            for key, text in problems.items()
+            if key not in shown
+        ]
         told = "; ".join(filter(None, [*hidden, self._refused]))
         self.complain(told or "; ".join(draft.warnings(values)), warning=not told)
         self._show_carried(values)

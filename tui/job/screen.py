@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
 
 _COLOURS = {
-    "good": "$success", "warn": "$warning", "bad": "$error", "accent": "$accent",
+    "good": "$success",
+    "warn": "$warning",
+    "bad": "$error",
+    "accent": "$accent",
     "dim": "$foreground 60%",
-}  # fmt: skip
+}
 
 
 class JobScreen(JobActions):
@@ -48,17 +51,29 @@ class JobScreen(JobActions):
             for number, tab in enumerate(TABS, 1)
         ),
         Key("turn(1)", "tab,right_square_bracket", "tab", "next", "Next tab"),
-        Key("turn(-1)", "shift+tab,left_square_bracket", "⇧tab", "before", "Previous tab",
-            line=False),
-        Key("stop_job", "x", "x", "stop", "Stop the job after the current step, with a "
-                                          "checkpoint", line=False),
+        Key(
+            "turn(-1)",
+            "shift+tab,left_square_bracket",
+            "⇧tab",
+            "before",
+            "Previous tab",
+            line=False,
+        ),
+        Key(
+            "stop_job",
+            "x",
+            "x",
+            "stop",
+            "Stop the job after the current step, with a checkpoint",
+            line=False,
+        ),
         Key("start_job", "s", "s", "start", "Resume the ended job", line=False),
         Key("save_now", "m", "m", "save", "Write a checkpoint at the next step", line=False),
         Key("sample_now", "p", "p", "sample", "Sample the prompts at the next step", line=False),
         Key("switch_theme", "t", "t", "theme", "Switch between dark and light theme", line=False),
         Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen"),
         Key("dismiss", "escape,q,i", "esc", "close", "Back to the dashboard"),
-    )  # fmt: skip
+    )
     BINDINGS: ClassVar = bindings_of("job", KEYS)
 
     @dataclass
@@ -136,9 +151,11 @@ class JobScreen(JobActions):
         title = Content.from_markup(
             f"[$foreground 60%]job[/] [b $primary]$id[/] [b]$name[/]  [{_COLOURS[role]}]$state[/]"
             "  [$foreground 60%]$reason[/]",
-            id=str(job.id), name=job.name, state=f"{glyph} {job.state}",
+            id=str(job.id),
+            name=job.name,
+            state=f"{glyph} {job.state}",
             reason=" ".join(job.reason.split()),
-        )  # fmt: skip
+        )
         self._put("job-title", title.truncate(max(20, self.size.width - 2), ellipsis=True))
 
     @on(Pane.KeysChanged)

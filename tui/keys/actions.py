@@ -82,57 +82,124 @@ class Action:
 
 
 ACTIONS: Final[tuple[Action, ...]] = (
-    Action("new_job", "n", "n", "new", "Create a job", "jobs", footer=1,
-           acts=True),
-    Action("duplicate_job", "D,shift+d", "D", "copy", "Copy the job under a new name",
-           "jobs", "job", acts=True),
-    Action("edit_job", "e", "e", "edit",
-           "Edit a queued job; copy any other", "jobs", "job",
-           acts=True),
+    Action("new_job", "n", "n", "new", "Create a job", "jobs", footer=1, acts=True),
     Action(
-        "start_job", "s", "s", "start",
-        "Resume an ended job from its newest checkpoint", "jobs", "ended", 2,
+        "duplicate_job",
+        "D,shift+d",
+        "D",
+        "copy",
+        "Copy the job under a new name",
+        "jobs",
+        "job",
         acts=True,
     ),
     Action(
-        "stop_job", "x", "x", "stop",
-        "Stop the job after a checkpoint; again: SIGTERM, then SIGKILL", "jobs",
-        "stoppable", 3, acts=True,
+        "edit_job", "e", "e", "edit", "Edit a queued job; copy any other", "jobs", "job", acts=True
     ),
     Action(
-        "save_now", "m", "m", "save",
-        "Write a checkpoint at the next step", "jobs", "active", 5,
+        "start_job",
+        "s",
+        "s",
+        "start",
+        "Resume an ended job from its newest checkpoint",
+        "jobs",
+        "ended",
+        2,
         acts=True,
     ),
     Action(
-        "sample_now", "p", "p", "sample",
-        "Sample the validation prompts at the next step", "jobs", "active", 6,
-        spare=True, acts=True,
-    ),
-    Action(
-        "remove_job", "r", "r", "rm",
-        "Delete an ended job and its run directory", "jobs", "ended", 7, spare=True,
+        "stop_job",
+        "x",
+        "x",
+        "stop",
+        "Stop the job after a checkpoint; again: SIGTERM, then SIGKILL",
+        "jobs",
+        "stoppable",
+        3,
         acts=True,
     ),
     Action(
-        "details", "i,enter", "i", "info",
-        "Show job details: ranks, log, samples, job file, history", "jobs", "job", 8,
+        "save_now",
+        "m",
+        "m",
+        "save",
+        "Write a checkpoint at the next step",
+        "jobs",
+        "active",
+        5,
+        acts=True,
     ),
     Action(
-        "data", "d", "d", "data",
-        "Show what the job trains on, and what is skipped", "jobs", "job", 9,
+        "sample_now",
+        "p",
+        "p",
+        "sample",
+        "Sample the validation prompts at the next step",
+        "jobs",
+        "active",
+        6,
+        spare=True,
+        acts=True,
     ),
     Action(
-        "checkpoints", "c", "c", "ckpts",
-        "Checkpoints: resume, verify, export, delete", "jobs", "job", 10,
+        "remove_job",
+        "r",
+        "r",
+        "rm",
+        "Delete an ended job and its run directory",
+        "jobs",
+        "ended",
+        7,
+        spare=True,
+        acts=True,
     ),
     Action(
-        "toggle_ranks", "R,shift+r", "R", "ranks",
-        "Switch between ranks and devices", "jobs", "job",
+        "details",
+        "i,enter",
+        "i",
+        "info",
+        "Show job details: ranks, log, samples, job file, history",
+        "jobs",
+        "job",
+        8,
     ),
     Action(
-        "plots", "v", "v", "plots",
-        "Plot loss, learning rate and more; compare runs", "jobs", "job",
+        "data",
+        "d",
+        "d",
+        "data",
+        "Show what the job trains on, and what is skipped",
+        "jobs",
+        "job",
+        9,
+    ),
+    Action(
+        "checkpoints",
+        "c",
+        "c",
+        "ckpts",
+        "Checkpoints: resume, verify, export, delete",
+        "jobs",
+        "job",
+        10,
+    ),
+    Action(
+        "toggle_ranks",
+        "R,shift+r",
+        "R",
+        "ranks",
+        "Switch between ranks and devices",
+        "jobs",
+        "job",
+    ),
+    Action(
+        "plots",
+        "v",
+        "v",
+        "plots",
+        "Plot loss, learning rate and more; compare runs",
+        "jobs",
+        "job",
     ),
     Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
     Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),
@@ -140,36 +207,54 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Action("page_up", "ctrl+u", "^u", "page up", "Move up half a screen", "list"),
     Action("first", "g,ctrl+home", "g", "first", "Select the first job", "list"),
     Action("last", "G,shift+g,ctrl+end", "G", "last", "Select the last job", "list"),
-    Action("toggle_log", "l", "l", "log", "Open the log full-screen, or close it", "log",
-           "job", 4),
-    Action("search_log", "slash", "/", "search log", "Search the log full-screen", "log",
-           "job"),
-    Action("next_log", "right_square_bracket", "]", "next log",
-           "Next log: ranks, launcher, supervisor", "log", "job"),
-    Action("previous_log", "left_square_bracket", "[", "previous log", "Previous log", "log",
-           "job"),
+    Action("toggle_log", "l", "l", "log", "Open the log full-screen, or close it", "log", "job", 4),
+    Action("search_log", "slash", "/", "search log", "Search the log full-screen", "log", "job"),
+    Action(
+        "next_log",
+        "right_square_bracket",
+        "]",
+        "next log",
+        "Next log: ranks, launcher, supervisor",
+        "log",
+        "job",
+    ),
+    Action(
+        "previous_log", "left_square_bracket", "[", "previous log", "Previous log", "log", "job"
+    ),
     Action("follow_log", "f", "f", "follow", "Follow the log, or stop following", "log", "job"),
     Action("log_page_up", "pageup", "PgUp", "scroll up", "Scroll the log up", "log", "job"),
     Action("log_page_down", "pagedown", "PgDn", "scroll down", "Scroll the log down", "log", "job"),
-    Action("log_home", "home", "Home", "log start", "Go to the start of the log", "log",
-           "job"),
-    Action("log_end", "end", "End", "log end", "Go to the end of the log and follow it", "log",
-           "job"),
-    Action("show_help", "question_mark,f1", "?", "help", "Keys of this screen", "app",
-           footer=11, everywhere=True),
-    Action("app.command_palette", "ctrl+p", "^p", "palette",
-           "Find an action or a job by name", "app"),
-    Action("caches", "C,shift+c", "C", "caches",
-           "Show cache sizes, clear caches", "app"),
-    Action("switch_theme", "t", "t", "theme", "Switch between the dark and light theme",
-           "app"),
-    Action("app.redraw", "f5", "F5", "redraw",
-           "Redraw the screen", "app", everywhere=True),
-    Action("app.suspend_process", "ctrl+z", "^z", "suspend",
-           "Suspend to shell; `fg` returns", "app", everywhere=True),
-    Action("quit_app", "q", "q", "quit", "Quit the dashboard; jobs keep running", "app",
-           footer=12),
-)  # fmt: skip
+    Action("log_home", "home", "Home", "log start", "Go to the start of the log", "log", "job"),
+    Action(
+        "log_end", "end", "End", "log end", "Go to the end of the log and follow it", "log", "job"
+    ),
+    Action(
+        "show_help",
+        "question_mark,f1",
+        "?",
+        "help",
+        "Keys of this screen",
+        "app",
+        footer=11,
+        everywhere=True,
+    ),
+    Action(
+        "app.command_palette", "ctrl+p", "^p", "palette", "Find an action or a job by name", "app"
+    ),
+    Action("caches", "C,shift+c", "C", "caches", "Show cache sizes, clear caches", "app"),
+    Action("switch_theme", "t", "t", "theme", "Switch between the dark and light theme", "app"),
+    Action("app.redraw", "f5", "F5", "redraw", "Redraw the screen", "app", everywhere=True),
+    Action(
+        "app.suspend_process",
+        "ctrl+z",
+        "^z",
+        "suspend",
+        "Suspend to shell; `fg` returns",
+        "app",
+        everywhere=True,
+    ),
+    Action("quit_app", "q", "q", "quit", "Quit the dashboard; jobs keep running", "app", footer=12),
+)
 
 # Of other screens: actions that change jobs or files, by their names.
 _ACTING_ELSEWHERE: Final = frozenset(
@@ -182,26 +267,35 @@ def bindings(*groups: Group) -> list[BindingType]:
     """Key bindings of these groups; a screen or widget that has their methods uses them."""
     return [
         Binding(
-            action.keys, action.name, action.label,
-            show=bool(action.footer), tooltip=action.help, id=action.id,
+            action.keys,
+            action.name,
+            action.label,
+            show=bool(action.footer),
+            tooltip=action.help,
+            id=action.id,
             key_display=action.shown,
         )
         for action in ACTIONS
         if action.group in groups
-    ]  # fmt: skip
+    ]
 
 
 def everywhere() -> list[BindingType]:
     """Key bindings of the application; questions over a screen let only priority ones through."""
     return [
         Binding(
-            key, action.name.removeprefix("app."), action.label, show=False, tooltip=action.help,
-            id=action.id, priority=len(key) > 1 and key != "question_mark",
+            key,
+            action.name.removeprefix("app."),
+            action.label,
+            show=False,
+            tooltip=action.help,
+            id=action.id,
+            priority=len(key) > 1 and key != "question_mark",
         )
         for action in ACTIONS
         if action.everywhere
         for key in action.keys.split(",")
-    ]  # fmt: skip
+    ]
 
 
 def footer_actions(

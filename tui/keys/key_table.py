@@ -47,11 +47,15 @@ def bindings_of(scope: str, keys: Iterable[Key]) -> list[BindingType]:
     """Their bindings; ids begin with the scope."""
     return [
         Binding(
-            key.keys, key.action, key.label, show=key.line, tooltip=key.help,
+            key.keys,
+            key.action,
+            key.label,
+            show=key.line,
+            tooltip=key.help,
             id=f"{scope}.{key.name}",
         )
         for key in keys
-    ]  # fmt: skip
+    ]
 
 
 def line_of(keys: Iterable[Key], width: int) -> Content:

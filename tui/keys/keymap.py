@@ -76,9 +76,11 @@ def places() -> Iterator[type[Any]]:
             continue
         for one in vars(importlib.import_module(module.name)).values():
             if (
-                isinstance(one, type) and issubclass(one, DOMNode)
-                and one.__module__ == module.name and vars(one).get("BINDINGS")
-            ):  # fmt: skip
+                isinstance(one, type)
+                and issubclass(one, DOMNode)
+                and one.__module__ == module.name
+                and vars(one).get("BINDINGS")
+            ):
                 yield one
 
 
@@ -104,8 +106,9 @@ def settle_keymap(settings: Settings, known: Mapping[str, Known]) -> Keymap:
         problems.append(
             f"keymap: {key} is already the key of {other}; {name} keeps {_own(known[name])}"
         )
-    return Keymap({name: ",".join(keys) for name, keys in (others | wanted).items()},
-                  tuple(problems))  # fmt: skip
+    return Keymap(
+        {name: ",".join(keys) for name, keys in (others | wanted).items()}, tuple(problems)
+    )
 
 
 def _normal(text: str) -> tuple[str, ...]:

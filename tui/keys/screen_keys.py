@@ -98,9 +98,13 @@ def _describe(
     if known is not None and node is not screen.app:
         section = GROUP_TITLES[known.group]
     return ScreenKey(
-        section, shown_keys(bindings, screen.app), first.description,
-        first.tooltip or first.description, action, node,
-    )  # fmt: skip
+        section,
+        shown_keys(bindings, screen.app),
+        first.description,
+        first.tooltip or first.description,
+        action,
+        node,
+    )
 
 
 def shown_keys(bindings: list[Binding], app: App[Any]) -> str:

@@ -47,7 +47,7 @@ class PatternFinder:
     """Lines whose printed text a pattern matches."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
-        self._search = pattern.search
+        self._pattern = pattern
         self._folded = bool(pattern.flags & re.IGNORECASE)
         # Text that means itself is found ten times as fast without the pattern.
         text = pattern.pattern
@@ -61,17 +61,21 @@ class PatternFinder:
             return list(self._in_plain(data.decode("ascii")))
         return [start for start, stop in lines_of(data) if self._search(plain(data[start:stop]))]
 
+    def _search(self, text: str, at: int = 0) -> tuple[int, int] | None:
+        """First and last character of the next match."""
+        found = self._pattern.search(text, at)
+        return found.span() if found else None
+
     def _in_plain(self, text: str) -> Iterator[int]:
         """Here a character is a byte, and the pattern runs over many lines at once."""
         at = 0
         while at < len(text) and (found := self._search(text, at)):
-            start = text.rfind("\n", 0, found.start()) + 1
-            stop = text.find("\n", found.start())
+            first, last = found
+            start = text.rfind("\n", 0, first) + 1
+            stop = text.find("\n", first)
             stop = len(text) if stop < 0 else stop
             # A pattern may reach over the end of a line, which is none in what is printed.
-            if found.start() < len(text) and (
-                found.end() <= stop or self._search(text[start:stop])
-            ):
+            if first < len(text) and (last <= stop or self._search(text[start:stop])):
                 yield start
             at = stop + 1
 

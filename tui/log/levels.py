@@ -29,22 +29,34 @@ class Level(IntEnum):
 # torch's launcher puts the rank before what a rank wrote: `[rank0]: Traceback …`.
 _RANK: Final = r"^(?:\[rank\d+\]: )?"
 _LEVELS: Final = (
-    (Level.ERROR, re.compile(
-        r"\b(?:ERROR|CRITICAL|FATAL)\b|Traceback \(most recent|Fatal Python error|"
-        r"Segmentation fault|\b(?:CUDA|NCCL) error\b|"
-        + _RANK + r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)"
-    )),
+    (
+        Level.ERROR,
+        re.compile(
+            r"\b(?:ERROR|CRITICAL|FATAL)\b|Traceback \(most recent|Fatal Python error|"
+            r"Segmentation fault|\b(?:CUDA|NCCL) error\b|"
+            + _RANK
+            + r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)"
+        ),
+    ),
     (Level.WARNING, re.compile(r"\bWARN(?:ING)?\b|Warning:")),
     (Level.DEBUG, re.compile(r"\bDEBUG\b")),
-)  # fmt: skip
+)
 # A line without any of these is neither a warning nor an error; bytes, to pass over much quickly.
 NEEDLES: Final = {
     Level.ERROR: (
-        b"ERROR", b"CRITICAL", b"FATAL", b"Traceback", b"Fatal Python", b"Segmentation fault",
-        b" error", b"Error", b"Exception", b"Interrupt",
+        b"ERROR",
+        b"CRITICAL",
+        b"FATAL",
+        b"Traceback",
+        b"Fatal Python",
+        b"Segmentation fault",
+        b" error",
+        b"Error",
+        b"Exception",
+        b"Interrupt",
     ),
     Level.WARNING: (b"WARN", b"Warning:"),
-}  # fmt: skip
+}
 
 _TRACEBACK: Final = "Traceback (most recent call last)"
 _INDENTED: Final = re.compile(_RANK + r"(?:\s|$)")

@@ -45,15 +45,27 @@ class LogView(ScrollView, can_focus=True):
     BINDINGS: ClassVar = [
         Binding("j", "scroll_down", show=False, tooltip="Scroll down", id="log_panel.down"),
         Binding("k", "scroll_up", show=False, tooltip="Scroll up", id="log_panel.up"),
-        Binding("g", "scroll_home", show=False, tooltip="Scroll to the first line",
-                id="log_panel.first"),
-        Binding("G,shift+g", "scroll_end", show=False, tooltip="Scroll to the last line",
-                id="log_panel.last"),
-        Binding("ctrl+d", "page_down", show=False, tooltip="Scroll a page down",
-                id="log_panel.page_down"),
-        Binding("ctrl+u", "page_up", show=False, tooltip="Scroll a page up",
-                id="log_panel.page_up"),
-    ]  # fmt: skip
+        Binding(
+            "g", "scroll_home", show=False, tooltip="Scroll to the first line", id="log_panel.first"
+        ),
+        Binding(
+            "G,shift+g",
+            "scroll_end",
+            show=False,
+            tooltip="Scroll to the last line",
+            id="log_panel.last",
+        ),
+        Binding(
+            "ctrl+d",
+            "page_down",
+            show=False,
+            tooltip="Scroll a page down",
+            id="log_panel.page_down",
+        ),
+        Binding(
+            "ctrl+u", "page_up", show=False, tooltip="Scroll a page up", id="log_panel.page_up"
+        ),
+    ]
     following: reactive[bool] = reactive(True)
 
     @dataclass
@@ -100,8 +112,11 @@ class LogView(ScrollView, can_focus=True):
             self.watching = Watch(self.model, _LOOK_EVERY, self._resting)
             self.run_worker(
                 partial(self.watching.run, partial(self._tell, self.watching)),
-                group="log", exclusive=True, exit_on_error=False, thread=True,
-            )  # fmt: skip
+                group="log",
+                exclusive=True,
+                exit_on_error=False,
+                thread=True,
+            )
 
     def close(self) -> None:
         """Let the watching thread end."""
@@ -232,7 +247,7 @@ class LogView(ScrollView, can_focus=True):
             text = "following"
         else:
             last = min(count, self.scroll_offset.y + self.size.height)
-            text = f"stopped at line {last} of {count} · f: follow"
+            text = f"paused at line {last} of {count} · f: follow"
         if self.border_subtitle != text:
             self.border_subtitle = text
 

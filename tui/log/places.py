@@ -59,7 +59,8 @@ def place_of(text: str) -> Place:
         if hours < 24 and minutes < 60 and seconds < 60:
             return Time(hours * 3600 + minutes * 60 + seconds)
     raise UserError(
-        f"“{text}” is not a place in a log; try a line (1200), a part (50%) or a time (14:05)"
+        f"“{text}” is not a position in a log; use a line (1200), a percentage (50%) or a time "
+        "(14:05)"
     )
 
 

@@ -110,9 +110,15 @@ class Scan:
         older, newer = self._older.found, self._newer.found
         unfinished = self._unfinished if self._unfinished == self._newer.at else None
         return Hits(
-            older, newer, len(older), len(newer), unfinished,
-            1.0 if left <= 0 or not end else 1 - left / end, self.generation, self._split,
-        )  # fmt: skip
+            older,
+            newer,
+            len(older),
+            len(newer),
+            unfinished,
+            1.0 if left <= 0 or not end else 1 - left / end,
+            self.generation,
+            self._split,
+        )
 
     def work(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Look on for about so long; whether there is more to look at."""

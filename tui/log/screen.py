@@ -44,7 +44,7 @@ _KEYS: Final = (  # action, keys as people read them, what it does; the first ar
 _PROMPTS: Final = {  # what is asked for: the sign before it, and what may be typed
     "search": ("/", "text or regular expression · capitals make it case-sensitive"),
     "filter": ("&", "show only matching lines · empty: all lines"),
-    "place": (":", "line 1200 · part 50% · time 14:05 or 14:05:30"),
+    "place": (":", "line 1200 · percentage 50% · time 14:05 or 14:05:30"),
 }
 
 
@@ -54,51 +54,133 @@ class LogScreen(Screen[int]):
     CSS_PATH = "log.tcss"
     AUTO_FOCUS = "#reader"
     BINDINGS: ClassVar = [
-        Binding("escape", "dismiss_or_undo", "close", id="log.close",
-                tooltip="Clear the selection, or close the log"),
+        Binding(
+            "escape",
+            "dismiss_or_undo",
+            "close",
+            id="log.close",
+            tooltip="Clear the selection, or close the log",
+        ),
         Binding("q,l", "close", "close", id="log.leave", tooltip="Close the log"),
-        Binding("j,down", "go(1)", "next line", id="log.down",
-                tooltip="Next line; follow the log after the last one"),
+        Binding(
+            "j,down",
+            "go(1)",
+            "next line",
+            id="log.down",
+            tooltip="Next line; follow the log after the last one",
+        ),
         Binding("k,up", "go(-1)", "previous line", id="log.up", tooltip="Previous line"),
-        Binding("ctrl+d,pagedown", "go_page(1)", "page down", id="log.page_down",
-                tooltip="Page down"),
-        Binding("ctrl+u,pageup", "go_page(-1)", "page up", id="log.page_up",
-                tooltip="Page up"),
+        Binding(
+            "ctrl+d,pagedown", "go_page(1)", "page down", id="log.page_down", tooltip="Page down"
+        ),
+        Binding("ctrl+u,pageup", "go_page(-1)", "page up", id="log.page_up", tooltip="Page up"),
         Binding("g,home", "first", "first line", id="log.first", tooltip="Go to the first line"),
-        Binding("G,shift+g,end", "last", "last line", id="log.last",
-                tooltip="Go to the end and follow it", key_display="G End"),
-        Binding("h,left", "sideways(-1)", "left", id="log.left",
-                tooltip="Scroll long lines left"),
-        Binding("right", "sideways(1)", "right", id="log.right",
-                tooltip="Scroll long lines right"),
-        Binding("f", "follow", "follow", id="log.follow_log",
-                tooltip="Follow the log, or stop following"),
-        Binding("slash", "ask('search')", "search", id="log.search", key_display="/",
-                tooltip="Search for text or a regular expression"),
-        Binding("n", "next_match", "next match", id="log.next_match",
-                tooltip="Go to the next match"),
-        Binding("N,shift+n", "previous_match", "previous match", id="log.previous_match",
-                key_display="N", tooltip="Go to the previous match"),
-        Binding("ampersand", "ask('filter')", "filter", id="log.filter", key_display="&",
-                tooltip="Show only lines that match a text or regular expression"),
-        Binding("s", "more_serious", "level", id="log.level",
-                tooltip="Show all lines, warnings and errors, or errors only"),
-        Binding("e", "next_error", "next error", id="log.next_error",
-                tooltip="Go to the next error or traceback"),
-        Binding("E,shift+e", "previous_error", "previous error", id="log.previous_error",
-                key_display="E", tooltip="Go to the previous error or traceback"),
-        Binding("colon", "ask('place')", "go to", id="log.go_to", key_display=":",
-                tooltip="Go to a line, a part of the log, or a time"),
-        Binding("right_square_bracket", "next_log", "next log", id="log.next_log", key_display="]",
-                tooltip="Next log: ranks, launcher, supervisor"),
-        Binding("left_square_bracket", "previous_log", "previous log", id="log.previous_log",
-                key_display="[", tooltip="Previous log"),
+        Binding(
+            "G,shift+g,end",
+            "last",
+            "last line",
+            id="log.last",
+            tooltip="Go to the end and follow it",
+            key_display="G End",
+        ),
+        Binding("h,left", "sideways(-1)", "left", id="log.left", tooltip="Scroll long lines left"),
+        Binding("right", "sideways(1)", "right", id="log.right", tooltip="Scroll long lines right"),
+        Binding(
+            "f",
+            "follow",
+            "follow",
+            id="log.follow_log",
+            tooltip="Follow the log, or stop following",
+        ),
+        Binding(
+            "slash",
+            "ask('search')",
+            "search",
+            id="log.search",
+            key_display="/",
+            tooltip="Search for text or a regular expression",
+        ),
+        Binding(
+            "n", "next_match", "next match", id="log.next_match", tooltip="Go to the next match"
+        ),
+        Binding(
+            "N,shift+n",
+            "previous_match",
+            "previous match",
+            id="log.previous_match",
+            key_display="N",
+            tooltip="Go to the previous match",
+        ),
+        Binding(
+            "ampersand",
+            "ask('filter')",
+            "filter",
+            id="log.filter",
+            key_display="&",
+            tooltip="Show only lines that match a text or regular expression",
+        ),
+        Binding(
+            "s",
+            "more_serious",
+            "level",
+            id="log.level",
+            tooltip="Show all lines, warnings and errors, or errors only",
+        ),
+        Binding(
+            "e",
+            "next_error",
+            "next error",
+            id="log.next_error",
+            tooltip="Go to the next error or traceback",
+        ),
+        Binding(
+            "E,shift+e",
+            "previous_error",
+            "previous error",
+            id="log.previous_error",
+            key_display="E",
+            tooltip="Go to the previous error or traceback",
+        ),
+        Binding(
+            "colon",
+            "ask('place')",
+            "go to",
+            id="log.go_to",
+            key_display=":",
+            tooltip="Go to a line, a percentage, or a time",
+        ),
+        Binding(
+            "right_square_bracket",
+            "next_log",
+            "next log",
+            id="log.next_log",
+            key_display="]",
+            tooltip="Next log: ranks, launcher, supervisor",
+        ),
+        Binding(
+            "left_square_bracket",
+            "previous_log",
+            "previous log",
+            id="log.previous_log",
+            key_display="[",
+            tooltip="Previous log",
+        ),
         Binding("w", "wrap", "wrap", id="log.wrap", tooltip="Wrap or truncate long lines"),
-        Binding("space", "select", "select", id="log.select",
-                tooltip="Select lines from here, or clear the selection"),
-        Binding("y", "copy", "copy", id="log.copy",
-                tooltip="Copy the selected lines, or the current line"),
-    ]  # fmt: skip
+        Binding(
+            "space",
+            "select",
+            "select",
+            id="log.select",
+            tooltip="Select lines from here, or clear the selection",
+        ),
+        Binding(
+            "y",
+            "copy",
+            "copy",
+            id="log.copy",
+            tooltip="Copy the selected lines, or the current line",
+        ),
+    ]
 
     app: FsdpTui
 
@@ -293,8 +375,8 @@ class LogScreen(Screen[int]):
         if reader.following:
             return f"following · {of}" + (" lines" if reader.only is None else "")
         if not model.complete:
-            return "stopped · counting lines"
-        line = f"held · line {reader.line_of(reader.row) + 1:,} of {count:,}"
+            return "paused · counting lines"
+        line = f"paused · line {reader.line_of(reader.row) + 1:,} of {count:,}"
         if reader.origin is None:
             return line
         low, high = reader.selected

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Name = Literal["filter", "search", "errors", "time"]
 _NOTHING = {
-    "search": "no line has “{}”",
+    "search": "no line contains “{}”",
     "errors": "no errors in this log",
     "time": "no line at or after that time",
     "filter": "",
@@ -100,7 +100,7 @@ class Finding:
         if self.pattern:
             self._jump("search", self._here(forward))
         else:
-            self._tell("nothing to search for; / to search")
+            self._tell("no search text; press / to search")
 
     def next_error(self, forward: bool) -> None:
         """Go to the next error, warning not included, or the one before."""

@@ -68,7 +68,7 @@ class Collector:
         self._jobs: list[Job] = []
         self._moving: dict[int, int] | None = None  # places of views that change; None: any may
         self._shown: int | None = None  # the job that was looked at closely
-        self._views: list[JobView] = []  # what was read last stays when reading fails
+        self._views: tuple[JobView, ...] = ()  # what was read last stays when reading fails
         self._untended = ""  # why the queue could not be tended; one thread writes, one reads
 
     def run(self, publish: Callable[[Snapshot], None]) -> None:
@@ -131,7 +131,7 @@ class Collector:
             problems.append(f"cannot read the jobs: {_words(error)}")
         return Snapshot(
             t=time.time(),
-            jobs=tuple(self._views),
+            jobs=self._views,
             gpus=tuple(gpus),
             host=host,
             curve=self._curve,
@@ -152,18 +152,31 @@ class Collector:
     ) -> None:
         """Views of all jobs; of very many that rest only those are made again that may change."""
         if self._moving is None or chosen != self._shown:
-            self._views = [self._try_view(job, gpus, chosen == job.id, problems) for job in jobs]
+            views = [self._try_view(job, gpus, chosen == job.id, problems) for job in jobs]
+            self._views = tuple(views)
             self._forget(jobs)
             resting = all(job.state.active or job.id in self._ended for job in jobs)
-            self._shown, self._moving = chosen, {
-                job.id: place for place, job in enumerate(jobs)
-                if job.state.active or job.id == chosen
-            } if resting and not problems else None  # fmt: skip
+            self._shown, self._moving = (
+                chosen,
+                {
+                    job.id: place
+                    for place, job in enumerate(jobs)
+                    if job.state.active or job.id == chosen
+                }
+                if resting and not problems
+                else None,
+            )
             return
-        views = self._views.copy()
+        moved = {}
         for job_id, place in self._moving.items():
-            views[place] = self._try_view(jobs[place], gpus, chosen == job_id, problems)
-        self._views = views
+            view = self._try_view(jobs[place], gpus, chosen == job_id, problems)
+            if view != self._views[place]:
+                moved[place] = view
+        if moved:  # else the same tuple, by which others see that nothing has changed
+            views = list(self._views)
+            for place, view in moved.items():
+                views[place] = view
+            self._views = tuple(views)
 
     def _try_view(
         self, job: Job, gpus: Sequence[Gpu], chosen: bool, problems: list[str]
@@ -224,10 +237,11 @@ class Collector:
     def _read_ended(self, jobs: Sequence[Job]) -> None:
         """How far jobs came that do not run: kept in the database; of some the files are read."""
         new = [
-            job for job in jobs
+            job
+            for job in jobs
             if not job.state.active
             and ((known := self._ended.get(job.id)) is None or known[0] != job.ended)
-        ]  # fmt: skip
+        ]
         if new:
             most = _ENDED_PER_LOOK if self._views else _ENDED_AT_FIRST
             found = progress_of(self.store, new, most=most)

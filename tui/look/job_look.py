@@ -138,10 +138,19 @@ class Looker:
         saved = job.run_dir.latest_checkpoint()
         errors = tuple(job.run_dir.rank_errors()) if job.state.ended else ()
         return Look(
-            time.time(), view, tuple(self._store.history(job.id)), self._moments, report, errors,
-            self._curve, self._samples.look(), saved[0] if saved else None,
-            job.run_dir.export.is_dir(), self._prediction(), self._failure(),
-        )  # fmt: skip
+            time.time(),
+            view,
+            tuple(self._store.history(job.id)),
+            self._moments,
+            report,
+            errors,
+            self._curve,
+            self._samples.look(),
+            saved[0] if saved else None,
+            job.run_dir.export.is_dir(),
+            self._prediction(),
+            self._failure(),
+        )
 
     def _failure(self) -> Failure | None:
         if self._job.state is not State.FAILED:

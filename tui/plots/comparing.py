@@ -22,6 +22,10 @@ async def choose_runs(panel: PlotsPanel, store: Store, job: Job) -> None:
     """
     jobs = {one.id: one for one in await asyncio.to_thread(store.all)}
     shown = [one.id for one in panel.jobs]
-    chosen = await panel.app.push_screen_wait(PickRunsScreen(list(jobs.values()), shown, job))
-    if chosen is not None:
-        panel.compare([job, *(jobs[one] for one in chosen)])
+
+    def show(chosen: list[int] | None) -> None:
+        if chosen is not None:
+            panel.compare([job, *(jobs[one] for one in chosen)])
+
+    # Not `push_screen_wait`: docs/upstream.md says why.
+    panel.app.push_screen(PickRunsScreen(list(jobs.values()), shown, job), show)

@@ -92,9 +92,12 @@ def view_of(values: Values, choices: Choices) -> View | None:
     if extent is None:
         return None
     return View(
-        *extent, log=choices.log, whole=choices.whole, cursor=choices.cursor,
+        *extent,
+        log=choices.log,
+        whole=choices.whole,
+        cursor=choices.cursor,
         label=lambda x: place(x, by_time=choices.by_time),
-    )  # fmt: skip
+    )
 
 
 def screenful(values: Values, choices: Choices, width: int, height: int) -> list[Row]:
@@ -128,10 +131,15 @@ def curves_of(values: Values, choices: Choices, measure: Measure) -> list[Curve]
         if not average or raw:
             faint = f"faint{run}" if several else "raw"
             alone = not average  # else the axis is made for the average, where several are drawn
-            below.append(Curve(
-                series.xs, series.ys, role if alone else faint, mark if alone else "",
-                fits=alone or not several,
-            ))  # fmt: skip
+            below.append(
+                Curve(
+                    series.xs,
+                    series.ys,
+                    role if alone else faint,
+                    mark if alone else "",
+                    fits=alone or not several,
+                )
+            )
         if measure is LOSS:
             held = values.of(run, VALIDATION, choices.by_time)
             points.append(Curve(held.xs, held.ys, role if several else "accent", "◇", "points"))
@@ -184,14 +192,19 @@ def settings(values: Values, choices: Choices) -> str:
         if span == 1:
             parts.append("no smoothing")
         elif span is None:
-            count = max((len(values.of(run, choices.shown[0], choices.by_time).ys)
-                         for run in range(len(values.runs))), default=0)  # fmt: skip
+            count = max(
+                (
+                    len(values.of(run, choices.shown[0], choices.by_time).ys)
+                    for run in range(len(values.runs))
+                ),
+                default=0,
+            )
             parts.append(f"average of {smoothing_span(count)}")
         else:
             parts.append(f"average of {span}")
     parts += ["log scale"] if choices.log else []
     parts += ["no raw values"] if not choices.has_raw(len(values.runs)) and span != 1 else []
-    parts += ["extremes included"] if choices.whole else []
+    parts += ["outliers included"] if choices.whole else []
     parts += ["zoomed"] if choices.extent is not None else []
     return " · ".join(parts)
 
@@ -228,15 +241,28 @@ def _tabs(choices: Choices, width: int) -> Row:
     """The measures and their keys, the shown one marked by brackets too."""
     tabs: list[Span] = []
     short = sum(len(measure.title) + 5 for measure in MEASURES) + 8 > width
-    names = {"learning rate": "lr", "gradient norm": "grad", "validation loss": "val",
-             "images/s": "img/s", "memory": "mem"}  # fmt: skip
+    names = {
+        "learning rate": "lr",
+        "gradient norm": "grad",
+        "validation loss": "val",
+        "images/s": "img/s",
+        "memory": "mem",
+    }
     for number, measure in enumerate(MEASURES):
         title = names.get(measure.title, measure.title) if short else measure.title
         here = not choices.everything and number == choices.measure
-        tabs.append(Span(f"[{number + 1} {title}]" if here else f" {number + 1} {title} ",
-                         "accent" if here else "dim"))  # fmt: skip
-    tabs.append(Span("[a all]" if choices.everything else " a all ",
-                     "accent" if choices.everything else "dim"))  # fmt: skip
+        tabs.append(
+            Span(
+                f"[{number + 1} {title}]" if here else f" {number + 1} {title} ",
+                "accent" if here else "dim",
+            )
+        )
+    tabs.append(
+        Span(
+            "[a all]" if choices.everything else " a all ",
+            "accent" if choices.everything else "dim",
+        )
+    )
     return tuple(tabs)
 
 

@@ -60,11 +60,17 @@ def as_csv(values: Values, choices: Choices) -> str:
             averages = values.average(number, measure, SPANS[choices.span]) if averaged else None
             for at, x in enumerate(series.xs):
                 if view is not None and view.first <= x <= view.last:
-                    writer.writerow([
-                        run.job, run.name, measure.name, series.steps[at],
-                        f"{over_time.xs[at]:.3f}", series.ys[at],
-                        averages[at] if averages is not None else "",
-                    ])  # fmt: skip
+                    writer.writerow(
+                        [
+                            run.job,
+                            run.name,
+                            measure.name,
+                            series.steps[at],
+                            f"{over_time.xs[at]:.3f}",
+                            series.ys[at],
+                            averages[at] if averages is not None else "",
+                        ]
+                    )
     return file.getvalue()
 
 

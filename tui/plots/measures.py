@@ -68,10 +68,13 @@ MEASURES: Final = (
     Measure("images_per_second", "images/s", lambda one: one.images_per_second),
     Measure("validation", "validation loss", None, smooth=False),
     Measure(
-        "memory", "memory", lambda one: one.peak_bytes / 2**30 if one.peak_bytes else None,
-        smooth=False, text=_gib,
+        "memory",
+        "memory",
+        lambda one: one.peak_bytes / 2**30 if one.peak_bytes else None,
+        smooth=False,
+        text=_gib,
     ),
-)  # fmt: skip
+)
 LOSS: Final = MEASURES[0]
 VALIDATION: Final = MEASURES[5]
 
@@ -111,9 +114,10 @@ def series_of(run: Run, measure: Measure, *, by_time: bool) -> Series:
         xs: Sequence[float] = [run.time_of(step) for step in steps] if by_time else steps
         return Series(_ascending(xs), ys, steps)
     found = [
-        (one, value) for one in run.steps
+        (one, value)
+        for one in run.steps
         if (value := measure.value(one)) is not None and math.isfinite(value)
-    ]  # fmt: skip
+    ]
     steps, begun = [one.step for one, _ in found], run.begun
     xs = [one.t - begun for one, _ in found] if by_time else steps
     return Series(_ascending(xs), [value for _, value in found], steps)

@@ -59,11 +59,22 @@ class PlotsPanel(Lines, can_focus=True):
     KEYS: ClassVar = (
         Key("read(-1)", "left", "← →", "values", "Move the cursor left"),
         Key("read(1)", "right", "→", "right", "Move the cursor right", False),
-        Key("read(-10)", "shift+left,H,shift+h", "H", "far left", "Move the cursor ten columns "
-                                                                  "left", False),
-        Key("read(10)", "shift+right,L,shift+l", "L", "far right", "Move the cursor ten columns "
-                                                                   "right",
-            False),
+        Key(
+            "read(-10)",
+            "shift+left,H,shift+h",
+            "H",
+            "far left",
+            "Move the cursor ten columns left",
+            False,
+        ),
+        Key(
+            "read(10)",
+            "shift+right,L,shift+l",
+            "L",
+            "far right",
+            "Move the cursor ten columns right",
+            False,
+        ),
         Key("read_end(0)", "home,g", "Home", "first", "Move the cursor to the start", False),
         Key("read_end(1)", "end,G,shift+g", "End", "last", "Move the cursor to the end", False),
         *(
@@ -75,22 +86,25 @@ class PlotsPanel(Lines, can_focus=True):
         Key("turn(-1)", "M,shift+m,up,k", "M", "previous", "Show the previous plot", False),
         Key("zoom(0.5)", "plus,equals_sign", "+ -", "zoom", "Zoom in on the x axis"),
         Key("zoom(2.0)", "minus", "-", "zoom out", "Zoom out on the x axis", False),
-        Key("pan(-0.25)", "less_than_sign,comma", "<", "pan left", "Pan left by a quarter",
-            False),
-        Key("pan(0.25)", "greater_than_sign,full_stop", ">", "pan right",
-            "Pan right by a quarter", False),
+        Key("pan(-0.25)", "less_than_sign,comma", "<", "pan left", "Pan left by a quarter", False),
+        Key(
+            "pan(0.25)",
+            "greater_than_sign,full_stop",
+            ">",
+            "pan right",
+            "Pan right by a quarter",
+            False,
+        ),
         Key("whole", "0", "0", "full", "Show the full x axis", False),
-        Key("smoother(1)", "s", "s S", "average", "Smooth more"),
-        Key("smoother(-1)", "S,shift+s", "S", "less average", "Smooth less", False),
-        Key("flip('raw')", "r", "r", "raw", "Show or hide the raw values",
-            False),
+        Key("smoother(1)", "s", "s S", "smooth", "Smooth more"),
+        Key("smoother(-1)", "S,shift+s", "S", "smooth less", "Smooth less", False),
+        Key("flip('raw')", "r", "r", "raw", "Show or hide the raw values", False),
         Key("flip('log')", "l", "l", "log", "Switch between log and linear scale"),
         Key("flip('by_time')", "x", "x", "time", "Switch between time and steps"),
-        Key("flip('whole')", "o", "o", "extremes", "Include outliers in the scale",
-            False),
+        Key("flip('whole')", "o", "o", "outliers", "Include outliers in the scale", False),
         Key("copy", "y", "y", "copy", "Copy the values at the cursor"),
         Key("write", "ctrl+s", "^s", "csv", "Write the plotted values to a CSV file"),
-    )  # fmt: skip
+    )
     BINDINGS: ClassVar = bindings_of("plots", KEYS)
 
     app: FsdpTui
@@ -124,8 +138,11 @@ class PlotsPanel(Lines, can_focus=True):
         self.compare(self.jobs)
         self.run_worker(
             partial(self._reading.run, self._tell),
-            group="plots", exclusive=True, exit_on_error=False, thread=True,
-        )  # fmt: skip
+            group="plots",
+            exclusive=True,
+            exit_on_error=False,
+            thread=True,
+        )
 
     def on_unmount(self) -> None:
         self._reading.close()
@@ -147,7 +164,9 @@ class PlotsPanel(Lines, can_focus=True):
         others = [run.job for run in message.values.runs] != [run.job for run in self.values.runs]
         self.values = message.values
         wait = self._drawn_at + _REDRAW_EVERY - time.monotonic()
-        if others or wait <= 0:
+        if not self.size:  # not laid out yet: under load, no `Resize` may follow
+            self.call_after_refresh(self.draw)
+        elif others or wait <= 0:
             self.draw()
         elif self._later is None:
             self._later = self.set_timer(wait, self.draw)

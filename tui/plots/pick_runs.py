@@ -60,9 +60,15 @@ class PickRunsScreen(ModalScreen["list[int] | None"]):
     BINDINGS: ClassVar = [
         *bindings_of("pick_runs", KEYS),
         # Before the list's own, which would choose once more what is highlighted.
-        Binding("enter", "take", "compare", tooltip="Compare the chosen runs", priority=True,
-                id="pick_runs.take"),
-    ]  # fmt: skip
+        Binding(
+            "enter",
+            "take",
+            "compare",
+            tooltip="Compare the chosen runs",
+            priority=True,
+            id="pick_runs.take",
+        ),
+    ]
 
     def __init__(self, jobs: Sequence[Job], chosen: Sequence[int], first: Job) -> None:
         super().__init__()

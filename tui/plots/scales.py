@@ -87,9 +87,11 @@ def log_scale(low: float, high: float, most: int) -> Scale:
     factors = (1, 2, 5) if (last - first) * 3 <= most else (1,)
     around = range(math.floor(first), math.floor(last) + 1) if len(factors) > 1 else decades
     ticks = tuple(
-        value for exponent in around for factor in factors
+        value
+        for exponent in around
+        for factor in factors
         if first <= math.log10(value := factor * 10.0**exponent) <= last
-    )  # fmt: skip
+    )
     return Scale(first, last, ticks, tuple(_short(tick) for tick in ticks), log=True)
 
 

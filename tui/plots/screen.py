@@ -45,8 +45,9 @@ class PlotsScreen(Screen[None]):
         self.key_line = Static("", id="plots-keys")
 
     def compose(self) -> ComposeResult:
-        yield Static(f"plots of job {self.job.id} “{self.job.name}”", id="plots-title",
-                     markup=False)  # fmt: skip
+        yield Static(
+            f"plots of job {self.job.id} “{self.job.name}”", id="plots-title", markup=False
+        )
         yield self.panel
         self.key_line.auto_links = False  # they would all get one colour
         yield self.key_line

@@ -58,8 +58,9 @@ Switch = Annotated[bool, BeforeValidator(read_bool)]
 class Settings(BaseModel):
     """The keys of `settings.yaml`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False,
-                              coerce_numbers_to_str=True)  # fmt: skip
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )
 
     theme: str | None = Field(
         None,

@@ -62,9 +62,12 @@ def _give_tmux(text: str) -> None:
     """In a thread: tmux keeps it in a buffer of its own, and passes it on to its terminal."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
-            ["tmux", "load-buffer", "-w", "-"], input=text.encode("utf-8", "replace"),
-            capture_output=True, timeout=_TMUX_WITHIN, check=False,
-        )  # fmt: skip
+            ["tmux", "load-buffer", "-w", "-"],
+            input=text.encode("utf-8", "replace"),
+            capture_output=True,
+            timeout=_TMUX_WITHIN,
+            check=False,
+        )
 
 
 def _short(path: Path) -> str:

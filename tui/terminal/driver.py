@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 
     from textual.message import Message
 
-_BY_A_PERSON = (events.Key, events.MouseDown, events.MouseScrollUp, events.MouseScrollDown,
-                events.Paste)  # fmt: skip
+_BY_A_PERSON = (
+    events.Key,
+    events.MouseDown,
+    events.MouseScrollUp,
+    events.MouseScrollDown,
+    events.Paste,
+)
 
 
 class _Meter:

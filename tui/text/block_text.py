@@ -79,12 +79,14 @@ def outcome(found: Detection, chosen: Sequence[str], ranks: int) -> str:
         return "nothing checked: the field stays blank and the family's blocks are wrapped"
     does, width = found.coverage(kept), found.dtype_bytes
     each = -(-found.total_params // ranks) * width
-    return " · ".join((
-        f"wraps {share(does.share)} in {some(does.units, 'unit')}",
-        f"largest unit {size(does.largest * width)}",
-        f"root {size(does.root * width)} gathered on each rank",
-        f"{size(each)} per rank on {ranks} ranks" if ranks > 1 else f"{size(each)} on 1 rank",
-    ))  # fmt: skip
+    return " · ".join(
+        (
+            f"wraps {share(does.share)} in {some(does.units, 'unit')}",
+            f"largest unit {size(does.largest * width)}",
+            f"root {size(does.root * width)} gathered on each rank",
+            f"{size(each)} per rank on {ranks} ranks" if ranks > 1 else f"{size(each)} on 1 rank",
+        )
+    )
 
 
 def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
@@ -100,7 +102,8 @@ def cautions(found: Detection, chosen: Sequence[str]) -> list[str]:
     for outer, inner in does.nested:
         around.setdefault(inner, []).append(outer)
     told += [
-        f"nested: {inner} is inside {listed(outer)}; only the rest of that becomes its own unit"
+        f"nested: {inner} is inside {listed(outer)}; only the rest of the outer class is its own "
+        "unit"
         for inner, outer in around.items()
     ]
     if does.units and does.largest > _MUCH * found.total_params:

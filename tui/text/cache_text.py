@@ -37,7 +37,7 @@ def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
     space = length + len(_GAP) if length else 0
     titles = max(0, min(titles, room - space))
     heading = left("cache", names) + right("size", _SIZE) + right("files", _FILES)
-    rows: list[Row] = [(Span(heading + _GAP + " " * space + left("what it holds", titles), "dim"),)]
+    rows: list[Row] = [(Span(heading + _GAP + " " * space + left("contents", titles), "dim"),)]
     for one in caches:
         row = [
             Span(left(one.name, names), "strong"),
@@ -60,7 +60,7 @@ def freed(cleared: Cleared) -> str:
     """What clearing has come to."""
     what = f"{listed(cleared.names)} cache{'s' * (len(cleared.names) != 1)}"
     if not cleared.files:
-        return f"the {what} held nothing"
+        return f"nothing to clear in the {what}"
     return f"freed {amount([cleared])} from the {what}"
 
 

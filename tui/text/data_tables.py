@@ -87,9 +87,12 @@ def _findings(group: Group, width: int, *, every_example: bool) -> list[str]:
         examples = found["examples"] if every_example else found["examples"][:1]
         more = f", such as {', '.join(examples)}" if examples else ""
         lines += textwrap.wrap(
-            f"{found['count']:>6}  {found['text']}{more}", max(40, width),
-            subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+            f"{found['count']:>6}  {found['text']}{more}",
+            max(40, width),
+            subsequent_indent=" " * 8,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     return lines
 
 

@@ -36,8 +36,8 @@ def verdict(fit: Fit) -> str:
         case Verdict.FITS:
             return f"fits, {size(fit.spare)} spare"
         case Verdict.TIGHT:
-            return f"tight: up to {size(-fit.spare)} too much"
-    return f"does not fit: {size(fit.low - fit.room.free)} too much"
+            return f"tight: up to {size(-fit.spare)} over"
+    return f"does not fit: {size(fit.low - fit.room.free)} over"
 
 
 def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
@@ -46,7 +46,7 @@ def rows_text(rows: Sequence[tuple[Predicted | Refused, Sequence[Fit]]]) -> str:
     head = (
         "strategy",
         "ranks",
-        "each needs",
+        "per rank",
         "largest phase",
         *(f"on {f.room.name}" for f in rooms),
     )
@@ -68,15 +68,19 @@ def phases_text(predicted: Predicted) -> str:
     """The phases with what they are made of, in GiB."""
     head = ("phase (GiB)", "peak", *_PARTS)
     rows = [
-        (TITLES.get(one.name, one.name), gib(one.peak),
-         *(gib(one.parts.get(part)) for part in _PARTS))
+        (
+            TITLES.get(one.name, one.name),
+            gib(one.peak),
+            *(gib(one.parts.get(part)) for part in _PARTS),
+        )
         for one in predicted.phases
-    ]  # fmt: skip
-    beside = ", ".join(f"{name.replace('_', ' ')} {size(n)}" for name, n in
-                       predicted.overheads.items())  # fmt: skip
+    ]
+    beside = ", ".join(
+        f"{name.replace('_', ' ')} {size(n)}" for name, n in predicted.overheads.items()
+    )
     reserved = f"torch reserves {band(*predicted.reserved)}"
     if beside:
-        reserved += f"; the driver shows, with {beside}, {band(*predicted.device)}"
+        reserved += f"; the driver shows {band(*predicted.device)}, including {beside}"
     return f"{table(head, rows)}\n{reserved}"
 
 
@@ -106,7 +110,7 @@ def fewest_text(counts: Mapping[str, int | None]) -> str:
     unable = [name for name, count in counts.items() if count is None]
     told = ", ".join(able)
     if unable:
-        told += f"{'; ' if able else ''}no number of {', '.join(unable)}"
+        told += f"{'; ' if able else ''}not possible on {', '.join(unable)}"
     return told
 
 
@@ -132,10 +136,14 @@ def needs_text(needs: Sequence[Need]) -> str:
 def compared_text(compared: Sequence[Compared]) -> str:
     """Predicted beside measured; of several ranks the one that took the most."""
     rows = [
-        (TITLES.get(one.phase, one.phase), size(one.predicted),
-         size(max(one.measured)) if one.measured else "–", difference(one.ratio))
+        (
+            TITLES.get(one.phase, one.phase),
+            size(one.predicted),
+            size(max(one.measured)) if one.measured else "–",
+            difference(one.ratio),
+        )
         for one in compared
-    ]  # fmt: skip
+    ]
     return table(("phase", "predicted", "measured", "difference"), rows)
 
 

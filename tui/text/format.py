@@ -23,6 +23,13 @@ class Span(NamedTuple):
 Row = tuple[Span, ...]
 
 
+def state_text(state: str, reason: str) -> str:
+    """A job's state and why; a reason that begins with the state says both."""
+    if not reason:
+        return str(state)
+    return reason if reason.split()[:1] == [state] else f"{state}: {reason}"
+
+
 def size(count: float | None) -> str:
     """Bytes with a unit: `610 MiB`, `1.2 GiB`."""
     return MISSING if count is None else units.size(count)

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jobs.machine.devices import foreign_users
-from tui.text.format import MISSING, duration, number, pace, ranges, size
+from tui.text.format import MISSING, duration, number, pace, ranges, size, state_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def job_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     """`fsdp-tui list`."""
     if not jobs:
-        return "no jobs yet; `fsdp-tui demo` starts one, `fsdp-tui submit JOB.yaml` queues yours"
+        return "no jobs yet; `fsdp-tui demo` starts one, `fsdp-tui submit JOB.yaml` queues your own"
     head = ("ID", "NAME", "STATE", "STEP", "LOSS", "S/STEP", "ETA", "ON", "REASON")
     rows = [
         (
@@ -52,7 +52,7 @@ def describe(job: Mapping[str, Any]) -> str:
     """`fsdp-tui show`."""
     lines = [
         f"job {job['id']}  {job['name']}",
-        f"state        {job['state']}: {job['reason']}",
+        f"state        {state_text(job['state'], job['reason'])}",
         f"step         {job['step']} of {job['total_steps']}",
         f"loss         {number(job['loss'])}",
         f"pace         {pace(job['seconds_per_step'])} s/step, {duration(job['eta'])} left",

@@ -12,10 +12,10 @@ from jobs.queue.states import ACTIVE, State
 from tui.keys.actions import FOOTER_GAP, footer_actions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from jobs.queue.store import Job
-    from tui.look.snapshot import Snapshot
+    from tui.look.snapshot import JobView, Snapshot
 
 
 class _Line(Static):
@@ -39,10 +39,15 @@ class TitleBar(_Line):
         self.host = host
         self.read_only = False
         self._shown: tuple[int, int, int, str, int] | None = None
+        self._jobs: Sequence[JobView] | None = None
+        self._counts = (0, 0)
 
     def update_from(self, snapshot: Snapshot) -> None:
         clock = time.strftime("%H:%M", time.localtime(snapshot.t))
-        running, queued = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
+        if snapshot.jobs is not self._jobs:  # there may be thousands
+            self._jobs = snapshot.jobs
+            self._counts = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
+        running, queued = self._counts
         shown = (running, queued, len(snapshot.gpus), clock, self.size.width)
         if shown != self._shown:
             self._shown = shown
@@ -92,11 +97,14 @@ class KeyBar(_Line):
         self._shown = shown
         parts = [
             f"[@click=screen.{action.name}]"
-            + (f"[b $accent]{action.shown}[/] {action.label}" if fits
-               else f"[$foreground 35%]{action.shown} {action.label}[/]")
+            + (
+                f"[b $accent]{action.shown}[/] {action.label}"
+                if fits
+                else f"[$foreground 35%]{action.shown} {action.label}[/]"
+            )
             + "[/]"
             for action, fits in zip(actions, fitting, strict=True)
-        ]  # fmt: skip
+        ]
         self.say(Content.from_markup((" " * FOOTER_GAP).join(parts)))
 
 

@@ -64,11 +64,15 @@ def columns(snapshot: Snapshot, width: int) -> Columns:
 
 def header_row(shape: Columns) -> Row:
     parts = [
-        (shape.id, "id", right), (shape.name, "name", left), (shape.state, "state", left),
+        (shape.id, "id", right),
+        (shape.name, "name", left),
+        (shape.state, "state", left),
         (shape.bar + 1 + shape.step if shape.bar else shape.step, "step", right),
-        (shape.loss, "loss", right), (shape.pace, "s/step", right), (shape.eta, "eta", right),
+        (shape.loss, "loss", right),
+        (shape.pace, "s/step", right),
+        (shape.eta, "eta", right),
         (shape.gpus, "gpus", left),
-    ]  # fmt: skip
+    ]
     return (Span(" ".join(fit(text, width) for width, text, fit in parts if width), "title"),)
 
 

@@ -18,8 +18,18 @@ if TYPE_CHECKING:
     from tui.text.format import Row
 
 ROLES = (
-    "dim", "faint", "strong", "title", "good", "warn", "bad", "bar", "accent", "raw", "smooth",
-)  # fmt: skip
+    "dim",
+    "faint",
+    "strong",
+    "title",
+    "good",
+    "warn",
+    "bad",
+    "bar",
+    "accent",
+    "raw",
+    "smooth",
+)
 
 
 class Lines(ScrollView, can_focus=False, inherit_bindings=False):

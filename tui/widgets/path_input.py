@@ -104,9 +104,15 @@ class PathInput(Input):
     """An input whose tab key takes the proposal first, and goes on when there is none."""
 
     BINDINGS: ClassVar = [
-        Binding("tab", "take", "complete", show=False, id="path.complete",
-                tooltip="Accept suggestion, or go to the next field")
-    ]  # fmt: skip
+        Binding(
+            "tab",
+            "take",
+            "complete",
+            show=False,
+            id="path.complete",
+            tooltip="Accept suggestion, or go to the next field",
+        )
+    ]
 
     def action_take(self) -> None:
         if self._suggestion and self.cursor_at_end and self._suggestion != self.value:

@@ -39,9 +39,13 @@ class LatentKeys:
         self._cache = cache
         self._index = index
         self._facts: dict[str, Any] = {
-            "family": spec.model_family, "vae": fingerprint(root / "vae"), "dtype": "float32",
-            "tf32": spec.allow_tf32, "decoder": DECODER, "fitting": FITTING,
-        }  # fmt: skip
+            "family": spec.model_family,
+            "vae": fingerprint(root / "vae"),
+            "dtype": "float32",
+            "tf32": spec.allow_tf32,
+            "decoder": DECODER,
+            "fitting": FITTING,
+        }
 
     def __call__(self, sample: int, view: int) -> str:
         found = self._index.samples[sample]
@@ -52,9 +56,14 @@ class LatentKeys:
 
 
 def prepare_latents(
-    spec: JobSpec, family: Family, root: Path, cache: TensorCache, index: DataIndex,
-    wanted: Iterable[tuple[int, int]], team: Team,
-) -> LatentKeys:  # fmt: skip
+    spec: JobSpec,
+    family: Family,
+    root: Path,
+    cache: TensorCache,
+    index: DataIndex,
+    wanted: Iterable[tuple[int, int]],
+    team: Team,
+) -> LatentKeys:
     """Fill the cache with latents of these samples and views.
 
     Raises:
@@ -85,7 +94,8 @@ def prepare_latents(
         if vae is not None:
             watch = Watch({"vae": vae})
             vae = None
-            watch.check()
+            if left := watch.still_held():
+                team.telemetry.warn(left)
             give_back(team.world.device)
     return keys
 

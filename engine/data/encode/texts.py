@@ -94,9 +94,15 @@ class ResidentTexts:
     ahead = False  # encoders and training share the device
 
     def __init__(
-        self, spec: JobSpec, family: Family, root: Path, world: World, cache: TensorCache | None,
-        keys: TextKeys, telemetry: Telemetry,
-    ) -> None:  # fmt: skip
+        self,
+        spec: JobSpec,
+        family: Family,
+        root: Path,
+        world: World,
+        cache: TensorCache | None,
+        keys: TextKeys,
+        telemetry: Telemetry,
+    ) -> None:
         self._spec = spec
         self._family = family
         self._cache = cache
@@ -104,10 +110,15 @@ class ResidentTexts:
         self._stack = ExitStack()
         self._pipeline = self._stack.enter_context(
             text_pipeline(
-                family, root, compute_dtype(spec), world, sharded=False, say=telemetry.say,
+                family,
+                root,
+                compute_dtype(spec),
+                world,
+                sharded=False,
+                say=telemetry.say,
                 freed=partial(_tell_freed, telemetry),
             )
-        )  # fmt: skip
+        )
         self._remember = lru_cache(maxsize=_REMEMBERED)(self._encode)
         telemetry.say("the text encoders stay in memory during training")
 
@@ -177,9 +188,14 @@ def prepare_texts(
     sharded = bool(missing) and _agree(spec, root, team)
     with together("encode", len(missing), team) as shared:
         load = partial(
-            text_pipeline, family, root, compute_dtype(spec), team.world, say=team.telemetry.say,
+            text_pipeline,
+            family,
+            root,
+            compute_dtype(spec),
+            team.world,
+            say=team.telemetry.say,
             freed=partial(_tell_freed, team.telemetry),
-        )  # fmt: skip
+        )
         if sharded:
             with load(sharded=True, progress=lambda read: team.telemetry.moved()) as pipeline:
                 for key, mine in _lockstep(missing, team.world):
@@ -204,9 +220,13 @@ def prepare_texts(
 
 def _agree(spec: JobSpec, root: Path, team: Team) -> bool:
     sharded, reason = agree_on_sharding(
-        spec.shard_text_encoders, root, compute_dtype(spec), team.world, team.telemetry.run_dir,
+        spec.shard_text_encoders,
+        root,
+        compute_dtype(spec),
+        team.world,
+        team.telemetry.run_dir,
         team.barrier,
-    )  # fmt: skip
+    )
     team.telemetry.say(f"text encoders {'are sharded' if sharded else 'are not sharded'}: {reason}")
     return sharded
 
@@ -228,10 +248,12 @@ def _encode(family: Family, pipeline: Any, text: Text, spec: JobSpec) -> dict[st
 
 
 def _tell_freed(telemetry: Telemetry, memory: Released) -> None:
-    mib = {name: f"{size / 2**20:.0f} MiB" for name, size in asdict(memory).items()
-           if isinstance(size, int)}  # fmt: skip
+    facts = asdict(memory)
+    if left := facts.pop("left"):
+        telemetry.warn(left)
+    mib = {name: f"{size / 2**20:.0f} MiB" for name, size in facts.items() if isinstance(size, int)}
     telemetry.say(
         f"text encoders freed: {mib['held']} of weights; {memory.measure} {mib['before']} "
         f"before, {mib['loaded']} with them, {mib['after']} after"
     )
-    telemetry.emit("freed", what="text encoders", **asdict(memory))
+    telemetry.emit("freed", what="text encoders", **facts)

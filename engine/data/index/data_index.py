@@ -226,9 +226,18 @@ class Fitting:
                 return frames
             bucket = (*size, frames)
         return Sample(
-            entry.name, str(entry.path), dataset, entry.captions or (), facts.width, facts.height,
-            facts.digest, bucket, facts.notes, entry.row, entry.is_video,
-        )  # fmt: skip
+            entry.name,
+            str(entry.path),
+            dataset,
+            entry.captions or (),
+            facts.width,
+            facts.height,
+            facts.digest,
+            bucket,
+            facts.notes,
+            entry.row,
+            entry.is_video,
+        )
 
     def _frames(self, facts: _Facts) -> int | str:
         if not facts.frames:

@@ -80,9 +80,11 @@ def shown(sample: Sample, view: View) -> Shown:
     beyond = (sample.width * factor - view.size[0], sample.height * factor - view.size[1])
     across = 1 - view.centre if view.flip else view.centre
     return Shown(
-        (sample.width, sample.height), round(beyond[0] * across), round(beyond[1] * view.centre),
+        (sample.width, sample.height),
+        round(beyond[0] * across),
+        round(beyond[1] * view.centre),
         view.size,
-    )  # fmt: skip
+    )
 
 
 def fit(picture: Image.Image, view: View) -> Image.Image:

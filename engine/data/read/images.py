@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Final
 from PIL import Image, ImageFile, _imaging
 
 from engine.data.read.colors import RangeError, to_rgb
-from engine.data.read.unreadable import MOST_PIXELS, TOO_MANY_PIXELS, why_unreadable
+from engine.data.read.unreadable import (
+    LARGE_PIXELS,
+    MOST_PIXELS,
+    PIXELS_PER_BYTE,
+    TOO_MANY_PIXELS,
+    why_unreadable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,6 +132,9 @@ def _read(file: ImageFile.ImageFile, content: bytes) -> tuple[Image.Image, set[s
         raise PictureError("no pixels")
     if file.width * file.height > MOST_PIXELS:  # Pillow's own limit can be switched off
         raise PictureError(TOO_MANY_PIXELS)
+    if file.width * file.height > max(LARGE_PIXELS, PIXELS_PER_BYTE * len(content)):
+        size = f"{file.width} × {file.height} pixels in {len(content)} bytes"
+        raise PictureError(f"damaged ({size})")  # before memory for all of them is taken
     notes = {"animated"} if _has_more_frames(file) else set()
     tags: Mapping[int, object] = getattr(file, "tag_v2", {})  # of a TIFF
     bits = _bits(file, tags, content)

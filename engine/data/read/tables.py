@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 _IMAGE_COLUMNS: Final = ("image", "img", "jpg", "png", "webp")
 _TRAIN: Final = "train"
 _SPLIT_WORDS: Final = (
-    _TRAIN, "training", "validation", "valid", "val", "dev", "test", "testing", "eval",
-    "evaluation",
-)  # fmt: skip
+    f"{_TRAIN} training validation valid val dev test testing eval evaluation".split()
+)
 _SHARD: Final = re.compile(r"(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?")
 # The hub's own conversion of a large dataset is in folders called `partial-train`.
 _FOLDER: Final = re.compile(rf"(?:partial-)?(?P<split>{'|'.join(_SPLIT_WORDS)})", re.IGNORECASE)

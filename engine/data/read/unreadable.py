@@ -8,6 +8,8 @@ from typing import Final, Literal
 from PIL import Image, UnidentifiedImageError
 
 MOST_PIXELS: Final = 178_956_970  # where Pillow stops too: 512 MiB as RGB
+LARGE_PIXELS: Final = 4_000_000  # up to here a wrong size does no harm
+PIXELS_PER_BYTE: Final = 10_000  # deflate packs at most 8,256 pixels of one bit into a byte
 TOO_MANY_PIXELS: Final = f"too many pixels (over {MOST_PIXELS // 1_000_000} million)"
 
 _READ: Final = (  # how the formats begin that are read
@@ -30,12 +32,14 @@ _FOREIGN: Final = (  # what else is found under the name of a picture
     (re.compile(rb"\0\0[\1\2]\0[^\0]\0"), "ICO is not supported"),
     (re.compile(rb"%PDF"), "a PDF, not an image"),
     (re.compile(rb".{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ", re.DOTALL), "a video, not an image"),
-    (re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)", re.IGNORECASE),
-     "a web page, not an image"),
+    (
+        re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|head|body)", re.IGNORECASE),
+        "a web page, not an image",
+    ),
     (re.compile(rb"[^\0]{0,1000}<svg[\s>]", re.DOTALL), "SVG is not supported"),
     (re.compile(rb"version https://git-lfs"), "a Git LFS pointer, not the image itself"),
     (re.compile(rb"\0{16}"), "zeros, not an image"),
-)  # fmt: skip
+)
 
 
 def why_unreadable(error: Exception, content: bytes) -> str:

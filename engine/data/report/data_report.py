@@ -289,6 +289,10 @@ def changed_since(before: DataIndex, now: DataIndex) -> str:
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
     pictures = sum(a.digest != b.digest for a, b in pairs)
     captions = sum(a.captions != b.captions for a, b in pairs)
-    facts = [(added, "new"), (gone, "gone"), (pictures, "changed"),
-             (captions, "with another caption")]  # fmt: skip
+    facts = [
+        (added, "new"),
+        (gone, "gone"),
+        (pictures, "changed"),
+        (captions, "with another caption"),
+    ]
     return ", ".join(f"{count} {text}" for count, text in facts if count)

@@ -33,12 +33,14 @@ def collate(
     known = [length for length in lengths if length is not None]
     longest = -(-max(known) // multiple) * multiple
     return {
-        name: torch.stack([
-            _filled(name, text[name], length, longest)
-            for text, length in zip(texts, known, strict=True)
-        ])
+        name: torch.stack(
+            [
+                _filled(name, text[name], length, longest)
+                for text, length in zip(texts, known, strict=True)
+            ]
+        )
         for name in texts[0]
-    }  # fmt: skip
+    }
 
 
 def _length(text: Mapping[str, torch.Tensor]) -> int | None:

@@ -60,9 +60,12 @@ def host_of(
     needed = rank - (0 if spec.checkpointing_async else found.get("checkpoint_copy", 0))
     # A copy is made only where there is room, unless the job insists.
     return found | {
-        "rank": rank, "least": needed, "machine": rank * ranks, "machine_least": needed * ranks,
+        "rank": rank,
+        "least": needed,
+        "machine": rank * ranks,
+        "machine_least": needed * ranks,
         "present": host_bytes(),
-    }  # fmt: skip
+    }
 
 
 def _power_of_two(size: int) -> int:

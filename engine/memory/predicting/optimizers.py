@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from engine.memory.tracing.live import BLOCK, rounded
+from engine.train.gradients import BUCKET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,12 +30,10 @@ class Trained:
     Attributes:
         numel: Numbers of it here.
         shape: Of the whole parameter.
-        starts_at_zero: Whether its first values are zeros.
     """
 
     numel: int
     shape: tuple[int, ...]
-    starts_at_zero: bool = False
 
     @property
     def size(self) -> int:
@@ -53,7 +52,6 @@ def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool)
     if not sizes:
         return 0
     most = max(sizes)
-    following = max((a + b for a, b in pairwise(sizes)), default=most)
     match spec.optimizer:
         case "sgd":
             # Foreach decays all weights at once.
@@ -61,7 +59,7 @@ def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool)
         case "lion":
             return 2 * most
         case "prodigy":
-            return max(following, most)
+            return min(sum(sizes), max(most, 4 * BUCKET))
         case "adafactor":
             # The last parameter's update is there until the next one's is made.
             return max(max((a + 2 * b for a, b in pairwise(sizes)), default=0), 2 * most)
@@ -72,11 +70,6 @@ def temporary_bytes(spec: JobSpec, trained: Sequence[Trained], *, on_cuda: bool)
 
 def _adamw(one: Trained) -> int:
     return 2 * one.size + BLOCK  # fused, the number of steps is a tensor on the device
-
-
-def _prodigy(one: Trained) -> int:
-    beginning = BLOCK if one.starts_at_zero else one.size
-    return 3 * one.size + beginning
 
 
 def _adafactor(one: Trained) -> int:
@@ -98,6 +91,6 @@ _STATES: Final[dict[str, Callable[[Trained], int]]] = {
     "adamw_8bit": _adamw_8bit,
     "sgd": lambda one: 0,
     "lion": lambda one: one.size,
-    "prodigy": _prodigy,
+    "prodigy": lambda one: 4 * one.size,
     "adafactor": _adafactor,
 }

@@ -23,18 +23,30 @@ if TYPE_CHECKING:
     from engine.memory.tracing.trace import Trace
     from jobs.spec.job_spec import JobSpec
 
-_ADAPTER_B = ".lora_B."
-
 # What of a job is said beside a prediction.
 _SETTINGS = (
-    "model_family", "model_flavour", "pretrained_model_name_or_path", "model_type",
-    "mixed_precision", "resolution", "num_frames", "train_batch_size",
-    "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_policy",
+    "model_family",
+    "model_flavour",
+    "pretrained_model_name_or_path",
+    "model_type",
+    "mixed_precision",
+    "resolution",
+    "num_frames",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "gradient_checkpointing_policy",
     "gradient_checkpointing_interval",
-    "optimizer", "use_ema", "ema_device", "lora_rank", "lora_placement",
-    "fsdp_reshard_after_forward", "fsdp_cpu_offload", "context_parallel_size",
+    "optimizer",
+    "use_ema",
+    "ema_device",
+    "lora_rank",
+    "lora_placement",
+    "fsdp_reshard_after_forward",
+    "fsdp_cpu_offload",
+    "context_parallel_size",
     "max_sequence_length",
-)  # fmt: skip
+)
 
 
 def predict(
@@ -157,7 +169,7 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
     it counts as zero (`engine.train.gradients`).
     """
     return [
-        Trained(layout.local(weight), weight.shape, _ADAPTER_B in weight.name)
+        Trained(layout.local(weight), weight.shape)
         for unit in trace.units
         for weight in unit.weights
         if weight.trained and not (weight.unused and layout.is_sharded(weight))
@@ -166,12 +178,14 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
 
 def _walk(trace: Trace, layout: Layout, base: Parts, spec: JobSpec) -> Walk:
     return Walk(
-        trace, layout, base,
+        trace,
+        layout,
+        base,
         reshard=bool(spec.fsdp_reshard_after_forward),
         ahead=spec.fsdp_forward_prefetch,
         behind=spec.fsdp_backward_prefetch,
         context=spec.context_parallel_size,
-    )  # fmt: skip
+    )
 
 
 def _second_denoiser(spec: JobSpec, trace: Trace, layout: Layout) -> int:
@@ -182,9 +196,14 @@ def _second_denoiser(spec: JobSpec, trace: Trace, layout: Layout) -> int:
 
 
 def _workspace(
-    spec: JobSpec, trace: Trace, layout: Layout, trained: Sequence[Trained], ranks: int, *,
+    spec: JobSpec,
+    trace: Trace,
+    layout: Layout,
+    trained: Sequence[Trained],
+    ranks: int,
+    *,
     on_cuda: bool,
-) -> int:  # fmt: skip
+) -> int:
     """The most that a step takes between backward and the next forward, besides gradients."""
     if layout.offload:
         trained = [
@@ -249,7 +268,7 @@ def _check(spec: JobSpec, trace: Trace, layout: Layout, strategy: str, ranks: in
         raise UserError(
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
             f"{WHOLE_ONLY[spec.optimizer]}",
-            "use adamw, adamw_8bit, lion or sgd",
+            "use adamw, adamw_8bit, lion, prodigy or sgd",
         )
     replicas = spec.dp_replicate_size or 1
     if strategy == "hsdp" and (replicas < 2 or ranks % replicas):

@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PHASES: Final = (
-    "load", "text_cache", "latent_cache", "forward", "backward", "optimizer", "sample", "save",
-)  # fmt: skip
+    "load",
+    "text_cache",
+    "latent_cache",
+    "forward",
+    "backward",
+    "optimizer",
+    "sample",
+    "save",
+)
 """In the order of a run. Those that a job does not have, such as `sample`, are left out."""
 
 
@@ -123,10 +130,14 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, with what follows from them (`peak`, `largest`, `device`) beside."""
         phases = [
-            {"name": phase.name, "peak": phase.peak, "parts": asdict(phase.parts),
-             "note": phase.note}
+            {
+                "name": phase.name,
+                "peak": phase.peak,
+                "parts": asdict(phase.parts),
+                "note": phase.note,
+            }
             for phase in self.phases
-        ]  # fmt: skip
+        ]
         return {
             "schema": SCHEMA,
             "model": self.model,

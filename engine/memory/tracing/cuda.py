@@ -24,12 +24,29 @@ _TO_FP32: Final[tuple[Callable[..., Any], ...]] = tuple(
     getattr(place, name)
     for place in (torch, torch.Tensor, functional)
     for name in (
-        "exp", "log", "log1p", "reciprocal", "rsqrt", "pow", "__pow__", "__rpow__", "softplus",
-        "layer_norm", "group_norm", "cosine_similarity", "logsumexp", "softmax", "log_softmax",
-        "prod", "cumprod", "cumsum", "sum", "norm",
+        "exp",
+        "log",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "pow",
+        "__pow__",
+        "__rpow__",
+        "softplus",
+        "layer_norm",
+        "group_norm",
+        "cosine_similarity",
+        "logsumexp",
+        "softmax",
+        "log_softmax",
+        "prod",
+        "cumprod",
+        "cumsum",
+        "sum",
+        "norm",
     )
     if hasattr(place, name)
-)  # fmt: skip
+)
 _RMS_NORM: Final = (functional.rms_norm, torch.rms_norm)
 _ATTENTION_BACKWARD: Final = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -89,9 +106,11 @@ def _widened(value: Any) -> Any:
 
 
 def _rms_norm(
-    x: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None,
+    x: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     if torch.is_autocast_enabled("cpu"):
         x, weight = _widened(x), _widened(weight)
     normed: torch.Tensor = _FusedRmsNorm.apply(x, weight, len(normalized_shape))

@@ -47,9 +47,14 @@ class Echo:
         self._anchor = torch.empty(0, requires_grad=True)
 
     def play(
-        self, module: torch.nn.Module, name: str, call: Callable[..., Any], how: str,
-        args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> Any:  # fmt: skip
+        self,
+        module: torch.nn.Module,
+        name: str,
+        call: Callable[..., Any],
+        how: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """What a block's call would return.
 
         Args:
@@ -70,9 +75,7 @@ class Echo:
         if record is None:
             self._recording = True
             try:
-                record = record_block(
-                    self.recorder, name, module, call, leaves, tree, asked
-                )  # fmt: skip
+                record = record_block(self.recorder, name, module, call, leaves, tree, asked)
                 self._records[key] = record
                 self._hold(record.evicted)
             finally:
@@ -148,9 +151,13 @@ class _Played(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, echo: Echo, record: Record, name: str, anchor: torch.Tensor,
+        ctx: Any,
+        echo: Echo,
+        record: Record,
+        name: str,
+        anchor: torch.Tensor,
         *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> tuple[torch.Tensor, ...]:
         outputs, kept = echo.forward(record, name, tensors)
         ctx.save_for_backward(*kept)
         slots = [slot for slot in record.outputs if isinstance(slot, Slot)]

@@ -42,9 +42,12 @@ class Cells:
 
 
 _CELLS: Final = {
-    "flux2": Cells(16), "sana": Cells(32),
-    "wan": Cells(8, 4), "hunyuanvideo": Cells(8, 4), "ltxvideo": Cells(32, 8),
-}  # fmt: skip
+    "flux2": Cells(16),
+    "sana": Cells(32),
+    "wan": Cells(8, 4),
+    "hunyuanvideo": Cells(8, 4),
+    "ltxvideo": Cells(32, 8),
+}
 _PACKED: Final = ("flux", "chroma", "qwen_image")  # their `in_channels` are of 2×2 latents
 
 

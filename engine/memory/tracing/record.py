@@ -85,9 +85,14 @@ class Record:
 
 
 def record_block(
-    recorder: Recorder, name: str, module: torch.nn.Module, call: Callable[..., Any],
-    leaves: list[Any], tree: TreeSpec, asked: Asked | None,
-) -> Record:  # fmt: skip
+    recorder: Recorder,
+    name: str,
+    module: torch.nn.Module,
+    call: Callable[..., Any],
+    leaves: list[Any],
+    tree: TreeSpec,
+    asked: Asked | None,
+) -> Record:
     """Run a block by itself.
 
     Args:
@@ -291,9 +296,14 @@ class _Sink(torch.autograd.Function):
 
 def _slot(tensor: torch.Tensor, storage: int, of_input: bool) -> Slot:
     return Slot(
-        storage, of_input, tuple(tensor.shape), tuple(tensor.stride()),
-        int(tensor.storage_offset()), tensor.dtype, tensor.requires_grad,
-    )  # fmt: skip
+        storage,
+        of_input,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.requires_grad,
+    )
 
 
 def view(storage: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -16,12 +16,26 @@ if TYPE_CHECKING:
 
 # Keys whose values change what a forward or backward of a rank does; some of them only sometimes.
 _ALWAYS: Final = (
-    "pretrained_model_name_or_path", "model_family", "model_flavour", "model_type",
-    "mixed_precision", "max_sequence_length", "attention_backend", "fsdp_auto_wrap_policy",
+    "pretrained_model_name_or_path",
+    "model_family",
+    "model_flavour",
+    "model_type",
+    "mixed_precision",
+    "max_sequence_length",
+    "attention_backend",
+    "fsdp_auto_wrap_policy",
     "torch_compile",
-)  # fmt: skip
+)
 _OF_TRAINING: Final = ("train_batch_size", "loss_type", "snr_gamma")
-_OF_LORA: Final = ("lora_rank", "lora_dropout", "lora_target_modules", "lora_experts")
+_OF_LORA: Final = (
+    "lora_rank",
+    "lora_variant",
+    "lora_rank_pattern",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_exclude_modules",
+    "lora_experts",
+)
 _OF_POLICIES: Final = {
     "SIZE_BASED_WRAP": ("fsdp_min_num_params",),
     "TRANSFORMER_BASED_WRAP": ("fsdp_transformer_layer_cls_to_wrap",),
@@ -74,10 +88,14 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
     else:
         return None
     facts = spec.model_dump(mode="json", include=_keys(spec, training=training)) | {
-        "cpu": spec.device == "cpu", "sharded": sharded, "size": size, "frames": frames,
+        "cpu": spec.device == "cpu",
+        "sharded": sharded,
+        "size": size,
+        "frames": frames,
         "guided": not training and any(one.guided for one in requests_of(spec)),
-        "config": found.config, "file_bytes": found.dtype_bytes,
-    }  # fmt: skip
+        "config": found.config,
+        "file_bytes": found.dtype_bytes,
+    }
     key = json.dumps(facts, sort_keys=True)
     return Shape(key, spec, found.config, found.dtype_bytes, sharded, size, frames, training)
 

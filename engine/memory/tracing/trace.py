@@ -105,10 +105,14 @@ def trace_model(
         return trace_model(shape, asked=player.differs)
     units = tuple(_marked(unit, unused) for unit in built.units)
     return Trace(
-        shape, type(built.model).__name__, units, built.buffers, tuple(recorder.entries),
+        shape,
+        type(built.model).__name__,
+        units,
+        built.buffers,
+        tuple(recorder.entries),
         second_denoiser=built.family.second_denoiser is not None,
         compiles=bool(getattr(built.model, "_repeated_blocks", None)),
-    )  # fmt: skip
+    )
 
 
 def _without_gradient(model: torch.nn.Module, blocks: Collection[str], shape: Shape) -> set[str]:

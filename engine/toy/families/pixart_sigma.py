@@ -43,10 +43,13 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
         vae=build_four_channel_vae(seed),
         transformer=_build_transformer(seed, HEADS * hidden_scale, int(flavour)),
         scheduler=DPMSolverMultistepScheduler(
-            num_train_timesteps=1000, beta_start=0.0001, beta_end=0.02, beta_schedule="linear",
+            num_train_timesteps=1000,
+            beta_start=0.0001,
+            beta_end=0.02,
+            beta_schedule="linear",
             prediction_type="epsilon",
         ),
-    )  # fmt: skip
+    )
     parts.save(pipeline, model_dir, dtype)
     _rename_class(model_dir)
 

@@ -87,7 +87,7 @@ def check_state_disk(_: Patient) -> Iterator[Finding]:
         yield warn(
             "database",
             f"{state_home()} is on a network file system ({disk.kind}), where SQLite's "
-            "log is not safe between machines",
+            "write-ahead log is not safe across machines",
             "point FSDP_TUI_HOME at a local disk, or use it from one machine only",
         )
     elif disk.kind in _VOLATILE:
@@ -140,7 +140,7 @@ def judge_disk(name: str, place: Path, disk: Disk) -> Iterator[Finding]:
     elif disk.inodes is not None and disk.inodes < _FEW_INODES:
         yield warn(
             name,
-            f"only {disk.inodes} more files can be made there ({place})",
+            f"only {disk.inodes} more files can be created there ({place})",
             "delete small files; every cached image is one",
             **facts,
         )
@@ -156,12 +156,12 @@ def judge_clock(disk: Disk) -> Iterator[Finding]:
         way = "ahead of" if disk.skew > 0 else "behind"
         yield warn(
             "clock",
-            f"the file system's is {abs(disk.skew):.0f} s {way} this machine's",
+            f"the file system's clock is {abs(disk.skew):.0f} s {way} this machine's",
             "sync both to the same time server (chrony or systemd-timesyncd)",
             skew=disk.skew,
         )
     else:
-        yield ok("clock", "the machine's and the file system's agree", skew=disk.skew)
+        yield ok("clock", "the clocks of the machine and the file system agree", skew=disk.skew)
 
 
 def judge_room(spec: JobSpec, free: int) -> Iterator[Finding]:
@@ -171,7 +171,7 @@ def judge_room(spec: JobSpec, free: int) -> Iterator[Finding]:
         return
     count = checkpoints_kept(spec)
     facts = {"each": each, "count": count, "free": free}
-    words = f"about {size(each)} each, {count} of them, and {size(free)} are free"
+    words = f"{count} of about {size(each)} each; {size(free)} free"
     if each > free:
         yield fail(
             "checkpoints", words, "free space, or point FSDP_TUI_HOME at a larger disk", **facts

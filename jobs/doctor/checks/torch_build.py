@@ -125,7 +125,7 @@ def judge_torch(torch: TorchFacts, nvml: Nvml | None) -> Iterator[Finding]:
     if torch.seconds > _SLOW_IMPORT:
         yield warn(
             "torch import",
-            f"took {torch.seconds:.0f} s, and every rank does it",
+            f"took {torch.seconds:.0f} s, and every rank imports it",
             "keep the Python environment on a local disk",
         )
     if torch.cuda is not None:

@@ -48,7 +48,7 @@ def read(path: Path) -> Draft:
     theirs = {str(k): v for k, v in flatten(process, keep=("datasets",)).items()}
     draft = Draft(around | theirs, path.absolute().parent, defaults=_defaults(process))
     for number in range(1, others + 1):
-        draft.unsupported(f"process[{number}]", "a job runs one training; put it into its own file")
+        draft.unsupported(f"process[{number}]", "a job is one training run; use a file for each")
     draft.apply(_RULES, _PREFIXES, _FIRST)
     if "resolution" not in draft.values and process.get("datasets"):
         draft.values["resolution"] = 512
@@ -166,7 +166,7 @@ _MODEL: Final[dict[str, Rule]] = {
     ),
     "network.transformer_only": needless("only the denoiser is trained"),
     "network.split_multistage_loras": needless("a job trains one expert"),
-    "network.pretrained_lora_path": without(training_keys.NO_BEGINNING),
+    "network.pretrained_lora_path": named("init_lora"),
 }
 
 _TRAINING: Final[dict[str, Rule]] = {
@@ -202,7 +202,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     **all_of("train.min_snr_gamma train.snr_gamma", training_keys.snr),
     "train.loss_type": rules.loss,
-    "train.loss_target": without("the loss is on the model's prediction", "noise"),
+    "train.loss_target": without("the loss is computed on the model's prediction", "noise"),
     **all_of(
         "train.noise_offset train.dynamic_noise_offset train.random_noise_shift "
         "train.noise_multiplier",
@@ -210,7 +210,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     ),
     "train.cache_text_embeddings": same,
     "train.unload_text_encoder": without(
-        "trains without captions there; here captions are used, and the encoders are freed as well"
+        "ai-toolkit then ignores captions; here they are used, and the encoders are freed too"
     ),
     "train.skip_first_sample": rules.first_sample,
     "train.disable_sampling": ai_toolkit_data.no_samples,
@@ -254,7 +254,7 @@ _OUTPUT: Final[dict[str, Rule]] = {
     "save.dtype": rules.export_dtype,
     "save.save_every": named("checkpointing_steps"),
     "save.max_step_saves_to_keep": named("checkpoints_total_limit"),
-    "save.save_format": needless("exports have the layout that stock tools load"),
+    "save.save_format": needless("exports have the layout that other tools load"),
     **all_of(
         "save.push_to_hub save.hf_repo_id save.hf_private", needless(training_keys.NO_UPLOADS)
     ),
@@ -269,13 +269,18 @@ _RULES: Final[dict[str, Rule]] = {**_MODEL, **_TRAINING, **_OUTPUT, **ai_toolkit
 _PREFIXES: Final[dict[str, Rule]] = {
     **all_of("train.fsdp_ fsdp_", rules.fsdp),
     "logging.": needless(training_keys.NO_TRACKERS),
-    **all_of("meta. config.", needless("only for files there")),
+    **all_of("meta. config.", needless("only describes ai-toolkit's own files")),
     "slider": without("sliders are not supported"),
     "adapter.": without("adapters other than LoRA are not supported"),
     "embedding.": without("textual inversion is not supported"),
 }
 
 _FIRST: Final = (
-    "model.arch", *rules.SWITCHES.split(), "model.name_or_path", "trigger_word",
-    "train.lr_scheduler", "gpu_ids", "device",
-)  # fmt: skip
+    "model.arch",
+    *rules.SWITCHES.split(),
+    "model.name_or_path",
+    "trigger_word",
+    "train.lr_scheduler",
+    "gpu_ids",
+    "device",
+)

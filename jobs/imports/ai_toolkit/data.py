@@ -29,13 +29,22 @@ if TYPE_CHECKING:
 
 # Flags in the text of a prompt, as sd-scripts have them, and the settings that they are here.
 _FLAGS: Final = {
-    "n": "negative_prompt", "d": "seed", "seed": "seed", "l": "guidance", "cfg": "guidance",
-    "s": "steps", "steps": "steps",
-}  # fmt: skip
+    "n": "negative_prompt",
+    "d": "seed",
+    "seed": "seed",
+    "l": "guidance",
+    "cfg": "guidance",
+    "s": "steps",
+    "steps": "steps",
+}
 _SETTINGS: Final = {
-    "prompt": "prompt", "neg": "negative_prompt", "seed": "seed", "guidance_scale": "guidance",
-    "sample_steps": "steps", "num_frames": "num_frames",
-}  # fmt: skip
+    "prompt": "prompt",
+    "neg": "negative_prompt",
+    "seed": "seed",
+    "guidance_scale": "guidance",
+    "sample_steps": "steps",
+    "num_frames": "num_frames",
+}
 _NO_CONTROLS: Final = "control images and masks are not supported"
 
 
@@ -68,9 +77,12 @@ def _resolution(part: Draft, key: str, value: Any) -> None:
         part.take(key, "resolution", known[0])
     else:
         part.take(
-            key, "resolution", max(known), "the largest: a job has one resolution; smaller images "
+            key,
+            "resolution",
+            max(known),
+            "the largest: a job has one resolution; smaller images "
             "are upscaled up to max_upscale times",
-        )  # fmt: skip
+        )
 
 
 def _caption_suffix(part: Draft, key: str, value: Any) -> None:

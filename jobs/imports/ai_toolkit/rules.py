@@ -37,16 +37,24 @@ _ARCHITECTURES: Final[dict[str, tuple[str, str | None]]] = {
 }
 # Older configurations say it so.
 _OLDER: Final = {
-    "is_flux": "flux", "is_v3": "sd3", "is_xl": "sdxl", "is_pixart_sigma": "pixart_sigma",
-    "is_auraflow": "auraflow", "is_lumina2": "lumina2",
-}  # fmt: skip
+    "is_flux": "flux",
+    "is_v3": "sd3",
+    "is_xl": "sdxl",
+    "is_pixart_sigma": "pixart_sigma",
+    "is_auraflow": "auraflow",
+    "is_lumina2": "lumina2",
+}
 SWITCHES: Final = " ".join(
     f"model.{name}" for name in (*_OLDER, "is_v2", "is_pixart", "is_ssd", "is_vega")
 )
 _DTYPES: Final = {
-    "float16": "fp16", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16", "float32": "fp32",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
     "fp32": "fp32",
-}  # fmt: skip
+}
 
 
 # -- model and adapter -----------------------------------------------------------------------
@@ -204,7 +212,7 @@ def loss(draft: Draft, key: str, value: Any) -> None:
     elif word == "mae":
         draft.take(key, "loss_type", "smooth_l1", "the nearest")
     else:
-        draft.unsupported(key, "the loss is on the model's prediction: mse, huber or smooth_l1")
+        draft.unsupported(key, "use mse, huber or smooth_l1, on the model's prediction")
 
 
 def export_dtype(draft: Draft, key: str, value: Any) -> None:

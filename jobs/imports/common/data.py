@@ -142,5 +142,5 @@ def _agree(draft: Draft, name: str, values: list[Any]) -> None:
         which = "largest" if name in _LARGEST else "first"
         asked = ", ".join(dict.fromkeys(str(value) for value in values))
         draft.report.warnings.append(
-            f"{name}: the datasets ask for {asked}; a job has one, so the job uses the {which}"
+            f"{name}: the datasets ask for {asked}; a job has only one, so it uses the {which}"
         )

@@ -20,14 +20,26 @@ _SECRET_VALUE: Final = re.compile(
 
 
 class Kind(StrEnum):
-    """What became of a key. Each ends in exactly one of these."""
+    """What happened to a key: exactly one of these. The values are keys of the JSON report."""
 
-    TAKEN = "taken over"
+    TAKEN = "taken_over"
     TRANSLATED = "translated"
-    UNSUPPORTED = "not supported"
-    UNNEEDED = "not needed"
-    UNKNOWN = "not known"
-    UNREADABLE = "could not be read"
+    UNSUPPORTED = "not_supported"
+    UNNEEDED = "not_needed"
+    UNKNOWN = "not_known"
+    UNREADABLE = "could_not_be_read"
+
+    @property
+    def heading(self) -> str:
+        """The heading in the report for users."""
+        return _TITLES.get(self, self.replace("_", " "))
+
+
+_TITLES: Final = {
+    Kind.TAKEN: "converted",
+    Kind.UNKNOWN: "unknown",
+    Kind.UNREADABLE: "unreadable",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
-            **{str(kind).replace(" ", "_"): [_facts(e) for e in self.of(kind)] for kind in Kind},
+            **{str(kind): [_facts(e) for e in self.of(kind)] for kind in Kind},
             "assumed": [_facts(entry) for entry in self.assumed],
             "to_fill_in": list(self.to_fill_in),
             "warnings": list(self.warnings),

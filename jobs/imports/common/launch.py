@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jobs.imports.common.draft import Rule
 
 _ONE_MACHINE: Final = "jobs run on one machine"
-_NO_DEEPSPEED: Final = "DeepSpeed is not supported; strategy: fsdp2 shards what ZeRO 3 does"
+_NO_DEEPSPEED: Final = "DeepSpeed is not supported; strategy: fsdp2 shards the same state as ZeRO 3"
 _BY_ITSELF: Final = "FSDP2 always does this"
 
 
@@ -136,7 +136,7 @@ RULES: Final[dict[str, Rule]] = {
         needless(_ONE_MACHINE),
     ),
     "main_process_port": needless("a free port is chosen"),
-}  # fmt: skip
+}
 
 _LAUNCH: Final[dict[str, Rule]] = {
     **RULES,
@@ -145,15 +145,33 @@ _LAUNCH: Final[dict[str, Rule]] = {
     "use_cpu": _use_cpu,
     "cpu": _use_cpu,
     **dict.fromkeys(
-        ("multi_gpu", "num_cpu_threads_per_process", "main_training_function", "debug",
-         "compute_environment", "downcast_bf16", "enable_cpu_affinity", "num_cpu_threads",
-         "quiet", "module", "no_python", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tee",
-         "log_dir", "max_restarts", "monitor_interval", "standalone", "fsdp_config"),
+        (
+            "multi_gpu",
+            "num_cpu_threads_per_process",
+            "main_training_function",
+            "debug",
+            "compute_environment",
+            "downcast_bf16",
+            "enable_cpu_affinity",
+            "num_cpu_threads",
+            "quiet",
+            "module",
+            "no_python",
+            "tpu_env",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "tee",
+            "log_dir",
+            "max_restarts",
+            "monitor_interval",
+            "standalone",
+            "fsdp_config",
+        ),
         needless("the launch follows the job's keys"),
     ),
     "nproc_per_node": processes,
     "nnodes": without(_ONE_MACHINE, "1"),
-}  # fmt: skip
+}
 
 
 def read_flags(draft: Draft, prefix: str, flags: dict[str, Any]) -> None:
@@ -181,7 +199,7 @@ def read_file(draft: Draft, key: str, name: str, over: Collection[str] = ()) -> 
         part.unreadable(key, str(error))
         return
     if path is None or not isinstance(values, dict):
-        why = "no such file here" if path is None else "it has no keys"
+        why = "no such file" if path is None else "it has no keys"
         part.unreadable(key, f"{why}; set num_processes or gpus, and the fsdp_* keys")
         return
     part.record(Kind.TAKEN, key, why="its keys follow")

@@ -64,9 +64,10 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
     name = address["id"] if address else text
     if name.lower().endswith(_SINGLE_FILES):
         draft.unsupported(
-            key, "a single file; use a directory in diffusers layout (load with "
+            key,
+            "a single file; use a directory in diffusers layout (load with "
             "`from_single_file`, then `save_pretrained`)",
-        )  # fmt: skip
+        )
         return
     if "://" in name:
         draft.unreadable(key, "a URL; use a hub id or a directory")

@@ -40,9 +40,9 @@ OPTIMIZERS: Final[Words] = {
     **dict.fromkeys(("prodigy8bit", "prodigy_8bit"), ("prodigy", "its state stays in fp32")),
     "adafactor": ("adafactor", ""),
     **dict.fromkeys(("sgd", "optimi_sgd"), ("sgd", "without momentum")),
-}  # fmt: skip
+}
 
-_NO_RESTARTS: Final = "one half cosine without restarts"
+_NO_RESTARTS: Final = "half a cosine period, without restarts"
 SCHEDULES: Final[Words] = {
     **{name: (name, "") for name in get_args(LRScheduler)},
     "sine": ("cosine", _NO_RESTARTS),
@@ -55,9 +55,10 @@ PRECISIONS: Final[Words] = {
 }
 
 optimizer: Final = chosen(
-    "optimizer", OPTIMIZERS,
+    "optimizer",
+    OPTIMIZERS,
     "not supported; adamw is used. Others: adamw_8bit, adafactor, prodigy, lion, sgd",
-)  # fmt: skip
+)
 schedule: Final = chosen(
     "lr_scheduler", SCHEDULES, "not supported; the rate stays constant. Others: linear, cosine"
 )
@@ -73,13 +74,10 @@ TEXT_ENCODERS_FREED: Final = (
     "captions are encoded and cached first; then the text encoders are freed"
 )
 ONE_DIRECTORY: Final = "the model is one directory; build one that contains this"
-NOISE: Final = "noise follows the model's own training"
+NOISE: Final = "noise is drawn as when the model was trained"
 NO_METHOD: Final = "not supported"
 OTHER_CHECKPOINTS: Final = (
     "cannot resume from other tools' checkpoints; `fsdp-tui resume ID` resumes the job's own"
-)
-NO_BEGINNING: Final = (
-    "cannot start from a LoRA file; resume_from_checkpoint starts from another job's checkpoint"
 )
 NO_EFFECT: Final = "has no effect on training"
 BUCKETS: Final = "images are resized and cropped to buckets of similar shape"
@@ -94,7 +92,7 @@ def warm_up(draft: Draft, key: str, value: Any) -> None:
     """Steps of warm-up, which a constant rate has neither there nor here."""
     word = str(draft.get("lr_scheduler") or "constant").strip().lower()
     if not is_off(value) and SCHEDULES.get(word, ("constant", ""))[0] == "constant":
-        draft.unneeded(key, "lr_scheduler: constant has no warm-up there either")
+        draft.unneeded(key, "lr_scheduler: constant has no warm-up in that tool either")
     else:
         draft.take(key, "lr_warmup_steps", value)
 
@@ -129,8 +127,8 @@ def rate(draft: Draft, key: str, value: Any, *, scaled: bool = False, root: bool
         return
     batch = global_batch(draft)
     factor = math.sqrt(batch) if root else batch
-    how = f"times {'the root of ' if root else ''}the global batch of {batch:g}"
-    draft.take(key, "learning_rate", number * factor, f"{how}, as the scaling option does there")
+    how = f"times {'the square root of ' if root else ''}the global batch of {batch:g}"
+    draft.take(key, "learning_rate", number * factor, f"{how}, as that tool's scaling option does")
 
 
 def snr(draft: Draft, key: str, value: Any) -> None:

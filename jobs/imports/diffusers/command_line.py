@@ -29,9 +29,25 @@ _LEFT_OPEN: Final = re.compile(r"\$[\w{(@*]|`")
 _ENDS: Final = frozenset("\n;&|")
 # Switches of accelerate and torchrun; their other flags take a value.
 _SWITCHES: Final = frozenset(
-    {"multi_gpu", "cpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_xla", "debug",
-     "quiet", "tpu", "mps", "ipex", "module", "no_python", "standalone", "use_mps_device", "m"}
-)  # fmt: skip
+    {
+        "multi_gpu",
+        "cpu",
+        "use_fsdp",
+        "use_deepspeed",
+        "use_megatron_lm",
+        "use_xla",
+        "debug",
+        "quiet",
+        "tpu",
+        "mps",
+        "ipex",
+        "module",
+        "no_python",
+        "standalone",
+        "use_mps_device",
+        "m",
+    }
+)
 
 
 @dataclass

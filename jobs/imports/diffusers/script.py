@@ -15,6 +15,7 @@ from jobs.imports.common.draft import (
     needless,
     plain,
     same,
+    unless_off,
     without,
 )
 from jobs.imports.diffusers.command_line import Command, is_open, read_command
@@ -28,10 +29,17 @@ TITLE: Final = "a diffusers script"
 
 # In names of scripts, the longer ones first.
 _FAMILIES: Final = {
-    "flux2": "flux2", "flux": "flux", "sd3": "sd3", "sdxl": "sdxl", "sd_xl": "sdxl",
-    "sana": "sana", "lumina2": "lumina2", "hidream": "hidream", "qwen": "qwen_image",
+    "flux2": "flux2",
+    "flux": "flux",
+    "sd3": "sd3",
+    "sdxl": "sdxl",
+    "sd_xl": "sdxl",
+    "sana": "sana",
+    "lumina2": "lumina2",
+    "hidream": "hidream",
+    "qwen": "qwen_image",
     "z_image": "z_image",
-}  # fmt: skip
+}
 _OTHER_TASKS: Final = re.compile(
     r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter"
     r"|custom_diffusion|(^|_)(control|reflow|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
@@ -40,8 +48,11 @@ _ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
 _ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 _FLUX_LAYERS: Final = [
     *(f"attn.{name}" for name in _ATTENTION + _ADDED),
-    "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
-]  # fmt: skip
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+]
 
 # What the scripts take where a flag is left out, of those that decide what is trained.
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -70,7 +81,7 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     launch.read_environment(draft, command.environment)
     launch.read_flags(draft, "accelerate launch --", command.launch)
     for word in command.strays:
-        draft.unreadable(word, "belongs to no flag")
+        draft.unreadable(word, "does not belong to any flag")
     draft.defaults = _defaults(draft, command)
     several = [key for key, value in draft.theirs.items() if isinstance(value, list)]
     odd = dict.fromkeys(set(several) - set(_TAKE_SEVERAL), _several)
@@ -78,7 +89,7 @@ def read(given: Sequence[str]) -> tuple[str, Draft]:
     draft.apply(_RULES | odd, _PREFIXES, _FIRST)
     if draft.values["model_type"] == "lora":
         draft.values["lora_init"] = "gaussian"
-        draft.assume("init_lora_weights", "as its scripts draw A", lora_init="gaussian")
+        draft.assume("init_lora_weights", "as the script initializes A", lora_init="gaussian")
     _warn(draft)
     return source, draft
 
@@ -191,7 +202,7 @@ def _weighting(draft: Draft, key: str, value: Any) -> None:
         # Its scripts draw among the scheduler's steps, which for SD3 are shifted.
         shifted = models.family_of(draft).name == "sd3"
         plain, moved = ("logit_normal", "shift") if word == "logit_normal" else _UNIFORM
-        how = "with the model scheduler's shift" if shifted else "as drawn there"
+        how = "with the model scheduler's shift" if shifted else "drawn as in the script"
         draft.take(key, "timestep_sampling", moved if shifted else plain, how)
         if word in ("sigma_sqrt", "cosmap"):
             draft.values["loss_weighting"] = word
@@ -205,7 +216,7 @@ def _mean(draft: Draft, key: str, value: Any) -> None:
     if number is None:
         draft.unreadable(key, "not a number")
     else:
-        draft.take(key, "logit_mean", -number or 0.0, "counted from the other end")
+        draft.take(key, "logit_mean", -number or 0.0, "sign inverted: 0 is noise there")
 
 
 def _guidance(draft: Draft, key: str, value: Any) -> None:
@@ -269,10 +280,14 @@ _RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(_FOLDERS, _dataset),
     **dict.fromkeys(_OF_DATASET, _with_dataset),
     "dataset_config_name": without("set dataset to the directory of this config"),
-    **all_of("with_prior_preservation class_data_dir class_prompt",
-             without("class images are not supported; add them as a separate dataset")),
-    **all_of("num_class_images prior_loss_weight prior_generation_precision sample_batch_size",
-             needless("only for prior preservation, which is not supported")),
+    **all_of(
+        "with_prior_preservation class_data_dir class_prompt",
+        without("class images are not supported; add them as a separate dataset"),
+    ),
+    **all_of(
+        "num_class_images prior_loss_weight prior_generation_precision sample_batch_size",
+        needless("only for prior preservation, which is not supported"),
+    ),
     "max_train_samples": without("put the samples into a separate folder"),
     "proportion_empty_prompts": named("caption_dropout_probability"),
     "resolution": same,
@@ -281,9 +296,12 @@ _RULES: Final[dict[str, Rule]] = {
     "aspect_ratio_buckets": needless(training_keys.BUCKETS),
     "max_sequence_length": same,
     # -- training
-    **all_of("train_batch_size max_train_steps gradient_accumulation_steps gradient_checkpointing "
-             "max_grad_norm adam_beta1 adam_beta2 adam_epsilon use_ema checkpointing_steps "
-             "checkpoints_total_limit allow_tf32 logit_std seed validation_steps", same),
+    **all_of(
+        "train_batch_size max_train_steps gradient_accumulation_steps gradient_checkpointing "
+        "max_grad_norm adam_beta1 adam_beta2 adam_epsilon use_ema checkpointing_steps "
+        "checkpoints_total_limit allow_tf32 logit_std seed validation_steps",
+        same,
+    ),
     "num_train_epochs": _epochs,
     "learning_rate": _rate,
     "scale_lr": needless("already applied to learning_rate"),
@@ -299,16 +317,20 @@ _RULES: Final[dict[str, Rule]] = {
     "logit_mean": _mean,
     "mode_scale": needless("only for weighting_scheme: mode"),
     "snr_gamma": training_keys.snr,
-    "precondition_outputs": without("the loss is on the predicted velocity"),
+    "precondition_outputs": without("the loss is computed on the predicted velocity"),
     "prediction_type": needless("set by the model's scheduler_config.json"),
     "noise_offset": without(training_keys.NOISE),
     "timestep_bias_strategy": without("noise levels are drawn uniformly", "none"),
     **all_of("train_text_encoder train_text_encoder_ti", without(training_keys.NO_TEXT_ENCODERS)),
     **all_of("do_fp8_training bnb_quantization_config_path", without(training_keys.QUANTISED)),
-    **all_of("use_dora do_edm_style_training lora_bias complex_human_instruction system_prompt",
-             without(training_keys.NO_METHOD)),
-    **all_of("revision variant pretrained_vae_model_name_or_path",
-             without(training_keys.ONE_DIRECTORY)),
+    **all_of(
+        "do_edm_style_training lora_bias complex_human_instruction system_prompt",
+        without(training_keys.NO_METHOD),
+    ),
+    "use_dora": unless_off("lora_variant", "dora"),
+    **all_of(
+        "revision variant pretrained_vae_model_name_or_path", without(training_keys.ONE_DIRECTORY)
+    ),
     # -- output
     "output_dir": training_keys.job_name,
     "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS, "latest"),
@@ -318,13 +340,15 @@ _RULES: Final[dict[str, Rule]] = {
     **all_of("push_to_hub hub_model_id hub_private_repo", needless(training_keys.NO_UPLOADS)),
     "report_to": needless(training_keys.NO_TRACKERS),
     "logging_dir": needless(training_keys.OWN_DIRECTORIES),
-    **all_of("cache_latents offload cache_dir remote_text_encoder skip_final_inference "
-             "text_encoder_lr adam_weight_decay_text_encoder dataloader_num_workers local_rank "
-             "upcast_before_saving enable_xformers_memory_efficient_attention set_grads_to_none "
-             "image_interpolation_mode enable_npu_flash_attention debug_loss log_validation "
-             "vae_encode_mode save_model_card foreach_ema",
-             needless(training_keys.NO_EFFECT)),
-}  # fmt: skip
+    **all_of(
+        "cache_latents offload cache_dir remote_text_encoder skip_final_inference "
+        "text_encoder_lr adam_weight_decay_text_encoder dataloader_num_workers local_rank "
+        "upcast_before_saving enable_xformers_memory_efficient_attention set_grads_to_none "
+        "image_interpolation_mode enable_npu_flash_attention debug_loss log_validation "
+        "vae_encode_mode save_model_card foreach_ema",
+        needless(training_keys.NO_EFFECT),
+    ),
+}
 
 _PREFIXES: Final[dict[str, Rule]] = {
     "prodigy_": needless("prodigy has bias correction and safeguard_warmup on"),

@@ -13,6 +13,7 @@ from jobs.imports.common.draft import (
     named,
     needless,
     same,
+    unless_off,
     without,
 )
 from jobs.imports.common.places import parse
@@ -98,7 +99,8 @@ _MODEL: Final[dict[str, Rule]] = {
         "adapters are initialized as in peft; others: default, gaussian",
     ),
     "peft_lora_mode": without(training_keys.NO_METHOD, "standard"),
-    "init_lora": without(training_keys.NO_BEGINNING),
+    "init_lora": same,
+    "use_dora": unless_off("lora_variant", "dora"),
     "controlnet": without("ControlNets are not supported"),
     "control": without("models with control images are not supported"),
     "prediction_type": needless("set by the model's scheduler_config.json"),
@@ -169,7 +171,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     "t5_padding": without("as in the stock pipeline", "unmodified"),
     "layer_freeze_strategy": without("all layers of the denoiser are trained", "none"),
     **all_of(
-        "distillation_method refiner_training use_dora use_soft_min_snr slider_lora_target "
+        "distillation_method refiner_training use_soft_min_snr slider_lora_target "
         "tread_config fuse_qkv_projections diff2flow_enabled diff2flow_loss ltx_train_mode "
         "hidream_use_load_balancing_loss scheduled_sampling_max_step_offset flow_matching_loss "
         "singlora_ramp_up_steps sdxl_refiner_uses_full_range sana_complex_human_instruction "
@@ -298,6 +300,13 @@ _PREFIXES: Final[dict[str, Rule]] = {
 }
 
 _FIRST: Final = (
-    "model_family", "model_flavour", "pretrained_model_name_or_path", "gpu_ids", "max_train_steps",
-    "train_batch_size", "gradient_accumulation_steps", "num_processes", "data_backend_config",
-)  # fmt: skip
+    "model_family",
+    "model_flavour",
+    "pretrained_model_name_or_path",
+    "gpu_ids",
+    "max_train_steps",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "num_processes",
+    "data_backend_config",
+)

@@ -34,9 +34,16 @@ _METADATA: Final = (
 _DELETING: Final = without("files are never deleted; the report lists unusable ones")
 # Keys of the configuration that datasets have where they say nothing else.
 _INHERITED: Final = (
-    "resolution", "resolution_type", "caption_strategy", "instance_prompt", "crop", "crop_style",
-    "prepend_instance_prompt", "only_instance_prompt", "minimum_image_size",
-)  # fmt: skip
+    "resolution",
+    "resolution_type",
+    "caption_strategy",
+    "instance_prompt",
+    "crop",
+    "crop_style",
+    "prepend_instance_prompt",
+    "only_instance_prompt",
+    "minimum_image_size",
+)
 
 
 def read_backends(draft: Draft, key: str, value: Any) -> None:
@@ -48,7 +55,7 @@ def read_backends(draft: Draft, key: str, value: Any) -> None:
         draft.unreadable(key, str(error))
         return
     if path is None or not isinstance(backends, list):
-        why = "no such file here" if path is None else "not a list of datasets"
+        why = "no such file" if path is None else "not a list of datasets"
         draft.unreadable(key, f"{why}; set dataset or datasets")
         return
     draft.record(Kind.TAKEN, key, why="its datasets follow")
@@ -145,9 +152,9 @@ def _captions(part: Draft, key: str, value: Any) -> None:
         part.unsupported(key, _METADATA)
     else:
         part.unsupported(
-            key, "captions cannot be made from file names; write .txt "
-            "files",
-        )  # fmt: skip
+            key,
+            "captions cannot be made from file names; write .txt files",
+        )
 
 
 def _is_metadata(part: Draft) -> bool:

@@ -33,10 +33,17 @@ _FLAVOURS: Final = {
 
 # What it takes where no flavour is named; some of its defaults are no models that are here.
 _USUAL: Final = {
-    "auraflow": "v0.3", "chroma": "base", "flux": "dev", "flux2": "klein-9b", "hidream": "dev",
-    "qwen_image": "v1.0", "sd3": "medium", "sdxl": "base-1.0", "wan": "t2v-480p-1.3b-2.1",
+    "auraflow": "v0.3",
+    "chroma": "base",
+    "flux": "dev",
+    "flux2": "klein-9b",
+    "hidream": "dev",
+    "qwen_image": "v1.0",
+    "sd3": "medium",
+    "sdxl": "base-1.0",
+    "wan": "t2v-480p-1.3b-2.1",
     "z_image": "turbo",
-}  # fmt: skip
+}
 
 _ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
 _ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
@@ -116,7 +123,7 @@ def target(draft: Draft, key: str, value: Any) -> None:
     else:
         flux = draft.values.get("model_family", "flux") == "flux"
         targets = modules if flux else _ATTENTION
-        draft.take(key, "lora_target_modules", targets, "attention layers only, as there")
+        draft.take(key, "lora_target_modules", targets, "attention layers only, as in SimpleTuner")
 
 
 def steps(draft: Draft, key: str, value: Any) -> None:
@@ -136,9 +143,12 @@ def epochs(draft: Draft, key: str, value: Any) -> None:
 
 def rate(draft: Draft, key: str, value: Any) -> None:
     training_keys.rate(
-        draft, key, value, scaled=draft.on("lr_scale") or draft.on("lr_scale_sqrt"),
+        draft,
+        key,
+        value,
+        scaled=draft.on("lr_scale") or draft.on("lr_scale_sqrt"),
         root=draft.on("lr_scale_sqrt"),
-    )  # fmt: skip
+    )
 
 
 def clip(draft: Draft, key: str, value: Any) -> None:

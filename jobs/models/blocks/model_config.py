@@ -58,9 +58,13 @@ class Target:
     def key(self, schema: int) -> str:
         """Names what would be found: other values or other libraries may have other blocks."""
         facts = [
-            schema, self.model_family, self.model_flavour, self.name, self.config,
+            schema,
+            self.model_family,
+            self.model_flavour,
+            self.name,
+            self.config,
             *map(_version, ("diffusers", "transformers")),
-        ]  # fmt: skip
+        ]
         text = json.dumps(facts, sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 

@@ -45,7 +45,7 @@ class Wait:
     def __str__(self) -> str:
         """In words that go on after a semicolon."""
         if not self.late:
-            return f"all ranks are in the same {self.collective}, which does not end"
+            return f"all ranks are in the same {self.collective}, which never finishes"
         many = len(self.waiting) > 1
         return (
             f"{_ranks(self.late)} never reached the {self.collective} that "

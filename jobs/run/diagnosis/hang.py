@@ -118,7 +118,7 @@ def find_hang(ranks: Sequence[Stillness], timeout: float) -> Hang | None:
     statuses = [rank.status for rank in ranks]
     silent = [rank.status for rank in ranks if rank.silent > min(_SILENT, timeout)]
     if silent:
-        return Hang(still, _ranks(silent), _words(silent, "gave no sign of life", still))
+        return Hang(still, _ranks(silent), _words(silent, "sent no heartbeat", still))
     furthest = max(status.step for status in statuses)
     behind = [s for s in statuses if s.step < furthest]
     if not behind:
@@ -129,8 +129,8 @@ def find_hang(ranks: Sequence[Stillness], timeout: float) -> Hang | None:
         if others and first.still - others[0].still > timeout / 2:
             behind = [first.status]
     if behind:
-        return Hang(still, _ranks(behind), _words(behind, "stood still", still))
-    return Hang(still, (), f"all ranks stood still for {still:.0f} s {_where(statuses[0])}")
+        return Hang(still, _ranks(behind), _words(behind, "made no progress", still))
+    return Hang(still, (), f"no rank made progress for {still:.0f} s {_where(statuses[0])}")
 
 
 def _ranks(statuses: Sequence[RankStatus]) -> tuple[int, ...]:

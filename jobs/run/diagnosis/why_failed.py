@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 300
 _PARTS: Final = {
-    "forward": "the forward pass", "backward": "the backward pass", "step": "the optimizer update",
-}  # fmt: skip
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "step": "the optimizer update",
+}
 # What libraries say; CUDA's ask for memory beside torch's allocator.
 _SAID: Final = {
     Cause.GPU_MEMORY: re.compile(
@@ -84,12 +86,12 @@ def _launchers_end(run_dir: RunDir, exit_code: int | None) -> Failure:
         what, killed = f"the launcher was killed by {signal_name(-exit_code)}", -signal.SIGKILL
         return Failure(what, Cause.KILLED if exit_code == killed else Cause.OTHER)
     if number := launcher_signal(run_dir):
-        return Failure(f"somebody sent {number} to the launcher, which ended the ranks")
+        return Failure(f"someone sent {number} to the launcher, which ended the ranks")
     if exit_code == 0:
         return Failure("the ranks exited without a reason; see logs/launcher.log")
     lines = read_tail(run_dir.launcher_log).splitlines()
     if lines and lines[-1].strip() == "KeyboardInterrupt":
-        return Failure("somebody sent SIGINT to the launcher while it started")
+        return Failure("someone sent SIGINT to the launcher while it started")
     last = next((line for line in reversed(lines) if line.strip()), "")
     what = f"the launcher failed: {_shorten(last) or f'exit status {exit_code}'}"
     return Failure(what, _cause_said(last))

@@ -49,7 +49,7 @@ _NAMES = (
     "wan",
     "ltxvideo",
     "hunyuanvideo",
-)  # fmt: skip
+)
 
 FAMILIES: dict[str, Family] = {
     name: import_module(f"jobs.spec.families.{name}").FAMILY for name in _NAMES

@@ -23,6 +23,7 @@ class Flavour:
         note: What tells it from the others, in a few words.
         guidance: How `validation_guidance` works, where that is otherwise than in its family.
         latent_step: The family's, where it is another.
+        undistilled: The flavour that it was distilled from, to few steps.
         marks: Entries of its model_index.json that tell it from the others; what is not there is
             false.
     """
@@ -33,6 +34,7 @@ class Flavour:
     note: str = ""
     guidance: Guidance | None = None
     latent_step: int | None = None
+    undistilled: str | None = None
     marks: Mapping[str, Any] = field(default_factory=dict)
 
 

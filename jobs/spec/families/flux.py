@@ -17,6 +17,7 @@ FAMILY = Family(
                 "validation_num_inference_steps": 4,
                 "validation_guidance": 0.0,
             },
+            undistilled="dev",
             note="4 steps, takes no guidance",
         ),
         "krea": Flavour("black-forest-labs/FLUX.1-Krea-dev", note="guidance-distilled"),

@@ -35,6 +35,7 @@ FAMILY = Family(
         "klein-4b": Flavour(
             "black-forest-labs/FLUX.2-klein-4B",
             defaults=_DISTILLED,
+            undistilled="klein-base-4b",
             note="4 steps, takes no guidance",
             guidance="none",
             marks=_KLEIN | {"is_distilled": True},
@@ -42,6 +43,7 @@ FAMILY = Family(
         "klein-9b": Flavour(
             "black-forest-labs/FLUX.2-klein-9B",
             defaults=_DISTILLED,
+            undistilled="klein-base-9b",
             note="4 steps, takes no guidance",
             guidance="none",
             marks=_KLEIN | {"is_distilled": True},

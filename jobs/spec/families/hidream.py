@@ -15,11 +15,13 @@ FAMILY = Family(
         "dev": Flavour(
             "HiDream-ai/HiDream-I1-Dev",
             defaults={"validation_num_inference_steps": 28, **_DISTILLED},
+            undistilled="full",
             note="28 steps without guidance",
         ),
         "fast": Flavour(
             "HiDream-ai/HiDream-I1-Fast",
             defaults={"validation_num_inference_steps": 16, **_DISTILLED},
+            undistilled="full",
             note="16 steps without guidance",
         ),
     },

@@ -24,11 +24,13 @@ FAMILY = Family(
         "13b-0.9.7-distilled": Flavour(
             "Lightricks/LTX-Video-0.9.7-distilled",
             defaults=_DISTILLED,
+            undistilled="13b-0.9.7-dev",
             note="8 steps, takes no guidance",
         ),
         "13b-0.9.8-distilled": Flavour(
             "Lightricks/LTX-Video-0.9.8-13B-distilled",
             defaults=_DISTILLED,
+            undistilled="13b-0.9.7-dev",
             note="8 steps, takes no guidance",
         ),
     },

@@ -18,6 +18,7 @@ FAMILY = Family(
         "3.5-large-turbo": Flavour(
             "stabilityai/stable-diffusion-3.5-large-turbo",
             defaults={"validation_num_inference_steps": 4, "validation_guidance": 0.0},
+            undistilled="3.5-large",
             note="4 steps without guidance",
         ),
         "3-medium": Flavour(

@@ -13,6 +13,7 @@ FAMILY = Family(
         "turbo": Flavour(
             "Tongyi-MAI/Z-Image-Turbo",
             defaults={"validation_num_inference_steps": 9, "validation_guidance": 0.0},
+            undistilled="base",
             note="9 steps without guidance",
         ),
     },

@@ -26,19 +26,40 @@ KEY: Final = "accelerate_config"
 _RANKS: Final[tuple[str, ...]] = ("gpus", "num_processes", "device")
 # Keys of a job that accelerate's files have too, under the same name.
 SAME: Final = (
-    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port",
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
     "mixed_precision",
-)  # fmt: skip
+)
 # What has no key here, and is handed on.
 REST: Final = (
-    "debug", "downcast_bf16", "enable_cpu_affinity", "main_training_function", "rdzv_backend",
-    "same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone",
-    "command_file", "commands", "dynamo_config",
-)  # fmt: skip
+    "debug",
+    "downcast_bf16",
+    "enable_cpu_affinity",
+    "main_training_function",
+    "rdzv_backend",
+    "same_network",
+    "tpu_env",
+    "tpu_name",
+    "tpu_use_cluster",
+    "tpu_use_sudo",
+    "tpu_vm",
+    "tpu_zone",
+    "command_file",
+    "commands",
+    "dynamo_config",
+)
 READ: Final = (
-    "compute_environment", "distributed_type", "use_cpu", "gpu_ids", "fsdp_config",
-    "parallelism_config", "dynamo_backend",
-)  # fmt: skip
+    "compute_environment",
+    "distributed_type",
+    "use_cpu",
+    "gpu_ids",
+    "fsdp_config",
+    "parallelism_config",
+    "dynamo_backend",
+)
 FOREIGN: Final = {
     "deepspeed_config": "DeepSpeed is not supported; use strategy: fsdp2",
     "megatron_lm_config": "Megatron-LM is not supported; use strategy: fsdp2",

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 _BARE: Final = re.compile(r"[\w./@:+-]+")  # entries of a list that need no quotes
 _WORDS: Final = "accelerate_extra_args"
 _PROMPTS: Final = "validation_prompts"
-_MAPPINGS: Final = ("accelerate_config", "deepspeed_config")
+_MAPPINGS: Final = (
+    "accelerate_config",
+    "deepspeed_config",
+    "lora_rank_pattern",
+    "lora_alpha_pattern",
+)
 
 
 def parse_flags(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

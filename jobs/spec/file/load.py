@@ -31,9 +31,14 @@ _MOST_TOLD: Final = 10  # unknown keys
 _LONGEST_KEY: Final = 60  # characters of one
 _HALF: Final = re.compile("[\ud800-\udfff]")
 _PATHS: Final = (
-    "pretrained_model_name_or_path", "dataset", "path", "cache_dir", "resume_from_checkpoint",
+    "pretrained_model_name_or_path",
+    "dataset",
+    "path",
+    "cache_dir",
+    "resume_from_checkpoint",
     "accelerate_config",
-)  # fmt: skip
+    "init_lora",
+)
 
 
 def load_spec(
@@ -159,8 +164,8 @@ def _with_accelerate(
 
 def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
     update: dict[str, Any] = {}
-    for key in ("pretrained_model_name_or_path", "dataset"):
-        if path := _absolute(getattr(spec, key), roots):
+    for key in ("pretrained_model_name_or_path", "dataset", "init_lora"):
+        if path := _absolute(getattr(spec, key) or "", roots):
             update[key] = path
     if spec.datasets:
         update["datasets"] = [

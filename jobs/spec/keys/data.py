@@ -25,67 +25,76 @@ class DataKeys(BaseModel):
 
     # -- pictures and videos ---------------------------------------------------------------
     datasets: Annotated[list[Dataset] | None, BeforeValidator(read_datasets)] = field(
-        None, "data",
+        None,
+        "data",
         "Several datasets instead of one: a list of paths, or of mappings with path, repeats or "
         "weight, trigger_word, caption_column, image_column, split.",
-    )  # fmt: skip
+    )
     max_upscale: float = field(
         2.0, "data", "Skip images that would have to be upscaled more than this.", ge=1
     )
     crop: Annotated[Crop, choice(Crop)] = field(
-        "center", "data", "Where an image is cropped to the shape of its bucket."
+        "center", "data", "Part of an image to keep when it is cropped to its bucket."
     )
     crop_variants: int = field(
-        4, "data", "Crops of each image that are cached with crop: random.", ge=1, le=64
+        4, "data", "Number of crops cached per image with crop: random.", ge=1, le=64
     )
     random_flip: Bool = field(
         False, "data", "Mirror half of the samples; both versions are cached."
     )
     num_frames: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, "data", "Frames per video sample (default: the video's length, up to 81).",
-        ge=1, le=4096,
-    )  # fmt: skip
+        None,
+        "data",
+        "Frames per video sample (default: the video's length, up to 81).",
+        ge=1,
+        le=4096,
+    )
     fps: float = field(16.0, "data", "Frame rate at which videos are read.", gt=0, le=240)
 
     # -- captions --------------------------------------------------------------------------
     caption_lines: Annotated[CaptionLines, choice(CaptionLines)] = field(
-        "joined", "data",
+        "joined",
+        "data",
         "joined: all lines of a caption file form one caption; variants: each line is a separate "
         "caption, used in turn.",
-    )  # fmt: skip
+    )
     missing_captions: Annotated[MissingCaptions, choice(MissingCaptions)] = field(
         "skip", "data", "Images without a caption: skip them, or train with an empty caption."
     )
     trigger_word: OptionalText = field(
-        None, "data",
+        None,
+        "data",
         "Replaces [trigger] in captions and prompts; prepended to captions without it.",
-    )  # fmt: skip
+    )
     shuffle_captions: Bool = field(
-        False, "data", "Also train with the comma-separated parts in other orders."
+        False, "data", "Also train with the comma-separated parts of captions shuffled."
     )
     caption_shuffles: int = field(
-        4, "data", "Orders of each caption to encode, including the original.", ge=2, le=64
+        4, "data", "Number of orders to encode per caption, including the original.", ge=2, le=64
     )
     keep_tags: int = field(
-        0, "data", "Number of leading parts of a caption that stay in place.", ge=0
+        0, "data", "Number of leading caption parts that are never shuffled.", ge=0
     )
 
     # -- text encoders and caches ----------------------------------------------------------
     cache_text_embeddings: OptionalBool = field(
-        None, "data",
+        None,
+        "data",
         "Cache encoded captions on disk. On by default; always on with several ranks or unloaded "
         "encoders.",
-    )  # fmt: skip
+    )
     unload_text_encoder: OptionalBool = field(
-        None, "data",
+        None,
+        "data",
         "Encode every caption before training, then free the text encoders. On by default; always "
         "on with several ranks.",
-    )  # fmt: skip
+    )
     shard_text_encoders: OptionalBool = field(
-        None, "data",
+        None,
+        "data",
         "Shard the text encoders over the ranks while captions are encoded (default: only if they "
         "do not fit on one GPU).",
-    )  # fmt: skip
+    )
     cache_dir: OptionalText = field(
         None,
         "data",

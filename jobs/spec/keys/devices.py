@@ -28,7 +28,7 @@ class DeviceKeys(BaseModel):
         "auto", "devices", "auto: GPUs if there are any, else CPU ranks over gloo."
     )
     gpus: Annotated[int | list[int | str] | None, BeforeValidator(read_gpus)] = field(
-        None, "devices", "GPUs by index or UUID, or a count of any free ones."
+        None, "devices", "GPUs by index or UUID, or the number of free GPUs to use."
     )
     share_gpus: Bool = field(
         False, "devices", "Also use GPUs on which other processes hold memory."
@@ -43,10 +43,13 @@ class DeviceKeys(BaseModel):
         "auto", "devices", "How ranks share the work; auto logs its choice and the reason."
     )
     dp_replicate_size: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, "devices",
+        None,
+        "devices",
         "hsdp: number of replicas of the sharded model; each is sharded over num_processes / "
-        "dp_replicate_size ranks.", ge=1, le=4096,
-    )  # fmt: skip
+        "dp_replicate_size ranks.",
+        ge=1,
+        le=4096,
+    )
     context_parallel_size: int = field(
         1, "devices", "Ranks that split one sample's tokens; needs FSDP2 and GPUs.", ge=1, le=4096
     )
@@ -54,15 +57,16 @@ class DeviceKeys(BaseModel):
         ContextParallelStrategy, choice(ContextParallelStrategy)
     ] = field("allgather", "devices", "allgather: ring attention; alltoall: Ulysses, by heads.")
     deepspeed_config: OptionalSettings = field(
-        None, "devices", "Not supported; accepted so that configs of other tools can be read."
+        None, "devices", "Not supported; accepted so that other tools' configs can be read."
     )
 
     # -- accelerate launch -----------------------------------------------------------------
     accelerate_config: OptionalSettings = field(
-        None, "devices",
+        None,
+        "devices",
         "A file from `accelerate config`: supplies settings that the job does not set; settings "
         "without a job key are stored here and passed to the launch.",
-    )  # fmt: skip
+    )
     accelerate_extra_args: OptionalWords = field(
         None, "devices", "Extra flags for `accelerate launch`, such as --debug."
     )

@@ -35,11 +35,13 @@ class ExportKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     export_formats: Annotated[list[ExportFormat] | None, BeforeValidator(read_formats)] = field(
-        None, "export",
+        None,
+        "export",
         "Key names of an exported LoRA: diffusers, kohya (for its scripts, mostly ComfyUI too), "
         "comfyui, or several (default: all that the family has).",
-    )  # fmt: skip
+    )
     export_dtype: Annotated[ExportDtype, BeforeValidator(read_dtype)] = field(
-        "auto", "export",
+        "auto",
+        "export",
         "Precision of exports; auto: the base model's for a full model, fp32 for a LoRA.",
-    )  # fmt: skip
+    )

@@ -31,10 +31,11 @@ class FsdpKeys(BaseModel):
         2, "fsdp", "FSDP version; 1 is deprecated and runs as 2.", ge=1, le=2
     )
     fsdp_reshard_after_forward: Annotated[bool | int, BeforeValidator(read_reshard)] = field(
-        True, "fsdp",
+        True,
+        "fsdp",
         "Free gathered weights after forward: least memory, one more all-gather. A number "
         "reshards them to that many ranks, a divisor of the sharding ranks.",
-    )  # fmt: skip
+    )
     fsdp_cpu_offload: Bool = field(
         False, "fsdp", "Keep shards, gradients and optimizer state in host memory; slow."
     )
@@ -55,12 +56,13 @@ class FsdpKeys(BaseModel):
         True, "fsdp", "Always on with FSDP2: limit how many units are gathered ahead."
     )
     fsdp_auto_wrap_policy: Annotated[str, BeforeValidator(read_wrap_policy)] = field(
-        "TRANSFORMER_BASED_WRAP", "fsdp",
+        "TRANSFORMER_BASED_WRAP",
+        "fsdp",
         "Which modules become their own FSDP unit: given classes, large ones, or none; or an "
         "installed callable pkg.mod.name of (module, recurse, nonwrapped_numel), imported by the "
         "ranks, and by submit too if FSDP_TUI_WRAP_POLICIES names its module.",
         words=get_args(WrapPolicy),
-    )  # fmt: skip
+    )
     fsdp_min_num_params: int = field(
         10_000_000, "fsdp", "Smallest unit of SIZE_BASED_WRAP, in parameters.", ge=1
     )

@@ -13,9 +13,13 @@ class JobKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     name: str = field(
-        "job", "job", "Short name of the job; part of its run directory.",
-        min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-    )  # fmt: skip
+        "job",
+        "job",
+        "Short name of the job; part of its run directory.",
+        min_length=1,
+        max_length=64,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+    )
     model_type: Annotated[ModelType, choice(ModelType)] = field(
         "lora", "job", "What to train: a LoRA adapter, or all weights of the denoiser."
     )
@@ -27,7 +31,8 @@ class JobKeys(BaseModel):
         "", "job", "Diffusers model directory, or a hub id in the local cache."
     )
     dataset: str = field(
-        "", "job",
+        "",
+        "job",
         "Folder of images, each with a .txt caption of the same name or a row in metadata.jsonl "
         "or .csv; or a directory of the `datasets` library.",
-    )  # fmt: skip
+    )

@@ -7,7 +7,17 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator
 
 from jobs.spec.values.spellings import as_none
-from jobs.spec.values.value_types import Bool, LoraInit, OptionalTextList, Placement, choice, field
+from jobs.spec.values.value_types import (
+    Bool,
+    LoraInit,
+    LoraVariant,
+    OptionalNumbers,
+    OptionalText,
+    OptionalTextList,
+    Placement,
+    choice,
+    field,
+)
 
 
 class LoraKeys(BaseModel):
@@ -15,22 +25,57 @@ class LoraKeys(BaseModel):
 
     lora_rank: int = field(16, "lora", "Rank of the adapter.", ge=1, le=4096)
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None, "lora", "Alpha, the numerator of the scale (default: the rank).", gt=0
+        None, "lora", "LoRA alpha; the scale is alpha / rank (default: the rank).", gt=0
     )
-    lora_dropout: float = field(0.0, "lora", "Dropout before the adapter.", ge=0, lt=1)
+    lora_variant: Annotated[LoraVariant, choice(LoraVariant)] = field(
+        "lora",
+        "lora",
+        "lora; rslora, which divides alpha by the root of the rank; or dora, which also trains the "
+        "length of each row of the weights.",
+    )
+    lora_rank_pattern: OptionalNumbers = field(
+        None,
+        "lora",
+        "Ranks of single layers: suffixes or regular expressions of module names, each with its "
+        "rank.",
+    )
+    lora_alpha_pattern: OptionalNumbers = field(
+        None,
+        "lora",
+        "Alphas of single layers, like lora_rank_pattern (default: lora_alpha; where that is not "
+        "set, the layer's rank).",
+    )
+    lora_dropout: float = field(0.0, "lora", "Dropout on the adapter's input.", ge=0, lt=1)
     lora_init: Annotated[LoraInit, choice(LoraInit)] = field(
-        "kaiming", "lora",
-        "How A is drawn, as peft calls it: kaiming, uniform and its own default; or gaussian with "
-        "deviation 1 / rank, as diffusers' scripts have it. B is zero.",
-    )  # fmt: skip
+        "kaiming",
+        "lora",
+        "How matrix A is initialized: kaiming (peft's default) or gaussian (standard deviation "
+        "1 / rank, as in diffusers' scripts). B starts at zero.",
+    )
     lora_placement: Annotated[Placement, choice(Placement)] = field(
-        "replicated", "lora",
+        "replicated",
+        "lora",
         "replicated: a full copy on every rank, gradients averaged in one bucket; sharded: split "
         "like the base weights.",
-    )  # fmt: skip
+    )
     lora_experts: Bool = field(
-        False, "lora", "Also adapt the experts that tokens are routed to, where a family has them."
+        False, "lora", "Also adapt the routed experts of mixture-of-experts families."
     )
     lora_target_modules: OptionalTextList = field(
-        None, "lora", "Suffixes of module names that get an adapter (default: the family's)."
+        None,
+        "lora",
+        "Suffixes of module names that get an adapter (default: the family's). What contains one "
+        "of * + ? | ( [ is a regular expression of the whole name.",
+    )
+    lora_exclude_modules: OptionalTextList = field(
+        None,
+        "lora",
+        "Suffixes or regular expressions of module names that get no adapter, though "
+        "lora_target_modules or the family names them.",
+    )
+    init_lora: OptionalText = field(
+        None,
+        "lora",
+        "A LoRA to begin from: a .safetensors file with the key names of diffusers, ComfyUI or "
+        "kohya's scripts, or a job's export directory. It must fit the job's layers and ranks.",
     )

@@ -31,9 +31,12 @@ class TrainingKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
     resolution: int = field(
-        1024, "training", "Images are resized to about this many pixels squared, in buckets of "
-        "similar aspect ratio.", ge=16, le=8192,
-    )  # fmt: skip
+        1024,
+        "training",
+        "Images are resized to about this many pixels squared, in buckets of similar aspect ratio.",
+        ge=16,
+        le=8192,
+    )
     train_batch_size: int = field(1, "training", "Samples per rank in one forward.", ge=1)
     gradient_accumulation_steps: int = field(1, "training", "Forwards per optimizer step.", ge=1)
     max_train_steps: int = field(
@@ -41,10 +44,10 @@ class TrainingKeys(BaseModel):
     )
     learning_rate: float = field(1e-4, "training", "Peak learning rate.", gt=0, le=10)
     optimizer: Annotated[Optimizer, choice(Optimizer)] = field(
-        "adamw", "training",
-        "Optimizer; adamw_8bit, prodigy and lion need the extra "
-        "`fsdp-tui[optimizers]`.",
-    )  # fmt: skip
+        "adamw",
+        "training",
+        "Optimizer; adamw_8bit, prodigy and lion need the extra `fsdp-tui[optimizers]`.",
+    )
     adam_beta1: float = field(0.9, "training", "Beta 1 of adamw, adamw_8bit, prodigy.", ge=0, lt=1)
     adam_beta2: float = field(
         0.999, "training", "Beta 2 of adamw, adamw_8bit, prodigy.", ge=0, lt=1
@@ -56,13 +59,13 @@ class TrainingKeys(BaseModel):
     )
     lr_warmup_steps: int = field(0, "training", "Steps of linear warm-up.", ge=0)
     lr_end: float = field(
-        0.0, "training", "Learning rate that schedules other than constant end at.", ge=0, le=10
+        0.0, "training", "Final learning rate; not for constant schedules.", ge=0, le=10
     )
     lr_num_cycles: int = field(
-        1, "training", "Half waves of cosine_with_restarts, each from the peak.", ge=1, le=1000
+        1, "training", "Cycles of cosine_with_restarts; each starts at the peak.", ge=1, le=1000
     )
     lr_power: float = field(
-        1.0, "training", "Power of polynomial: 1 is linear, 2 falls faster first.", gt=0, le=100
+        1.0, "training", "Power of polynomial: 1 is linear; 2 decays faster at first.", gt=0, le=100
     )
     max_grad_norm: float = field(
         1.0, "training", "Clip the global gradient norm to this; 0 turns clipping off.", ge=0
@@ -74,14 +77,17 @@ class TrainingKeys(BaseModel):
         False, "training", "Recompute activations in backward: less memory, about 30% slower."
     )
     gradient_checkpointing_policy: Annotated[CheckpointPolicy, choice(CheckpointPolicy)] = field(
-        "full", "training",
+        "full",
+        "training",
         "full: recompute whole blocks; selective: keep results of matrix products and attention, "
         "recompute the rest.",
-    )  # fmt: skip
+    )
     gradient_checkpointing_interval: int = field(
-        1, "training", "Recompute only every n-th block; 1: all blocks. Larger: faster, more "
-        "memory.", ge=1,
-    )  # fmt: skip
+        1,
+        "training",
+        "Recompute only every n-th block; 1: all blocks. Larger: faster, more memory.",
+        ge=1,
+    )
     torch_compile: Bool = field(
         False, "training", "Compile each repeated block: slow first steps, then faster ones."
     )
@@ -89,10 +95,11 @@ class TrainingKeys(BaseModel):
         "inductor", "training", "Backend of torch.compile.", min_length=1
     )
     attention_backend: Annotated[AttentionBackend, BeforeValidator(read_attention)] = field(
-        "auto", "training",
+        "auto",
+        "training",
         "Attention kernel; auto lets torch choose. flash3: FlashAttention 3 for Hopper GPUs, if "
         "its package is installed.",
-    )  # fmt: skip
+    )
     allow_tf32: Bool = field(
         True, "training", "Use TF32 for fp32 matrix products on GPUs (mixed_precision: no)."
     )
@@ -100,37 +107,43 @@ class TrainingKeys(BaseModel):
         False, "training", "Use only deterministic kernels; slower on GPUs."
     )
     on_nonfinite: Annotated[NonFinite, choice(NonFinite)] = field(
-        "fail", "training",
-        "If a loss or gradient is not finite on any rank. fail: end the job; skip: skip the step "
-        "on all ranks (20 in a row end the job).",
-    )  # fmt: skip
+        "fail",
+        "training",
+        "What to do if a loss or gradient is not finite on any rank. fail: end the job; skip: skip "
+        "the step on all ranks (20 in a row end the job).",
+    )
     seed: int = field(42, "training", "Random seed.", ge=0, le=2**31 - 1)
     timestep_sampling: Annotated[TimestepSampling, choice(TimestepSampling)] = field(
-        "logit_normal", "training",
+        "logit_normal",
+        "training",
         "How sigma is drawn: uniform, logit_normal, either of them shifted (uniform_shift, shift), "
-        "or mode, which draws the middle more or less often. Families whose samplers shift have "
-        "shift as default.",
-    )  # fmt: skip
+        "or mode, which favors mid-range values. Families whose sampler shifts sigma default to "
+        "shift.",
+    )
     logit_mean: float = field(0.0, "training", "Mean of the logit-normal sigma.")
-    logit_std: float = field(1.0, "training", "Standard deviation of the logit-normal.", gt=0)
+    logit_std: float = field(1.0, "training", "Standard deviation of the logit-normal sigma.", gt=0)
     mode_scale: float = field(
-        1.29, "training", "How much more often mode draws the middle; below 0 less often.",
-        ge=-1, le=1.75,
-    )  # fmt: skip
+        1.29,
+        "training",
+        "Strength of mode: above 0 favors mid-range sigmas, below 0 avoids them.",
+        ge=-1,
+        le=1.75,
+    )
     flow_shift: Annotated[float | None, BeforeValidator(as_none)] = field(
         None, "training", "Shift of sigma (default: the family's, by resolution).", gt=0
     )
     sigma_min: float = field(
-        0.0, "training", "Lowest sigma that is trained; 0 is data.", ge=0, lt=1
+        0.0, "training", "Lowest sigma to train on; 0 is clean data.", ge=0, lt=1
     )
     sigma_max: float = field(
-        1.0, "training", "Highest sigma that is trained; 1 is noise.", gt=0, le=1
+        1.0, "training", "Highest sigma to train on; 1 is pure noise.", gt=0, le=1
     )
     loss_weighting: Annotated[LossWeighting, choice(LossWeighting)] = field(
-        "none", "training",
+        "none",
+        "training",
         "Weight of the loss by sigma: weighted is ai-toolkit's curve, which is highest near 0.9; "
         "sigma_sqrt and cosmap are diffusers'.",
-    )  # fmt: skip
+    )
     loss_type: Annotated[Loss, BeforeValidator(read_loss)] = field(
         "mse", "training", "Loss function."
     )
@@ -144,10 +157,11 @@ class TrainingKeys(BaseModel):
         None, "training", "Min-SNR gamma for epsilon and v-prediction models; usually 5.", gt=0
     )
     size_conditioning: Annotated[SizeConditioning, choice(SizeConditioning)] = field(
-        "original", "training",
+        "original",
+        "training",
         "Size conditioning of SDXL. original: each image's own size and crop, as SDXL was "
         "trained; target: the bucket's size, no crop.",
-    )  # fmt: skip
+    )
     caption_dropout_probability: float = field(
         0.0, "training", "Fraction of samples trained with an empty caption.", ge=0, le=1
     )

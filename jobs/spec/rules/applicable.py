@@ -124,13 +124,13 @@ def _not_told(spec: JobSpec) -> str:
 def _no_experts(spec: JobSpec) -> str:
     family = _family(spec)
     if spec.lora_target_modules:
-        return "lora_target_modules names what is adapted"
+        return "lora_target_modules decides what is adapted"
     return "" if family is None or family.experts else f"{family.title} has none"
 
 
 def _no_end(spec: JobSpec) -> str:
     constant = spec.lr_scheduler in ("constant", "constant_with_warmup")
-    return f"lr_scheduler: {spec.lr_scheduler} does not fall" if constant else ""
+    return f"lr_scheduler: {spec.lr_scheduler} does not decay" if constant else ""
 
 
 def _no_restarts(spec: JobSpec) -> str:
@@ -261,7 +261,18 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("main_process_port", "shard_text_encoders"), _alone),
     (("deepspeed_config",), _no_deepspeed),
     (
-        ("lora_rank", "lora_alpha", "lora_dropout", "lora_init", "lora_target_modules"),
+        (
+            "lora_rank",
+            "lora_alpha",
+            "lora_variant",
+            "lora_rank_pattern",
+            "lora_alpha_pattern",
+            "lora_dropout",
+            "lora_init",
+            "lora_target_modules",
+            "lora_exclude_modules",
+            "init_lora",
+        ),
         _no_adapter,
     ),
     (("lora_experts",), lambda spec: _no_adapter(spec) or _no_experts(spec)),
@@ -288,12 +299,16 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("num_frames", "fps"), _pictures),
     (("caption_shuffles", "keep_tags"), _in_order),
     (
-        ("validation_num_inference_steps", "validation_guidance", "validation_resolution",
-         "validation_negative_prompt"),
+        (
+            "validation_num_inference_steps",
+            "validation_guidance",
+            "validation_resolution",
+            "validation_negative_prompt",
+        ),
         _no_samples,
     ),
     (("validation_num_frames",), _no_frames),
     (("validation_true_cfg_scale",), _no_true_cfg),
     (("validation_steps", "validation_on_startup", "validation_seed"), _nothing_to_validate),
     (("validation_loss_steps", "validation_timesteps"), _nothing_held_out),
-)  # fmt: skip
+)

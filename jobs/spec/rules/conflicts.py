@@ -8,6 +8,7 @@ from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import find_overruled
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
+from jobs.spec.rules.lora_conflicts import LORA_RULES
 from jobs.spec.rules.strategy import (
     SHARDING,
     checkpoints_activations,
@@ -27,7 +28,6 @@ __all__ = ["Conflict", "find_conflicts", "find_warnings"]
 # Optimizers whose numbers on shards are not those on whole tensors, and why.
 WHOLE_ONLY: Final = {
     "adafactor": "its row and column means need full tensors",
-    "prodigy": "it estimates the rate over all parameters, and each rank sees only its own",
 }
 _LEAST_PRODIGY_RATE: Final = 0.05
 
@@ -61,6 +61,8 @@ def find_warnings(spec: JobSpec) -> list[str]:
             f"learning_rate: prodigy multiplies it by its own estimate; {spec.learning_rate:g} "
             f"trains almost nothing, use 1.0"
         )
+    if distilled := _distilled(spec):
+        warnings.append(distilled)
     if not shards(spec) and (ignored := _of_fsdp(spec)):
         strategy, _ = chosen_strategy(spec)
         warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
@@ -71,6 +73,19 @@ def find_warnings(spec: JobSpec) -> list[str]:
             "exported as a diffusers pipeline"
         )
     return warnings + validation_warnings(spec) + find_overruled(spec)
+
+
+def _distilled(spec: JobSpec) -> str:
+    """Why a model of few steps is not what one trains, or nothing."""
+    family = FAMILIES.get(spec.model_family)
+    flavour = family.flavours.get(spec.model_flavour or "") if family else None
+    if family is None or flavour is None or flavour.undistilled is None:
+        return ""
+    return (
+        f"model_flavour: {family.title} {spec.model_flavour} is distilled to few steps, and "
+        f"training gradually undoes that; train {flavour.undistilled}, whose LoRAs often work with "
+        "both, or stop as soon as samples are good"
+    )
 
 
 def _of_fsdp(spec: JobSpec) -> list[str]:
@@ -203,20 +218,14 @@ def _offload(spec: JobSpec) -> Conflict | None:
     return None
 
 
-def _lora(spec: JobSpec) -> Conflict | None:
-    if spec.model_type == "lora" and spec.lora_placement == "sharded" and not shards(spec):
-        return Conflict("lora_placement", "lora_placement: sharded needs strategy: fsdp2 or hsdp")
-    return None
-
-
 def _optimizer(spec: JobSpec) -> Conflict | None:
     sharded = spec.model_type == "full" or spec.lora_placement == "sharded"
     if spec.optimizer in WHOLE_ONLY and sharded and shards(spec):
         return Conflict(
             "optimizer",
             f"optimizer: {spec.optimizer} cannot train sharded parameters: "
-            f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, lion or sgd, strategy: ddp, "
-            "or a LoRA with lora_placement: replicated",
+            f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, lion, prodigy or sgd, "
+            "strategy: ddp, or a LoRA with lora_placement: replicated",
         )
     return None
 
@@ -370,7 +379,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _context_parallel,
     _reshard,
     _offload,
-    _lora,
+    *LORA_RULES,
     _optimizer,
     _fp16,
     _state_dict,

@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 KEY: Final = "accelerate_extra_args"
 SWITCHES: Final = ("debug", "enable_cpu_affinity", "quiet", "same_network")
 WITH_VALUE: Final = (
-    "num_cpu_threads_per_process", "log_dir", "monitor_interval", "rdzv_backend", "rdzv_conf",
-    "role", "tee",
-)  # fmt: skip
+    "num_cpu_threads_per_process",
+    "log_dir",
+    "monitor_interval",
+    "rdzv_backend",
+    "rdzv_conf",
+    "role",
+    "tee",
+)
 _KNOWN: Final = (*SWITCHES, *WITH_VALUE)
 # What the launcher sets by keys of the job, where they are called otherwise.
 _OURS: Final = {

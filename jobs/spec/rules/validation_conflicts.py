@@ -27,11 +27,12 @@ def shared_tokens(spec: JobSpec) -> Conflict | None:
         tokens = (request.width // step) * (request.height // step)
         if tokens % ranks:
             return Conflict(
-                "validation_prompts" if spec.validation_resolution is None
+                "validation_prompts"
+                if spec.validation_resolution is None
                 else "validation_resolution",
                 f"context_parallel_size {ranks} does not divide the {tokens} tokens of samples of "
                 f"{request.width}x{request.height}; change one",
-            )  # fmt: skip
+            )
     return None
 
 

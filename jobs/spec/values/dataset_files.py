@@ -9,15 +9,45 @@ from pathlib import Path
 from typing import Final
 
 PICTURE_SUFFIXES: Final = frozenset(
-    {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif", ".jp2",
-     ".ppm", ".pgm", ".pnm", ".qoi"}
-)  # fmt: skip
+    {
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".jfif",
+        ".webp",
+        ".bmp",
+        ".tif",
+        ".tiff",
+        ".gif",
+        ".avif",
+        ".jp2",
+        ".ppm",
+        ".pgm",
+        ".pnm",
+        ".qoi",
+    }
+)
 VIDEO_SUFFIXES: Final = frozenset({".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v"})
 # Pictures that cannot be read here: named in the report, not passed over.
 FOREIGN_SUFFIXES: Final = frozenset(
-    {".heic", ".heif", ".jxl", ".svg", ".psd", ".exr", ".hdr", ".raw", ".dng", ".cr2", ".cr3",
-     ".nef", ".arw", ".ico", ".tga"}
-)  # fmt: skip
+    {
+        ".heic",
+        ".heif",
+        ".jxl",
+        ".svg",
+        ".psd",
+        ".exr",
+        ".hdr",
+        ".raw",
+        ".dng",
+        ".cr2",
+        ".cr3",
+        ".nef",
+        ".arw",
+        ".ico",
+        ".tga",
+    }
+)
 METADATA: Final = ("metadata.jsonl", "metadata.csv")
 # In the order in which they are looked for.
 CAPTION_SUFFIXES: Final = (".txt", ".TXT", ".caption")

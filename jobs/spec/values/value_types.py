@@ -29,9 +29,15 @@ Strategy = Literal["auto", "single", "ddp", "fsdp2", "hsdp"]
 Precision = Literal["no", "bf16", "fp16"]
 Optimizer = Literal["adamw", "sgd", "adafactor", "adamw_8bit", "prodigy", "lion"]
 LRScheduler = Literal[
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial",
-]  # fmt: skip
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+]
 LoraInit = Literal["kaiming", "gaussian"]
+LoraVariant = Literal["lora", "rslora", "dora"]
 TimestepSampling = Literal["uniform", "logit_normal", "shift", "uniform_shift", "mode"]
 LossWeighting = Literal["none", "weighted", "sigma_sqrt", "cosmap"]
 Placement = Literal["replicated", "sharded"]
@@ -219,6 +225,16 @@ def read_settings(value: Any) -> Any:
         raise refuse(value, (), "a mapping of plain values, as JSON has them") from None
 
 
+def read_numbers(value: Any) -> Any:
+    """A mapping of texts to numbers, also in one text."""
+    found = as_none(value)
+    if isinstance(found, str):
+        found = as_mapping(found)
+        if found is None:
+            raise refuse(value, (), "a mapping, such as {to_q: 32, to_k: 16}")
+    return found
+
+
 def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
     """The choice that a word names, with one of the endings or without."""
     if isinstance(value, str):
@@ -237,6 +253,9 @@ OptionalTextList = Annotated[
     list[str] | None, BeforeValidator(read_names), BeforeValidator(as_none)
 ]
 OptionalSettings = Annotated[str | dict[str, Any] | None, BeforeValidator(read_settings)]
+OptionalNumbers = Annotated[
+    dict[str, Annotated[float, Field(gt=0)]] | None, BeforeValidator(read_numbers)
+]
 OptionalWords = Annotated[list[str] | None, BeforeValidator(read_words), BeforeValidator(as_none)]
 
 

@@ -28,13 +28,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SDXL: dict[str, Any] = {
-    "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
-    "attention_head_dim": [5, 10, 20], "block_out_channels": [320, 640, 1280],
-    "cross_attention_dim": 2048, "projection_class_embeddings_input_dim": 2816,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "attention_head_dim": [5, 10, 20],
+    "block_out_channels": [320, 640, 1280],
+    "cross_attention_dim": 2048,
+    "projection_class_embeddings_input_dim": 2816,
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "transformer_layers_per_block": [1, 2, 10], "use_linear_projection": True,
-}  # fmt: skip
+    "transformer_layers_per_block": [1, 2, 10],
+    "use_linear_projection": True,
+}
 
 
 class Feed(nn.Module):
@@ -149,9 +153,15 @@ def test_two_classes_of_one_name_are_told_apart() -> None:
 
 
 CHOICES = [
-    ["Block"], ["WideBlock"], ["Feed"], ["Block", "Feed"], ["Linear"], ["Block", "Linear"],
-    ["WideBlock", "Feed", "LayerNorm"], ["Embedding"],
-]  # fmt: skip
+    ["Block"],
+    ["WideBlock"],
+    ["Feed"],
+    ["Block", "Feed"],
+    ["Linear"],
+    ["Block", "Linear"],
+    ["WideBlock", "Feed", "LayerNorm"],
+    ["Embedding"],
+]
 
 
 def wrapped_by_the_engine(
@@ -316,8 +326,11 @@ def look(config: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[st
     path.write_text(json.dumps(config))
     return subprocess.run(
         [sys.executable, "-m", "engine.blocks", str(path)],
-        env=os.environ | {"PYTHONSAFEPATH": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.slow

@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
     from tests.support.forks.client import Ranks
 
-KILLS: Final = 50
+KILLS: Final = 24
 LONGEST: Final = 0.25  # seconds between two moments; a save takes a few hundredths
 
 
 @pytest.mark.parametrize(
     ("part", "layout"),
-    [("engine.checkpoint.saver.collect", "SHARDED_STATE_DICT"),
-     ("engine.checkpoint.write.sha256", "SHARDED_STATE_DICT"),
-     ("engine.checkpoint.full.own_files", "FULL_STATE_DICT")],
-)  # fmt: skip
+    [
+        ("engine.checkpoint.saver.collect", "SHARDED_STATE_DICT"),
+        ("engine.checkpoint.write.sha256", "SHARDED_STATE_DICT"),
+        ("engine.checkpoint.full.own_files", "FULL_STATE_DICT"),
+    ],
+)
 @pytest.mark.parametrize("times", [1, 2])
 def test_ranks_agree_on_a_save_that_only_one_of_them_could_not_do(
     tmp_path: Path, part: str, layout: str, times: int
 ) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
-    values = toy_values(
-        tmp_path, num_processes=2, strategy="ddp", fsdp_state_dict_type=layout
-    )  # fmt: skip
+    values = toy_values(tmp_path, num_processes=2, strategy="ddp", fsdp_state_dict_type=layout)
     start_ranks(save_with_trouble, 2, values, str(run_dir.root), part, times).join()
     came = {(run_dir.root / f"came.{rank}").read_text() for rank in (0, 1)}
     if times == 1:
@@ -69,9 +69,12 @@ def test_ranks_killed_around_saves_leave_only_whole_checkpoints(tmp_path: Path) 
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     values = toy_values(
-        tmp_path, num_processes=2, strategy="fsdp2", checkpoints_total_limit=3,
+        tmp_path,
+        num_processes=2,
+        strategy="fsdp2",
+        checkpoints_total_limit=3,
         checkpointing_async=True,
-    )  # fmt: skip
+    )
     chance, torn = random.Random(6), 0
     for moment in range(KILLS):
         before = newest(run_dir)
@@ -82,8 +85,9 @@ def test_ranks_killed_around_saves_leave_only_whole_checkpoints(tmp_path: Path) 
         assert found[-1].step > before
         assert [find_damage(one.path) for one in found] == [None] * len(found), f"moment {moment}"
         assert len(found) <= 4, "the limit, and one that was just completed"
-        training = numbered(load_spec(None, values | {"num_processes": 1, "strategy": "single"}),
-                            ALONE)  # fmt: skip
+        training = numbered(
+            load_spec(None, values | {"num_processes": 1, "strategy": "single"}), ALONE
+        )
         checkpoint.load(training, found[-1].path, ALONE)
         assert training.step == found[-1].step
         check(training)
@@ -93,9 +97,13 @@ def test_ranks_killed_around_saves_leave_only_whole_checkpoints(tmp_path: Path) 
 
 
 def kill_some_rank(
-    run_dir: RunDir, values: dict[str, Any], before: int, chance: random.Random, *,
+    run_dir: RunDir,
+    values: dict[str, Any],
+    before: int,
+    chance: random.Random,
+    *,
     within_save: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Let two ranks save on after step `before`; kill one of them, then what is left.
 
     Args:

@@ -108,13 +108,13 @@ def events(run_dir: RunDir, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", FULL])
-@pytest.mark.parametrize("model_type", ["lora", "full"])
+@pytest.mark.parametrize(
+    "kind", [{"model_type": "lora"}, {"lora_variant": "dora"}, {"model_type": "full"}], ids=str
+)
 def test_a_loaded_checkpoint_goes_on_bit_for_bit(
-    toy: Path, run_dir: RunDir, model_type: str, layout: str
+    toy: Path, run_dir: RunDir, kind: dict[str, str], layout: str
 ) -> None:
-    spec = toy_spec(
-        toy, model_type=model_type, lr_scheduler="cosine", fsdp_state_dict_type=layout, use_ema=True
-    )
+    spec = toy_spec(toy, lr_scheduler="cosine", fsdp_state_dict_type=layout, use_ema=True, **kind)
     straight = training_of(toy, spec)
     advance(straight, toy, 2)
     path = save(straight, spec, run_dir)
@@ -499,8 +499,9 @@ def test_a_save_without_room_is_not_begun(
     assert not run_dir.checkpoints.exists()
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_ema": True}, {"optimizer": "sgd"},
-                                     {"optimizer": "lion"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_ema": True}, {"optimizer": "sgd"}, {"optimizer": "lion"}]
+)
 def test_the_room_looked_for_before_the_first_step_is_what_a_save_takes(
     toy: Path, changes: dict[str, Any]
 ) -> None:
@@ -598,8 +599,17 @@ class OddError(Exception):
 
 
 WRITE = sys.modules["engine.checkpoint.write"]  # the package has a function of that name
-ODD = [RuntimeError, ValueError, TypeError, MemoryError, OSError, OddError,
-       torch.OutOfMemoryError, CheckpointException, UserError]  # fmt: skip
+ODD = [
+    RuntimeError,
+    ValueError,
+    TypeError,
+    MemoryError,
+    OSError,
+    OddError,
+    torch.OutOfMemoryError,
+    CheckpointException,
+    UserError,
+]
 PARTS = {
     "collecting": (saver_module, "collect"),
     "copying": (saver_module.DefaultStager, "stage"),
@@ -636,9 +646,7 @@ def break_part(
 
 def broken_job(toy: Path, part: str, **changes: Any) -> JobSpec:
     layout = FULL if part == "writing whole files" else "SHARDED_STATE_DICT"
-    return toy_spec(
-        toy, checkpointing_async=layout != FULL, fsdp_state_dict_type=layout, **changes
-    )  # fmt: skip
+    return toy_spec(toy, checkpointing_async=layout != FULL, fsdp_state_dict_type=layout, **changes)
 
 
 @pytest.mark.parametrize("kind", ODD)

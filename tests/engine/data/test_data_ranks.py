@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 TIMEOUT: Final = 20.0  # seconds, of every collective
 DELAY: Final = 60.0  # seconds, of one rank while the caches are filled
 VARIED: Final[dict[str, Any]] = {
-    "random_flip": True, "crop": "random", "crop_variants": 2, "caption_dropout_probability": 0.1,
-    "validation_prompts": ["a red circle"], "max_train_steps": 60,
-}  # fmt: skip
+    "random_flip": True,
+    "crop": "random",
+    "crop_variants": 2,
+    "caption_dropout_probability": 0.1,
+    "validation_prompts": ["a red circle"],
+    "max_train_steps": 60,
+}
 
 
 class Folder:
@@ -150,9 +154,7 @@ def test_a_rank_that_is_killed_loses_only_its_current_file(folder: Folder) -> No
 
     again = folder.fill("again", 2)
     texts, latents = folder.files("text"), folder.files("latents")
-    assert computed(again) == (
-        len(texts) - len(kept["text"]), len(latents) - len(kept["latents"])
-    )  # fmt: skip
+    assert computed(again) == (len(texts) - len(kept["text"]), len(latents) - len(kept["latents"]))
     for kind, now in (("text", texts), ("latents", latents)):
         assert kept[kind].items() <= now.items(), "what was there was not touched"
 
@@ -171,8 +173,9 @@ def test_damaged_files_are_computed_anew_with_a_warning(folder: Folder) -> None:
     assert again[0]["digest"] == whole[0]["digest"]
     said = [line for line in folder.warnings if "damaged" in line]
     assert [line[:39] for line in said] == [
-        "1 cached text files are damaged and wil", "1 cached latents files are damaged and "
-    ]  # fmt: skip
+        "1 cached text files are damaged and wil",
+        "1 cached latents files are damaged and ",
+    ]
     assert min(latents) in said[1]
 
 
@@ -245,9 +248,13 @@ def test_a_wish_that_one_rank_sees_is_everyones(sees: int, place: str, folder: F
 @pytest.mark.slow
 def test_ranks_whose_encoders_are_sharded_stop_in_the_middle_too(folder: Folder) -> None:
     context = start_training(
-        folder.root / "run", folder.toy, {"each": 0.5}, shard_text_encoders=True,
-        cache_dir=str(folder.cache), max_train_steps=12,
-    )  # fmt: skip
+        folder.root / "run",
+        folder.toy,
+        {"each": 0.5},
+        shard_text_encoders=True,
+        cache_dir=str(folder.cache),
+        max_train_steps=12,
+    )
     eventually(lambda: len(folder.files("text")) >= 3)
     RunDir(folder.root / "run").request("stop")
     context.join()
@@ -307,9 +314,14 @@ def late(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[dict[s
     for name in ("whole", "sharded"):
         root = tmp_path_factory.mktemp("late") / name
         context = start_training(
-            root, toy, {"delay": DELAY}, distributed_timeout_seconds=TIMEOUT, max_train_steps=12,
-            cache_dir=str(root / "cache"), shard_text_encoders=name == "sharded",
-        )  # fmt: skip
+            root,
+            toy,
+            {"delay": DELAY},
+            distributed_timeout_seconds=TIMEOUT,
+            max_train_steps=12,
+            cache_dir=str(root / "cache"),
+            shard_text_encoders=name == "sharded",
+        )
         jobs[name] = Late(context, root)
     yield jobs
     for job in jobs.values():

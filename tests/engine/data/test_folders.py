@@ -41,9 +41,11 @@ def write_rows(root: Path, *rows: Any) -> None:
 
 def job(folder: Path, **changes: Any) -> JobSpec:
     values = {
-        "pretrained_model_name_or_path": "m", "dataset": str(folder), "resolution": 64,
+        "pretrained_model_name_or_path": "m",
+        "dataset": str(folder),
+        "resolution": 64,
         "cache_dir": str(folder.parent / "cache"),
-    }  # fmt: skip
+    }
     return load_spec(None, values | changes)
 
 
@@ -59,9 +61,11 @@ def problems(folder: Path) -> dict[str, str]:
 
 def test_several_rows_for_a_picture_are_several_captions(folder: Path) -> None:
     write_rows(
-        folder, {"file_name": "1.png", "text": "one"}, {"file_name": "./1.png", "text": "uno"},
+        folder,
+        {"file_name": "1.png", "text": "one"},
+        {"file_name": "./1.png", "text": "uno"},
         {"file_name": "2.png", "text": "two"},
-    )  # fmt: skip
+    )
     assert captions(folder) == {"1.png": ("one", "uno"), "2.png": ("two",), "3.png": None}
 
 
@@ -81,9 +85,17 @@ def test_rows_that_name_no_picture_of_the_folder_are_named(folder: Path) -> None
     Image.new("RGB", (64, 64)).save(folder / ".hidden" / "h.png")
     (folder / "bare").write_bytes((folder / "1.png").read_bytes())
     Image.new("RGB", (64, 64)).save(folder.parent / "outside.png")
-    rows = [{"file_name": name, "text": "x"} for name in (
-        "1.png", ".hidden/h.png", "bare", "../outside.png", "gone.png", "n" * 300 + ".png"
-    )]  # fmt: skip
+    rows = [
+        {"file_name": name, "text": "x"}
+        for name in (
+            "1.png",
+            ".hidden/h.png",
+            "bare",
+            "../outside.png",
+            "gone.png",
+            "n" * 300 + ".png",
+        )
+    ]
     write_rows(folder, *rows, {"text": "no file"})
     found = problems(folder)
     assert set(found) == {f"metadata.jsonl line {number}" for number in range(2, 8)}
@@ -91,8 +103,9 @@ def test_rows_that_name_no_picture_of_the_folder_are_named(folder: Path) -> None
     index = build_index(job(folder))
     report = make_report(job(folder), index, None)
     assert {one.text: one.count for one in report.reasons} == {
-        "does not name an image here": 6, "no caption": 2
-    }  # fmt: skip
+        "does not name an image here": 6,
+        "no caption": 2,
+    }
 
 
 def test_separators_that_only_unicode_knows_do_not_end_a_line(folder: Path) -> None:
@@ -102,8 +115,10 @@ def test_separators_that_only_unicode_knows_do_not_end_a_line(folder: Path) -> N
     (folder / "metadata.csv").write_text("file_name,text\r\n3.png,e\u2028f\x0bg\r\n", newline="")
     assert problems(folder) == {}
     assert captions(folder) == {
-        "1.png": ("a\u2028b",), "2.png": ("c\x85d",), "3.png": ("e\u2028f\x0bg",)
-    }  # fmt: skip
+        "1.png": ("a\u2028b",),
+        "2.png": ("c\x85d",),
+        "3.png": ("e\u2028f\x0bg",),
+    }
 
 
 def test_half_a_surrogate_pair_in_a_caption_ends_nothing(folder: Path, toy: Path) -> None:

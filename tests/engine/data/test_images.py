@@ -299,12 +299,16 @@ def test_damage_behind_the_first_frame_does_no_harm() -> None:
         (b"%PDF-1.7", "a PDF, not an image"),
         (b"\xff\xd8", "truncated"),
         (b"GIF89a" + b"\0" * 7 + b";", "damaged, or an unsupported kind of GIF"),
-        (png(1, 1, 8, 2, bytes(3), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2_000_000)))),
-         "its text or profile is too large"),
-        (tiff((1, 1), bytes(12), {258: (32,) * 3, 262: (2,), 277: (3,), 339: (3,) * 3}),
-         "damaged, or an unsupported kind of TIFF"),
+        (
+            png(1, 1, 8, 2, bytes(3), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(2_000_000)))),
+            "its text or profile is too large",
+        ),
+        (
+            tiff((1, 1), bytes(12), {258: (32,) * 3, 262: (2,), 277: (3,), 339: (3,) * 3}),
+            "damaged, or an unsupported kind of TIFF",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_says_why(content: bytes, why: str) -> None:
     assert refusal(content).startswith(why)
 
@@ -352,6 +356,13 @@ def test_bombs_are_refused_before_they_go_off(monkeypatch: pytest.MonkeyPatch) -
     assert refusal(hollow_png(60_000, 60_000)) == "too many pixels (over 178 million)"
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     assert refusal(hollow_png(60_000, 60_000)) == "too many pixels (over 178 million)"
+
+
+def test_a_size_that_the_bytes_cannot_hold_is_refused_before_memory_is_taken() -> None:
+    content = hollow_png(12_000, 12_000)
+    assert refusal(content) == f"damaged (12000 × 12000 pixels in {len(content)} bytes)"
+    blank = saved(Image.new("1", (3000, 3000)), "PNG")  # as dense as a picture can be
+    assert decode(blank).size == (3000, 3000)
 
 
 def test_a_large_picture_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

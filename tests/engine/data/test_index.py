@@ -33,14 +33,18 @@ def job(tmp_path: Path) -> Callable[..., JobSpec]:
 
     def make(*folders: Any, **changes: Any) -> JobSpec:
         entries = [
-            {"path": str(tmp_path / f)} if isinstance(f, str)
+            {"path": str(tmp_path / f)}
+            if isinstance(f, str)
             else f | {"path": str(tmp_path / f["path"])}
             for f in folders
-        ]  # fmt: skip
+        ]
         values = {
-            "pretrained_model_name_or_path": "m", "datasets": entries, "resolution": 64,
-            "cache_dir": str(tmp_path / "cache"), "max_upscale": 4,
-        }  # fmt: skip
+            "pretrained_model_name_or_path": "m",
+            "datasets": entries,
+            "resolution": 64,
+            "cache_dir": str(tmp_path / "cache"),
+            "max_upscale": 4,
+        }
         return load_spec(None, values | changes)
 
     return make
@@ -51,9 +55,11 @@ def picture(tmp_path: Path) -> Callable[..., Path]:
     """Writes a picture, and its caption if there is one."""
 
     def write(
-        name: str, caption: str | bytes | None = "a caption", size: tuple[int, int] = (64, 64),
+        name: str,
+        caption: str | bytes | None = "a caption",
+        size: tuple[int, int] = (64, 64),
         colour: str = "red",
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", size, colour).save(path)
@@ -88,11 +94,16 @@ def test_captions_come_from_text_files_of_all_encodings_that_editors_write(
     picture("d/g.png", "one\ntwo")
     index = build_index(job("d"))
     assert [sample.captions for sample in index.samples] == [
-        ("plain",), ("with a mark",), ("zwei Wörter",), ("one\ntwo",)
-    ]  # fmt: skip
+        ("plain",),
+        ("with a mark",),
+        ("zwei Wörter",),
+        ("one\ntwo",),
+    ]
     assert left_out(index) == {
-        "d.png": "caption is not UTF-8", "e.png": "no caption", "f.png": "no caption"
-    }  # fmt: skip
+        "d.png": "caption is not UTF-8",
+        "e.png": "no caption",
+        "f.png": "no caption",
+    }
     with_empty = build_index(job("d", missing_captions="empty"))
     assert names(with_empty) == ["a.png", "b.png", "c.png", "e.png", "f.png", "g.png"]
     assert sample_texts(with_empty.samples[-1], job("d")) == ("one two",)
@@ -155,9 +166,12 @@ def test_a_caption_column_may_be_named_and_must_be_there(
     ],
 )
 def test_a_table_that_names_no_files_is_refused(
-    content: str, message: str, job: Callable[..., JobSpec], picture: Callable[..., Path],
+    content: str,
+    message: str,
+    job: Callable[..., JobSpec],
+    picture: Callable[..., Path],
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     picture("d/1.png")
     (tmp_path / "d/metadata.csv").write_text(content)
     with pytest.raises(UserError, match=message):
@@ -201,8 +215,10 @@ def test_nothing_disappears_in_silence(
 ) -> None:
     whole = picture("d/whole.png")
     for name, content in {
-        "torn.png": whole.read_bytes()[:60], "empty.jpg": b"", "words.png": b"not an image"
-    }.items():  # fmt: skip
+        "torn.png": whole.read_bytes()[:60],
+        "empty.jpg": b"",
+        "words.png": b"not an image",
+    }.items():
         (tmp_path / "d" / name).write_bytes(content)
         (tmp_path / "d" / name).with_suffix(".txt").write_text("x")
     picture("d/tiny.png", size=(8, 8))
@@ -215,8 +231,14 @@ def test_nothing_disappears_in_silence(
     assert names(index) == ["whole.png"]
     reasons = left_out(index)
     assert set(reasons) == {
-        "torn.png", "empty.jpg", "words.png", "tiny.png", "phone.heic", "clip.mp4", "loose.png"
-    }  # fmt: skip
+        "torn.png",
+        "empty.jpg",
+        "words.png",
+        "tiny.png",
+        "phone.heic",
+        "clip.mp4",
+        "loose.png",
+    }
     assert reasons["tiny.png"] == "too small: 8x8 would be upscaled 8.0 times (max_upscale 4)"
     assert reasons["phone.heic"] == ".heic images cannot be read"
     assert reasons["clip.mp4"] == "a video, but the model trains on images"
@@ -349,10 +371,15 @@ def test_the_report_counts_what_a_person_should_know(
     picture("b/4.png", None, (40, 40), "white")
     picture("b/5.png", "one\ntwo", (64, 64))
     spec = job(
-        {"path": "a", "repeats": 2}, {"path": "b", "trigger_word": "sks"}, max_sequence_length=16,
-        missing_captions="empty", train_batch_size=2, max_train_steps=10, random_flip=True,
+        {"path": "a", "repeats": 2},
+        {"path": "b", "trigger_word": "sks"},
+        max_sequence_length=16,
+        missing_captions="empty",
+        train_batch_size=2,
+        max_train_steps=10,
+        random_flip=True,
         caption_lines="variants",
-    )  # fmt: skip
+    )
     report = make_report(spec, build_index(spec), toy / "model")
     assert report.samples == 5
     assert [d.draws for d in report.datasets] == [6, 2]
@@ -368,8 +395,9 @@ def test_the_report_counts_what_a_person_should_know(
         "with the same content as another": 1,
     }
     assert [(b.size, b.samples, b.batches, b.fill) for b in report.buckets] == [
-        ([64, 64], 4, 3, 0), ([80, 48], 1, 1, 0)
-    ]  # fmt: skip
+        ([64, 64], 4, 3, 0),
+        ([80, 48], 1, 1, 0),
+    ]
     assert report.draws_per_epoch == 8
     assert report.steps_per_epoch == 4
     assert report.epochs == 2.5

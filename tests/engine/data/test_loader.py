@@ -58,9 +58,12 @@ class Data:
 
 def loader(data: Any) -> Loader:
     spec = JobSpec(
-        train_batch_size=2, gradient_accumulation_steps=3, max_train_steps=4, prefetch_steps=1,
+        train_batch_size=2,
+        gradient_accumulation_steps=3,
+        max_train_steps=4,
+        prefetch_steps=1,
         caption_dropout_probability=0.0,
-    )  # fmt: skip
+    )
     world = World(0, 1, torch.device("cpu"), "single", "t")
     return Loader(spec, data, world, families.load("flux"), data)
 

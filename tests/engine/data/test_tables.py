@@ -66,10 +66,12 @@ def job(tmp_path: Path) -> Callable[..., JobSpec]:
 
     def make(folder: str, **entry: Any) -> JobSpec:
         values = {
-            "pretrained_model_name_or_path": "m", "resolution": 64, "max_upscale": 4,
+            "pretrained_model_name_or_path": "m",
+            "resolution": 64,
+            "max_upscale": 4,
             "datasets": [{"path": str(tmp_path / folder), **entry}],
             "cache_dir": str(tmp_path / "cache"),
-        }  # fmt: skip
+        }
         return load_spec(None, values)
 
     return make
@@ -118,8 +120,10 @@ def test_tables_of_the_datasets_library_are_read_row_by_row(
     spec = job(folder)
     index = build_index(spec)
     assert [(s.name, s.captions, s.width, s.height) for s in index.samples] == [
-        ("row 0", ("zero",), 64, 48), ("row 1", ("one",), 64, 56), ("row 3", ("three",), 64, 72)
-    ]  # fmt: skip
+        ("row 0", ("zero",), 64, 48),
+        ("row 1", ("one",), 64, 56),
+        ("row 3", ("three",), 64, 72),
+    ]
     assert {one.name: one.why for one in index.skipped} == {"row 2": "no caption"}
     for sample in index.samples:
         assert hashlib.sha256(read_content(sample, spec)).hexdigest() == sample.digest
@@ -316,15 +320,22 @@ def test_captions_are_read_without_the_other_columns(
     picture = {"bytes": png(), "path": None}
     made = datasets.Dataset.from_dict(
         {
-            "image": [picture] * 3, "mask": [damaged] * 3,
-            "captions": [["a", "b"], [], None], "prompt": ["x", "y", ""], "long": ["1", "2", "3"],
+            "image": [picture] * 3,
+            "mask": [damaged] * 3,
+            "captions": [["a", "b"], [], None],
+            "prompt": ["x", "y", ""],
+            "long": ["1", "2", "3"],
         },
-        features=datasets.Features({
-            "image": datasets.Image(), "mask": datasets.Image(),
-            "captions": [datasets.Value("string")], "prompt": datasets.Value("string"),
-            "long": datasets.Value("string"),
-        }),
-    )  # fmt: skip
+        features=datasets.Features(
+            {
+                "image": datasets.Image(),
+                "mask": datasets.Image(),
+                "captions": [datasets.Value("string")],
+                "prompt": datasets.Value("string"),
+                "long": datasets.Value("string"),
+            }
+        ),
+    )
     made.save_to_disk(str(tmp_path / "d"))
     monkeypatch.setattr(tables, "_CAPTIONS_READ", 2)
     assert captions(tmp_path / "d") == [("a", "b"), ("y",), None]
@@ -377,9 +388,12 @@ def test_a_row_that_names_a_file_depends_on_it(
 ) -> None:
     near, far = tmp_path / "d" / "near.bin", tmp_path / "far.png"
     cells = [
-        {"bytes": png(), "path": "near.bin"}, {"bytes": None, "path": "near.bin"},
-        {"bytes": None, "path": str(far)}, {"bytes": None, "path": "gone.png"}, None,
-    ]  # fmt: skip
+        {"bytes": png(), "path": "near.bin"},
+        {"bytes": None, "path": "near.bin"},
+        {"bytes": None, "path": str(far)},
+        {"bytes": None, "path": "gone.png"},
+        None,
+    ]
     root = parquet("a.parquet", *"abcde", image=cells)
     near.write_bytes(png("blue"))
     far.write_bytes(png("green"))
@@ -408,9 +422,9 @@ def test_a_row_without_a_picture_is_left_out_and_the_others_stay(
     rows = {"image": pictures, "text": ["one", "two", "three"]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "t"))
     spec = load_spec(
-        None, {"pretrained_model_name_or_path": "m", "dataset": str(tmp_path / "t"),
-               "resolution": 64},
-    )  # fmt: skip
+        None,
+        {"pretrained_model_name_or_path": "m", "dataset": str(tmp_path / "t"), "resolution": 64},
+    )
     index = build_index(spec)
     assert [sample.name for sample in index.samples] == ["row 0", "row 2"]
     assert [(one.name, one.why) for one in index.skipped] == [("row 1", "no image in this row")]

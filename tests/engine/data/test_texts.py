@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 def train(toy: Path, root: Path, **changes: Any) -> list[dict[str, Any]]:
     """The events of a job on one rank."""
     values = {
-        "cache_dir": str(root / "cache"), "validation_prompts": ["a red circle"],
-        "validation_num_inference_steps": 1, "caption_dropout_probability": 0.2,
-        "max_train_steps": 5, "train_batch_size": 2,
-    }  # fmt: skip
+        "cache_dir": str(root / "cache"),
+        "validation_prompts": ["a red circle"],
+        "validation_num_inference_steps": 1,
+        "caption_dropout_probability": 0.2,
+        "max_train_steps": 5,
+        "train_batch_size": 2,
+    }
     spec = toy_spec(toy, **values | changes)
     run_dir = RunDir(root / "run")
     run_dir.create()
@@ -50,6 +53,8 @@ def test_resident_encoders_train_like_cached_captions(
     )
     assert losses(resident) == losses(cached)
     assert len(losses(cached)) == 5
+
+    assert not [event for event in cached + resident if event["kind"] == "warning"]
 
     def order(events: list[dict[str, Any]]) -> list[str]:
         kinds = [event["kind"] for event in events]

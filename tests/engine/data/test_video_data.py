@@ -45,9 +45,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def job(folder: Path, **changes: Any) -> JobSpec:
     values = {
-        "pretrained_model_name_or_path": "m", "dataset": str(folder), "resolution": 64,
-        "cache_dir": str(folder.parent / "cache"), "fps": 16,
-    }  # fmt: skip
+        "pretrained_model_name_or_path": "m",
+        "dataset": str(folder),
+        "resolution": 64,
+        "cache_dir": str(folder.parent / "cache"),
+        "fps": 16,
+    }
     return load_spec(None, values | changes)
 
 
@@ -56,15 +59,19 @@ def test_videos_are_fitted_to_buckets_of_size_and_length(folder: Path) -> None:
     assert check_dataset(spec) == 4
     index = build_index(spec)
     assert {s.name: s.bucket for s in index.samples} == {
-        "long.mp4": (80, 48, 33), "short.mp4": (80, 48, 9), "still.png": (80, 48, 1)
-    }  # fmt: skip
+        "long.mp4": (80, 48, 33),
+        "short.mp4": (80, 48, 9),
+        "still.png": (80, 48, 1),
+    }
     assert [one.name for one in index.skipped] == ["torn.mp4"]
     plan = make_plan(spec, index)
     assert plan.steps_per_epoch == 3, "one length a step, so that shapes are equal"
     report = make_report(spec, index, None)
     assert sorted(bucket.size for bucket in report.buckets) == [
-        [80, 48, 1], [80, 48, 9], [80, 48, 33]
-    ]  # fmt: skip
+        [80, 48, 1],
+        [80, 48, 9],
+        [80, 48, 33],
+    ]
     assert sheet(index, spec).height > 200
 
 
@@ -76,8 +83,10 @@ def test_a_number_of_frames_leaves_shorter_videos_out(folder: Path) -> None:
     )
     slower = build_index(job(folder, fps=8))
     assert {s.name: s.bucket[2] for s in slower.samples} == {
-        "long.mp4": 17, "short.mp4": 5, "still.png": 1
-    }  # fmt: skip
+        "long.mp4": 17,
+        "short.mp4": 5,
+        "still.png": 1,
+    }
     with pytest.raises(SpecError, match=r"takes 4n \+ 1 frames, such as 13 or 17"):
         job(folder, num_frames=16)
 

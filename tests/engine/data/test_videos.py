@@ -37,8 +37,11 @@ def quarters() -> np.ndarray:
     """Red, green / blue, white."""
     picture = np.zeros((48, 64, 3), np.uint8)
     picture[:24, :32], picture[:24, 32:], picture[24:, :32], picture[24:, 32:] = (
-        RED, GREEN, BLUE, WHITE
-    )  # fmt: skip
+        RED,
+        GREEN,
+        BLUE,
+        WHITE,
+    )
     return picture
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.diffusion.rectified_flow import Flow
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.noise_levels import quantiles
+from jobs.spec.values.value_types import TimestepSampling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,6 +87,13 @@ def test_a_uniform_sigma_is_shifted_like_a_logit_normal_one() -> None:
     assert torch.allclose(own, plain)
 
 
+def test_the_preview_of_noise_levels_is_what_is_drawn() -> None:
+    for how in get_args(TimestepSampling):
+        drawn = many_sigmas(flow(3.0, timestep_sampling=how)).sort().values
+        told = torch.tensor(quantiles(how, shift=3.0)).sort().values
+        assert (told - drawn.quantile(torch.linspace(0, 1, len(told)))).abs().mean() < 0.01, how
+
+
 @pytest.mark.parametrize("scale", [1.29, -0.5])
 def test_mode_draws_as_diffusers_does(scale: float) -> None:
     """Sorted, they are theirs for evenly spaced ones; the middle has more of them, or fewer."""
@@ -103,8 +112,9 @@ def test_losses_are_weighted_as_by_diffusers(scheme: str) -> None:
     wanted = compute_loss_weighting_for_sd3(scheme, problem.level)
     assert problem.weight is not None
     assert torch.allclose(problem.weight, wanted)
-    plain = problem_of_draw(flow(timestep_sampling="uniform"), LATENTS,
-                            sample_generators(0, 0, range(4)))  # fmt: skip
+    plain = problem_of_draw(
+        flow(timestep_sampling="uniform"), LATENTS, sample_generators(0, 0, range(4))
+    )
     assert plain.weight is None
     assert torch.equal(plain.level, problem.level)
 
@@ -164,9 +174,11 @@ def test_sigmas_stay_within_those_that_the_model_is_for() -> None:
 
 def schedule(prediction: str) -> DDPMScheduler:
     return DDPMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
         prediction_type=prediction,
-    )  # fmt: skip
+    )
 
 
 def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
@@ -200,9 +212,12 @@ def test_a_model_is_trained_on_the_noise_schedule_in_its_directory(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler"),
-     ({}, "none"), (None, "none")],
-)  # fmt: skip
+    [
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "FlowMatchEulerDiscreteScheduler"),
+        ({}, "none"),
+        (None, "none"),
+    ],
+)
 def test_a_foreign_noise_schedule_is_refused(
     tmp_path: Path, settings: dict[str, Any] | None, named: str
 ) -> None:

@@ -24,7 +24,7 @@ from engine.exports.recipe import describe
 from engine.families import load
 from engine.families.shared.lora_names import Layout
 from engine.model import adapters
-from jobs.errors import UserError
+from jobs.errors import NotFiniteError, UserError
 from jobs.run.export_places import export_facts
 from jobs.run.rundir import read_json
 from tests.support.engine.exports import bytes_of, export_alone, recipe_of, trained_model
@@ -42,18 +42,30 @@ flux = load("flux")
 DOUBLE_BLOCKS = [
     f"transformer_blocks.{number}.{part}"
     for number in range(2)
-    for part in ("attn.to_q", "attn.to_v", "attn.add_v_proj", "attn.to_out.0", "ff.net.2",
-                 "norm1.linear")
-]  # fmt: skip
+    for part in (
+        "attn.to_q",
+        "attn.to_v",
+        "attn.add_v_proj",
+        "attn.to_out.0",
+        "ff.net.2",
+        "norm1.linear",
+    )
+]
 
 
 def picture(pipeline: FluxPipeline) -> NDArray[Any]:
     """What a stock pipeline makes of one prompt, seed and number of steps."""
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
-        prompt="a red circle", height=64, width=64, num_inference_steps=2, guidance_scale=3.5,
-        max_sequence_length=16, generator=keyed_generator(0), output_type="np",
-    ).images[0]  # fmt: skip
+        prompt="a red circle",
+        height=64,
+        width=64,
+        num_inference_steps=2,
+        guidance_scale=3.5,
+        max_sequence_length=16,
+        generator=keyed_generator(0),
+        output_type="np",
+    ).images[0]
 
 
 # -- LoRA ----------------------------------------------------------------------------------
@@ -342,20 +354,21 @@ def test_too_little_room_is_noticed_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    ("value", "asked", "words"),
+    ("value", "asked", "words", "kind"),
     [
-        (float("nan"), "auto", "non-finite values: training has diverged"),
-        (1e30, "fp16", "too large for float16; export in bf16"),
+        (float("nan"), "auto", "non-finite values: training has diverged", NotFiniteError),
+        (1e30, "fp16", "too large for float16; export in bf16", UserError),
     ],
 )
 def test_numbers_that_nobody_can_use_are_refused(
-    toy: Path, tmp_path: Path, value: float, asked: str, words: str
+    toy: Path, tmp_path: Path, value: float, asked: str, words: str, kind: type[UserError]
 ) -> None:
     spec = toy_spec(toy, model_type="full", export_dtype=asked)
     model = trained_model(spec, toy / "model")
     model.proj_out.bias.data[3] = value
-    with pytest.raises(UserError, match=f"proj_out.bias contains .*{words}"):
+    with pytest.raises(UserError, match=f"proj_out.bias contains .*{words}") as error:
         export_alone(model, recipe_of(spec, toy / "model"), tmp_path / "export")
+    assert error.type is kind
 
 
 def test_a_place_that_cannot_be_is_a_sentence(tmp_path: Path, full: tuple[Any, Any]) -> None:

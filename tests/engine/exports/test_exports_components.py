@@ -42,36 +42,44 @@ def taken(root: Path) -> dict[str, set[str]]:
 
 def test_other_copies_of_the_weights_are_left_out(tmp_path: Path) -> None:
     """As Stable Diffusion XL is published."""
-    root = published(tmp_path / "sdxl", {
-        "text_encoder": "config.json flax_model.msgpack model.fp16.safetensors model.onnx "
-        "model.safetensors openvino_model.bin openvino_model.xml pytorch_model.bin",
-        "text_encoder_2": "config.json model.onnx model.onnx_data model.safetensors.index.json "
-        "model-00001-of-00002.safetensors model-00002-of-00002.safetensors "
-        "model.safetensors.index.fp16.json model.fp16-00001-of-00001.safetensors",
-        "vae": "config.json diffusion_pytorch_model.safetensors "
-        "diffusion_pytorch_model.fp16.safetensors",
-        "unet": "config.json model.onnx_data openvino_model.xml diffusion_pytorch_model.safetensors"
-        " diffusion_pytorch_model.fp16.safetensors",
-    })  # fmt: skip
+    root = published(
+        tmp_path / "sdxl",
+        {
+            "text_encoder": "config.json flax_model.msgpack model.fp16.safetensors model.onnx "
+            "model.safetensors openvino_model.bin openvino_model.xml pytorch_model.bin",
+            "text_encoder_2": "config.json model.onnx model.onnx_data model.safetensors.index.json "
+            "model-00001-of-00002.safetensors model-00002-of-00002.safetensors "
+            "model.safetensors.index.fp16.json model.fp16-00001-of-00001.safetensors",
+            "vae": "config.json diffusion_pytorch_model.safetensors "
+            "diffusion_pytorch_model.fp16.safetensors",
+            "unet": "config.json model.onnx_data openvino_model.xml "
+            "diffusion_pytorch_model.safetensors diffusion_pytorch_model.fp16.safetensors",
+        },
+    )
     assert taken(root) == {
         "text_encoder": {"config.json", "model.safetensors"},
         "text_encoder_2": {
-            "config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+            "config.json",
+            "model.safetensors.index.json",
+            "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
         },
         "vae": {"config.json", "diffusion_pytorch_model.safetensors"},
         "unet": {"config.json"},
-    }  # fmt: skip
+    }
 
 
 def test_what_has_no_other_copy_stays(tmp_path: Path) -> None:
     """Pickled weights are what is loaded where safetensors are there as a variant only."""
-    root = published(tmp_path / "older", {
-        "text_encoder": "config.json pytorch_model.bin model.fp16.safetensors",
-        "text_encoder_2": "config.json pytorch_model.bin",
-        "vae": "config.json diffusion_pytorch_model.safetensors notes.fp16.txt",
-        "unet": "config.json diffusion_pytorch_model.safetensors",
-    })  # fmt: skip
+    root = published(
+        tmp_path / "older",
+        {
+            "text_encoder": "config.json pytorch_model.bin model.fp16.safetensors",
+            "text_encoder_2": "config.json pytorch_model.bin",
+            "vae": "config.json diffusion_pytorch_model.safetensors notes.fp16.txt",
+            "unet": "config.json diffusion_pytorch_model.safetensors",
+        },
+    )
     found = taken(root)
     assert "pytorch_model.bin" in found["text_encoder"] & found["text_encoder_2"]
     assert found["vae"] == {"config.json", "diffusion_pytorch_model.safetensors", "notes.fp16.txt"}

@@ -102,12 +102,22 @@ def test_fused_names_ranks_and_alphas_are_kohyas() -> None:
     assert tensors[f"{linear1}.alpha"].item() == pytest.approx(20)
     assert tensors["lora_unet_double_blocks_0_img_mlp_0.alpha"].item() == pytest.approx(5)
     assert {name.split(".")[0] for name in tensors} == {
-        qkv, linear1, "lora_unet_single_blocks_0_linear2",
-        *(f"lora_unet_double_blocks_0_{part}" for part in (
-            "img_attn_proj", "img_mlp_0", "img_mlp_2", "txt_attn_qkv", "txt_attn_proj",
-            "txt_mlp_0", "txt_mlp_2",
-        )),
-    }  # fmt: skip
+        qkv,
+        linear1,
+        "lora_unet_single_blocks_0_linear2",
+        *(
+            f"lora_unet_double_blocks_0_{part}"
+            for part in (
+                "img_attn_proj",
+                "img_mlp_0",
+                "img_mlp_2",
+                "txt_attn_qkv",
+                "txt_attn_proj",
+                "txt_mlp_0",
+                "txt_mlp_2",
+            )
+        ),
+    }
 
 
 def test_a_member_without_an_adapter_takes_no_rank() -> None:
@@ -133,9 +143,12 @@ def test_a_module_that_bfl_does_not_have_is_named() -> None:
 def test_both_files_load_into_a_single_block_of_the_published_width(tmp_path: Path) -> None:
     """The forward with either is the same, fused layers included."""
     config = {
-        "num_layers": 0, "num_single_layers": 1, "joint_attention_dim": 32,
-        "pooled_projection_dim": 32, "in_channels": 16,
-    }  # fmt: skip
+        "num_layers": 0,
+        "num_single_layers": 1,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+        "in_channels": 16,
+    }
     with torch.device("meta"):
         model = FluxTransformer2DModel(**config)
     model = model.to_empty(device="cpu")
@@ -148,8 +161,10 @@ def test_both_files_load_into_a_single_block_of_the_published_width(tmp_path: Pa
         "hidden_states": torch.randn(1, 4, 16, generator=draw),
         "encoder_hidden_states": torch.randn(1, 2, 32, generator=draw),
         "pooled_projections": torch.randn(1, 32, generator=draw),
-        "timestep": torch.tensor([0.5]), "img_ids": torch.zeros(4, 3), "txt_ids": torch.zeros(2, 3),
-    }  # fmt: skip
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(4, 3),
+        "txt_ids": torch.zeros(2, 3),
+    }
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.copy_(layers[name.replace(".default.", ".")])
@@ -159,9 +174,10 @@ def test_both_files_load_into_a_single_block_of_the_published_width(tmp_path: Pa
     save_file(flux_kohya.convert(layers, SCALE), tmp_path / "k.safetensors")
     pipeline = FluxPipeline(
         transformer=model,
-        **dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2",
-                         "tokenizer_2")),
-    )  # fmt: skip
+        **dict.fromkeys(
+            ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+        ),
+    )
     pipeline.load_lora_weights(tmp_path, weight_name="k.safetensors")
     loaded = model(**inputs, return_dict=False)[0]
     size = float(trained.abs().max())

@@ -78,10 +78,12 @@ def streams(width: int, hidden: int, joined: int | None = None) -> Shapes:
 def next_dit(width: int, keys: int, hidden: int) -> Shapes:
     """Blocks of Lumina 2 and Z-Image; `keys` of keys and of values."""
     block = {
-        "attention.qkv": (width + 2 * keys, width), "attention.out": (width, width),
-        "feed_forward.w1": (hidden, width), "feed_forward.w3": (hidden, width),
+        "attention.qkv": (width + 2 * keys, width),
+        "attention.out": (width, width),
+        "feed_forward.w1": (hidden, width),
+        "feed_forward.w3": (hidden, width),
         "feed_forward.w2": (width, hidden),
-    }  # fmt: skip
+    }
     return {
         name: shape
         for blocks in ("layers", "noise_refiner", "context_refiner")
@@ -91,9 +93,11 @@ def next_dit(width: int, keys: int, hidden: int) -> Shapes:
 
 def sd3_block(width: int, *, last: bool) -> Shapes:
     x_block = {
-        "attn.qkv": (3 * width, width), "attn.proj": (width, width),
-        "mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width),
-    }  # fmt: skip
+        "attn.qkv": (3 * width, width),
+        "attn.proj": (width, width),
+        "mlp.fc1": (4 * width, width),
+        "mlp.fc2": (width, 4 * width),
+    }
     context = {"attn.qkv": x_block["attn.qkv"]} if last else x_block
     second = {"attn2.qkv": (3 * width, width), "attn2.proj": (width, width)}
     return prefixed("x_block.", x_block | ({} if last else second)) | prefixed(
@@ -111,9 +115,10 @@ def hidream() -> Shapes:
 
     def forward(name: str, hidden: int) -> Shapes:
         return {
-            f"{name}.w1": (hidden, width), f"{name}.w3": (hidden, width),
+            f"{name}.w1": (hidden, width),
+            f"{name}.w3": (hidden, width),
             f"{name}.w2": (width, hidden),
-        }  # fmt: skip
+        }
 
     parts = ("to_q", "to_k", "to_v", "to_out")
     own = square(width, *(f"attn1.{part}" for part in parts))
@@ -124,94 +129,150 @@ def hidream() -> Shapes:
     )
 
 
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj",
-             "to_add_out")  # fmt: skip
+ATTENTION = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+)
 ONE_OF_EACH = {"num_layers": 1, "num_single_layers": 1}
 GATED = {"c_fc1": (8192, 3072), "c_fc2": (8192, 3072), "c_proj": (3072, 8192)}
 
 LAYOUTS = {
     "flux": Published(
-        "black-forest-labs--FLUX.1-dev", ONE_OF_EACH, streams(3072, 12288),
+        "black-forest-labs--FLUX.1-dev",
+        ONE_OF_EACH,
+        streams(3072, 12288),
         "convert_flux_transformer_checkpoint_to_diffusers",
     ),
     "chroma": Published(
-        "lodestones--Chroma1-HD", ONE_OF_EACH, streams(3072, 12288),
+        "lodestones--Chroma1-HD",
+        ONE_OF_EACH,
+        streams(3072, 12288),
         "convert_chroma_transformer_checkpoint_to_diffusers",
     ),
     "hunyuanvideo": Published(
-        "hunyuanvideo-community--HunyuanVideo", ONE_OF_EACH, streams(3072, 12288),
+        "hunyuanvideo-community--HunyuanVideo",
+        ONE_OF_EACH,
+        streams(3072, 12288),
         "convert_hunyuan_video_transformer_to_diffusers",
     ),
     "flux2": Published(
-        "black-forest-labs--FLUX.2-klein-base-4B", ONE_OF_EACH, streams(3072, 9216, 18432),
+        "black-forest-labs--FLUX.2-klein-base-4B",
+        ONE_OF_EACH,
+        streams(3072, 9216, 18432),
         "convert_flux2_transformer_checkpoint_to_diffusers",
     ),
     "qwen_image": Published(
-        "Qwen--Qwen-Image", {"num_layers": 1},
-        prefixed("transformer_blocks.0.", {
-            **square(3072, *(f"attn.{part}" for part in ATTENTION)),
-            **{f"{side}_mlp.net.0.proj": (12288, 3072) for side in ("img", "txt")},
-            **{f"{side}_mlp.net.2": (3072, 12288) for side in ("img", "txt")},
-        }),
+        "Qwen--Qwen-Image",
+        {"num_layers": 1},
+        prefixed(
+            "transformer_blocks.0.",
+            {
+                **square(3072, *(f"attn.{part}" for part in ATTENTION)),
+                **{f"{side}_mlp.net.0.proj": (12288, 3072) for side in ("img", "txt")},
+                **{f"{side}_mlp.net.2": (3072, 12288) for side in ("img", "txt")},
+            },
+        ),
     ),
     "z_image": Published(
-        "Tongyi-MAI--Z-Image", {"n_layers": 1, "n_refiner_layers": 1}, next_dit(3840, 3840, 10240),
+        "Tongyi-MAI--Z-Image",
+        {"n_layers": 1, "n_refiner_layers": 1},
+        next_dit(3840, 3840, 10240),
         "convert_z_image_transformer_checkpoint_to_diffusers",
     ),
     "lumina2": Published(
-        "Alpha-VLLM--Lumina-Image-2.0", {"num_layers": 1, "num_refiner_layers": 1},
-        next_dit(2304, 768, 9216), "convert_lumina2_to_diffusers",
+        "Alpha-VLLM--Lumina-Image-2.0",
+        {"num_layers": 1, "num_refiner_layers": 1},
+        next_dit(2304, 768, 9216),
+        "convert_lumina2_to_diffusers",
     ),
     "sd3": Published(
-        "stabilityai--stable-diffusion-3.5-medium", {"num_layers": 2, "dual_attention_layers": [0]},
+        "stabilityai--stable-diffusion-3.5-medium",
+        {"num_layers": 2, "dual_attention_layers": [0]},
         prefixed("joint_blocks.0.", sd3_block(1536, last=False))
         | prefixed("joint_blocks.1.", sd3_block(1536, last=True)),
         "convert_sd3_transformer_checkpoint_to_diffusers",
     ),
     "wan": Published(
-        "Wan-AI--Wan2.1-T2V-1.3B-Diffusers", {"num_layers": 1},
-        prefixed("blocks.0.", two_attentions(
-            1536, 8960,
-            tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"),
-            "ffn.0", "ffn.2",
-        )),
+        "Wan-AI--Wan2.1-T2V-1.3B-Diffusers",
+        {"num_layers": 1},
+        prefixed(
+            "blocks.0.",
+            two_attentions(
+                1536,
+                8960,
+                tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"),
+                "ffn.0",
+                "ffn.2",
+            ),
+        ),
         "convert_wan_transformer_to_diffusers",
     ),
     "auraflow": Published(
-        "fal--AuraFlow-v0.3", {"num_mmdit_layers": 1, "num_single_dit_layers": 1},
-        prefixed("double_layers.0.", {
-            **square(3072, *(f"attn.w{side}{part}" for side in (1, 2) for part in "qkvo")),
-            **prefixed("mlpX.", GATED), **prefixed("mlpC.", GATED),
-        })
-        | prefixed("single_layers.0.", {
-            **square(3072, *(f"attn.w1{part}" for part in "qkvo")), **prefixed("mlp.", GATED),
-        }),
+        "fal--AuraFlow-v0.3",
+        {"num_mmdit_layers": 1, "num_single_dit_layers": 1},
+        prefixed(
+            "double_layers.0.",
+            {
+                **square(3072, *(f"attn.w{side}{part}" for side in (1, 2) for part in "qkvo")),
+                **prefixed("mlpX.", GATED),
+                **prefixed("mlpC.", GATED),
+            },
+        )
+        | prefixed(
+            "single_layers.0.",
+            {
+                **square(3072, *(f"attn.w1{part}" for part in "qkvo")),
+                **prefixed("mlp.", GATED),
+            },
+        ),
         "convert_auraflow_transformer_checkpoint_to_diffusers",
     ),
     "pixart_sigma": Published(
-        "PixArt-alpha--PixArt-Sigma-XL-2-1024-MS", {"num_layers": 1},
-        prefixed("blocks.0.", {
-            "attn.qkv": (3456, 1152), "cross_attn.kv_linear": (2304, 1152),
-            **two_attentions(
-                1152, 4608, ("attn.proj", "cross_attn.q_linear", "cross_attn.proj"), "mlp.fc1",
-                "mlp.fc2",
-            ),
-        }),
+        "PixArt-alpha--PixArt-Sigma-XL-2-1024-MS",
+        {"num_layers": 1},
+        prefixed(
+            "blocks.0.",
+            {
+                "attn.qkv": (3456, 1152),
+                "cross_attn.kv_linear": (2304, 1152),
+                **two_attentions(
+                    1152,
+                    4608,
+                    ("attn.proj", "cross_attn.q_linear", "cross_attn.proj"),
+                    "mlp.fc1",
+                    "mlp.fc2",
+                ),
+            },
+        ),
     ),
     "hidream": Published(
-        "HiDream-ai--HiDream-I1-Full", ONE_OF_EACH, hidream(),
+        "HiDream-ai--HiDream-I1-Full",
+        ONE_OF_EACH,
+        hidream(),
         "convert_hidream_transformer_to_diffusers",
     ),
     "ltxvideo": Published(
-        "Lightricks--LTX-Video", {"num_layers": 1},
-        prefixed("transformer_blocks.0.", two_attentions(
-            2048, 8192,
-            tuple(f"attn{number}.{part}" for number in (1, 2) for part in ATTENTION[:4]),
-            "ff.net.0.proj", "ff.net.2",
-        )),
+        "Lightricks--LTX-Video",
+        {"num_layers": 1},
+        prefixed(
+            "transformer_blocks.0.",
+            two_attentions(
+                2048,
+                8192,
+                tuple(f"attn{number}.{part}" for number in (1, 2) for part in ATTENTION[:4]),
+                "ff.net.0.proj",
+                "ff.net.2",
+            ),
+        ),
         "convert_ltx_transformer_checkpoint_to_diffusers",
     ),
-}  # fmt: skip
+}
 
 # The files that a LoRA is exported to; `tests/engine/families/test_sdxl_kohya.py` has SDXL's names.
 FORMATS = {
@@ -298,10 +359,12 @@ def test_kohyas_keys_are_the_modules_of_its_scripts(name: str) -> None:
         layers = layers_of(name)
         shapes = {
             key.removesuffix(".lora_A.weight"): (
-                layers[key.replace("lora_A", "lora_B")].shape[0], down.shape[1],
+                layers[key.replace("lora_A", "lora_B")].shape[0],
+                down.shape[1],
             )
-            for key, down in layers.items() if ".lora_A." in key
-        }  # fmt: skip
+            for key, down in layers.items()
+            if ".lora_A." in key
+        }
     found = adapters(style.convert(layers_of(name), SCALE), ".lora_down.weight", ".lora_up.weight")
     check_shapes(
         found, {"lora_unet_" + module.replace(".", "_"): shape for module, shape in shapes.items()}

@@ -20,7 +20,12 @@ pytestmark = pytest.mark.slow
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
-    "lora-sharded-ema": {"lora_placement": "sharded", "use_ema": True, "lora_alpha": 7},
+    "lora-sharded-ema": {
+        "lora_placement": "sharded",
+        "use_ema": True,
+        "lora_alpha": 7,
+        "lora_variant": "dora",
+    },
     "lora-full-layout-ema": {"fsdp_state_dict_type": "FULL_STATE_DICT", "use_ema": True},
     "full": {"model_type": "full"},
     "full-ema-bf16": {"model_type": "full", "use_ema": True, "export_dtype": "bf16"},
@@ -49,8 +54,11 @@ def test_the_checkpoint_exports_to_the_bytes_of_the_live_model(
     out, err = capsys.readouterr()
     ema = CASES[name].get("use_ema", False)
     assert json.loads(out) == {
-        "path": str(run_dir / "offline"), "step": STEP, "ema": ema, "warnings": [],
-    }  # fmt: skip
+        "path": str(run_dir / "offline"),
+        "step": STEP,
+        "ema": ema,
+        "warnings": [],
+    }
     assert [line.split()[1] for line in err.splitlines() if "exporting" in line][-1] == "writing"
     live = bytes_of(run_dir / "export")
     assert bytes_of(run_dir / "offline") == live

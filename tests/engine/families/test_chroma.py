@@ -75,9 +75,12 @@ def test_no_token_is_left_without_anything_to_attend_to(case: Case, kernel: str 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformer_flux, "dispatch_attention_fn", spied)
         case.family.predict(
-            model, torch.zeros(2, 16, 8, 8), torch.tensor([0.3, 0.8]),
-            batch_of(case.encoded(PROMPT), case.encoded("a star")), 1.0,
-        )  # fmt: skip
+            model,
+            torch.zeros(2, 16, 8, 8),
+            torch.tensor([0.3, 0.8]),
+            batch_of(case.encoded(PROMPT), case.encoded("a star")),
+            1.0,
+        )
     assert masks
     for mask, backend in masks:
         assert mask.any(dim=-1).all()

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import save_file
 
 from engine.data.read.images import decode
+from engine.exports.lora import _named
 from engine.model import adapters, weights
 from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.lora_file import begin_from
 from engine.model.precision import narrow_inputs
 from engine.sample.lockstep import Forwards
 from engine.toy.components.weights import one_thread
+from jobs.spec.job_spec import JobSpec
 from tests.support.engine.families import (
     DEVICE,
     NEGATIVE,
@@ -29,11 +34,18 @@ from tests.support.engine.families import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 MASKED = {
-    "chroma", "hunyuanvideo", "ltxvideo", "lumina2", "pixart_sigma", "qwen_image", "sana",
+    "chroma",
+    "hunyuanvideo",
+    "ltxvideo",
+    "lumina2",
+    "pixart_sigma",
+    "qwen_image",
+    "sana",
     "z_image",
-}  # fmt: skip
+}
 # Its pipeline sets what is masked to zero, and the model was trained to attend to those zeros.
 ATTENDS_TO_PADDING = {"auraflow"}
 
@@ -239,9 +251,35 @@ def test_encoded_prompts_make_the_same_latents_as_texts(case: Case, guided: bool
     denoisers = [getattr(bare, name) for name in names if name]
     with torch.no_grad(), Forwards(denoisers, lambda: None) as forwards:
         found = bare(
-            **arguments, width=request.width, height=request.height,
-            num_inference_steps=request.steps, output_type="latent",
+            **arguments,
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.steps,
+            output_type="latent",
             generator=torch.Generator("cpu").manual_seed(request.seed),
-        )[0]  # fmt: skip
+        )[0]
     assert forwards.made == request.steps * case.family.forwards_per_step(request)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_job_begins_from_the_names_of_every_tool(case: Case, tmp_path: Path) -> None:
+    """What an export calls its layers is found again, bit for bit; DoRA's lengths too."""
+    model = getattr(case.stock(), case.family.component)
+    spec = JobSpec(lora_rank=2, lora_variant="dora", mixed_precision="no")
+    adapters.add_lora(model, spec, case.family.LORA_TARGETS)
+    parameters = adapters.lora_parameters(model)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.uniform_(1, 2)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    layers = get_peft_model_state_dict(model, adapter_name=adapters.ADAPTER)
+    for style in (case.family.KOHYA, case.family.COMFYUI):
+        if style is None:
+            continue
+        tensors, _ = _named(style, layers, adapters.scales_of(model))
+        save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "a.safetensors")
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.zero_()
+        begin_from(model, tmp_path / "a.safetensors", case.family)
+        assert all(torch.equal(before[name], p) for name, p in parameters.items())

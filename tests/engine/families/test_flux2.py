@@ -37,9 +37,12 @@ def test_flavours_differ_in_their_guidance() -> None:
     family = get_family("flux2")
     kinds = {name: family.guidance_of(name) for name in family.flavours}
     assert kinds == {
-        "dev": "embedded", "klein-base-4b": "classifier_free", "klein-base-9b": "classifier_free",
-        "klein-4b": "none", "klein-9b": "none",
-    }  # fmt: skip
+        "dev": "embedded",
+        "klein-base-4b": "classifier_free",
+        "klein-base-9b": "classifier_free",
+        "klein-4b": "none",
+        "klein-9b": "none",
+    }
     assert family.guidance_of(None) == "embedded"
 
 
@@ -106,9 +109,11 @@ def sampled(case: Case, family: families.Family, request: SampleRequest, negativ
         with torch.no_grad():
             pipeline(
                 **family.sample_arguments(request, case.encoded(PROMPT), text),
-                width=request.width, height=request.height, num_inference_steps=request.steps,
+                width=request.width,
+                height=request.height,
+                num_inference_steps=request.steps,
                 output_type="latent",
-            )  # fmt: skip
+            )
     assert len(made) == request.steps * family.forwards_per_step(request)
     return len(made) // request.steps
 
@@ -130,10 +135,11 @@ def test_a_model_is_sampled_as_what_it_is_whatever_the_job_says(
     case = toys[kind]
     (request,) = requests_of(
         JobSpec(
-            model_family="flux2", model_flavour=said,
+            model_family="flux2",
+            model_flavour=said,
             validation_prompts=[{"prompt": PROMPT, "resolution": 64, "steps": 2, "guidance": 4}],
         )
-    )  # fmt: skip
+    )
     family = families.load("flux2", said, case.paths.model)
     assert sampled(case, family, request, request.guided) == forwards
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.exports.readback import DamagedError
 from engine.exports.stock import PEFT_PREFIX, check_lora
-from engine.model import weights
+from engine.model import adapters, weights
 from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError
 from jobs.models.blocks.model_config import find_target
@@ -123,7 +123,7 @@ def test_a_lora_that_peft_would_read_differently_is_refused(case: Case, tmp_path
             bare = case.family.transformer_class().from_config(
                 case.family.transformer_class().load_config(case.paths.model / "transformer")
             )
-        check_lora(recipe, file, good, bare)
+        check_lora(recipe, file, good, adapters.scales_of(model), bare)
 
     check()
     save_file({PEFT_PREFIX + n: t + (n == first) for n, t in good.items()}, file)

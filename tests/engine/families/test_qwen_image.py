@@ -24,9 +24,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def latents(case: Case, pipeline: Any, arguments: dict[str, Any]) -> torch.Tensor:
     with torch.no_grad(), quiet():
         made: torch.Tensor = pipeline(
-            **arguments, width=64, height=64, num_inference_steps=2, output_type="latent",
+            **arguments,
+            width=64,
+            height=64,
+            num_inference_steps=2,
+            output_type="latent",
             generator=torch.Generator().manual_seed(0),
-        )[0]  # fmt: skip
+        )[0]
     return made
 
 
@@ -96,17 +100,23 @@ def test_a_longest_text_is_kept_to(case: Case) -> None:
     with torch.no_grad():
         text = case.family.encode(case.text, PROMPT, 6)
     assert {name: len(tensor) for name, tensor in text.items()} == {
-        "prompt_embeds": 6, "prompt_embeds_mask": 6,
-    }  # fmt: skip
+        "prompt_embeds": 6,
+        "prompt_embeds_mask": 6,
+    }
 
 
 @pytest.mark.parametrize(("strategy", "refused"), [("allgather", True), ("alltoall", False)])
 def test_flash_attention_in_a_ring_takes_no_masked_texts(strategy: str, refused: bool) -> None:
     spec = JobSpec(
-        model_family="qwen_image", pretrained_model_name_or_path="m", dataset="d", gpus=2,
-        num_processes=2, strategy="fsdp2", context_parallel_size=2,
+        model_family="qwen_image",
+        pretrained_model_name_or_path="m",
+        dataset="d",
+        gpus=2,
+        num_processes=2,
+        strategy="fsdp2",
+        context_parallel_size=2,
         context_parallel_comm_strategy=strategy,
-    )  # fmt: skip
+    )
     found = [c for c in find_conflicts(spec) if c.key == "context_parallel_comm_strategy"]
     assert bool(found) is refused
     if refused:

@@ -72,12 +72,22 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
     if kind == "lora":
         prompt |= {"negative_prompt": NEGATIVE, "guidance": 3.0, "true_cfg_scale": 3.0}
     return case.values(
-        model_type=kind, num_processes=RANKS, strategy="fsdp2", train_batch_size=1, lora_rank=8,
-        max_train_steps=steps_of(case.name, kind), learning_rate=1e-2 if kind == "lora" else 1e-3,
-        lr_scheduler="constant", timestep_sampling="uniform", caption_dropout_probability=0.2,
-        cache_dir=str(root / "cache"), validation_prompts=[prompt], validation_fraction=0.25,
-        validation_timesteps=2, validation_loss_steps=2,
-    )  # fmt: skip
+        model_type=kind,
+        num_processes=RANKS,
+        strategy="fsdp2",
+        train_batch_size=1,
+        lora_rank=8,
+        max_train_steps=steps_of(case.name, kind),
+        learning_rate=1e-2 if kind == "lora" else 1e-3,
+        lr_scheduler="constant",
+        timestep_sampling="uniform",
+        caption_dropout_probability=0.2,
+        cache_dir=str(root / "cache"),
+        validation_prompts=[prompt],
+        validation_fraction=0.25,
+        validation_timesteps=2,
+        validation_loss_steps=2,
+    )
 
 
 FAST = {("flux", "lora"), ("wan", "full"), ("sdxl", "lora")}

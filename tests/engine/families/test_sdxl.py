@@ -76,8 +76,11 @@ def test_without_a_negative_prompt_samples_are_those_of_the_stock_pipeline(case:
     assert request.guided
     pipeline = case.stock()
     size: dict[str, Any] = {
-        "height": 64, "width": 96, "num_inference_steps": 2, "output_type": "latent",
-    }  # fmt: skip
+        "height": 64,
+        "width": 96,
+        "num_inference_steps": 2,
+        "output_type": "latent",
+    }
     expected = pipeline(
         PROMPT, guidance_scale=5.0, generator=torch.Generator().manual_seed(1), **size
     ).images
@@ -108,9 +111,10 @@ def test_a_v_prediction_model_is_trained_on_v(case: Case, tmp_path: Path) -> Non
     shutil.copytree(case.paths.model / "scheduler", root / "scheduler")
     file = root / "scheduler" / "scheduler_config.json"
     changes = {
-        "prediction_type": "v_prediction", "rescale_betas_zero_snr": True,
+        "prediction_type": "v_prediction",
+        "rescale_betas_zero_snr": True,
         "timestep_spacing": "trailing",
-    }  # fmt: skip
+    }
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     latents = torch.randn(2, 4, 8, 8, generator=keyed_generator(1))
     objective = build_objective(case.spec(), case.family, root)
@@ -150,8 +154,10 @@ def test_it_is_told_each_pictures_size_and_where_it_was_cut(case: Case) -> None:
     told = case.family.sizes(case.spec(), pictures)["time_ids"]
     # Scaled to 128x64: 64 pixels are beyond the sides, and none above.
     assert told.tolist() == [
-        [150, 300, 0, 32, 64, 64], [150, 300, 0, 64, 64, 64], [150, 300, 0, 64, 64, 64],
-    ]  # fmt: skip
+        [150, 300, 0, 32, 64, 64],
+        [150, 300, 0, 64, 64, 64],
+        [150, 300, 0, 64, 64, 64],
+    ]
     assert case.family.sizes(case.spec(size_conditioning="target"), pictures) == {}
 
     unet = case.stock().unet
@@ -166,6 +172,6 @@ def test_it_is_told_each_pictures_size_and_where_it_was_cut(case: Case) -> None:
                 case.family.sizes(case.spec(), [whole]),
                 case.family.sizes(case.spec(), pictures[:1]),
             )
-        )  # fmt: skip
+        )
     assert torch.allclose(same, plain, atol=1e-6)
     assert not torch.allclose(cut, plain, atol=1e-4)

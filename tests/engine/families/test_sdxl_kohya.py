@@ -31,20 +31,23 @@ KNOWN = {
     "conv_in": "input_blocks_0_0",
     "down_blocks.0.resnets.1.conv1": "input_blocks_2_0_in_layers_2",
     "down_blocks.0.downsamplers.0.conv": "input_blocks_3_0_op",
-    "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q":
-        "input_blocks_4_1_transformer_blocks_0_attn1_to_q",
-    "down_blocks.2.attentions.1.transformer_blocks.9.ff.net.2":
-        "input_blocks_8_1_transformer_blocks_9_ff_net_2",
+    "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q": (
+        "input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    ),
+    "down_blocks.2.attentions.1.transformer_blocks.9.ff.net.2": (
+        "input_blocks_8_1_transformer_blocks_9_ff_net_2"
+    ),
     "mid_block.attentions.0.proj_in": "middle_block_1_proj_in",
     "mid_block.resnets.1.conv2": "middle_block_2_out_layers_3",
-    "up_blocks.0.attentions.2.transformer_blocks.3.attn2.to_out.0":
-        "output_blocks_2_1_transformer_blocks_3_attn2_to_out_0",
+    "up_blocks.0.attentions.2.transformer_blocks.3.attn2.to_out.0": (
+        "output_blocks_2_1_transformer_blocks_3_attn2_to_out_0"
+    ),
     "up_blocks.0.upsamplers.0.conv": "output_blocks_2_2_conv",
     "up_blocks.1.resnets.0.conv_shortcut": "output_blocks_3_0_skip_connection",
     "up_blocks.2.resnets.2.time_emb_proj": "output_blocks_8_0_emb_layers_1",
     "add_embedding.linear_2": "label_emb_0_2",
     "conv_out": "out_2",
-}  # fmt: skip
+}
 
 
 def published_layout() -> UNet2DConditionModel:
@@ -98,9 +101,13 @@ def test_diffusers_reads_the_same_tensors_of_the_same_modules(targets: str, tmp_
 def _as_peft(name: str) -> str:
     """Diffusers' older names, which its converter makes."""
     for old, new in (
-        ("_lora.down.", ".lora_A."), ("_lora.up.", ".lora_B."), (".lora.down.", ".lora_A."),
-        (".lora.up.", ".lora_B."), (".processor.", "."), ("to_out.lora_", "to_out.0.lora_"),
-    ):  # fmt: skip
+        ("_lora.down.", ".lora_A."),
+        ("_lora.up.", ".lora_B."),
+        (".lora.down.", ".lora_A."),
+        (".lora.up.", ".lora_B."),
+        (".processor.", "."),
+        ("to_out.lora_", "to_out.0.lora_"),
+    ):
         name = name.replace(old, new)
     return name
 
@@ -130,10 +137,14 @@ def test_both_files_make_the_same_picture(tmp_path: Path) -> None:
             pipeline.load_lora_weights(tmp_path, weight_name=f"{name}.safetensors")
         pictures.append(
             pipeline(
-                "a red circle", height=64, width=64, num_inference_steps=2, output_type="np",
+                "a red circle",
+                height=64,
+                width=64,
+                num_inference_steps=2,
+                output_type="np",
                 generator=torch.Generator().manual_seed(1),
             ).images
-        )  # fmt: skip
+        )
         pipeline.unload_lora_weights()
     assert abs(pictures[1] - pictures[2]).max() < 1e-5
     assert abs(pictures[1] - pictures[0]).max() > 1e-2

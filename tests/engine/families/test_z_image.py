@@ -29,9 +29,10 @@ def test_any_guidance_above_zero_guides(guidance: float, guided: bool, case: Cas
 
 def test_a_negative_prompt_without_guidance_is_told_of() -> None:
     spec = JobSpec(
-        model_family="z_image", model_flavour="turbo",
+        model_family="z_image",
+        model_flavour="turbo",
         validation_prompts=[{"prompt": PROMPT, "negative_prompt": NEGATIVE}],
-    )  # fmt: skip
+    )
     (request,) = requests_of(spec)
     assert (request.guidance, request.steps, request.guided) == (0.0, 9, False)
     assert "without a guidance above 0" in validation_warnings(spec)[0]

@@ -37,17 +37,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def estimate(server: Server, **values: Any) -> Estimate:
     usual = {"model_family": SMALL, "dataset": ".", "num_processes": 4, "strategy": "fsdp2"}
     return Estimate(
-        JobSpec.model_validate(usual | values), Place(True, (CARDS[24],), here=False), server,
+        JobSpec.model_validate(usual | values),
+        Place(True, (CARDS[24],), here=False),
+        server,
         Calibration(),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
 def test_each_step_of_the_ladder_needs_less_than_the_one_before(server: Server) -> None:
     spec = estimate(
-        server, model_type="full", strategy="ddp", mixed_precision="no",
-        device="cuda", resolution=512,
-    ).spec  # fmt: skip
+        server,
+        model_type="full",
+        strategy="ddp",
+        mixed_precision="no",
+        device="cuda",
+        resolution=512,
+    ).spec
     place = Place(True, (CARDS[24],), here=False)
 
     def fit(one: JobSpec) -> Any:
@@ -75,9 +81,10 @@ def test_accumulation_is_named_where_it_helps(
 ) -> None:
     """A smaller batch has fewer activations, and its second half begins with gradients there."""
     spec = estimate(
-        server, **{"model_type": "full", "device": "cuda", "resolution": 512} | changes,
+        server,
+        **{"model_type": "full", "device": "cuda", "resolution": 512} | changes,
         train_batch_size=4,
-    ).spec  # fmt: skip
+    ).spec
     (rung,) = (one for one in LADDER if one.title == "smaller batch, more accumulation")
     after = spec.model_copy(update=rung.change(spec))
     found = [predict(one, server, strategy="fsdp2", ranks=4) for one in (spec, after)]
@@ -108,9 +115,12 @@ def test_the_table_says_what_is_predicted(server: Server) -> None:
     known = read_smallest()[SMALL]
     for model_type in ("lora", "full"):
         found = estimate(
-            server, model_flavour=known["flavour"], model_type=model_type, strategy="auto",
+            server,
+            model_flavour=known["flavour"],
+            model_type=model_type,
+            strategy="auto",
             gradient_checkpointing=True,
-        )  # fmt: skip
+        )
         counts = {str(card): found.fewest(CARDS[card]) for card in IN_TABLES}
         assert counts == known[model_type], "run `python tests/bench/cards.py`"
 

@@ -50,10 +50,12 @@ ON_FOUR: Final[dict[str, dict[str, Any]]] = {
 # From loading to saving, with caches of their own. What is copied behind training's back goes to
 # host memory.
 WHOLE: Final = {
-    "checkpointing_async": False, "checkpointing_steps": 3, "validation_steps": 3,
+    "checkpointing_async": False,
+    "checkpointing_steps": 3,
+    "validation_steps": 3,
     "validation_num_inference_steps": 1,
     "validation_prompts": ["a red circle", "a blue square", "a dot", "a line"],
-}  # fmt: skip
+}
 RUNS: Final[dict[str, dict[str, Any]]] = {
     "run of lora": SHARDED | WHOLE,
     "run of lora ddp": {"strategy": "ddp"} | WHOLE,
@@ -75,9 +77,12 @@ CASES: Final = ON_TWO | ON_FOUR | RUNS | HSDP_RUNS
 
 def values_of(case: str, toy: Path, cache: Path) -> dict[str, Any]:
     usual: dict[str, Any] = {
-        "num_processes": 2, "train_batch_size": 2, "max_train_steps": 5, "resolution": 64,
+        "num_processes": 2,
+        "train_batch_size": 2,
+        "max_train_steps": 5,
+        "resolution": 64,
         "cache_dir": str(cache / case if case.startswith("run") else cache),
-    }  # fmt: skip
+    }
     return toy_values(toy, **usual | CASES[case])
 
 

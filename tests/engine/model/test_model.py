@@ -55,9 +55,11 @@ def test_only_the_adapter_is_trained_and_it_covers_every_linear_of_the_blocks(to
     linears = {
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
-        and "transformer_blocks." in name and ".norm" not in name
-    }  # fmt: skip
+        if isinstance(module, torch.nn.Linear)
+        and ".lora_" not in name
+        and "transformer_blocks." in name
+        and ".norm" not in name
+    }
     assert adapted == linears
 
 
@@ -90,9 +92,15 @@ def test_predict_feeds_the_transformer_what_the_pipeline_feeds_it(toy: Path) -> 
 
     transformer.forward = spy
     pipeline(
-        prompt="a red circle", height=64, width=96, num_inference_steps=2, guidance_scale=2.5,
-        max_sequence_length=16, generator=keyed_generator(0), output_type="latent",
-    )  # fmt: skip
+        prompt="a red circle",
+        height=64,
+        width=96,
+        num_inference_steps=2,
+        guidance_scale=2.5,
+        max_sequence_length=16,
+        generator=keyed_generator(0),
+        output_type="latent",
+    )
     transformer.forward = stock_forward
     kwargs, expected = fed[1]
     noisy = FluxPipeline._unpack_latents(kwargs["hidden_states"], 64, 96, 8)

@@ -20,10 +20,15 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 def test_shards_take_what_they_need_and_no_power_of_two(registered: dict[int, int]) -> None:
-    wanted = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (
-        ((1025, 1024), torch.float32), ((0, 7), torch.float32), ((3,), torch.bfloat16),
-        ((513,), torch.bfloat16),
-    )]  # fmt: skip
+    wanted = [
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in (
+            ((1025, 1024), torch.float32),
+            ((0, 7), torch.float32),
+            ((3,), torch.bfloat16),
+            ((513,), torch.bfloat16),
+        )
+    ]
     memory = pinned_memory.PinnedMemory(pinned_memory.bytes_of(wanted))
     (size,) = registered.values()
     needed = sum(tensor.nbytes for tensor in wanted)

@@ -217,9 +217,15 @@ def test_extra_tensors_that_the_model_says_to_ignore_are_ignored(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "in_file",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16,
-     torch.float8_e4m3fn, torch.float8_e5m2],
-)  # fmt: skip
+    [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
+)
 def test_every_precision_is_read_and_kept_as_said(tmp_path: Path, in_file: torch.dtype) -> None:
     tensors = {
         name: tensor.to(in_file) if tensor.is_floating_point() else tensor
@@ -264,9 +270,13 @@ def test_a_frozen_base_is_never_upcast_to_fp32(tmp_path: Path, narrow: torch.dty
 def test_the_rule_of_what_is_kept_in_which_precision(tmp_path: Path) -> None:
     eight, half, single = torch.float8_e4m3fn, torch.bfloat16, torch.float32
     for precision, in_file, kept in (
-        ("bf16", single, half), ("bf16", torch.float16, half), ("bf16", eight, half),
-        ("fp16", half, torch.float16), ("no", single, single), ("no", torch.float64, single),
-    ):  # fmt: skip
+        ("bf16", single, half),
+        ("bf16", torch.float16, half),
+        ("bf16", eight, half),
+        ("fp16", half, torch.float16),
+        ("no", single, single),
+        ("no", torch.float64, single),
+    ):
         spec = lora(tmp_path, precision)
         assert storage_dtype(spec, in_file, keep_fp32=False) is kept
         assert storage_dtype(spec, in_file, keep_fp32=True) is single
@@ -284,9 +294,16 @@ def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["inner.scale_weight", "inner.weight_scale", "scaled_fp8", "inner.weight.absmax",
-     "inner.weight.quant_state.bitsandbytes__nf4", "inner.weight._scale", "inner.qweight"],
-)  # fmt: skip
+    [
+        "inner.scale_weight",
+        "inner.weight_scale",
+        "scaled_fp8",
+        "inner.weight.absmax",
+        "inner.weight.quant_state.bitsandbytes__nf4",
+        "inner.weight._scale",
+        "inner.qweight",
+    ],
+)
 def test_weights_that_need_scales_are_refused(tmp_path: Path, name: str) -> None:
     directory = write(tmp_path / "m", tiny_tensors() | {name: torch.ones(1)})
     with pytest.raises(UserError, match=rf"is quantized: it has {name}, .*use the model's bf16"):

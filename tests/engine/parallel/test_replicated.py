@@ -93,7 +93,7 @@ def test_gradients_travel_in_buckets_of_bounded_size(
     """The flat copy is what averaging takes of memory beside the gradients."""
     monkeypatch.setattr(gradients, "BUCKET", 8)
     tensors = [torch.zeros(size) for size in sizes]
-    buckets = [list(bucket) for bucket in gradients._buckets(tensors)]
+    buckets = [list(bucket) for bucket in gradients.buckets(tensors)]
     assert [sum(tensor.numel() for tensor in bucket) for bucket in buckets] == wanted
     assert [id(t) for bucket in buckets for t in bucket] == [id(t) for t in tensors], "in order"
 
@@ -325,8 +325,10 @@ def test_shards_may_lie_elsewhere_and_what_is_whole_does_not(tmp_path: Path) -> 
 
     ((offloaded, together), _) = on_ranks(work, 2, tmp_path)
     assert [name for name, device in offloaded.items() if device == "cpu"] == [
-        "0.weight", "0.bias", "1.bias",
-    ]  # fmt: skip
+        "0.weight",
+        "0.bias",
+        "1.bias",
+    ]
     assert "1.weight" in offloaded
     assert "1.running_mean" in offloaded
     assert set(together.values()) == {"meta"}

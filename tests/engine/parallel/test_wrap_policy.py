@@ -106,7 +106,7 @@ def test_a_shared_module_is_one_unit() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("breaks", "it failed on the whole model: KeyError: 'a bad day'"),
+        ("breaks", "it failed on the full model: KeyError: 'a bad day'"),
         ("containers", "it chose blocks, a ModuleList, which is never called"),
     ],
 )

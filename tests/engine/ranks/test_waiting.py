@@ -187,8 +187,14 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
     telemetry = Telemetry(files, 0)
     with pytest.raises(StoppedError, match="index"):
         prepare(
-            spec, families.load("flux"), toy / "model", files, world,
-            FileBarrier(files, "t", 0, 1), telemetry, lambda: True,
-        )  # fmt: skip
+            spec,
+            families.load("flux"),
+            toy / "model",
+            files,
+            world,
+            FileBarrier(files, "t", 0, 1),
+            telemetry,
+            lambda: True,
+        )
     telemetry.close()
     assert len(looked) <= 1 + data_index._READERS < 24

@@ -31,9 +31,14 @@ if TYPE_CHECKING:
 
 ALONE = World(0, 1, torch.device("cpu"), "single", "t")
 GUIDED: dict[str, Any] = {
-    "prompt": "a photo of [trigger]", "negative_prompt": "blue", "true_cfg_scale": 3.0,
-    "resolution": "96x64", "steps": 2, "guidance": 2.0, "seed": 2**40,
-}  # fmt: skip
+    "prompt": "a photo of [trigger]",
+    "negative_prompt": "blue",
+    "true_cfg_scale": 3.0,
+    "resolution": "96x64",
+    "steps": 2,
+    "guidance": 2.0,
+    "seed": 2**40,
+}
 
 
 class Texts:
@@ -65,9 +70,12 @@ class Bench:
 
     def sample(self, prompts: list[Any], family: Any = None, **changes: Any) -> Path:
         spec = toy_spec(
-            self.toy, validation_prompts=prompts, validation_num_inference_steps=2,
-            trigger_word="sks", **changes,
-        )  # fmt: skip
+            self.toy,
+            validation_prompts=prompts,
+            validation_num_inference_steps=2,
+            trigger_word="sks",
+            **changes,
+        )
         root = self.toy / "model"
         family = family or families.load("flux")
         model = build_model(spec, family, root, ALONE, self.telemetry)
@@ -116,33 +124,54 @@ def test_a_stock_pipeline_with_the_same_seed_makes_the_same_picture(bench: Bench
 
 def stock_pictures(bench: Bench) -> tuple[Any, Any]:
     first = bench.stock(
-        "a red circle", width=64, height=64, num_inference_steps=2, guidance_scale=3.5,
-        max_sequence_length=16, generator=torch.Generator().manual_seed(3),
-    ).images[0]  # fmt: skip
+        "a red circle",
+        width=64,
+        height=64,
+        num_inference_steps=2,
+        guidance_scale=3.5,
+        max_sequence_length=16,
+        generator=torch.Generator().manual_seed(3),
+    ).images[0]
     second = bench.stock(
-        "a photo of sks", negative_prompt="blue", true_cfg_scale=3.0, width=96, height=64,
-        num_inference_steps=2, guidance_scale=2.0, max_sequence_length=16,
+        "a photo of sks",
+        negative_prompt="blue",
+        true_cfg_scale=3.0,
+        width=96,
+        height=64,
+        num_inference_steps=2,
+        guidance_scale=2.0,
+        max_sequence_length=16,
         generator=torch.Generator().manual_seed(2**40),
-    ).images[0]  # fmt: skip
+    ).images[0]
     return first, second
 
 
 def test_what_a_picture_was_made_from_lies_beside_it_and_in_it(bench: Bench) -> None:
     target = bench.sample(["a red circle", GUIDED], use_ema=True)
     assert json.loads((target / "00.json").read_text()) == {
-        "prompt": "a red circle", "negative_prompt": None, "seed": 42, "size": [64, 64],
-        "steps": 2, "guidance": 3.5, "true_cfg_scale": 1.0, "step": 3, "family": "flux",
-        "guidance_embedded": True, "ema": True, "dtype": "torch.float32",
-    }  # fmt: skip
+        "prompt": "a red circle",
+        "negative_prompt": None,
+        "seed": 42,
+        "size": [64, 64],
+        "steps": 2,
+        "guidance": 3.5,
+        "true_cfg_scale": 1.0,
+        "step": 3,
+        "family": "flux",
+        "guidance_embedded": True,
+        "ema": True,
+        "dtype": "torch.float32",
+    }
     facts = json.loads((target / "01.json").read_text())
     assert (facts["prompt"], facts["negative_prompt"]) == ("a photo of sks", "blue")
     assert (facts["size"], facts["seed"]) == ([96, 64], 2**40)
     words = Image.open(target / "01.png").text  # type: ignore[attr-defined]
     assert words["parameters"].splitlines() == [
-        "a photo of sks", "Negative prompt: blue",
+        "a photo of sks",
+        "Negative prompt: blue",
         "Steps: 2, CFG scale: 3.0, Distilled CFG Scale: 2.0, Seed: 1099511627776, Size: 96x64, "
         "Model: flux, Training step: 3",
-    ]  # fmt: skip
+    ]
     assert sorted(p.name for p in target.iterdir()) == ["00.json", "00.png", "01.json", "01.png"]
 
 
@@ -228,9 +257,16 @@ def test_what_cannot_be_decoded_as_a_whole_is_decoded_in_tiles_from_there_on(
 
 
 FACTS: dict[str, Any] = {
-    "prompt": "ein Käfer ☃", "negative_prompt": "", "seed": 1, "size": [16, 16], "steps": 1,
-    "guidance": 1.0, "true_cfg_scale": 2.0, "step": 1, "family": "flux",
-}  # fmt: skip
+    "prompt": "ein Käfer ☃",
+    "negative_prompt": "",
+    "seed": 1,
+    "size": [16, 16],
+    "steps": 1,
+    "guidance": 1.0,
+    "true_cfg_scale": 2.0,
+    "step": 1,
+    "family": "flux",
+}
 
 
 def test_a_picture_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -336,13 +372,20 @@ def test_a_request_that_cannot_be_honoured_is_answered(train: Any, tmp_path: Pat
 
 @pytest.mark.slow
 def test_sampling_changes_nothing_of_the_training(train: Any) -> None:
-    settings = {"lora_dropout": 0.3, "use_ema": True, "caption_dropout_probability": 0.3,
-                "max_train_steps": 3}  # fmt: skip
+    settings = {
+        "lora_dropout": 0.3,
+        "use_ema": True,
+        "caption_dropout_probability": 0.3,
+        "max_train_steps": 3,
+    }
     plain = train("plain", **settings)
     sampled = train(
-        "sampled", validation_prompts=["a red circle", "a"], validation_steps=1,
-        validation_on_startup=True, **settings,
-    )  # fmt: skip
+        "sampled",
+        validation_prompts=["a red circle", "a"],
+        validation_steps=1,
+        validation_on_startup=True,
+        **settings,
+    )
 
     def steps(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
         return [(e["loss"], e["grad_norm"]) for e in events if e["kind"] == "step"]

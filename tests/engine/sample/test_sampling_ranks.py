@@ -39,11 +39,16 @@ class Cases:
     def run(self, ranks: int, **cases: dict[str, Any]) -> None:
         def values(changes: dict[str, Any]) -> dict[str, Any]:
             settings: dict[str, Any] = {
-                "cache_dir": str(self.root / "cache"), "num_processes": ranks, "strategy": "fsdp2",
-                "validation_num_inference_steps": 2, "validation_fraction": 0.2,
-                "train_batch_size": 2, "validation_timesteps": 3, "validation_prompts": MIXED,
+                "cache_dir": str(self.root / "cache"),
+                "num_processes": ranks,
+                "strategy": "fsdp2",
+                "validation_num_inference_steps": 2,
+                "validation_fraction": 0.2,
+                "train_batch_size": 2,
+                "validation_timesteps": 3,
+                "validation_prompts": MIXED,
                 "lora_dropout": 0.3,
-            }  # fmt: skip
+            }
             return toy_values(self.toy, **settings | changes)
 
         jobs = {str(self.root / name): values(changes) for name, changes in cases.items()}
@@ -90,10 +95,14 @@ ALIKE_ONLY: Final[dict[str, Any]] = {"validation_prompts": ALIKE, "validation_fr
 @pytest.mark.parametrize(
     ("name", "alone", "count"),
     [
-        ("two_alike", "one_alike", 5), ("four_hsdp", "one_alike", 5), ("two", "one", 5),
-        ("two_gathered", "one", 5), ("two_ddp", "one", 5), ("four", "one", 5),
+        ("two_alike", "one_alike", 5),
+        ("four_hsdp", "one_alike", 5),
+        ("two", "one", 5),
+        ("two_gathered", "one", 5),
+        ("two_ddp", "one", 5),
+        ("four", "one", 5),
     ],
-)  # fmt: skip
+)
 def test_the_pictures_of_several_ranks_are_those_of_one(
     name: str, alone: str, count: int, cases: Cases
 ) -> None:
@@ -109,8 +118,12 @@ def test_the_pictures_of_several_ranks_are_those_of_one(
 
 def test_pictures_differ_by_what_was_asked_for(cases: Cases) -> None:
     assert [p.shape[:2] for p in cases.pictures("two")] == [
-        (64, 64), (64, 96), (64, 64), (32, 32), (64, 64),
-    ]  # fmt: skip
+        (64, 64),
+        (64, 96),
+        (64, 64),
+        (32, 32),
+        (64, 64),
+    ]
     pictures = {picture.tobytes() for picture in cases.pictures("one_alike")}
     assert len(pictures) == 5
 
@@ -142,8 +155,9 @@ def test_one_prompt_on_four_ranks_is_made_once(cases: Cases) -> None:
     (picture,) = cases.pictures("four_few")
     assert np.abs(picture - cases.pictures("one")[1]).max() <= 1
     assert sorted(p.name for p in (cases.root / "four_few" / "samples").iterdir()) == [
-        "00.json", "00.png",
-    ]  # fmt: skip
+        "00.json",
+        "00.png",
+    ]
 
 
 def test_a_wish_to_stop_that_one_rank_sees_ends_it_on_all_after_the_same_picture(

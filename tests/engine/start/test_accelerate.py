@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 def test_accelerate_takes_every_flag_and_the_config(tmp_path: Path) -> None:
     """Its own parsers are asked, so that a version with other names is noticed."""
     spec = JobSpec(
-        pretrained_model_name_or_path="m", dataset="d", num_processes=2,
-        fsdp_auto_wrap_policy="size", main_process_ip="::1",
+        pretrained_model_name_or_path="m",
+        dataset="d",
+        num_processes=2,
+        fsdp_auto_wrap_policy="size",
+        main_process_ip="::1",
         accelerate_extra_args="--tee 3 --debug --num_cpu_threads_per_process=5",
         accelerate_config={"rdzv_backend": "static", "same_network": True},
-    )  # fmt: skip
+    )
     launch = local.build(spec, RunDir(tmp_path), gpus=["GPU-a", "GPU-b"], run_id="r1")
     read = launch_command_parser().parse_args(launch.command[launch.command.index("launch") + 1 :])
     assert (read.tee, read.debug, read.num_cpu_threads_per_process) == ("3", True, 5)

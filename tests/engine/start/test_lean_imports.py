@@ -59,8 +59,10 @@ def test_a_hidden_package_looks_as_if_it_were_not_installed(
     )
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}]\n{script}"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.split() == ["None", "True"], "what is imported already stays"
     assert "ModuleNotFoundError" in done.stderr
 

@@ -64,9 +64,20 @@ def test_torchs_own_backends_listen_everywhere_still_and_ours_does_not(tmp_path:
     script.write_text(RANK)
     said = {}
     for name, more in {"ours": [], "theirs": ["--rdzv_backend=static"]}.items():
-        words = [sys.executable, "-m", "engine.start.accelerate", "launch", "--num_processes=2",
-                 "--num_machines=1", "--main_process_port=0", "--multi_gpu", "--mixed_precision=no",
-                 "--dynamo_backend=no", *more, str(script)]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "engine.start.accelerate",
+            "launch",
+            "--num_processes=2",
+            "--num_machines=1",
+            "--main_process_port=0",
+            "--multi_gpu",
+            "--mixed_precision=no",
+            "--dynamo_backend=no",
+            *more,
+            str(script),
+        ]
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             words, env=environment | loopback_variables({}), capture_output=True, text=True

@@ -43,9 +43,14 @@ def train(root: Path, toy: Path, **values: Any) -> list[dict[str, Any]]:
     files = RunDir(root)
     files.create()
     spec = toy_spec(
-        toy, cache_dir=str(root.parent / "cache"), max_train_steps=5, checkpointing_steps=2,
-        optimizer="adamw", checkpoints_total_limit=9, **values,
-    )  # fmt: skip
+        toy,
+        cache_dir=str(root.parent / "cache"),
+        max_train_steps=5,
+        checkpointing_steps=2,
+        optimizer="adamw",
+        checkpoints_total_limit=9,
+        **values,
+    )
     telemetry = Telemetry(files, 0)
     try:
         run_job(spec, files, World(0, 1, CPU, "single", "t"), telemetry)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.optimization import get_scheduler
 from peft import LoraConfig, inject_adapter_in_model
+from prodigyopt import Prodigy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from engine.model.adapters import initialise, lora_parameters
@@ -21,7 +22,7 @@ from engine.train.optimizer import (
 )
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
-from tests.support.engine.ranks.optim import CPU, RATES, Run, round_trip, work
+from tests.support.engine.ranks.optim import CPU, RATES, STEPS, Run, round_trip, work
 from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
@@ -31,24 +32,31 @@ SHARDING = [name for name in RATES if name not in WHOLE_ONLY]
 # What a sum in another order amounts to; AdamW turns it into more where gradients are near zero.
 # Lion takes signs, so it is exact or off by a whole step. 8 bits round such a difference up to a
 # neighbouring code now and then: about a hundredth of the parameters' way of 0.1 in ten steps.
-TOLERANCE = {"adamw": 1e-5, "sgd": 1e-6, "lion": 1e-6, "adamw_8bit": 3e-3}
+TOLERANCE = {"adamw": 1e-5, "sgd": 1e-6, "lion": 1e-6, "adamw_8bit": 3e-3, "prodigy": 1e-5}
 
 
 @pytest.mark.parametrize("end", [0.0, 1e-5])
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("linear", {}), ("cosine", {}), ("polynomial", {"lr_power": 2.0}),
-        ("cosine_with_restarts", {"lr_num_cycles": 3}), ("constant_with_warmup", {}),
+        ("linear", {}),
+        ("cosine", {}),
+        ("polynomial", {"lr_power": 2.0}),
+        ("cosine_with_restarts", {"lr_num_cycles": 3}),
+        ("constant_with_warmup", {}),
     ],
-)  # fmt: skip
+)
 def test_rates_are_those_of_diffusers(kind: str, changes: dict[str, Any], end: float) -> None:
     """With a last rate, theirs of a polynomial; of the others, theirs raised in proportion."""
     steps, warmup, peak = 20, 4, 1e-3
     spec = JobSpec(
-        lr_scheduler=kind, lr_warmup_steps=warmup, max_train_steps=steps, learning_rate=peak,
-        lr_end=end, **changes,
-    )  # fmt: skip
+        lr_scheduler=kind,
+        lr_warmup_steps=warmup,
+        max_train_steps=steps,
+        learning_rate=peak,
+        lr_end=end,
+        **changes,
+    )
     ours, theirs = (torch.optim.SGD([torch.zeros(1)], lr=peak) for _ in range(2))
     own = build_scheduler(spec, ours)
     words = {"num_cycles": changes.get("lr_num_cycles", 1), "power": changes.get("lr_power", 1.0)}
@@ -98,7 +106,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_trains_whole_tensors(name: str) -> None:
     run = Run(name, "whole")
     before = run.evaluate()
-    run.advance(100 if name == "prodigy" else 15)  # it starts at a millionth of the rate
+    run.advance(STEPS.get(name, 15))
     assert run.evaluate() < before
 
 
@@ -137,6 +145,28 @@ def test_a_missing_package_is_named(
     assert caught.value.hint == "pip install 'fsdp-tui[optimizers]'"
 
 
+def test_prodigys_numbers_are_its_authors() -> None:
+    """Ours never asks the host for its estimate; a checkpoint has it where theirs has."""
+    ours = Run("prodigy", "whole")
+    theirs = Run("prodigy", "whole")
+    (group,) = ours.optimizer.param_groups
+    theirs.optimizer = Prodigy(
+        theirs.model.parameters(),
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        use_bias_correction=True,
+        safeguard_warmup=True,
+    )
+    theirs.scheduler = build_scheduler(theirs.spec, theirs.optimizer)
+    start = ours.whole()
+    losses = ours.advance(STEPS["prodigy"]), theirs.advance(STEPS["prodigy"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert max((a - b).abs().max() for a, b in zip(start, ours.whole(), strict=True)) > 5e-3
+    (found,), (wanted,) = (r.optimizer.state_dict()["param_groups"] for r in (ours, theirs))
+    for name in ("d", "d_max", "d_numerator", "k"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
+
+
 def test_adam_settings_reach_the_optimizer() -> None:
     settings = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
     for name in ("adamw", "adamw_8bit", "prodigy"):
@@ -157,7 +187,10 @@ def test_eight_bit_state_cut_through_a_block_is_explained() -> None:
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [*((name, "parity") for name in SHARDING), ("adamw", "offload"), ("adamw_8bit", "offload")],
+    [
+        *((name, "parity") for name in SHARDING),
+        *((name, "offload") for name in ("adamw", "adamw_8bit", "prodigy")),
+    ],
 )
 def test_shards_train_like_whole_tensors(
     ranks: list[dict[str, Any]], name: str, where: str

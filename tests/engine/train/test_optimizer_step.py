@@ -52,9 +52,15 @@ class Rig:
         family: Any = self
         loader: Any = self
         self.stepper = Stepper(
-            self.spec, family, self, self.training, loader, self.world, Peaks(ALONE.device),
+            self.spec,
+            family,
+            self,
+            self.training,
+            loader,
+            self.world,
+            Peaks(ALONE.device),
             late=self.late,
-        )  # fmt: skip
+        )
 
     def run(self) -> StepResult:
         """Do a step; what was told last."""
@@ -83,13 +89,19 @@ class Rig:
 
 
 def rig(
-    *spoilt: int, late: bool = False, bursts: tuple[int, ...] = (), world: World = ALONE,
+    *spoilt: int,
+    late: bool = False,
+    bursts: tuple[int, ...] = (),
+    world: World = ALONE,
     **values: Any,
-) -> Rig:  # fmt: skip
+) -> Rig:
     common = {
-        "mixed_precision": "no", "learning_rate": 0.1, "max_grad_norm": 0, "optimizer": "sgd",
+        "mixed_precision": "no",
+        "learning_rate": 0.1,
+        "max_grad_norm": 0,
+        "optimizer": "sgd",
         "weight_decay": 0.0,
-    }  # fmt: skip
+    }
     return Rig(JobSpec(**common | values), set(spoilt), late, world=world, bursts=set(bursts))
 
 

@@ -219,8 +219,12 @@ def test_one_models_attention_is_not_everybodys(flux: FluxTransformer2DModel) ->
 def test_a_model_without_such_a_choice_is_refused() -> None:
     from diffusers import UNet2DModel
 
-    model = UNet2DModel(sample_size=8, block_out_channels=(32,), down_block_types=("DownBlock2D",),
-                        up_block_types=("UpBlock2D",))  # fmt: skip
+    model = UNet2DModel(
+        sample_size=8,
+        block_out_channels=(32,),
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+    )
     with pytest.raises(UserError, match="does not support choosing a kernel"):
         choose_attention(model, JobSpec(attention_backend="math"))
     with pytest.raises(UserError, match="torch_compile"):
@@ -296,9 +300,12 @@ def test_a_selective_policy_holds_in_compiled_blocks(
     flux.zero_grad()
     selective = saved_bytes(
         flux,
-        {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective",
-         "torch_compile": True},
-    )  # fmt: skip
+        {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_policy": "selective",
+            "torch_compile": True,
+        },
+    )
     assert full < selective < everything
     for weight, gradient in zip(flux.parameters(), expected, strict=True):
         limit = 1e-4 * float(gradient.abs().max())

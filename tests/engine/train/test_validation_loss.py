@@ -75,11 +75,13 @@ def test_what_is_held_out_is_never_trained_on(
         trained, held = hold_out(index, spec)
     except UserError:
         assert all(
-            any(len({s.digest for s in index.samples if s.dataset == number}) == 1
-                for number in range(datasets) if digest in {s.digest for s in index.samples
-                                                            if s.dataset == number})
+            any(
+                len({s.digest for s in index.samples if s.dataset == number}) == 1
+                for number in range(datasets)
+                if digest in {s.digest for s in index.samples if s.dataset == number}
+            )
             for digest in {s.digest for s in index.samples}
-        ), "nothing could be spared"  # fmt: skip
+        ), "nothing could be spared"
         return
     plan = make_plan(spec, trained)
     drawn = {
@@ -143,9 +145,11 @@ def test_the_data_report_says_how_many_are_held_out(toy: Path) -> None:
 
 
 @given(
-    count=st.integers(1, 30), batch=st.integers(1, 5), levels=st.integers(1, 5),
+    count=st.integers(1, 30),
+    batch=st.integers(1, 5),
+    levels=st.integers(1, 5),
     ranks=st.integers(1, 8),
-)  # fmt: skip
+)
 def test_every_sample_is_measured_once_at_every_level(
     count: int, batch: int, levels: int, ranks: int
 ) -> None:
@@ -236,9 +240,13 @@ def test_measuring_changes_nothing_of_the_training(train: Any, toy: Path, tmp_pa
         (tmp_path / "rest" / sample.name).unlink()
     plain = train("plain", dataset=str(tmp_path / "rest"), missing_captions="skip", **settings)
     measured = train(
-        "measured", validation_fraction=0.15, validation_loss_steps=2, validation_on_startup=True,
-        validation_timesteps=2, **settings,
-    )  # fmt: skip
+        "measured",
+        validation_fraction=0.15,
+        validation_loss_steps=2,
+        validation_on_startup=True,
+        validation_timesteps=2,
+        **settings,
+    )
 
     def steps(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
         return [(event["loss"], event["grad_norm"]) for event in of_kind(events, "step")]
@@ -255,9 +263,12 @@ def test_what_is_measured_is_told_and_does_not_depend_on_the_loss_of_the_trainin
     train: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings: dict[str, Any] = {
-        "validation_fraction": 0.1, "validation_on_startup": True, "learning_rate": 3e-3,
-        "lora_dropout": 0.5, "max_train_steps": 1,
-    }  # fmt: skip
+        "validation_fraction": 0.1,
+        "validation_on_startup": True,
+        "learning_rate": 3e-3,
+        "lora_dropout": 0.5,
+        "max_train_steps": 1,
+    }
     first, last = of_kind(train("mse", **settings), "validation")
     assert (first["step"], last["step"], first["samples"]) == (0, 1, 2)
     assert [level for level, _ in first["levels"]] == [0.125, 0.375, 0.625, 0.875]
@@ -272,8 +283,10 @@ def test_what_is_measured_is_told_and_does_not_depend_on_the_loss_of_the_trainin
 @pytest.mark.slow
 def test_the_averaged_weights_are_measured(train: Any) -> None:
     settings: dict[str, Any] = {
-        "validation_fraction": 0.1, "validation_loss_steps": 2, "validation_timesteps": 1,
-    }  # fmt: skip
+        "validation_fraction": 0.1,
+        "validation_loss_steps": 2,
+        "validation_timesteps": 1,
+    }
     plain = of_kind(train("plain", **settings), "validation")
     averaged = of_kind(train("averaged", use_ema=True, **settings), "validation")
     assert [event["step"] for event in plain] == [2, 4]

@@ -100,9 +100,11 @@ def test_what_is_not_well_says_what_to_do() -> None:
 
 def test_nothing_secret_and_nothing_that_steers_a_terminal_gets_out() -> None:
     found = warn(
-        "x", f"\x1b[2Jhttps://me:pass@host/x and {SECRET}", f"ghp_{'a' * 30}",
+        "x",
+        f"\x1b[2Jhttps://me:pass@host/x and {SECRET}",
+        f"ghp_{'a' * 30}",
         set={"NCCL_X": [f"https://u:{SECRET}@host"], "n": 1},
-    ).plain("g")  # fmt: skip
+    ).plain("g")
     text = json.dumps(found.to_dict())
     assert "pass" not in text
     assert SECRET not in text
@@ -180,9 +182,7 @@ def printed(found: Finding, **look: Any) -> list[str]:
     return list(lines(found.plain("group"), Style(**look)))
 
 
-LONG = fail(
-    "a rather long name", "é × " + "word " * 60 + "x" * 200, "advice " * 40, n=1
-)  # fmt: skip
+LONG = fail("a rather long name", "é × " + "word " * 60 + "x" * 200, "advice " * 40, n=1)
 
 
 @pytest.mark.parametrize("width", [50, 80, 100])
@@ -248,9 +248,12 @@ def run(
     ],
 )
 def test_only_failures_make_the_exit_status_1(
-    found: list[Finding], status: int, home: Path, monkeypatch: pytest.MonkeyPatch,
+    found: list[Finding],
+    status: int,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     def play_findings(*_: Any, **__: Any) -> Iterator[Finding]:
         yield from (finding.plain("group") for finding in found)
 
@@ -280,9 +283,12 @@ def test_only_failures_make_the_exit_status_1(
     ],
 )
 def test_bad_usage_is_one_line(
-    words: list[str], told: str, home: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     code, out, err = run(words, monkeypatch, capsys)
     assert (code, out) == (2, "")
     assert told in err
@@ -295,8 +301,12 @@ def test_a_real_look_at_this_machine(home: Path, tmp_path: Path, job_values: Any
     done = subprocess.run(
         [sys.executable, "-m", "tui", "doctor", str(job), "--quick", "--json"],
         env=os.environ | {"HF_TOKEN": SECRET, "NCCL_P2P_DISABLE": "1"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.stderr == ""
     assert SECRET not in done.stdout
     said = json.loads(done.stdout)

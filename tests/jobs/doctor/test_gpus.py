@@ -161,9 +161,15 @@ def test_health_and_connections_as_a_driver_tells_them(
     found = read_driver(tmp_path)
     assert found.cuda == (12, 8)
     assert found.boards[uuid(3)] == Board(
-        uuid(3), (9, 0), persistent=False, usual_limit=900.0, errors=0, remapping="", links=12,
+        uuid(3),
+        (9, 0),
+        persistent=False,
+        usual_limit=900.0,
+        errors=0,
+        remapping="",
+        links=12,
         links_up=11,
-    )  # fmt: skip
+    )
     assert found.paths[uuid(0), uuid(1)] == found.paths[uuid(1), uuid(0)] == "NV12"
     assert found.paths[uuid(2), uuid(3)] == "NV11"
     assert found.paths[uuid(1), uuid(2)] == "SYS"
@@ -255,14 +261,18 @@ CPU_BUILD = TorchFacts("2.13.0+cpu")
         (CPU_BUILD, NO_GPUS, "ok", "2.13.0+cpu, a CPU-only build"),
         (CPU_BUILD, None, "ok", "2.13.0+cpu, a CPU-only build"),
         (torch(devices=None, error="x"), NO_GPUS, "ok", "2.13.0, built for CUDA 13.0"),
-        (torch(devices=None, error="Error 802: system not yet initialized"), NEW, "fail",
-         "torch cannot use the GPUs: Error 802"),
+        (
+            torch(devices=None, error="Error 802: system not yet initialized"),
+            NEW,
+            "fail",
+            "torch cannot use the GPUs: Error 802",
+        ),
         (torch(devices=(H200,)), NEW, "fail", "torch sees 1 of 2 GPUs"),
         (torch(devices=(H200, GT710)), NEW, "fail", "GT 710 (device 1, sm_35)"),
         (torch(hip="6.4", cuda=None), NO_GPUS, "warn", "AMD"),
         (torch(seconds=40.0), NEW, "warn", "took 40 s"),
     ],
-)  # fmt: skip
+)
 def test_torch_driver_and_gpus_must_fit(
     facts: TorchFacts, nvml: Nvml | None, verdict: str, text: str
 ) -> None:

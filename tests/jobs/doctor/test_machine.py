@@ -120,8 +120,12 @@ def test_ranges_are_those_of_pyproject(tmp_path: Path) -> None:
 
 
 def test_installed_without_a_checkout_the_metadata_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = ["torch<3,>=2.11", "av>=15; extra == 'video'", "pytest; extra == 'test'",
-             "tomli; python_version < '3'"]  # fmt: skip
+    texts = [
+        "torch<3,>=2.11",
+        "av>=15; extra == 'video'",
+        "pytest; extra == 'test'",
+        "tomli; python_version < '3'",
+    ]
     monkeypatch.setattr(packages, "_checkout", lambda path: None)
     monkeypatch.setattr(packages.metadata, "requires", lambda name: texts)
     wanted = packages.read_wanted()
@@ -193,8 +197,14 @@ def test_control_groups_of_both_versions(tmp_path: Path) -> None:
 
 def test_sizes() -> None:
     assert [size(n) for n in (8, 65536, 64 * MIB, 1.5 * GIB, 140 * GIB, 999 * MIB)] == [
-        "8 B", "64 KiB", "64 MiB", "1.5 GiB", "140 GiB", "999 MiB",
-    ]  # fmt: skip
+        "8 B",
+        "64 KiB",
+        "64 MiB",
+        "1.5 GiB",
+        "140 GiB",
+        "999 MiB",
+    ]
+    assert size(10**400).endswith(" TiB"), "what a damaged file may hold"
 
 
 # -- disks ---------------------------------------------------------------------------------
@@ -277,9 +287,11 @@ def test_checkpoints_must_fit(
 ) -> None:
     monkeypatch.setattr("jobs.doctor.disk_needs.count_parameters", lambda path: 12 * 10**9)
     spec = JobSpec(
-        pretrained_model_name_or_path=str(make_model()), model_type="full", max_train_steps=2000,
+        pretrained_model_name_or_path=str(make_model()),
+        model_type="full",
+        max_train_steps=2000,
         checkpointing_steps=500,
-    )  # fmt: skip
+    )
     each = 12 * 10**9 * 12  # fp32 weights and two moments
     assert one(judge_room(spec, each - 1)).verdict is Verdict.FAIL
     assert one(judge_room(spec, 3 * each)).verdict is Verdict.WARN
@@ -351,15 +363,21 @@ def test_the_cache_is_measured_as_far_as_there_is_time(tmp_path: Path) -> None:
         ({"NCCL_SOCKET_IFNAME": "=et"}, "fail", "NCCL_SOCKET_IFNAME"),
         ({"NCCL_SOCKET_IFNAME": "=eth0"}, "ok", "set"),
         ({"GLOO_SOCKET_IFNAME": "eth"}, "fail", "GLOO_SOCKET_IFNAME"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "warn",
-         "PYTORCH_CUDA_ALLOC_CONF"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+            "warn",
+            "PYTORCH_CUDA_ALLOC_CONF",
+        ),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "warn", "PYTORCH_ALLOC_CONF"),
         ({"TMPDIR": "/no/such/place"}, "fail", "TMPDIR"),
-        ({"WORLD_SIZE": "4", "ACCELERATE_USE_CPU": "1", "FSDP_VERSION": "1"}, "ok",
-         "not passed on"),
+        (
+            {"WORLD_SIZE": "4", "ACCELERATE_USE_CPU": "1", "FSDP_VERSION": "1"},
+            "ok",
+            "not passed on",
+        ),
         ({"FSDP_TUI_HOME": "/x", "FSDP_TUI_RUNNER_IDLE": "1"}, "ok", "variables"),
     ],
-)  # fmt: skip
+)
 def test_variables_that_bite(environ: dict[str, str], verdict: str, name: str) -> None:
     finding = next(judge_variables(environ, ["lo", "eth0"]))
     assert (finding.verdict, finding.name) == (verdict, name)
@@ -550,9 +568,11 @@ def test_all_that_is_wrong_with_a_job_is_told_at_once(
     job_values: dict[str, Any], tmp_path: Path, no_gpus: None
 ) -> None:
     wrong = {
-        "pretrained_model_name_or_path": "/no/model", "dataset": "/no/data", "device": "auto",
+        "pretrained_model_name_or_path": "/no/model",
+        "dataset": "/no/data",
+        "device": "auto",
         "gpus": [0, 1],
-    }  # fmt: skip
+    }
     found = examine_job(write(tmp_path / "job.yaml", job_values | wrong))
     assert told(found)[1:] == [("fail", name) for name in ("model", "dataset", "devices")]
     assert all(finding.advice for finding in found[1:])

@@ -276,9 +276,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, home: Path) -> list[tuple[list[str], 
     ],
 )
 def test_what_is_measured(
-    changes: dict[str, Any], devices: tuple[list[str], int] | None,
+    changes: dict[str, Any],
+    devices: tuple[list[str], int] | None,
     asked: list[tuple[list[str], int]],
-) -> None:  # fmt: skip
+) -> None:
     patient = Patient(**{"nvml": Nvml(counted=4, gpus=GPUS), "torch": TORCH} | changes)
     found: list[Finding] = list(check_all_reduce(patient))
     assert asked == ([] if devices is None else [devices])

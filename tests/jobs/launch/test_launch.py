@@ -70,15 +70,24 @@ def test_the_strategy_decides_what_accelerate_is_told(
 
 
 def test_what_the_person_says_of_fsdp_is_handed_on(tmp_path: Path) -> None:
-    given = flags(build(
-        tmp_path, num_processes=2, fsdp_reshard_after_forward=False,
-        fsdp_transformer_layer_cls_to_wrap="A,B",
-    ))  # fmt: skip
+    given = flags(
+        build(
+            tmp_path,
+            num_processes=2,
+            fsdp_reshard_after_forward=False,
+            fsdp_transformer_layer_cls_to_wrap="A,B",
+        )
+    )
     assert given["fsdp_reshard_after_forward"] == "false"
     assert given["fsdp_transformer_layer_cls_to_wrap"] == "A,B"
-    sized = flags(build(
-        tmp_path, num_processes=2, fsdp_auto_wrap_policy="size_based", fsdp_min_num_params=77,
-    ))  # fmt: skip
+    sized = flags(
+        build(
+            tmp_path,
+            num_processes=2,
+            fsdp_auto_wrap_policy="size_based",
+            fsdp_min_num_params=77,
+        )
+    )
     assert sized["fsdp_auto_wrap_policy"] == "SIZE_BASED_WRAP"
     assert sized["fsdp_min_num_params"] == "77"
     assert "fsdp_transformer_layer_cls_to_wrap" not in sized
@@ -94,9 +103,14 @@ def test_nothing_of_another_launch_is_inherited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = {
-        "RANK": "3", "WORLD_SIZE": "8", "MASTER_PORT": "1", "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "1", "TORCHELASTIC_RUN_ID": "x", "CUDA_VISIBLE_DEVICES": "7",
-    }  # fmt: skip
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_PORT": "1",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "CUDA_VISIBLE_DEVICES": "7",
+    }
     for name, value in others.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FSDP_TUI_HOME", "/somewhere")
@@ -168,9 +182,12 @@ def import_as_a_rank(package: Path, launch: local.Launch) -> str:
     script = f"import {package.parent.name} as found; print(found.__cached__)"
     environment = local.full_environment(launch) | {"PYTHONPATH": str(package.parents[1])}
     done = subprocess.run(
-        [sys.executable, "-S", "-c", script], env=environment, capture_output=True, text=True,
+        [sys.executable, "-S", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     return done.stdout.strip()
 
 

@@ -31,11 +31,13 @@ pytestmark = pytest.mark.usefixtures("no_gpus", "started")
 @pytest.fixture
 def submitted(store: Store, job_values: dict[str, Any]) -> Job:
     more = {
-        "trigger_word": "it's \"sks\"", "strategy": "fsdp2", "lora_alpha": 3.5,
+        "trigger_word": 'it\'s "sks"',
+        "strategy": "fsdp2",
+        "lora_alpha": 3.5,
         "validation_prompts": ["a cat, asleep\n", {"prompt": "[trigger]", "seed": 3}],
         "accelerate_config": {"rdzv_backend": "static"},
         "accelerate_extra_args": ["--tee", "3"],
-    }  # fmt: skip
+    }
     return service.submit(store, load_spec(None, job_values | more))
 
 
@@ -58,9 +60,14 @@ def test_a_shell_makes_the_files_and_gets_the_whole_line(submitted: Job, tmp_pat
     (bin_ / "accelerate").write_text('#!/bin/sh\nprintf "%s\\n" "$@"; env >&2\n')
     (bin_ / "accelerate").chmod(0o755)
     done = subprocess.run(
-        ["bash", "-c", replay(submitted, "accelerate")], cwd=tmp_path, capture_output=True,
-        text=True, check=True, timeout=30, env={"PATH": f"{bin_}:/usr/bin:/bin"},
-    )  # fmt: skip
+        ["bash", "-c", replay(submitted, "accelerate")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+        env={"PATH": f"{bin_}:/usr/bin:/bin"},
+    )
     facts = replay_facts(submitted, "accelerate")
     assert done.stdout.splitlines() == facts["command"][1:]
     assert done.stdout.splitlines()[-3:] == ["-m", "engine", "t-by-hand"]

@@ -35,8 +35,10 @@ class Children:
         mark = {processes.RUN_ID_VARIABLE: run_id} if run_id else {}
         child = subprocess.Popen(
             [sys.executable, "-c", _READY.format(setup=setup)],
-            stdout=subprocess.PIPE, text=True, env=os.environ | mark,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | mark,
+        )
         self.all.append(child)
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"

@@ -200,8 +200,12 @@ def test_a_cache_keeps_only_the_newest(home: Path) -> None:
 # -- fits ----------------------------------------------------------------------------------
 
 
-@given(low=st.integers(0, 200), more=st.integers(0, 100), total=st.integers(1, 200),
-       held=st.integers(0, 200))  # fmt: skip
+@given(
+    low=st.integers(0, 200),
+    more=st.integers(0, 100),
+    total=st.integers(1, 200),
+    held=st.integers(0, 200),
+)
 def test_verdicts(low: int, more: int, total: int, held: int) -> None:
     fit = Fit(low, low + more, Room("GPU 0", total, held))
     free = max(0, total - held)
@@ -209,13 +213,22 @@ def test_verdicts(low: int, more: int, total: int, held: int) -> None:
     assert (fit.verdict is Verdict.TOO_LARGE) == (low > free)
 
 
-@pytest.mark.parametrize(("uses", "claims", "shares", "held", "passing"), [
-    ({}, {}, False, 3, 0),  # a desktop, which is not waited for
-    ({"user": "ann", "kind": "compute", "memory": 3 * GIB}, {}, False, 0, 3),
-    ({"user": "ann", "kind": "compute", "memory": 3 * GIB}, {}, True, 3, 0),
-    ({"kind": "compute", "memory": 3 * GIB}, {"GPU-a": 1}, True, 0, 0),  # our other job's
-    ({"kind": "compute", "memory": 3 * GIB, "command": "python x.py"}, {"GPU-a": 1}, True, 3, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("uses", "claims", "shares", "held", "passing"),
+    [
+        ({}, {}, False, 3, 0),  # a desktop, which is not waited for
+        ({"user": "ann", "kind": "compute", "memory": 3 * GIB}, {}, False, 0, 3),
+        ({"user": "ann", "kind": "compute", "memory": 3 * GIB}, {}, True, 3, 0),
+        ({"kind": "compute", "memory": 3 * GIB}, {"GPU-a": 1}, True, 0, 0),  # our other job's
+        (
+            {"kind": "compute", "memory": 3 * GIB, "command": "python x.py"},
+            {"GPU-a": 1},
+            True,
+            3,
+            0,
+        ),
+    ],
+)
 def test_what_is_waited_for_is_not_held(
     uses: dict[str, Any], claims: dict[str, int], shares: bool, held: int, passing: int
 ) -> None:
@@ -243,14 +256,17 @@ def fit(low: int, high: int) -> Fit:
     return Fit(low, high, Room("GPU 0", 80))
 
 
-@pytest.mark.parametrize(("needs", "best"), [
-    ({"ddp": (60, 70), "hsdp": (30, 40), "fsdp2": (20, 30)}, "ddp"),
-    ({"ddp": (70, 90), "hsdp": (60, 75), "fsdp2": (20, 30)}, "hsdp"),
-    ({"ddp": (90, 99), "hsdp": (75, 85), "fsdp2": (20, 30)}, "fsdp2"),
-    ({"ddp": (90, 99), "hsdp": (75, 85), "fsdp2": (78, 82)}, "hsdp"),  # none for sure
-    ({"ddp": (90, 99), "fsdp2": (81, 82)}, None),
-    ({"ddp": None, "fsdp2": (10, 20)}, "fsdp2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("needs", "best"),
+    [
+        ({"ddp": (60, 70), "hsdp": (30, 40), "fsdp2": (20, 30)}, "ddp"),
+        ({"ddp": (70, 90), "hsdp": (60, 75), "fsdp2": (20, 30)}, "hsdp"),
+        ({"ddp": (90, 99), "hsdp": (75, 85), "fsdp2": (20, 30)}, "fsdp2"),
+        ({"ddp": (90, 99), "hsdp": (75, 85), "fsdp2": (78, 82)}, "hsdp"),  # none for sure
+        ({"ddp": (90, 99), "fsdp2": (81, 82)}, None),
+        ({"ddp": None, "fsdp2": (10, 20)}, "fsdp2"),
+    ],
+)
 def test_the_fastest_strategy_that_fits(
     needs: dict[str, tuple[int, int] | None], best: str | None
 ) -> None:
@@ -259,14 +275,17 @@ def test_the_fastest_strategy_that_fits(
     assert (chosen.strategy if chosen else None) == best
 
 
-@pytest.mark.parametrize(("values", "ranks", "able"), [
-    ({}, 1, ("single",)),
-    ({}, 2, ("ddp", "fsdp2")),
-    ({}, 8, ("ddp", "hsdp", "fsdp2")),
-    ({"lora_placement": "sharded"}, 8, ("hsdp", "fsdp2")),
-    ({"fsdp_cpu_offload": True}, 2, ("fsdp2",)),
-    ({}, 3, ("ddp", "fsdp2")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "ranks", "able"),
+    [
+        ({}, 1, ("single",)),
+        ({}, 2, ("ddp", "fsdp2")),
+        ({}, 8, ("ddp", "hsdp", "fsdp2")),
+        ({"lora_placement": "sharded"}, 8, ("hsdp", "fsdp2")),
+        ({"fsdp_cpu_offload": True}, 2, ("fsdp2",)),
+        ({}, 3, ("ddp", "fsdp2")),
+    ],
+)
 def test_what_a_job_could_run_with(
     values: dict[str, Any], ranks: int, able: tuple[str, ...]
 ) -> None:
@@ -307,8 +326,7 @@ def fits_surely(fit: Fit) -> bool:
 
 
 def test_every_step_helps_each_begins_where_the_last_ended_and_the_order_is_by_cost() -> None:
-    spec = too_large(train_batch_size=8, model_type="full", mixed_precision="no",
-                     strategy="ddp")  # fmt: skip
+    spec = too_large(train_batch_size=8, model_type="full", mixed_precision="no", strategy="ddp")
     found = steps(spec)
     for before, after in pairwise(found):
         assert after.before == before.after
@@ -374,20 +392,32 @@ def test_what_does_not_apply_is_left_out() -> None:
 
 
 @given(
-    batch=st.sampled_from([1, 2, 3, 6, 7]), accumulation=st.sampled_from([1, 3]),
-    model_type=st.sampled_from(["lora", "full"]), precision=st.sampled_from(["no", "bf16"]),
-    strategy=st.sampled_from(["ddp", "fsdp2"]), reshard=st.sampled_from([True, False, 2]),
+    batch=st.sampled_from([1, 2, 3, 6, 7]),
+    accumulation=st.sampled_from([1, 3]),
+    model_type=st.sampled_from(["lora", "full"]),
+    precision=st.sampled_from(["no", "bf16"]),
+    strategy=st.sampled_from(["ddp", "fsdp2"]),
+    reshard=st.sampled_from([True, False, 2]),
     checkpointing=st.booleans(),
-)  # fmt: skip
+)
 def test_any_job_climbs_to_an_end_with_the_same_global_batch(
-    batch: int, accumulation: int, model_type: str, precision: str, strategy: str,
-    reshard: bool | int, checkpointing: bool,
-) -> None:  # fmt: skip
+    batch: int,
+    accumulation: int,
+    model_type: str,
+    precision: str,
+    strategy: str,
+    reshard: bool | int,
+    checkpointing: bool,
+) -> None:
     spec = too_large(
-        train_batch_size=batch, gradient_accumulation_steps=accumulation, model_type=model_type,
-        mixed_precision=precision, strategy=strategy, fsdp_reshard_after_forward=reshard,
+        train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        model_type=model_type,
+        mixed_precision=precision,
+        strategy=strategy,
+        fsdp_reshard_after_forward=reshard,
         gradient_checkpointing=checkpointing,
-    )  # fmt: skip
+    )
     found = steps(spec)
     assert found
     last = found[-1].spec
@@ -396,8 +426,13 @@ def test_any_job_climbs_to_an_end_with_the_same_global_batch(
 
 
 def test_a_job_is_arranged_for_a_strategy_without_what_only_another_has() -> None:
-    spec = job(num_processes=8, strategy="hsdp", dp_replicate_size=2, lora_placement="sharded",
-               fsdp_reshard_after_forward=4)  # fmt: skip
+    spec = job(
+        num_processes=8,
+        strategy="hsdp",
+        dp_replicate_size=2,
+        lora_placement="sharded",
+        fsdp_reshard_after_forward=4,
+    )
     ddp = arranged(spec, "ddp", 6, on_gpus=True)
     assert (ddp.strategy, ddp.num_processes, ddp.gpus) == ("ddp", 6, None)
     assert (ddp.dp_replicate_size, ddp.lora_placement) == (None, "replicated")
@@ -499,7 +534,7 @@ def test_it_needs_no_files_and_says_how_much_each_rank_needs() -> None:
     assert rows == [["ddp", "2"], ["fsdp2", "2"], ["ddp", "8"], ["hsdp", "8"], ["fsdp2", "8"]]
     assert "this job, ddp on 8 ranks, on 80 GB: fits, 8.1 GiB spare\n" in said.output
     fewest_of_each = "4 × 24 GB, 2 × 48 GB, 1 × 80 GB, 1 × 141 GB"
-    assert f"fewest GPUs that would do: {fewest_of_each}\n" in said.output
+    assert f"fewest GPUs that are enough: {fewest_of_each}\n" in said.output
     assert "host memory: 16.0 GiB" in said.output
 
 
@@ -540,12 +575,15 @@ def test_a_job_that_names_no_ranks_is_told_of_on_the_fewest_that_do() -> None:
 
 
 @pytest.mark.usefixtures("_faked")
-@pytest.mark.parametrize(("words", "match"), [
-    ((*FULL, "--ranks", "2,x"), "expected rank counts"),
-    ((*FULL, "--ranks", "0"), "expected rank counts"),
-    (("--model_family=nothing",), "nothing"),
-    ((), "no job given"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ((*FULL, "--ranks", "2,x"), "expected rank counts"),
+        ((*FULL, "--ranks", "0"), "expected rank counts"),
+        (("--model_family=nothing",), "nothing"),
+        ((), "no job given"),
+    ],
+)
 def test_bad_input_is_one_line(words: tuple[str, ...], match: str) -> None:
     said = run(*words)
     assert said.exception is not None

@@ -130,8 +130,10 @@ def test_what_a_job_needs_of_the_machine(
     disk = {"checkpoint": 1, "checkpoints": 3, "export": 4, "cache": 5}
     found = needs_of(spec, predicted(host={"machine": 20}, disk=disk))
     assert [(need.needed, need.free) for need in found] == [
-        (20, min(40, container)), (7, 100), (5, 200),
-    ]  # fmt: skip
+        (20, min(40, container)),
+        (7, 100),
+        (5, 200),
+    ]
     assert looked == [home, tmp_path / "cache"]
     one = needs_of(spec, predicted(host={}, disk={"checkpoint": 2, "export": 4}))
     assert [(need.what, need.needed) for need in one] == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from jobs.errors import UserError
 from jobs.launch import local
 from jobs.launch.local import room_of
 from jobs.machine.gpu import Gpu
+from jobs.machine.procfs import started_at
 from jobs.memory import cache, client, kept_prediction, question
 from jobs.memory.auto import predicted_ddp
 from jobs.memory.calibration import Calibration, file, read_calibration, record
@@ -47,8 +49,11 @@ def _fake_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(**values: Any) -> JobSpec:
-    usual = {"pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev", "dataset": ".",
-             "gradient_checkpointing": True}  # fmt: skip
+    usual = {
+        "pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev",
+        "dataset": ".",
+        "gradient_checkpointing": True,
+    }
     return JobSpec.model_validate(usual | values)
 
 
@@ -91,16 +96,48 @@ def test_what_is_not_known_is_predicted_beside_the_run(tmp_path: Path) -> None:
     assert (found.strategy, found.ranks) == ("ddp", 2)
 
 
+def test_a_prediction_ends_with_its_supervisor(tmp_path: Path) -> None:
+    """It may have minutes to go, and the next job needs the processor."""
+    said = tmp_path / "pid"
+    busy = f"import os, time; open({str(said)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from jobs.memory import client, kept_prediction\n"
+        "from jobs.run.rundir import RunDir\n"
+        "from jobs.spec.job_spec import JobSpec\n"
+        f"client.COMMAND = (sys.executable, '-S', '-c', {busy!r})\n"
+        f"spec = JobSpec.model_validate({job().to_dict()!r})\n"
+        f"kept_prediction.keep(RunDir(Path({str(tmp_path)!r})), spec, 'ddp', 2, on_gpus=True)\n"
+        f"while not (Path({str(said)!r}).exists() and Path({str(said)!r}).read_text()):\n"
+        "    time.sleep(0.01)\n"
+    )
+    with open(tmp_path / "stderr", "w") as stderr:
+        subprocess.run([sys.executable, "-c", code], stderr=stderr, check=True)
+    pid = int(said.read_text())
+    try:
+        assert started_at(pid) is None
+        assert (tmp_path / "stderr").read_text() == ""
+    finally:
+        if started_at(pid) is not None:
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_ranks_that_need_the_processors_get_none(tmp_path: Path) -> None:
     kept_prediction.keep(RunDir(tmp_path), job(), "ddp", 2, on_gpus=False)
     assert "predict" not in {thread.name for thread in threading.enumerate()}
     assert not kept_prediction.path_of(RunDir(tmp_path)).exists()
 
 
-@pytest.mark.parametrize("values", [
-    {"pretrained_model_name_or_path": "/no/such/model"}, {"name": "crash"},
-    {"name": "refuse"}, {"optimizer": "adafactor"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pretrained_model_name_or_path": "/no/such/model"},
+        {"name": "crash"},
+        {"name": "refuse"},
+        {"optimizer": "adafactor"},
+    ],
+)
 def test_no_start_fails_of_it(tmp_path: Path, values: dict[str, Any]) -> None:
     run_dir = RunDir(tmp_path)
     (tmp_path / "prediction.json").write_text("of an attempt before")
@@ -133,8 +170,11 @@ def test_show_has_it_for_people_and_scripts(store: Store, no_gpus: None) -> None
     assert "backward       200 GiB  measured   204 GiB  +2.0 %" in said.output
     facts = json.loads(CliRunner().invoke(commands.show, [str(one.id), "--json"]).output)
     assert facts["prediction"]["phases"][1] == {
-        "name": "backward", "predicted": 200 * GIB, "measured": peaks["backward"], "ratio": 1.02,
-    }  # fmt: skip
+        "name": "backward",
+        "predicted": 200 * GIB,
+        "measured": peaks["backward"],
+        "ratio": 1.02,
+    }
     other = add_job(store, "other", state=State.COMPLETED)
     facts = json.loads(CliRunner().invoke(commands.show, [str(other.id), "--json"]).output)
     assert facts["prediction"] is None
@@ -148,8 +188,12 @@ def ended(store: Store, name: str, *, device: bool = True, **peaks: int) -> bool
     one = add_job(store, name, state=State.RUNNING)
     kept_prediction._write(one.run_dir, simple(forward=100, backward=200, optimizer=50))
     for rank in range(2):
-        write_rank(one, rank, allocated=1 if device else None,
-                   peaks={key: peak - rank for key, peak in peaks.items()})  # fmt: skip
+        write_rank(
+            one,
+            rank,
+            allocated=1 if device else None,
+            peaks={key: peak - rank for key, peak in peaks.items()},
+        )
     return record(one.run_dir)
 
 
@@ -195,11 +239,14 @@ def test_the_file_does_not_grow_for_ever(store: Store) -> None:
 # -- strategy: auto ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("whole", "strategy", "why"), [
-    (Whole(70 << 30, 80 << 30, True), "ddp", "predicted: at most 70.0 of 80.0 GiB"),
-    (Whole(90 << 30, 80 << 30, False), "fsdp2", "predicted: up to 90.0 of 80.0 GiB"),
-    (None, "ddp", "rough estimate"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("whole", "strategy", "why"),
+    [
+        (Whole(70 << 30, 80 << 30, True), "ddp", "predicted: at most 70.0 of 80.0 GiB"),
+        (Whole(90 << 30, 80 << 30, False), "fsdp2", "predicted: up to 90.0 of 80.0 GiB"),
+        (None, "ddp", "rough estimate"),
+    ],
+)
 def test_auto_goes_by_the_prediction_where_there_is_one(
     whole: Whole | None, strategy: str, why: str
 ) -> None:
@@ -303,10 +350,12 @@ class FakeRuns:
         self.root = one.run_dir.root
         if self.end[0] is State.RUNNING:
             append_events(
-                one, event("start", strategy="fsdp2", strategy_reason="", step=0),
-                event("step", step=1, loss=1.0), event("step", step=2, loss=1.0),
+                one,
+                event("start", strategy="fsdp2", strategy_reason="", step=0),
+                event("step", step=1, loss=1.0),
+                event("step", step=2, loss=1.0),
                 event("memory", measure="allocated", peaks=PEAKS, step=2),
-            )  # fmt: skip
+            )
         else:
             keep_failure(one.run_dir, Failure(self.end[1], self.cause))
             store.change(one.id, *self.end)
@@ -336,9 +385,13 @@ def test_two_steps_are_measured_and_nothing_is_left(
     assert told
 
 
-@pytest.mark.parametrize(("reason", "out_of_memory"), [
-    ("rank 1 ran out of GPU memory in backward", True), ("rank 0 lost its way", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reason", "out_of_memory"),
+    [
+        ("rank 1 ran out of GPU memory in backward", True),
+        ("rank 0 lost its way", False),
+    ],
+)
 def test_a_dry_run_that_fails_is_told_and_removed(
     store: Store, monkeypatch: pytest.MonkeyPatch, reason: str, out_of_memory: bool
 ) -> None:

@@ -48,14 +48,20 @@ FOUND: dict[str, Any] = {
     "no_split_modules": ["Block"],
     "classes": [
         {
-            "class_name": name, "count": 2, "params_each": 21, "params_total": 42, "share": 0.4,
-            "recommended": name == "Block", "in_no_split_modules": name == "Block",
-            "in_repeated_blocks": False, "sample_paths": ["blocks.0", "blocks.1"],
+            "class_name": name,
+            "count": 2,
+            "params_each": 21,
+            "params_total": 42,
+            "share": 0.4,
+            "recommended": name == "Block",
+            "in_no_split_modules": name == "Block",
+            "in_repeated_blocks": False,
+            "sample_paths": ["blocks.0", "blocks.1"],
         }
         for name in ("Block", "Linear")
     ],
     "parts": PARTS.to_dict(),
-}  # fmt: skip
+}
 
 
 class Engine:
@@ -310,9 +316,16 @@ def test_another_config_family_or_library_is_another_model(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"\xff\x00", b"[]", b'{"schema": 99, "entries": {}}', b'{"schema": 1}',
-     b'{"schema": 1, "entries": []}'],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"\xff\x00",
+        b"[]",
+        b'{"schema": 99, "entries": {}}',
+        b'{"schema": 1}',
+        b'{"schema": 1, "entries": []}',
+    ],
+)
 def test_a_damaged_cache_is_looked_past_and_mended(
     content: bytes, engine: Engine, model: Path
 ) -> None:

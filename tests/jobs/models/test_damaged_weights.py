@@ -34,8 +34,12 @@ def write(path: Path, header: Any, data: bytes = b"", length: int | None = None)
     ("header", "room", "length", "said"),
     [
         ({}, 0, None, None),
-        ({"__metadata__": {"a": "b"}, "x": tensor(0, 4), "y": tensor(4, 8, [2], "F16")}, 8, None,
-         None),
+        (
+            {"__metadata__": {"a": "b"}, "x": tensor(0, 4), "y": tensor(4, 8, [2], "F16")},
+            8,
+            None,
+            None,
+        ),
         ({"x": tensor(0, 4, [1], "a kind of the future")}, 4, None, None),
         ({"x": tensor(0, 8)}, 7, None, "it is truncated: 7 of 8 bytes"),
         ({"x": tensor(0, 4), "y": tensor(2, 8)}, 8, None, "'y' overlaps another tensor"),
@@ -51,7 +55,7 @@ def write(path: Path, header: Any, data: bytes = b"", length: int | None = None)
         ({}, 0, 2**63, "it is truncated, or not a safetensors file"),
         ({}, 0, 0, "it is truncated, or not a safetensors file"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_file_is_found(
     tmp_path: Path, header: Any, room: int, length: int | None, said: str | None
 ) -> None:

@@ -58,12 +58,14 @@ def test_gpus_as_json(tui: Tui, nvml_stub: StubNvml, tmp_path: Path) -> None:
         nvml_stub.write(
             [
                 gpu(
-                    index, pci=[0, 0x90 - 0x10 * index, 0], utilisation=10 * index,
+                    index,
+                    pci=[0, 0x90 - 0x10 * index, 0],
+                    utilisation=10 * index,
                     processes=[{"pid": other.pid, "memory": GIB}] if index == 6 else [],
                 )
                 for index in range(8)
             ]
-        )  # fmt: skip
+        )
         found = rows(tui("gpus", "--json"))
     finally:
         other.kill()

@@ -21,28 +21,59 @@ def test_all_values_of_a_gpu(nvml: StubNvml) -> None:
     nvml.write(
         [
             {
-                "uuid": "GPU-aa", "name": "NVIDIA H100 80GB HBM3", "pci": [0, 0x3B, 0],
-                "memory_total": 80 * GIB, "memory_used": 41 * GIB, "memory_reserved": GIB,
-                "utilisation": 97, "temperature": 64, "power": 612.5, "power_limit": 700,
-                "clock": 1755, "clock_limit": 1980, "memory_clock": 2619, "reasons": 0x4 | 0x20,
+                "uuid": "GPU-aa",
+                "name": "NVIDIA H100 80GB HBM3",
+                "pci": [0, 0x3B, 0],
+                "memory_total": 80 * GIB,
+                "memory_used": 41 * GIB,
+                "memory_reserved": GIB,
+                "utilisation": 97,
+                "temperature": 64,
+                "power": 612.5,
+                "power_limit": 700,
+                "clock": 1755,
+                "clock_limit": 1980,
+                "memory_clock": 2619,
+                "reasons": 0x4 | 0x20,
             }
         ]
-    )  # fmt: skip
+    )
     [found] = devices.gpus()
     assert found == devices.Gpu(
-        index=0, uuid="GPU-aa", name="NVIDIA H100 80GB HBM3", pci="00000000:3B:00.0",
-        memory_total=80 * GIB, memory_used=41 * GIB, utilisation=97, temperature=64, power=612.5,
-        power_limit=700.0, clock=1755, clock_limit=1980, memory_clock=2619,
+        index=0,
+        uuid="GPU-aa",
+        name="NVIDIA H100 80GB HBM3",
+        pci="00000000:3B:00.0",
+        memory_total=80 * GIB,
+        memory_used=41 * GIB,
+        utilisation=97,
+        temperature=64,
+        power=612.5,
+        power_limit=700.0,
+        clock=1755,
+        clock_limit=1980,
+        memory_clock=2619,
         throttle="power limit, heat",
-    )  # fmt: skip
+    )
     assert found.unusable is None
 
 
 def test_missing_values_are_none(nvml: StubNvml) -> None:
     keys = (
-        "name", "pci", "memory_total", "memory_used", "utilisation", "temperature", "power",
-        "power_limit", "clock", "clock_limit", "memory_clock", "reasons", "mig_mode",
-    )  # fmt: skip
+        "name",
+        "pci",
+        "memory_total",
+        "memory_used",
+        "utilisation",
+        "temperature",
+        "power",
+        "power_limit",
+        "clock",
+        "clock_limit",
+        "memory_clock",
+        "reasons",
+        "mig_mode",
+    )
     nvml.write([dict.fromkeys(keys), {}])
     first, second = devices.gpus()
     assert first == devices.Gpu(0, uuid(0), "GPU", 0)
@@ -66,12 +97,14 @@ def test_a_driver_that_lacks_the_newer_functions(nvml: StubNvml) -> None:
     nvml.write(
         [
             gpu(
-                memory_used=GIB, memory_reserved=3, reasons=0x80,
+                memory_used=GIB,
+                memory_reserved=3,
+                reasons=0x80,
                 processes=[{"pid": 2**22, "memory": 7}],
             )
         ],
         errors=dict.fromkeys(new, "FUNCTION_NOT_FOUND"),
-    )  # fmt: skip
+    )
     [found] = devices.gpus()
     assert found.memory_used == GIB + 3  # the old function cannot tell the driver's share apart
     assert found.processes == (devices.GpuProcess(2**22, 7),)
@@ -86,10 +119,16 @@ def test_a_driver_that_lost_the_older_functions(nvml: StubNvml) -> None:
 @pytest.mark.parametrize(
     ("reasons", "words"),
     [
-        (0x0, ""), (0x1, ""), (0x2, ""), (0x4, "power limit"), (0x8, "hardware slowdown"),
-        (0x8 | 0x40, "heat"), (0x20 | 0x40, "heat"), (0x8 | 0x80 | 0x1, "power brake"),
+        (0x0, ""),
+        (0x1, ""),
+        (0x2, ""),
+        (0x4, "power limit"),
+        (0x8, "hardware slowdown"),
+        (0x8 | 0x40, "heat"),
+        (0x20 | 0x40, "heat"),
+        (0x8 | 0x80 | 0x1, "power brake"),
     ],
-)  # fmt: skip
+)
 def test_throttle_in_words(nvml: StubNvml, reasons: int, words: str) -> None:
     nvml.write([gpu(reasons=reasons)])
     assert devices.gpus()[0].throttle == words
@@ -159,15 +198,22 @@ def test_an_inherited_choice(
 
 MIG = [
     {
-        "uuid": "MIG-11111111-aaaa", "name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "gpu_instance": 9, "memory_total": 10 * GIB, "memory_used": GIB,
+        "uuid": "MIG-11111111-aaaa",
+        "name": "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "gpu_instance": 9,
+        "memory_total": 10 * GIB,
+        "memory_used": GIB,
         "processes": [{"pid": 2**22, "memory": GIB}],
     },
     {
-        "uuid": "MIG-22222222-bbbb", "name": "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-        "gpu_instance": 1, "compute_instance": 2, "memory_total": 40 * GIB, "memory_used": 0,
+        "uuid": "MIG-22222222-bbbb",
+        "name": "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "gpu_instance": 1,
+        "compute_instance": 2,
+        "memory_total": 40 * GIB,
+        "memory_used": 0,
     },
-]  # fmt: skip
+]
 
 
 def test_mig_instances_are_named_and_not_for_jobs(nvml: StubNvml) -> None:

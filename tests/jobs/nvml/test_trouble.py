@@ -153,8 +153,13 @@ def test_what_hardly_changes_is_asked_rarely(
     nvml: StubNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml.write(8)
-    slow = ("nvmlDeviceGetName", "nvmlDeviceGetPciInfo", "nvmlDeviceGetEnforcedPowerLimit",
-            "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetMigMode")  # fmt: skip
+    slow = (
+        "nvmlDeviceGetName",
+        "nvmlDeviceGetPciInfo",
+        "nvmlDeviceGetEnforcedPowerLimit",
+        "nvmlDeviceGetMaxClockInfo",
+        "nvmlDeviceGetMigMode",
+    )
     calls = count_calls(monkeypatch, *slow, "nvmlDeviceGetUtilizationRates", "nvmlInit")
     for _ in range(5):
         devices.gpus()

@@ -150,6 +150,26 @@ def test_a_dataset_that_is_a_file(job_values: dict[str, Any], tmp_path: Path) ->
     assert text == f"the dataset {tmp_path / 'data.zip'} is a file, not a folder of images"
 
 
+def test_a_lora_to_begin_from_that_is_not_there(
+    store: Store, job_values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Only of new jobs: one that resumes reads its checkpoint."""
+    (tmp_path / "a.bin").touch()
+    (tmp_path / "empty").mkdir()
+    for name, why in (
+        ("gone.safetensors", "does not exist"),
+        ("a.bin", "is not a .safetensors file"),
+        ("empty", "has no .safetensors file"),
+    ):
+        spec = read(job_values, init_lora=str(tmp_path / name))
+        with pytest.raises(UserError, match=f"init_lora: .*{name} {why}"):
+            service.submit(store, spec)
+        resumed = spec.model_copy(update={"resume_from_checkpoint": "1"})
+        check_job.check_beginning(resumed)
+        check_job.check_beginning(spec.model_copy(update={"model_type": "full"}))
+    assert store.all() == []
+
+
 def test_no_pictures(job_values: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "none"
     (folder / ".hidden").mkdir(parents=True)
@@ -292,9 +312,11 @@ def add_tool(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "key"),
-    [({"torch_compile": True}, "torch_compile"),
-     ({"optimizer": "adamw_8bit"}, "optimizer: adamw_8bit")],
-)  # fmt: skip
+    [
+        ({"torch_compile": True}, "torch_compile"),
+        ({"optimizer": "adamw_8bit"}, "optimizer: adamw_8bit"),
+    ],
+)
 def test_a_job_on_gpus_that_compiles_needs_a_c_compiler(
     job_values: dict[str, Any], four_gpus: None, tools: Path, changes: dict[str, Any], key: str
 ) -> None:
@@ -338,8 +360,14 @@ def test_what_compiles_nothing_needs_no_compiler(
 def test_flash_attention_3_is_looked_for(
     job_values: dict[str, Any], four_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = read(job_values, device="auto", gpus=1, num_processes="left out", mixed_precision="bf16",
-                attention_backend="flash-attention-3")  # fmt: skip
+    spec = read(
+        job_values,
+        device="auto",
+        gpus=1,
+        num_processes="left out",
+        mixed_precision="bf16",
+        attention_backend="flash-attention-3",
+    )
     assert "needs the package flash_attn_3; it is not installed" in complaint(spec)
     (tmp_path / "flash_attn_interface.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

@@ -80,7 +80,7 @@ def complaint(job_values: dict[str, Any]) -> Callable[..., str | None]:
         ("no family", "black-forest-labs/FLUX.1-schnell", None),
         (None, TI2V, None),
     ],
-)  # fmt: skip
+)
 def test_a_name_says_a_flavour(family: Any, name: Any, flavour: str | None) -> None:
     assert flavour_of(family, name) == flavour
 

@@ -79,9 +79,13 @@ def test_one_job_at_a_time_runs_on_the_cpu(
 
 @pytest.mark.parametrize(("slots", "count"), [("2", 2), ("9", 3), ("0", 1), ("many", 1)])
 def test_the_person_may_allow_more_on_the_cpu(
-    store: Store, add: Callable[..., int], started: list[int],
-    monkeypatch: pytest.MonkeyPatch, slots: str, count: int,
-) -> None:  # fmt: skip
+    store: Store,
+    add: Callable[..., int],
+    started: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    slots: str,
+    count: int,
+) -> None:
     monkeypatch.setenv("FSDP_TUI_CPU_JOBS", slots)
     ids = [add() for _ in range(3)]
     dispatch(store)
@@ -285,7 +289,7 @@ def test_a_queue_that_another_keeps_is_not_waited_for_without_end(
         held.write("4321")
         held.flush()
         dispatch(store)
-        assert store.get(job).reason == "process 4321 holds the queue and does not answer"
+        assert store.get(job).reason == "process 4321 holds the queue and does not respond"
         assert started == []
     dispatch(store)
     assert started == [job]
@@ -348,8 +352,8 @@ def test_a_blocked_supervisor_is_told_of_and_done_without(
     monkeypatch.setattr(dispatching, "_BLOCKED_FOR", 0.0)
     assert needs_attention(store)
     dispatch(store)
-    said = f"its supervisor (process {blocked.pid}) is blocked in the kernel, as by a disk that"
-    assert store.get(job.id).reason == f"{said} does not answer; its ranks keep running"
+    said = f"its supervisor (process {blocked.pid}) is blocked in the kernel, for example by a disk"
+    assert store.get(job.id).reason == f"{said} that does not respond; its ranks keep running"
     assert started == []
     store.raise_stop_level(job.id, 1)
     dispatch(store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import threading
 import time
@@ -47,8 +48,9 @@ def test_without_work_it_leaves_once_it_has_been_idle_for_long_enough(
     runner.keep(store, idle_seconds=3.0)
     assert now == 1003.0
     assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == [
-        "started", "nothing to do, ended",
-    ]  # fmt: skip
+        "started",
+        "nothing left to do; exiting",
+    ]
     with open(store.home / "runner.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the next one may come
 
@@ -68,10 +70,31 @@ def test_it_stays_as_long_as_there_is_work(
     assert not keeper.is_alive()
 
 
+def test_a_pause_is_not_idleness(
+    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suspended for longer than it may be idle: it looks before it leaves."""
+    job = submit(store, job_spec)
+    looks: list[int] = []
+    clock = itertools.count(step=1000.0)
+    monkeypatch.setattr("jobs.queue.keeper.time.monotonic", lambda: next(clock))
+
+    def look(_: Store) -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            store.change(job, State.STOPPED, "")
+
+    monkeypatch.setattr("jobs.queue.dispatch.dispatch", look)
+    runner.keep(store, idle_seconds=60.0)
+    assert len(looks) == 3
+
+
 def test_a_bad_look_does_not_end_it(
-    store: Store, job_spec: JobSpec, monkeypatch: pytest.MonkeyPatch,
+    store: Store,
+    job_spec: JobSpec,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     job = submit(store, job_spec)
     looks: list[int] = []
 
@@ -118,6 +141,6 @@ def test_it_is_started_once_and_detached(store: Store) -> None:
         runner.ensure_runner(store)
         assert log.read_text().count("started") == 1
         eventually(lambda: not found.alive())
-        assert "ended" in log.read_text()
+        assert "exiting" in log.read_text()
     finally:
         end([found], grace=0)

@@ -25,9 +25,7 @@ class Case:
     foreign: dict[str, str]
 
     def decide(self) -> list[Start | Wait]:
-        return place(
-            self.queue, self.claims, self.devices, self.on_cpu, self.slots, self.foreign
-        )  # fmt: skip
+        return place(self.queue, self.claims, self.devices, self.on_cpu, self.slots, self.foreign)
 
 
 @st.composite
@@ -244,9 +242,11 @@ def test_people_read_the_numbers_that_the_driver_shows_not_places_in_a_list() ->
     foreign = {B: "ann"}
     decided = place(queue, {A: 1}, [A, B], [], 1, foreign, indices=numbers)
     assert decided == [
-        Wait(10, "waiting for job 1 on GPU 4"), Wait(11, "waiting: GPU 7 is used by ann"),
-    ]  # fmt: skip
+        Wait(10, "waiting for job 1 on GPU 4"),
+        Wait(11, "waiting: GPU 7 is used by ann"),
+    ]
     decided = place(queue, {A: 1}, [A, B], [], 1, foreign)
     assert [one.reason for one in decided if isinstance(one, Wait)] == [
-        "waiting for job 1 on GPU 0", "waiting: GPU 1 is used by ann",
-    ]  # fmt: skip
+        "waiting for job 1 on GPU 0",
+        "waiting: GPU 1 is used by ann",
+    ]

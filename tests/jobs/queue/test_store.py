@@ -474,11 +474,13 @@ while not (home / "go").exists():
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", prologue + textwrap.dedent(script), str(home), str(number)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
     try:
         eventually(lambda: len(list(home.glob("ready-*"))) == count)
         (home / "go").touch()

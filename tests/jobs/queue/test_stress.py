@@ -89,12 +89,16 @@ def work(number: int, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
         calls += 1
         choice = dice.random()
         action = (
-            supervise if started and (choice < 0.5 or over)
-            else submit if (choice < 0.5 and len(submitted) < 40) or not submitted
-            else stop if choice < 0.75
-            else remove if choice < 0.8
+            supervise
+            if started and (choice < 0.5 or over)
+            else submit
+            if (choice < 0.5 and len(submitted) < 40) or not submitted
+            else stop
+            if choice < 0.75
+            else remove
+            if choice < 0.8
             else look
-        )  # fmt: skip
+        )
         begun = time.monotonic()
         try:
             action()
@@ -106,20 +110,29 @@ def work(number: int, seconds: float, values: dict[str, Any]) -> dict[str, Any]:
             counts[action.__name__] += 1
         slowest = max(slowest, time.monotonic() - begun)
     return {
-        "submitted": submitted, "removed": removed, "counts": counts, "errors": errors,
+        "submitted": submitted,
+        "removed": removed,
+        "counts": counts,
+        "errors": errors,
         "slowest": slowest,
-    }  # fmt: skip
+    }
 
 
 def test_many_processes_share_the_jobs(
-    store: Store, job_values: dict[str, Any], no_gpus: None, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], tmp_path: Path,
-) -> None:  # fmt: skip
+    store: Store,
+    job_values: dict[str, Any],
+    no_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
     monkeypatch.setenv("FSDP_TUI_CPU_JOBS", "4")
     with subprocess.Popen(
         [sys.executable, __file__, str(SECONDS), json.dumps(job_values), str(tmp_path)],
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as workers:  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as workers:
         try:
             _, err = workers.communicate(timeout=SECONDS + PATIENCE)
         finally:

@@ -28,15 +28,32 @@ BASE: dict[str, Any] = {
     "shuffle_captions": True,
 }
 _OTHER: dict[str, Any] = {
-    "gpus": [0], "fsdp_reshard_after_forward": 2, "torch_compile_backend": "eager",
-    "validation_prompts": ["a dog"], "export_formats": ["kohya"], "name": "other",
-    "learning_rate": 0.5, "lora_dropout": 0.5, "caption_dropout_probability": 0.5,
-    "adam_beta1": 0.5, "adam_beta2": 0.5, "ema_decay": 0.5, "flow_shift": 3.0, "snr_gamma": 5.0,
-    "sigma_min": 0.25, "sigma_max": 0.5, "mode_scale": 0.5,
-    "validation_fraction": 0.25, "fsdp_version": 1, "validation_resolution": 512,
-    "model_family": "sdxl", "model_flavour": "2.2-t2v-a14b-low",
+    "gpus": [0],
+    "fsdp_reshard_after_forward": 2,
+    "torch_compile_backend": "eager",
+    "validation_prompts": ["a dog"],
+    "export_formats": ["kohya"],
+    "name": "other",
+    "learning_rate": 0.5,
+    "lora_dropout": 0.5,
+    "caption_dropout_probability": 0.5,
+    "adam_beta1": 0.5,
+    "adam_beta2": 0.5,
+    "ema_decay": 0.5,
+    "flow_shift": 3.0,
+    "snr_gamma": 5.0,
+    "sigma_min": 0.25,
+    "sigma_max": 0.5,
+    "mode_scale": 0.5,
+    "validation_fraction": 0.25,
+    "fsdp_version": 1,
+    "validation_resolution": 512,
+    "model_family": "sdxl",
+    "model_flavour": "2.2-t2v-a14b-low",
     "fsdp_auto_wrap_policy": "NO_WRAP",
-}  # fmt: skip
+    "lora_rank_pattern": {"to_q": 2},
+    "lora_alpha_pattern": {"to_q": 2.0},
+}
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {
     "validation_seed": {"validation_fraction": 0.1},  # else nothing is held out
@@ -124,8 +141,10 @@ def test_values_are_written_as_in_a_job_file() -> None:
         {"learning_rate": 5e-4, "random_flip": True, "trigger_word": "sks"},
     )
     assert found.changes == [
-        "learning_rate: 0.001 → 0.0005", "random_flip: false → true", "trigger_word: unset → sks",
-    ]  # fmt: skip
+        "learning_rate: 0.001 → 0.0005",
+        "random_flip: false → true",
+        "trigger_word: unset → sks",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +192,7 @@ def test_who_takes_which_samples_of_a_step_does_not_matter(
 )
 def test_another_global_batch_is_told(new: dict[str, Any]) -> None:
     assert conflicts({"num_processes": 2}, new).changes == [
-        "the global batch: 2 → 4, so steps train on other samples"
+        "the global batch: 2 → 4, so steps train on different samples"
     ]
 
 
@@ -232,8 +251,9 @@ def test_another_schedule_is_told() -> None:
     assert conflicts(new={"lr_scheduler": "constant_with_warmup"}).changes == []
     warm = {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 5}
     assert conflicts(new=warm, done=4).changes == [
-        "lr_scheduler: constant → constant_with_warmup", "lr_warmup_steps: 0 → 5",
-    ]  # fmt: skip
+        "lr_scheduler: constant → constant_with_warmup",
+        "lr_warmup_steps: 0 → 5",
+    ]
     assert conflicts(new=warm, done=5).changes == [], "the warm-up would be over"
     cosine = {"lr_scheduler": "cosine", "lr_warmup_steps": 5}
     assert conflicts(cosine, cosine | {"lr_warmup_steps": 6}, done=9).changes == [
@@ -300,7 +320,7 @@ def test_the_order_of_target_modules_does_not_matter() -> None:
 def test_alpha_scales_what_is_trained_already() -> None:
     assert conflicts({"lora_alpha": None}, {"lora_alpha": 16}) == conflicts(), "the rank is meant"
     assert conflicts({"lora_alpha": 8}, {"lora_alpha": 12}).changes == [
-        "lora_alpha: 8 → 12, so the adapter is 1.5 times as strong from here on"
+        "lora_alpha: 8 → 12, so the adapter becomes 1.5 times as strong"
     ]
 
 
@@ -351,7 +371,7 @@ def test_the_other_of_two_denoisers_is_refused_and_another_word_for_the_same_is_
     high, low = ({**wan, "model_flavour": f"2.2-t2v-a14b-{noise}"} for noise in ("high", "low"))
     (refusal,) = conflicts(high, low).impossible
     assert "model_flavour" in refusal
-    assert "another of the model's denoisers" in refusal
+    assert "a different denoiser of the model" in refusal
     assert conflicts(low, wan).impossible
     assert not conflicts(low, low).impossible
     assert not conflicts(high, wan).impossible

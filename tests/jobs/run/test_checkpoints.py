@@ -101,14 +101,18 @@ def test_a_step_that_was_never_saved_is_told_with_those_that_were(run_dir: RunDi
 
 
 def test_going_back_sets_newer_ones_aside_and_deletes_nothing(run_dir: RunDir) -> None:
-    before = {path.name: (path / "__0_0.distcp").read_bytes() for _, path in
-              run_dir.complete_checkpoints()}  # fmt: skip
+    before = {
+        path.name: (path / "__0_0.distcp").read_bytes()
+        for _, path in run_dir.complete_checkpoints()
+    }
     moved = rewind(run_dir, 10)
     assert names(run_dir) == ["step-10", "step-20.rewound", "step-30.rewound"]
     assert run_dir.latest_checkpoint() == (10, run_dir.checkpoint(10))
     put_back(moved)
-    after = {path.name: (path / "__0_0.distcp").read_bytes() for _, path in
-             run_dir.complete_checkpoints()}  # fmt: skip
+    after = {
+        path.name: (path / "__0_0.distcp").read_bytes()
+        for _, path in run_dir.complete_checkpoints()
+    }
     assert after == before
 
 
@@ -380,8 +384,10 @@ def test_of_two_that_resume_at_once_one_does(store: Store, ended: Callable[..., 
     for thread in threads:
         thread.join()
     (first,) = outcomes
-    expected = [["step-10", "step-20", "step-30"],
-                ["step-10", "step-20.rewound", "step-30.rewound"]]  # fmt: skip
+    expected = [
+        ["step-10", "step-20", "step-30"],
+        ["step-10", "step-20.rewound", "step-30.rewound"],
+    ]
     assert names(job.run_dir) == expected[first]
 
 
@@ -404,7 +410,7 @@ def test_what_a_resume_changes_is_found_from_the_checkpoint(
     assert plan_resume(store, job.id).changes == []
     assert plan_resume(store, job.id, back_to=20).changes == [
         "learning_rate: 0.001 → 0.0005",
-        "the global batch: 2 → 4, so steps train on other samples",
+        "the global batch: 2 → 4, so steps train on different samples",
     ]
 
 
@@ -636,5 +642,14 @@ def test_a_manifest_with_an_endless_number_is_of_no_checkpoint(tmp_path: Path, k
     facts = json.loads(manifest.read_text())
     named = next(iter(facts["files"].values())) if key == "bytes" else facts
     named[key] = 10**400 if key == "time" else float("inf")
+    manifest.write_text(json.dumps(facts))
+    assert [one.damage for one in list_all(run_dir)] == ["no readable manifest"]
+
+
+def test_a_manifest_with_a_name_that_no_file_has_is_of_no_checkpoint(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    manifest = save_checkpoint(run_dir, 5) / MANIFEST
+    facts = json.loads(manifest.read_text())
+    facts["files"]["\ud800"] = {"bytes": 1, "sha256": ""}
     manifest.write_text(json.dumps(facts))
     assert [one.damage for one in list_all(run_dir)] == ["no readable manifest"]

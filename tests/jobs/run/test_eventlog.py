@@ -211,9 +211,11 @@ def test_a_later_attempt_replaces_the_steps_it_repeats(path: Path) -> None:
 
 def test_a_resume_is_the_same_whether_followed_or_read_afterwards(path: Path) -> None:
     lines = [
-        event("start", step=0), *(step(n) for n in range(1, 6)),
-        event("start", step=2), *(step(n, loss=0.1) for n in range(3, 5)),
-    ]  # fmt: skip
+        event("start", step=0),
+        *(step(n) for n in range(1, 6)),
+        event("start", step=2),
+        *(step(n, loss=0.1) for n in range(3, 5)),
+    ]
     followed = EventLog(path)
     for line in lines:
         append(path, line)
@@ -251,9 +253,12 @@ def test_the_pace_is_the_median_of_the_latest_steps(path: Path) -> None:
 
 def test_checkpoints_samples_and_warnings_are_collected(path: Path) -> None:
     append(
-        path, event("checkpoint", step=5, path="p"), event("sample", step=5, files=["a.png"]),
-        event("warning", message="w"), event("checkpoint", step=10),
-    )  # fmt: skip
+        path,
+        event("checkpoint", step=5, path="p"),
+        event("sample", step=5, files=["a.png"]),
+        event("warning", message="w"),
+        event("checkpoint", step=10),
+    )
     log = EventLog(path).read_all()
     assert log.checkpoints == [5, 10]
     assert [s["files"] for s in log.samples] == [["a.png"]]

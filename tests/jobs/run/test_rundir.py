@@ -26,9 +26,16 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def status(rank: int = 0, **changes: object) -> RankStatus:
     values: dict[str, object] = {
-        "rank": rank, "pid": 10 + rank, "started": 1.5, "host": "h", "device": "cpu",
-        "phase": "train", "step": 3, "heartbeat": 2.0, "progressed": 2.0,
-    }  # fmt: skip
+        "rank": rank,
+        "pid": 10 + rank,
+        "started": 1.5,
+        "host": "h",
+        "device": "cpu",
+        "phase": "train",
+        "step": 3,
+        "heartbeat": 2.0,
+        "progressed": 2.0,
+    }
     return RankStatus(**values | changes)  # type: ignore[arg-type]
 
 

@@ -51,8 +51,13 @@ def test_samples_are_listed_by_step_and_prompt(tmp_path: Path) -> None:
             write_sample(run_dir, step, number, prompt=f"p{number}", size=[64, 32], seed=7)
     found = list_samples(run_dir)
     assert [(one.step, one.number) for one in found] == [
-        (3, 0), (3, 1), (20, 0), (20, 1), (100, 0), (100, 1),
-    ]  # fmt: skip
+        (3, 0),
+        (3, 1),
+        (20, 0),
+        (20, 1),
+        (100, 0),
+        (100, 1),
+    ]
     assert found[0].prompt == "p0"
     assert found[0].size == (64, 32)
     assert found[0].bytes == 7

@@ -175,8 +175,9 @@ def test_a_scene_that_fails_keeps_its_job_and_the_next_is_played(
     monkeypatch.setattr("jobs.selftest.session.perform", perform)
     found = list(run(store, [], 2, say=lambda words: None))
     assert [(one.name, one.verdict) for one in found] == [
-        ("ddp", Verdict.FAIL), ("fsdp2", Verdict.OK),
-    ]  # fmt: skip
+        ("ddp", Verdict.FAIL),
+        ("fsdp2", Verdict.OK),
+    ]
     assert found[0].found == "losses differ by 1.0e-01"
     assert f"`fsdp-tui logs {bad.id}`" in str(found[0].advice)
     assert [job.id for job in store.all()] == [bad.id]

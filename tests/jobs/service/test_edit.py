@@ -95,8 +95,9 @@ def test_nobody_starts_a_job_as_it_was_before(
         if how == "held":
             store.hold(job.id, held=True)
         elif store.get(job.id).ranks == 1:
-            store.redescribe(job.id, name="cats", terms=Terms(3, None, 9), reason="changed",
-                             prepare=lambda: None)  # fmt: skip
+            store.redescribe(
+                job.id, name="cats", terms=Terms(3, None, 9), reason="changed", prepare=lambda: None
+            )
         return 1
 
     monkeypatch.setattr("jobs.queue.dispatch._cpu_slots", meanwhile)
@@ -179,10 +180,13 @@ def test_a_job_with_checkpoints_must_still_fit_them(store: Store, waiting: Job) 
 @pytest.mark.parametrize(
     ("name", "taken", "free"),
     [
-        ("a", [], "a"), ("a", ["a"], "a-2"), ("a-2", ["a", "a-2"], "a-3"),
-        ("a-2", ["a-2"], "a-3"), ("x" * 64, ["x" * 64], "x" * 62 + "-2"),
+        ("a", [], "a"),
+        ("a", ["a"], "a-2"),
+        ("a-2", ["a", "a-2"], "a-3"),
+        ("a-2", ["a-2"], "a-3"),
+        ("x" * 64, ["x" * 64], "x" * 62 + "-2"),
     ],
-)  # fmt: skip
+)
 def test_a_copy_gets_a_name_of_its_own(name: str, taken: list[str], free: str) -> None:
     assert edit.free_name(name, taken) == free
     assert len(free) <= 64
@@ -201,10 +205,14 @@ def test_a_new_job_begins_with_model_data_and_ranks_of_the_newest(
     add_job(store, "second", job_file=dump_spec(spec))
     values = edit.fresh_values(store.all())
     assert values == {
-        "model_type": "lora", "model_family": "flux", "device": "cpu", "strategy": "fsdp2",
+        "model_type": "lora",
+        "model_family": "flux",
+        "device": "cpu",
+        "strategy": "fsdp2",
         "pretrained_model_name_or_path": spec.pretrained_model_name_or_path,
-        "dataset": spec.dataset, "num_processes": 4,
-    }  # fmt: skip
+        "dataset": spec.dataset,
+        "num_processes": 4,
+    }
     plan_submit(store, load_spec(None, values))
 
 
@@ -222,8 +230,9 @@ def test_templates_are_kept_by_name_and_come_first(home: object) -> None:
     assert path == templates_home() / "my flux.yaml"
     found, problems = list_templates()
     assert (found[0].title, dict(found[0].values)) == (
-        "my flux", {"model_family": "flux", "lora_rank": 64}
-    )  # fmt: skip
+        "my flux",
+        {"model_family": "flux", "lora_rank": 64},
+    )
     assert found[0].about == "yours · model_family: flux, lora_rank: 64"
     assert {"FLUX.1 · dev", "Wan · 2.2-ti2v-5b"} <= {one.title for one in found[1:]}
     assert problems == []

@@ -294,9 +294,18 @@ def test_a_log_that_is_followed_anyway_is_not_read_again(store: Store, job_spec:
 def test_scripts_get_the_promised_fields(store: Store, job_spec: JobSpec) -> None:
     facts = service.as_dict(store, service.submit(store, job_spec), [])
     promised = {
-        "id", "name", "state", "reason", "step", "total_steps", "gpus", "run_dir", "created",
-        "started", "ended",
-    }  # fmt: skip
+        "id",
+        "name",
+        "state",
+        "reason",
+        "step",
+        "total_steps",
+        "gpus",
+        "run_dir",
+        "created",
+        "started",
+        "ended",
+    }
     assert promised <= set(facts)
     assert json.loads(json.dumps(facts)) == facts
 

@@ -25,19 +25,28 @@ FSDP = TWO | {"strategy": "fsdp2"}
         (FSDP, "fsdp_limit_all_gathers", "always on with FSDP2"),
         (FSDP, "fsdp_min_num_params", "needs fsdp_auto_wrap_policy: SIZE_BASED_WRAP"),
         (FSDP | {"fsdp_auto_wrap_policy": "size"}, "fsdp_min_num_params", ""),
-        (FSDP | {"fsdp_auto_wrap_policy": "size"}, "fsdp_transformer_layer_cls_to_wrap",
-         "needs fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
+        (
+            FSDP | {"fsdp_auto_wrap_policy": "size"},
+            "fsdp_transformer_layer_cls_to_wrap",
+            "needs fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        ),
         (FSDP, "dp_replicate_size", "needs strategy: hsdp"),
         (TWO | {"strategy": "hsdp"}, "dp_replicate_size", ""),
         (FSDP, "context_parallel_size", ""),
         ({}, "context_parallel_size", "no effect on 1 rank"),
         (FSDP | {"device": "cpu"}, "context_parallel_size", "needs GPUs, not device: cpu"),
-        (FSDP | {"model_family": "sdxl"}, "context_parallel_size",
-         f"{FAMILIES['sdxl'].title} has no context-parallel plan in diffusers"),
+        (
+            FSDP | {"model_family": "sdxl"},
+            "context_parallel_size",
+            f"{FAMILIES['sdxl'].title} has no context-parallel plan in diffusers",
+        ),
         (FSDP, "context_parallel_comm_strategy", "needs context_parallel_size > 1"),
         (FSDP | {"context_parallel_size": 2}, "context_parallel_comm_strategy", ""),
-        (FSDP | {"context_parallel_size": 2}, "attention_backend",
-         "context parallelism chooses its own"),
+        (
+            FSDP | {"context_parallel_size": 2},
+            "attention_backend",
+            "context parallelism chooses its own",
+        ),
         ({"device": "cpu"}, "gpus", "needs GPUs, not device: cpu"),
         ({}, "main_process_ip", "a job runs on one machine"),
         ({}, "shard_text_encoders", "no effect on 1 rank"),
@@ -46,7 +55,7 @@ FSDP = TWO | {"strategy": "fsdp2"}
         ({"optimizer": "sgd"}, "adam_beta1", "optimizer: sgd has none"),
         ({"lr_scheduler": "cosine"}, "lr_warmup_steps", ""),
         ({}, "lr_warmup_steps", "lr_scheduler: constant has no warm-up"),
-        ({}, "lr_end", "lr_scheduler: constant does not fall"),
+        ({}, "lr_end", "lr_scheduler: constant does not decay"),
         ({"lr_scheduler": "linear"}, "lr_end", ""),
         ({"lr_scheduler": "cosine"}, "lr_num_cycles", "needs lr_scheduler: cosine_with_restarts"),
         ({"lr_scheduler": "polynomial"}, "lr_power", ""),
@@ -54,10 +63,16 @@ FSDP = TWO | {"strategy": "fsdp2"}
         (FSDP | {"fsdp_activation_checkpointing": True}, "gradient_checkpointing_policy", ""),
         ({}, "flow_shift", "needs timestep_sampling: shift or uniform_shift"),
         ({}, "mode_scale", "needs timestep_sampling: mode"),
-        ({"timestep_sampling": "uniform"}, "logit_std",
-         "needs timestep_sampling: logit_normal or shift"),
-        ({"model_family": "sdxl"}, "logit_std",
-         f"{FAMILIES['sdxl'].title} draws discrete timesteps"),
+        (
+            {"timestep_sampling": "uniform"},
+            "logit_std",
+            "needs timestep_sampling: logit_normal or shift",
+        ),
+        (
+            {"model_family": "sdxl"},
+            "logit_std",
+            f"{FAMILIES['sdxl'].title} draws discrete timesteps",
+        ),
         ({"model_family": "sdxl"}, "snr_gamma", ""),
         ({}, "snr_gamma", "FLUX.1 is a flow-matching model"),
         ({"loss_type": "huber"}, "huber_c", ""),
@@ -73,7 +88,7 @@ FSDP = TWO | {"strategy": "fsdp2"}
         ({}, "crop_variants", "needs crop: random"),
         ({"model_family": "sdxl"}, "train_guidance", "only for guidance-distilled models"),
     ],
-)  # fmt: skip
+)
 def test_a_key_that_means_nothing_says_why(values: dict[str, Any], key: str, reason: str) -> None:
     assert find_inapplicable(JobSpec(**values)).get(key, "") == reason
 
@@ -95,15 +110,19 @@ ON = {"strategy": "fsdp2", "unload_text_encoder": True, "cache_text_embeddings":
         (ALONE, 1, 8, ON),
         ({"strategy": "single"}, 1, 2, ON),
         (ALONE | {"unload_text_encoder": False}, 1, 2, ON),
-        (ALONE | {"fsdp_enable": False}, 1, 2,
-         {"unload_text_encoder": True, "cache_text_embeddings": True}),
+        (
+            ALONE | {"fsdp_enable": False},
+            1,
+            2,
+            {"unload_text_encoder": True, "cache_text_embeddings": True},
+        ),
         ({"strategy": "hsdp"}, 1, 4, {"unload_text_encoder": True, "cache_text_embeddings": True}),
         (ALONE, 2, 8, {}),
         (ALONE, 1, 1, {}),
         (ON, 2, 1, {"strategy": "auto"}),
         (ON | {"fsdp_enable": True}, 2, 1, {"strategy": "auto", "fsdp_enable": None}),
     ],
-)  # fmt: skip
+)
 def test_several_ranks_turn_fsdp_on(
     values: dict[str, Any], before: int, after: int, changes: dict[str, Any]
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts, find_warnings
 from jobs.spec.rules.strategy import Room, chosen_strategy, data_parallel_size, world_size
@@ -48,6 +49,7 @@ def read(**values: Any) -> JobSpec:
         {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"},
         {"use_ema": True, "ema_device": "cpu"},
         {"num_processes": 2, "optimizer": "prodigy", "learning_rate": 1.0},
+        {"num_processes": 2, "optimizer": "prodigy", "model_type": "full"},
         {"num_processes": 2, "optimizer": "adafactor", "model_type": "full", "strategy": "ddp"},
         {"num_processes": 2, "optimizer": "lion", "model_type": "full"},
         {"num_processes": 2, "use_ema": True},
@@ -78,79 +80,197 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"strategy": "fsdp2"}, "strategy", "two or more ranks"),
         ({"strategy": "ddp", "gpus": [3]}, "strategy", "two or more ranks"),
         ({"fsdp_enable": True}, "strategy", "two or more ranks"),
-        ({"num_processes": 2, "strategy": "fsdp2", "deepspeed_config": "ds.json"},
-         "deepspeed_config", "FSDP and DeepSpeed cannot be enabled simultaneously."),
-        ({"num_processes": 2, "fsdp_enable": True, "deepspeed_config": "ds.json"},
-         "deepspeed_config", "FSDP and DeepSpeed cannot be enabled simultaneously."),
+        (
+            {"num_processes": 2, "strategy": "fsdp2", "deepspeed_config": "ds.json"},
+            "deepspeed_config",
+            "FSDP and DeepSpeed cannot be enabled simultaneously.",
+        ),
+        (
+            {"num_processes": 2, "fsdp_enable": True, "deepspeed_config": "ds.json"},
+            "deepspeed_config",
+            "FSDP and DeepSpeed cannot be enabled simultaneously.",
+        ),
         ({"deepspeed_config": "ds.json"}, "deepspeed_config", "DeepSpeed is not supported"),
         ({"num_processes": 4, "strategy": "hsdp"}, "dp_replicate_size", "number of replicas"),
-        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 1},
-         "dp_replicate_size", "use strategy: fsdp2"),
-        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 3},
-         "dp_replicate_size", "3 does not divide the 4 ranks"),
-        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 4},
-         "dp_replicate_size", "use strategy: ddp"),
-        ({"num_processes": 4, "strategy": "fsdp2", "dp_replicate_size": 2},
-         "dp_replicate_size", "needs strategy: hsdp"),
+        (
+            {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 1},
+            "dp_replicate_size",
+            "use strategy: fsdp2",
+        ),
+        (
+            {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 3},
+            "dp_replicate_size",
+            "3 does not divide the 4 ranks",
+        ),
+        (
+            {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 4},
+            "dp_replicate_size",
+            "use strategy: ddp",
+        ),
+        (
+            {"num_processes": 4, "strategy": "fsdp2", "dp_replicate_size": 2},
+            "dp_replicate_size",
+            "needs strategy: hsdp",
+        ),
         ({"strategy": "hsdp", "dp_replicate_size": 2}, "strategy", "hsdp needs two or more ranks"),
-        ({"num_processes": 8, "strategy": "hsdp", "dp_replicate_size": 2,
-          "context_parallel_size": 8},
-         "dp_replicate_size", "2 x context_parallel_size 8 does not divide the 8 ranks"),
-        ({"num_processes": 2, "strategy": "ddp", "context_parallel_size": 2},
-         "context_parallel_size", "Context parallelism requires FSDP2."),
-        ({"context_parallel_size": 2}, "context_parallel_size",
-         "Context parallelism requires FSDP2."),
-        ({"num_processes": 2, "fsdp_enable": False, "context_parallel_size": 2},
-         "context_parallel_size", "Context parallelism requires FSDP2."),
-        ({"num_processes": 2, "strategy": "fsdp2", "fsdp_version": 1, "context_parallel_size": 2},
-         "context_parallel_size", "Context parallelism requires FSDP2."),
-        ({"num_processes": 3, "strategy": "fsdp2", "context_parallel_size": 2},
-         "context_parallel_size", "2 does not divide the 3 ranks"),
-        ({"num_processes": 2, "device": "cpu", "context_parallel_size": 2},
-         "context_parallel_size", "CUDA GPUs only"),
-        ({"num_processes": 2, "context_parallel_size": 2, "torch_compile": True},
-         "torch_compile", "not tested"),
-        ({"num_processes": 2, "context_parallel_size": 2, "attention_backend": "math"},
-         "attention_backend", "chooses its own"),
-        ({"num_processes": 2, "context_parallel_size": 2, "mixed_precision": "no"},
-         "context_parallel_comm_strategy", "flash attention, which does not support fp32"),
-        ({"num_processes": 3, "context_parallel_size": 3},
-         "max_sequence_length", "3 does not divide max_sequence_length 512"),
-        ({"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 3},
-         "fsdp_reshard_after_forward", "divisor of the 4 ranks"),
-        ({"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 4},
-         "fsdp_reshard_after_forward", "divisor of the 4 ranks"),
-        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2,
-          "fsdp_reshard_after_forward": 2},
-         "fsdp_reshard_after_forward", "divisor of the 2 ranks"),
-        ({"num_processes": 4, "fsdp_reshard_after_forward": 2, "fsdp_cpu_offload": True},
-         "fsdp_reshard_after_forward", "fsdp_cpu_offload moves them off"),
-        ({"num_processes": 2, "strategy": "ddp", "fsdp_cpu_offload": True},
-         "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
+        (
+            {
+                "num_processes": 8,
+                "strategy": "hsdp",
+                "dp_replicate_size": 2,
+                "context_parallel_size": 8,
+            },
+            "dp_replicate_size",
+            "2 x context_parallel_size 8 does not divide the 8 ranks",
+        ),
+        (
+            {"num_processes": 2, "strategy": "ddp", "context_parallel_size": 2},
+            "context_parallel_size",
+            "Context parallelism requires FSDP2.",
+        ),
+        (
+            {"context_parallel_size": 2},
+            "context_parallel_size",
+            "Context parallelism requires FSDP2.",
+        ),
+        (
+            {"num_processes": 2, "fsdp_enable": False, "context_parallel_size": 2},
+            "context_parallel_size",
+            "Context parallelism requires FSDP2.",
+        ),
+        (
+            {
+                "num_processes": 2,
+                "strategy": "fsdp2",
+                "fsdp_version": 1,
+                "context_parallel_size": 2,
+            },
+            "context_parallel_size",
+            "Context parallelism requires FSDP2.",
+        ),
+        (
+            {"num_processes": 3, "strategy": "fsdp2", "context_parallel_size": 2},
+            "context_parallel_size",
+            "2 does not divide the 3 ranks",
+        ),
+        (
+            {"num_processes": 2, "device": "cpu", "context_parallel_size": 2},
+            "context_parallel_size",
+            "CUDA GPUs only",
+        ),
+        (
+            {"num_processes": 2, "context_parallel_size": 2, "torch_compile": True},
+            "torch_compile",
+            "not tested",
+        ),
+        (
+            {"num_processes": 2, "context_parallel_size": 2, "attention_backend": "math"},
+            "attention_backend",
+            "chooses its own",
+        ),
+        (
+            {"num_processes": 2, "context_parallel_size": 2, "mixed_precision": "no"},
+            "context_parallel_comm_strategy",
+            "flash attention, which does not support fp32",
+        ),
+        (
+            {"num_processes": 3, "context_parallel_size": 3},
+            "max_sequence_length",
+            "3 does not divide max_sequence_length 512",
+        ),
+        (
+            {"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 3},
+            "fsdp_reshard_after_forward",
+            "divisor of the 4 ranks",
+        ),
+        (
+            {"num_processes": 4, "strategy": "fsdp2", "fsdp_reshard_after_forward": 4},
+            "fsdp_reshard_after_forward",
+            "divisor of the 4 ranks",
+        ),
+        (
+            {
+                "num_processes": 4,
+                "strategy": "hsdp",
+                "dp_replicate_size": 2,
+                "fsdp_reshard_after_forward": 2,
+            },
+            "fsdp_reshard_after_forward",
+            "divisor of the 2 ranks",
+        ),
+        (
+            {"num_processes": 4, "fsdp_reshard_after_forward": 2, "fsdp_cpu_offload": True},
+            "fsdp_reshard_after_forward",
+            "fsdp_cpu_offload moves them off",
+        ),
+        (
+            {"num_processes": 2, "strategy": "ddp", "fsdp_cpu_offload": True},
+            "fsdp_cpu_offload",
+            "needs strategy: fsdp2 or hsdp",
+        ),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload", "needs strategy: fsdp2 or hsdp"),
         ({"lora_placement": "sharded"}, "lora_placement", "needs strategy: fsdp2 or hsdp"),
-        ({"num_processes": 2, "strategy": "ddp", "lora_placement": "sharded"}, "lora_placement",
-         "needs strategy: fsdp2 or hsdp"),
+        (
+            {"num_processes": 2, "strategy": "ddp", "lora_placement": "sharded"},
+            "lora_placement",
+            "needs strategy: fsdp2 or hsdp",
+        ),
         ({"device": "cpu", "attention_backend": "efficient"}, "attention_backend", "needs a GPU"),
-        ({"attention_backend": "cudnn", "mixed_precision": "no"}, "attention_backend",
-         "cudnn does not support fp32"),
-        ({"num_processes": 2, "optimizer": "prodigy", "model_type": "full"}, "optimizer",
-         "each rank sees only its own"),
-        ({"num_processes": 2, "optimizer": "adafactor", "lora_placement": "sharded"}, "optimizer",
-         "row and column means"),
-        ({"num_processes": 2, "mixed_precision": "fp16", "fsdp_cpu_offload": True},
-         "mixed_precision", "not tested"),
-        ({"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing",
-         "use gradient_checkpointing"),
-        ({"gradient_checkpointing_policy": "selective"}, "gradient_checkpointing_policy",
-         "needs gradient_checkpointing"),
-        ({"gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval",
-         "needs gradient_checkpointing"),
+        (
+            {"attention_backend": "cudnn", "mixed_precision": "no"},
+            "attention_backend",
+            "cudnn does not support fp32",
+        ),
+        ({"lora_variant": "dora", "lora_dropout": 0.1}, "lora_dropout", "lora_variant: dora"),
+        ({"lora_variant": "dora", "torch_compile": True}, "torch_compile", "lora_variant: dora"),
+        (
+            {
+                "num_processes": 2,
+                "strategy": "fsdp2",
+                "lora_variant": "dora",
+                "lora_placement": "sharded",
+            },
+            "lora_placement",
+            "would round the magnitudes",
+        ),
+        ({"lora_exclude_modules": ["(to_q"]}, "lora_exclude_modules", "not a regular expression"),
+        ({"lora_rank_pattern": {"to_q": 2.5}}, "lora_rank_pattern", "2.5 is not a whole number"),
+        (
+            {"num_processes": 2, "optimizer": "adafactor", "lora_placement": "sharded"},
+            "optimizer",
+            "row and column means",
+        ),
+        (
+            {"num_processes": 2, "mixed_precision": "fp16", "fsdp_cpu_offload": True},
+            "mixed_precision",
+            "not tested",
+        ),
+        (
+            {"fsdp_activation_checkpointing": True},
+            "fsdp_activation_checkpointing",
+            "use gradient_checkpointing",
+        ),
+        (
+            {"gradient_checkpointing_policy": "selective"},
+            "gradient_checkpointing_policy",
+            "needs gradient_checkpointing",
+        ),
+        (
+            {"gradient_checkpointing_interval": 2},
+            "gradient_checkpointing_interval",
+            "needs gradient_checkpointing",
+        ),
         ({"device": "cpu", "attention_backend": "flash"}, "attention_backend", "needs a GPU"),
-        ({"attention_backend": "flash3", "mixed_precision": "no"}, "attention_backend",
-         "flash3 does not support fp32"),
-        ({"num_processes": 2, "use_ema": True, "ema_device": "cpu"}, "ema_device",
-         "cannot be used with FSDP"),
+        (
+            {"attention_backend": "flash3", "mixed_precision": "no"},
+            "attention_backend",
+            "flash3 does not support fp32",
+        ),
+        (
+            {"num_processes": 2, "use_ema": True, "ema_device": "cpu"},
+            "ema_device",
+            "cannot be used with FSDP",
+        ),
         ({"snr_gamma": 5.0}, "snr_gamma", "FLUX.1 is a flow-matching model"),
         ({"lr_end": 1e-3, "learning_rate": 1e-3}, "lr_end", "not below learning_rate"),
         ({"sigma_min": 0.5, "sigma_max": 0.5}, "sigma_min", "not below sigma_max"),
@@ -165,8 +285,11 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "checkpointing_async",
             "cannot be written in the background",
         ),
-        ({"fsdp_transformer_layer_cls_to_wrap": ["A"], "fsdp_auto_wrap_policy": "NO_WRAP"},
-         "fsdp_transformer_layer_cls_to_wrap", "needs fsdp_auto_wrap_policy"),
+        (
+            {"fsdp_transformer_layer_cls_to_wrap": ["A"], "fsdp_auto_wrap_policy": "NO_WRAP"},
+            "fsdp_transformer_layer_cls_to_wrap",
+            "needs fsdp_auto_wrap_policy",
+        ),
         ({"shard_text_encoders": True}, "shard_text_encoders", "two or more ranks"),
         ({"caption_shuffles": 3}, "caption_shuffles", "needs shuffle_captions"),
         ({"keep_tags": 1}, "keep_tags", "needs shuffle_captions"),
@@ -175,10 +298,13 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"datasets": []}, "datasets", "empty list"),
         ({"datasets": ["a"]}, "datasets", "cannot be combined"),
         ({"lr_warmup_steps": 5}, "lr_warmup_steps", "use constant_with_warmup"),
-        ({"lr_warmup_steps": 11, "lr_scheduler": "linear", "max_train_steps": 10},
-         "lr_warmup_steps", "is more than max_train_steps (10)"),
+        (
+            {"lr_warmup_steps": 11, "lr_scheduler": "linear", "max_train_steps": 10},
+            "lr_warmup_steps",
+            "is more than max_train_steps (10)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_run_is_one_conflict(values: dict[str, Any], key: str, said: str) -> None:
     (conflict,) = find_conflicts(read(**values))
     assert conflict.key == key
@@ -197,6 +323,23 @@ def test_an_old_fsdp_version_runs_as_the_new_one_and_is_warned_about() -> None:
     (warning,) = find_warnings(old)
     assert "FSDP v1 is deprecated" in warning
     assert find_warnings(read(num_processes=2)) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_a_model_of_few_steps_is_warned_about(name: str) -> None:
+    family = FAMILIES[name]
+    for flavour, facts in family.flavours.items():
+        warned = [
+            warning
+            for warning in find_warnings(read(model_family=name, model_flavour=flavour))
+            if warning.startswith("model_flavour: ")
+        ]
+        steps = facts.defaults.get("validation_num_inference_steps", 50)
+        assert len(warned) == (facts.undistilled is not None), flavour
+        assert facts.undistilled or steps >= 20, flavour
+        if facts.undistilled:
+            assert facts.undistilled in family.flavours
+            assert f"train {facts.undistilled}," in warned[0]
 
 
 def test_a_rate_that_is_far_too_low_for_prodigy_is_warned_about() -> None:

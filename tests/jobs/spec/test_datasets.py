@@ -105,15 +105,30 @@ def test_layouts_are_told_apart(tmp_path: Path) -> None:
             (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / file).write_text("")
     assert {path.name: find_layout(path) for path in tmp_path.iterdir()} == {
-        "folder": "folder", "imagefolder": "folder", "saved": "arrow", "splits": "arrow",
-        "hub": "parquet", "nothing": "folder",
-    }  # fmt: skip
+        "folder": "folder",
+        "imagefolder": "folder",
+        "saved": "arrow",
+        "splits": "arrow",
+        "hub": "parquet",
+        "nothing": "folder",
+    }
 
 
 def test_every_file_of_a_folder_is_sorted_and_counted(tmp_path: Path) -> None:
-    for name in ("b.PNG", "a.jpg", "a.txt", "clip.mp4", "phone.heic", "metadata.csv", "notes.md",
-                 ".hidden.png", ".cache/x.png", "deep/c.webp", "deep/LICENSE",
-                 "lost.txt"):  # fmt: skip
+    for name in (
+        "b.PNG",
+        "a.jpg",
+        "a.txt",
+        "clip.mp4",
+        "phone.heic",
+        "metadata.csv",
+        "notes.md",
+        ".hidden.png",
+        ".cache/x.png",
+        "deep/c.webp",
+        "deep/LICENSE",
+        "lost.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "folder.png").mkdir()

@@ -36,9 +36,17 @@ def test_every_field_explains_itself(name: str) -> None:
     assert field.description
     assert field.description.endswith(".") or "`" in field.description
     assert field_group(name) in {
-        "job", "training", "lora", "devices", "fsdp", "data", "output", "validation", "export",
+        "job",
+        "training",
+        "lora",
+        "devices",
+        "fsdp",
+        "data",
+        "output",
+        "validation",
+        "export",
         "running",
-    }  # fmt: skip
+    }
 
 
 def test_the_defaults_are_a_valid_job() -> None:
@@ -86,7 +94,7 @@ def test_the_defaults_are_a_valid_job() -> None:
         ("learning_rate", "1e-3", 1e-3),
         ("max_train_steps", "20", 20),
     ],
-)  # fmt: skip
+)
 def test_values_may_be_written_as_people_write_them(key: str, written: Any, meant: Any) -> None:
     value = getattr(read(**{key: written}), key)
     assert value == meant
@@ -193,16 +201,42 @@ def test_switches_and_lists_are_known_as_such() -> None:
 def test_the_contract_with_outside_checks_has_all_its_keys() -> None:
     """The keys of the job file in the design."""
     promised = {
-        "name", "model_type", "model_family", "model_flavour", "pretrained_model_name_or_path",
-        "dataset", "resolution", "train_batch_size", "gradient_accumulation_steps",
-        "max_train_steps", "learning_rate", "optimizer", "lr_scheduler", "max_grad_norm",
-        "mixed_precision", "seed", "lora_rank", "lora_placement", "num_processes", "gpus",
-        "strategy", "fsdp_enable", "checkpointing_steps", "checkpoints_total_limit",
-        "validation_prompts", "validation_steps", "gradient_checkpointing",
-        "cache_text_embeddings", "unload_text_encoder", "fsdp_version",
-        "fsdp_reshard_after_forward", "fsdp_state_dict_type", "fsdp_cpu_ram_efficient_loading",
-        "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap",
-    }  # fmt: skip
+        "name",
+        "model_type",
+        "model_family",
+        "model_flavour",
+        "pretrained_model_name_or_path",
+        "dataset",
+        "resolution",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "max_train_steps",
+        "learning_rate",
+        "optimizer",
+        "lr_scheduler",
+        "max_grad_norm",
+        "mixed_precision",
+        "seed",
+        "lora_rank",
+        "lora_placement",
+        "num_processes",
+        "gpus",
+        "strategy",
+        "fsdp_enable",
+        "checkpointing_steps",
+        "checkpoints_total_limit",
+        "validation_prompts",
+        "validation_steps",
+        "gradient_checkpointing",
+        "cache_text_embeddings",
+        "unload_text_encoder",
+        "fsdp_version",
+        "fsdp_reshard_after_forward",
+        "fsdp_state_dict_type",
+        "fsdp_cpu_ram_efficient_loading",
+        "fsdp_auto_wrap_policy",
+        "fsdp_transformer_layer_cls_to_wrap",
+    }
     assert promised <= set(field_names())
     assert set(field_choices("optimizer")) >= {"adamw", "sgd"}
     assert set(field_choices("lora_placement")) == {"replicated", "sharded"}
@@ -258,9 +292,18 @@ def test_a_near_miss_is_suggested_and_a_far_one_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("written", "read"),
-    [(True, True), ("yes", True), ("false", False), (1, True), (0, False), ("1", True),
-     ("0", False), (2, 2), ("4", 4)],
-)  # fmt: skip
+    [
+        (True, True),
+        ("yes", True),
+        ("false", False),
+        (1, True),
+        (0, False),
+        ("1", True),
+        ("0", False),
+        (2, 2),
+        ("4", 4),
+    ],
+)
 def test_reshard_is_a_switch_or_a_number_of_shards(written: Any, read: bool | int) -> None:
     value = JobSpec(fsdp_reshard_after_forward=written).fsdp_reshard_after_forward
     assert value == read

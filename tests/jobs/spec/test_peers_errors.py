@@ -41,21 +41,31 @@ def machine(monkeypatch: pytest.MonkeyPatch, started: list[int]) -> None:
 
 
 ROWS: list[tuple[dict[str, Any], str]] = [
-    (TWO_GPUS | {"strategy": "fsdp2", "deepspeed_config": "ds.json"},
-     "FSDP and DeepSpeed cannot be enabled simultaneously. Remove deepspeed_config"),
-    (TWO_GPUS | {"strategy": "ddp", "context_parallel_size": 2},
-     "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"),
-    (TWO_GPUS | {"fsdp_version": 1, "context_parallel_size": 2},
-     "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"),
+    (
+        TWO_GPUS | {"strategy": "fsdp2", "deepspeed_config": "ds.json"},
+        "FSDP and DeepSpeed cannot be enabled simultaneously. Remove deepspeed_config",
+    ),
+    (
+        TWO_GPUS | {"strategy": "ddp", "context_parallel_size": 2},
+        "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2",
+    ),
+    (
+        TWO_GPUS | {"fsdp_version": 1, "context_parallel_size": 2},
+        "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2",
+    ),
     ({"model_family": "fluxx"}, 'unknown model_family "fluxx" (did you mean "flux"?); known: '),
     # blocks that were detected in the model that the job had before
-    (TWO_GPUS | {"fsdp_transformer_layer_cls_to_wrap": ["JointTransformerBlock"]},
-     'fsdp_transformer_layer_cls_to_wrap: "JointTransformerBlock" is not in the model '
-     '(did you mean "FluxTransformerBlock"?)'),
-    (NEEDS_RAM,
-     "fsdp_cpu_offload: the job needs at least 177 GiB of host memory for weights, gradients "
-     "and optimizer state; this machine has 64.0 GiB; remove fsdp_cpu_offload"),
-]  # fmt: skip
+    (
+        TWO_GPUS | {"fsdp_transformer_layer_cls_to_wrap": ["JointTransformerBlock"]},
+        'fsdp_transformer_layer_cls_to_wrap: "JointTransformerBlock" is not in the model '
+        '(did you mean "FluxTransformerBlock"?)',
+    ),
+    (
+        NEEDS_RAM,
+        "fsdp_cpu_offload: the job needs at least 177 GiB of host memory for weights, gradients "
+        "and optimizer state; this machine has 64.0 GiB; remove fsdp_cpu_offload",
+    ),
+]
 
 
 @pytest.mark.parametrize(("changes", "said"), ROWS, ids=lambda v: str(v)[:50])
@@ -89,20 +99,39 @@ def test_a_resume_on_a_machine_with_too_little_host_memory_is_refused(
     ("changes", "on_gpus", "gib"),
     [
         ({"num_processes": 2, "model_type": "full", "fsdp_cpu_offload": True}, True, 177.3),
-        ({"num_processes": 2, "model_type": "full", "fsdp_cpu_offload": True,
-          "optimizer": "sgd"}, True, 88.7),
+        (
+            {
+                "num_processes": 2,
+                "model_type": "full",
+                "fsdp_cpu_offload": True,
+                "optimizer": "sgd",
+            },
+            True,
+            88.7,
+        ),
         ({"num_processes": 2, "fsdp_cpu_offload": True}, True, 22.2),
-        ({"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2,
-          "fsdp_cpu_offload": True}, True, 44.3),
+        (
+            {
+                "num_processes": 4,
+                "strategy": "hsdp",
+                "dp_replicate_size": 2,
+                "fsdp_cpu_offload": True,
+            },
+            True,
+            44.3,
+        ),
         ({"num_processes": 2, "strategy": "ddp"}, False, 44.3),
         ({"num_processes": 2}, False, 22.2),
         ({"mixed_precision": "no"}, False, 44.3),
     ],
-)  # fmt: skip
+)
 def test_the_least_that_is_kept_in_host_memory(
-    job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any],
-    on_gpus: bool, gib: float,
-) -> None:  # fmt: skip
+    job_values: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    on_gpus: bool,
+    gib: float,
+) -> None:
     model = job_values["pretrained_model_name_or_path"]
     spec = JobSpec(pretrained_model_name_or_path=model, **changes)
     monkeypatch.setattr("jobs.memory.host_memory.host_bytes", lambda: int((gib + 0.2) * GIB))

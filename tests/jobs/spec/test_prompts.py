@@ -36,16 +36,22 @@ def prompts_of(written: Any) -> Any:
         ([{"prompt": "a", "seed": None}], ["a"]),
         (ValidationPrompt(prompt="a"), ["a"]),
         ([{"prompt": "a", "Seed": 3}, "b"], [{"prompt": "a", "seed": 3}, "b"]),
-        ([{"prompt": "a", "num-inference-steps": "8", "guidance_scale": 2}],
-         [{"prompt": "a", "steps": 8, "guidance": 2.0}]),
-        ("{prompt: a, negative_prompt: b, seed: 3}",
-         [{"prompt": "a", "negative_prompt": "b", "seed": 3}]),
-        (['{"prompt": "a", "resolution": "64x32"}', "{a|b} cat", "{seed: 3}"],
-         [{"prompt": "a", "resolution": "64x32"}, "{a|b} cat", "{seed: 3}"]),
+        (
+            [{"prompt": "a", "num-inference-steps": "8", "guidance_scale": 2}],
+            [{"prompt": "a", "steps": 8, "guidance": 2.0}],
+        ),
+        (
+            "{prompt: a, negative_prompt: b, seed: 3}",
+            [{"prompt": "a", "negative_prompt": "b", "seed": 3}],
+        ),
+        (
+            ['{"prompt": "a", "resolution": "64x32"}', "{a|b} cat", "{seed: 3}"],
+            [{"prompt": "a", "resolution": "64x32"}, "{a|b} cat", "{seed: 3}"],
+        ),
         ([{"prompt": "{prompt: a}"}], [{"prompt": "{prompt: a}"}]),
         ([{"prompt": "a", "negative_prompt": ""}], [{"prompt": "a", "negative_prompt": ""}]),
     ],
-)  # fmt: skip
+)
 def test_prompts_may_be_written_as_people_write_them(written: Any, meant: Any) -> None:
     assert prompts_of(written) == meant
     assert prompts_of(meant) == meant
@@ -69,7 +75,7 @@ def test_flags_say_what_the_file_says() -> None:
         ([3], "entry 1"),
         (3, "list"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_in_one_line(written: Any, words: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_spec(None, GOOD | {"validation_prompts": written})
@@ -80,10 +86,16 @@ def test_what_is_wrong_is_said_in_one_line(written: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        (768, 768), ("768", 768), ("768x512", "768x512"), (" 768 X 512 ", "768x512"),
-        ("768×768", 768), ([768, 512], "768x512"), ("none", None), (None, None),
+        (768, 768),
+        ("768", 768),
+        ("768x512", "768x512"),
+        (" 768 X 512 ", "768x512"),
+        ("768×768", 768),
+        ([768, 512], "768x512"),
+        ("none", None),
+        (None, None),
     ],
-)  # fmt: skip
+)
 def test_sizes(written: Any, meant: Any) -> None:
     assert JobSpec(**GOOD, validation_resolution=written).validation_resolution == meant
 
@@ -104,14 +116,26 @@ def test_pictures_are_made_of_the_familys_steps() -> None:
 
 def test_a_prompt_says_what_it_says_and_the_job_the_rest() -> None:
     spec = JobSpec(
-        **GOOD, resolution=64, seed=7, validation_num_inference_steps=5, validation_guidance=2.0,
-        validation_negative_prompt="blurry", validation_true_cfg_scale=4.0,
+        **GOOD,
+        resolution=64,
+        seed=7,
+        validation_num_inference_steps=5,
+        validation_guidance=2.0,
+        validation_negative_prompt="blurry",
+        validation_true_cfg_scale=4.0,
         validation_prompts=[
             "a",
-            {"prompt": "b", "negative_prompt": "", "resolution": "96x32", "steps": 3,
-             "guidance": 0.0, "seed": 0, "true_cfg_scale": 1.0},
+            {
+                "prompt": "b",
+                "negative_prompt": "",
+                "resolution": "96x32",
+                "steps": 3,
+                "guidance": 0.0,
+                "seed": 0,
+                "true_cfg_scale": 1.0,
+            },
         ],
-    )  # fmt: skip
+    )
     first, second = requests_of(spec)
     assert (first.width, first.height, first.steps, first.guidance) == (64, 64, 5, 2.0)
     assert (first.negative_prompt, first.true_cfg_scale, first.seed) == ("blurry", 4.0, 7)
@@ -128,15 +152,21 @@ def test_a_prompt_says_what_it_says_and_the_job_the_rest() -> None:
     [
         ({"validation_prompts": ["[trigger]"]}, "is not replaced without a trigger_word"),
         ({"validation_prompts": [{"prompt": "a", "negative_prompt": "b"}]}, "prompt has no effect"),
-        ({"validation_prompts": ["a"], "validation_negative_prompt": "b",
-          "validation_true_cfg_scale": 1.0}, "prompt has no effect"),
+        (
+            {
+                "validation_prompts": ["a"],
+                "validation_negative_prompt": "b",
+                "validation_true_cfg_scale": 1.0,
+            },
+            "prompt has no effect",
+        ),
         ({"validation_prompts": ["a"], "validation_true_cfg_scale": 3}, "without a neg"),
         ({"validation_prompts": ["a"], "validation_resolution": 100}, "samples are 96x96"),
         ({"validation_prompts": [{"prompt": "a", "resolution": "64x40"}]}, "samples are 64x32"),
         ({"validation_on_startup": True}, "validation_on_startup: no effect"),
         ({"validation_loss_steps": 5}, "without validation_fraction"),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:
     (warning,) = find_warnings(JobSpec(**GOOD, **values))
     assert words in warning
@@ -147,12 +177,15 @@ def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:
     "values",
     [
         {"validation_prompts": ["a"], "validation_resolution": "64x32"},
-        {"validation_prompts": ["a"], "validation_negative_prompt": "",
-         "validation_true_cfg_scale": 2},
+        {
+            "validation_prompts": ["a"],
+            "validation_negative_prompt": "",
+            "validation_true_cfg_scale": 2,
+        },
         {"validation_prompts": [{"prompt": "a", "negative_prompt": "b", "true_cfg_scale": 2}]},
         {"validation_fraction": 0.1, "validation_loss_steps": 5, "validation_on_startup": True},
     ],
-)  # fmt: skip
+)
 def test_what_has_an_effect_is_not_warned_of(values: dict[str, Any]) -> None:
     assert find_warnings(JobSpec(**GOOD, **values)) == []
 

@@ -99,17 +99,28 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 def write_status(run_dir: RunDir, rank: int, **changes: Any) -> None:
     values: dict[str, Any] = {
-        "rank": rank, "pid": 1, "started": 1.0, "host": "h", "device": "cpu", "phase": "train",
-        "step": 12, "heartbeat": 1.0, "progressed": 1.0,
-    }  # fmt: skip
+        "rank": rank,
+        "pid": 1,
+        "started": 1.0,
+        "host": "h",
+        "device": "cpu",
+        "phase": "train",
+        "step": 12,
+        "heartbeat": 1.0,
+        "progressed": 1.0,
+    }
     run_dir.rank_file(rank).write_text(RankStatus(**values | changes).to_json())
 
 
 def write_error(run_dir: RunDir, rank: int, kind: str, message: str, **changes: Any) -> None:
     record = {
-        "t": 10.0 + rank, "rank": rank, "type": kind, "message": message, "phase": "train",
+        "t": 10.0 + rank,
+        "rank": rank,
+        "type": kind,
+        "message": message,
+        "phase": "train",
         "step": 12,
-    } | changes  # fmt: skip
+    } | changes
     run_dir.rank_error(rank).write_text(json.dumps(record))
 
 
@@ -122,13 +133,26 @@ def elastic(run_dir: RunDir, rank: int, code: int, *others: tuple[int, int]) -> 
 def recorded_entry(number: int, name: str, state: str) -> dict[str, Any]:
     """A collective in a flight record of torch 2.13."""
     return {
-        "record_id": number, "pg_id": 0, "process_group": ["0", "default_pg"], "p2p_seq_id": 0,
-        "collective_seq_id": number, "op_id": number, "profiling_name": f"nccl:{name}",
-        "time_created_ns": 10**18 + number, "input_sizes": [[4]], "input_dtypes": ["Float"],
-        "output_sizes": [[8]], "output_dtypes": ["Float"], "state": state, "retired": False,
-        "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
-        "timeout_ms": 6000, "is_p2p": False, "frames": [],
-    }  # fmt: skip
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "p2p_seq_id": 0,
+        "collective_seq_id": number,
+        "op_id": number,
+        "profiling_name": f"nccl:{name}",
+        "time_created_ns": 10**18 + number,
+        "input_sizes": [[4]],
+        "input_dtypes": ["Float"],
+        "output_sizes": [[8]],
+        "output_dtypes": ["Float"],
+        "state": state,
+        "retired": False,
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
+        "timeout_ms": 6000,
+        "is_p2p": False,
+        "frames": [],
+    }
 
 
 def recorded_flight(*entries: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +212,18 @@ def test_a_gpu_that_is_full(
 @pytest.mark.parametrize(
     ("kind", "message", "told"),
     [
-        ("RuntimeError", words := "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
-         "`cublasCreate(handle)`", words),
-        ("DistBackendError",
-         NCCL.format(code="ncclUnhandledCudaError", last="Cuda failure 2 'out of memory'"),
-         "ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
+        (
+            "RuntimeError",
+            words := "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            words,
+        ),
+        (
+            "DistBackendError",
+            NCCL.format(code="ncclUnhandledCudaError", last="Cuda failure 2 'out of memory'"),
+            "ncclUnhandledCudaError: Cuda failure 2 'out of memory'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_libraries_that_get_no_gpu_memory_say_so_too(
     run_dir: RunDir, kind: str, message: str, told: str
 ) -> None:
@@ -365,12 +394,12 @@ def test_a_single_rank_is_started_without_elastic(run_dir: RunDir, end: str, rea
 
 def test_a_launcher_that_was_told_to_end(run_dir: RunDir) -> None:
     run_dir.launcher_log.write_text(SIGNALED)
-    assert why_failed(run_dir, 1) == "somebody sent SIGTERM to the launcher, which ended the ranks"
+    assert why_failed(run_dir, 1) == "someone sent SIGTERM to the launcher, which ended the ranks"
 
 
 def test_a_launcher_that_was_interrupted_while_it_imported(run_dir: RunDir) -> None:
     run_dir.launcher_log.write_text("Traceback\n  File torch/x.py\nKeyboardInterrupt\n\n".rstrip())
-    said = "somebody sent SIGINT to the launcher while it started"
+    said = "someone sent SIGINT to the launcher while it started"
     assert why_failed(run_dir, 1) == said
 
 
@@ -380,17 +409,27 @@ def test_a_launcher_that_was_interrupted_while_it_imported(run_dir: RunDir) -> N
 @pytest.mark.parametrize(
     ("code", "last", "reason"),
     [
-        ("ncclSystemError", "Error while creating shared memory segment /dev/shm/nccl-Wk3bY9 (size "
-         "33030528), error: No space left on device (28)",
-         "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-Wk3bY9 (size "
-         "33030528), error: No space left on device (28); /dev/shm is too small (in a container: "
-         "--shm-size)"),
-        ("ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000",
-         "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000"),
-        ("ncclUnhandledCudaError", "Cuda failure 700 'an illegal memory access was encountered'",
-         "ncclUnhandledCudaError: Cuda failure 700 'an illegal memory access was encountered'"),
+        (
+            "ncclSystemError",
+            "Error while creating shared memory segment /dev/shm/nccl-Wk3bY9 (size "
+            "33030528), error: No space left on device (28)",
+            "ncclSystemError: Error while creating shared memory segment /dev/shm/nccl-Wk3bY9 "
+            "(size 33030528), error: No space left on device (28); /dev/shm is too small (in a "
+            "container: --shm-size)",
+        ),
+        (
+            "ncclInvalidUsage",
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1a000",
+            "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device "
+            "1a000",
+        ),
+        (
+            "ncclUnhandledCudaError",
+            "Cuda failure 700 'an illegal memory access was encountered'",
+            "ncclUnhandledCudaError: Cuda failure 700 'an illegal memory access was encountered'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_nccl_says_of_its_own_trouble_is_the_cause(
     run_dir: RunDir, code: str, last: str, reason: str
 ) -> None:
@@ -403,8 +442,14 @@ def test_what_nccl_says_of_its_own_trouble_is_the_cause(
 
 def test_gloos_own_trouble_is_a_cause(run_dir: RunDir) -> None:
     write_error(run_dir, 0, "RuntimeError", "Connection closed by peer", t=1.0)
-    write_error(run_dir, 1, "RuntimeError", "[enforce fail at gloo/transport/tcp/device.cc:83] "
-                "ifa != nullptr. Unable to find address for: eth7", t=2.0)  # fmt: skip
+    write_error(
+        run_dir,
+        1,
+        "RuntimeError",
+        "[enforce fail at gloo/transport/tcp/device.cc:83] "
+        "ifa != nullptr. Unable to find address for: eth7",
+        t=2.0,
+    )
     assert "Unable to find address for: eth7" in why_failed(run_dir, 1)
 
 
@@ -431,7 +476,7 @@ def test_a_collective_that_timed_out_is_named_and_so_is_the_late_rank(run_dir: R
     [
         ([3, 2, 3], "rank 1 never reached the all_gather that ranks 0, 2 wait in"),
         ([3, 0, 3], "rank 1 never reached the all_reduce that ranks 0, 2 wait in"),
-        ([3, 3, 3], "all ranks are in the same all_gather, which does not end"),
+        ([3, 3, 3], "all ranks are in the same all_gather, which never finishes"),
     ],
 )
 def test_who_is_late_for_what(run_dir: RunDir, reached: list[int], words: str) -> None:
@@ -462,9 +507,19 @@ class Evil:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"torn", b"[1", b"[[]]", b'[{"entries": 5}]', b'[{"entries": [{"is_p2p": false}]}]',
-     pickle.dumps(Evil()), pickle.dumps({"entries": [Evil()]}), pickle.dumps([1]), b"[" * 100_000],
-)  # fmt: skip
+    [
+        b"",
+        b"torn",
+        b"[1",
+        b"[[]]",
+        b'[{"entries": 5}]',
+        b'[{"entries": [{"is_p2p": false}]}]',
+        pickle.dumps(Evil()),
+        pickle.dumps({"entries": [Evil()]}),
+        pickle.dumps([1]),
+        b"[" * 100_000,
+    ],
+)
 @pytest.mark.parametrize("suffix", ["", ".json"])
 def test_a_flight_record_of_any_content_does_no_harm(
     run_dir: RunDir, content: bytes, suffix: str, monkeypatch: pytest.MonkeyPatch

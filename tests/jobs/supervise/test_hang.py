@@ -17,9 +17,16 @@ NOW = 10_000.0
 
 def status(number: int, **changes: Any) -> RankStatus:
     values: dict[str, Any] = {
-        "rank": number, "pid": 1, "started": 0.0, "host": "h", "device": "cpu", "phase": "train",
-        "step": 7, "heartbeat": NOW, "progressed": NOW,
-    }  # fmt: skip
+        "rank": number,
+        "pid": 1,
+        "started": 0.0,
+        "host": "h",
+        "device": "cpu",
+        "phase": "train",
+        "step": 7,
+        "heartbeat": NOW,
+        "progressed": NOW,
+    }
     return RankStatus(**values | changes)
 
 
@@ -49,7 +56,7 @@ def test_a_rank_without_a_heartbeat_is_the_late_one() -> None:
     hang = find_hang([rank(0, still=70), rank(1, still=70, silent=70)], timeout=60)
     assert hang is not None
     assert hang.late == (1,)
-    assert hang.reason == "rank 1 gave no sign of life for 70 s at step 7 while training"
+    assert hang.reason == "rank 1 sent no heartbeat for 70 s at step 7 while training"
 
 
 def test_a_rank_that_is_behind_is_the_late_one() -> None:
@@ -57,7 +64,7 @@ def test_a_rank_that_is_behind_is_the_late_one() -> None:
     hang = find_hang(ranks, timeout=60)
     assert hang is not None
     assert hang.late == (1,)
-    assert "rank 1 stood still for 70 s at step 7" in hang.reason
+    assert "rank 1 made no progress for 70 s at step 7" in hang.reason
 
 
 def test_a_rank_in_another_phase_is_the_late_one() -> None:
@@ -84,7 +91,7 @@ def test_when_nobody_stands_out_nobody_is_blamed() -> None:
     hang = find_hang([rank(0, still=70), rank(1, still=71)], timeout=60)
     assert hang is not None
     assert hang.late == ()
-    assert "all ranks stood still for 70 s" in hang.reason
+    assert "no rank made progress for 70 s" in hang.reason
 
 
 @given(

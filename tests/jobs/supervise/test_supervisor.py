@@ -42,9 +42,12 @@ AGES = "3600"  # seconds
 
 @pytest.fixture
 def lab(
-    store: Store, job_values: dict[str, Any], no_gpus: None, tmp_path: Path,
+    store: Store,
+    job_values: dict[str, Any],
+    no_gpus: None,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Lab]:  # fmt: skip
+) -> Iterator[Lab]:
     with opened(store, job_values, monkeypatch, tmp_path / "gates") as made:
         yield made
 
@@ -76,8 +79,11 @@ def test_all_of_it_is_detached_and_apart(lab: Lab) -> None:
     """Nothing hangs on this process or its terminal, and each rank leads a session."""
     job = lab.running()
     processes = [
-        lab.supervisor(job), lab.launcher(job), lab.rank(job, 0), lab.rank(job, 1),
-    ]  # fmt: skip
+        lab.supervisor(job),
+        lab.launcher(job),
+        lab.rank(job, 0),
+        lab.rank(job, 1),
+    ]
     sessions = {os.getsid(process.pid) for process in processes}
     assert len(sessions) == 4
     assert os.getsid(0) not in sessions
@@ -317,8 +323,13 @@ def test_a_job_starts_again_after_a_failure_as_often_as_it_asks(lab: Lab) -> Non
     job = lab.wait(lab.submit(max_train_steps=9, max_restarts=1), State.FAILED)
     assert "a bad day" in job.reason
     assert lab.path(job) == [
-        "queued", "starting", "running", "starting", "running", "failed",
-    ]  # fmt: skip
+        "queued",
+        "starting",
+        "running",
+        "starting",
+        "running",
+        "failed",
+    ]
     assert any(reason.startswith("restart 1 of 1 after: rank 1") for reason in lab.reasons(job))
 
 
@@ -553,9 +564,15 @@ def test_a_record_of_another_run_is_not_taken_for_this_one(lab: Lab) -> None:
     """A run directory that outlived its database: `launch.json` names processes long gone."""
     job = lab.submit_unsupervised(max_train_steps=4)
     old = {
-        "attempt": 0, "restarts": 0, "command": ["x"], "environment": {RUN_ID_VARIABLE: "other"},
-        "ranks": 2, "grace": 1.0, "events_offset": 0, "launcher": [os.getpid(), 1000.0],
-    }  # fmt: skip
+        "attempt": 0,
+        "restarts": 0,
+        "command": ["x"],
+        "environment": {RUN_ID_VARIABLE: "other"},
+        "ranks": 2,
+        "grace": 1.0,
+        "events_offset": 0,
+        "launcher": [os.getpid(), 1000.0],
+    }
     job.run_dir.launch_file.write_text(json.dumps(old))
     start_supervisor(job)
     lab.wait(job, State.COMPLETED)
@@ -578,7 +595,7 @@ def test_a_suspended_supervisor_is_told_of_and_the_job_is_stopped_without_it(lab
     assert first.signal(signal.SIGSTOP)
     eventually(first.suspended)
     service.refresh(lab.store)
-    suspended = f"its supervisor (process {first.pid}) is suspended and does not answer"
+    suspended = f"its supervisor (process {first.pid}) is suspended and does not respond"
     said = f"{suspended}; its ranks keep running"
     assert lab.get(job).reason == said
     assert first.signal(signal.SIGCONT)
@@ -614,4 +631,4 @@ def test_a_stop_that_nobody_asked_for_is_told_as_what_it_was(lab: Lab) -> None:
     lab.supervisor(job).signal(signal.SIGTERM)
     assert launcher.signal(signal.SIGTERM)
     job = lab.wait(job, State.STOPPED, look=True)
-    assert job.reason.startswith("somebody sent SIGTERM to the launcher; stopped at step ")
+    assert job.reason.startswith("someone sent SIGTERM to the launcher; stopped at step ")

@@ -58,9 +58,14 @@ class Watched:
         self.store = store
         self.supervisor = Supervisor(store, self.job)
         self.attempt = Attempt(
-            spec=spec, command="x", launcher=None, child=None, events_offset=0, restarts=0,
+            spec=spec,
+            command="x",
+            launcher=None,
+            child=None,
+            events_offset=0,
+            restarts=0,
             oom_kills=0,
-        )  # fmt: skip
+        )
         self.supervisor.watch.timeout = spec.hang_timeout
         for rank in range(2):
             self.write(rank)
@@ -68,10 +73,16 @@ class Watched:
     def write(self, rank: int, **changes: Any) -> None:
         """What a rank writes now; no process has its pid."""
         values: dict[str, Any] = {
-            "rank": rank, "pid": 2**40 + rank, "started": 1.0, "host": "h", "device": "cpu",
-            "phase": "train", "step": 3, "heartbeat": self.clock.wall,
+            "rank": rank,
+            "pid": 2**40 + rank,
+            "started": 1.0,
+            "host": "h",
+            "device": "cpu",
+            "phase": "train",
+            "step": 3,
+            "heartbeat": self.clock.wall,
             "progressed": self.clock.wall,
-        }  # fmt: skip
+        }
         status = RankStatus(**values | changes)
         write_atomic(self.job.run_dir.rank_file(rank), status.to_json())
 
@@ -89,9 +100,12 @@ class Watched:
 
 @pytest.fixture
 def watched(
-    store: Store, job_values: dict[str, Any], no_gpus: None, started: list[int],
+    store: Store,
+    job_values: dict[str, Any],
+    no_gpus: None,
+    started: list[int],
     monkeypatch: pytest.MonkeyPatch,
-) -> Watched:  # fmt: skip
+) -> Watched:
     clock = Clock()
     monkeypatch.setattr(supervisor, "time", clock)
     return Watched(store, load_spec(None, job_values | {"hang_timeout": HANG}), clock)
@@ -125,7 +139,7 @@ def test_after_a_pause_a_hang_is_still_found(watched: Watched) -> None:
     assert watched.look(after=86400) is None
     looks = [watched.look(after=5) for _ in range(HANG // 5)]
     assert looks[:-1] == [None] * (HANG // 5 - 1)
-    assert looks[-1] == f"ranks 0, 1 gave no sign of life for {HANG} s at step 3 while training"
+    assert looks[-1] == f"ranks 0, 1 sent no heartbeat for {HANG} s at step 3 while training"
 
 
 def test_stillness_counts_up_to_the_timeout_and_any_progress_ends_it(watched: Watched) -> None:
@@ -183,19 +197,42 @@ WRONG: dict[str, str] = {
     "a long number": '{"rank": ' + "9" * 5000 + "}",
 }
 GOOD = {
-    "rank": 1, "pid": 5, "started": 1.0, "host": "h", "device": "cpu", "phase": "train", "step": 3,
-    "heartbeat": 1e9, "progressed": 1e9,
-}  # fmt: skip
+    "rank": 1,
+    "pid": 5,
+    "started": 1.0,
+    "host": "h",
+    "device": "cpu",
+    "phase": "train",
+    "step": 3,
+    "heartbeat": 1e9,
+    "progressed": 1e9,
+}
 WRONG |= {
     f"{name} = {value!r:.20}": json.dumps(GOOD | {name: value})
     for name, value in [
-        ("rank", "1"), ("rank", 0), ("pid", None), ("pid", -1), ("pid", 2**70), ("pid", True),
-        ("started", "soon"), ("heartbeat", [1]), ("heartbeat", float("nan")),
-        ("progressed", "x"), ("progressed", None), ("progressed", float("inf")),
-        ("progressed", 10**400), ("step", {}), ("step", 1.5), ("phase", 3), ("phase", ["save"]),
-        ("rss", "much"), ("peaks", [1]), ("peaks", {"load": "x"}), ("device_uuid", 4),
+        ("rank", "1"),
+        ("rank", 0),
+        ("pid", None),
+        ("pid", -1),
+        ("pid", 2**70),
+        ("pid", True),
+        ("started", "soon"),
+        ("heartbeat", [1]),
+        ("heartbeat", float("nan")),
+        ("progressed", "x"),
+        ("progressed", None),
+        ("progressed", float("inf")),
+        ("progressed", 10**400),
+        ("step", {}),
+        ("step", 1.5),
+        ("phase", 3),
+        ("phase", ["save"]),
+        ("rss", "much"),
+        ("peaks", [1]),
+        ("peaks", {"load": "x"}),
+        ("device_uuid", 4),
     ]
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
@@ -214,12 +251,18 @@ def test_a_rank_file_with_anything_in_it_ends_no_job_and_is_named(
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
     | st.sampled_from([2**70, -1, 10**400, "\ud800", "\x1b]52;", "\0"]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from([*GOOD, "t", "type", "message"]), inner, max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*GOOD, "t", "type", "message"]), inner, max_size=9)
+    ),
     max_leaves=12,
-)  # fmt: skip
+)
 OBJECTS = st.builds(
     lambda some, good: good | some,
     st.dictionaries(
@@ -230,9 +273,10 @@ OBJECTS = st.builds(
 
 
 @settings(
-    max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    max_examples=100,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 @given(rank=OBJECTS, error=VALUES | OBJECTS, launch=OBJECTS, raw=st.binary(max_size=8))
 def test_no_content_of_any_file_ends_a_job(
     watched: Watched, rank: Any, error: Any, launch: dict[str, Any], raw: bytes
@@ -257,9 +301,14 @@ def test_a_launch_record_that_cannot_be_read_is_named_and_nothing_is_adopted(
     watched: Watched, launcher: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = {
-        "run_id": watched.job.run_id, "attempt": watched.job.attempt, "command": ["x"],
-        "events_offset": 0, "restarts": 0, "oom_kills": 0, "launcher": launcher,
-    }  # fmt: skip
+        "run_id": watched.job.run_id,
+        "attempt": watched.job.attempt,
+        "command": ["x"],
+        "events_offset": 0,
+        "restarts": 0,
+        "oom_kills": 0,
+        "launcher": launcher,
+    }
     watched.job.run_dir.launch_file.write_text(json.dumps(record))
     assert watched.supervisor._adopt() is None
     assert "cannot read launch.json: " in capsys.readouterr().err
@@ -277,7 +326,7 @@ def test_no_flight_record_keeps_a_hang_from_its_end(watched: Watched, entries: A
     watched.look()
     hang = [watched.look(after=5) for _ in range(HANG // 5)][-1]
     assert hang is not None
-    assert hang.startswith("ranks 0, 1 gave no sign of life")
+    assert hang.startswith("ranks 0, 1 sent no heartbeat")
 
 
 def test_a_mistake_of_ours_in_a_look_ends_no_training(

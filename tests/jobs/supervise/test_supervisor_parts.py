@@ -69,18 +69,28 @@ def watch(
 
 def rank(number: int) -> RankStatus:
     return RankStatus(
-        rank=number, pid=100 + number, started=0.0, host="h", device="cpu", phase="train", step=3,
-        heartbeat=0.0, progressed=0.0,
-    )  # fmt: skip
+        rank=number,
+        pid=100 + number,
+        started=0.0,
+        host="h",
+        device="cpu",
+        phase="train",
+        step=3,
+        heartbeat=0.0,
+        progressed=0.0,
+    )
 
 
 # -- stopping ------------------------------------------------------------------------------------
 
 
 def test_each_level_of_a_stop_asks_those_whom_it_should(
-    watch: Supervisor, world: World, store: Store, monkeypatch: pytest.MonkeyPatch,
+    watch: Supervisor,
+    world: World,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """The launcher would end the ranks when it gets SIGTERM; they are to save first."""
     launcher, first, second = (world.process(pid) for pid in (300, 301, 302))
     monkeypatch.setattr(
@@ -133,9 +143,11 @@ def test_ranks_that_wait_for_one_that_is_gone_are_ended_after_a_while(
 
 
 def test_a_rank_that_said_why_it_fails_is_not_one_that_waits(
-    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch,
+    watch: Supervisor,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     world.alive = {100, 101}
     errors: list[dict[str, Any]] = [{"rank": 0, "type": "ValueError"}]
     monkeypatch.setattr(type(watch.job.run_dir), "rank_errors", lambda self: errors)
@@ -176,9 +188,12 @@ def test_ranks_that_have_all_ended_have_not_failed(watch: Supervisor, world: Wor
 
 @pytest.mark.parametrize("wait", ["rank 1 waits in all_reduce", None])
 def test_a_job_that_stands_still_is_ended_once_its_stacks_are_written(
-    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], wait: str | None,
-) -> None:  # fmt: skip
+    watch: Supervisor,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wait: str | None,
+) -> None:
     found = SimpleNamespace(reason="stood still")
     monkeypatch.setattr(supervisor, "find_hang", lambda *_: found)
     monkeypatch.setattr(supervisor, "find_wait", lambda run_dir: wait)
@@ -197,9 +212,12 @@ def test_a_job_that_stands_still_is_ended_once_its_stacks_are_written(
     assert watch.hang == ("stood still; rank 1 waits in all_reduce" if wait else "stood still")
     assert world.now == begun + supervisor.STACKS_TAKE
     assert world.signals == [
-        (100, signal.SIGUSR1), (101, signal.SIGUSR1),
-        (100, signal.SIGKILL), (101, signal.SIGKILL), (300, signal.SIGKILL),
-    ]  # fmt: skip
+        (100, signal.SIGUSR1),
+        (101, signal.SIGUSR1),
+        (100, signal.SIGKILL),
+        (101, signal.SIGKILL),
+        (300, signal.SIGKILL),
+    ]
     lines = [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["hang: stood still", *([f"hang: {wait}"] if wait else [])]
 
@@ -215,9 +233,11 @@ def test_a_job_that_moves_on_is_left_alone(
 
 
 def test_records_that_cannot_be_read_keep_no_rank_alive(
-    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch,
+    watch: Supervisor,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     def fail(run_dir: Any) -> str:
         raise KeyError("version")
 
@@ -248,9 +268,14 @@ def test_records_that_cannot_be_read_keep_no_rank_alive(
     ],
 )
 def test_ranks_that_are_all_there_get_the_time_to_save(
-    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch, left: int,
-    before: dict[str, Any], patience: float, interrupted: bool,
-) -> None:  # fmt: skip
+    watch: Supervisor,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    left: int,
+    before: dict[str, Any],
+    patience: float,
+    interrupted: bool,
+) -> None:
     some = [world.process(200 + number) for number in range(left)]
     ended: list[int] = []
 
@@ -279,9 +304,11 @@ def test_ranks_that_are_all_there_get_the_time_to_save(
 
 
 def test_nobody_is_waited_for_longer_than_the_longest_grace(
-    watch: Supervisor, world: World, monkeypatch: pytest.MonkeyPatch,
+    watch: Supervisor,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     some = [world.process(200), world.process(201)]
     monkeypatch.setattr(supervisor.processes, "with_run_id", lambda run_id: some)
     monkeypatch.setattr(
@@ -298,9 +325,12 @@ def test_nobody_is_waited_for_longer_than_the_longest_grace(
 
 
 def test_an_end_that_cannot_be_recorded_is_recorded_later(
-    watch: Supervisor, world: World, store: Store, monkeypatch: pytest.MonkeyPatch,
+    watch: Supervisor,
+    world: World,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """As on a full disk. Else the state would lie until someone looks."""
     change, tries = store.change, 0
 

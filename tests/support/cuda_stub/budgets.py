@@ -17,9 +17,18 @@ FILE: Final = Path(__file__).with_name("budgets.json")
 RENEW_VARIABLE: Final = "FSDP_TUI_RENEW_BUDGETS"
 # Of the last of three steps, on rank 0; `held` is what stays on the device between steps.
 COLUMNS: Final = (
-    "syncs", "forward", "backward", "step", "casts", "gemms", "h2d", "pageable", "d2h", "nccl",
+    "syncs",
+    "forward",
+    "backward",
+    "step",
+    "casts",
+    "gemms",
+    "h2d",
+    "pageable",
+    "d2h",
+    "nccl",
     "held",
-)  # fmt: skip
+)
 
 
 def read() -> dict[str, dict[str, int]]:

@@ -15,9 +15,22 @@ if TYPE_CHECKING:
 
 # In the order of the enum in cuda_stub.c.
 NAMES: Final = (
-    "launches", "casts", "gemms", "h2d", "h2d_pageable", "d2h", "d2d", "h2d_bytes", "d2h_bytes",
-    "syncs", "nccl", "memsets", "mallocs", "host_allocs", "bad_devices",
-)  # fmt: skip
+    "launches",
+    "casts",
+    "gemms",
+    "h2d",
+    "h2d_pageable",
+    "d2h",
+    "d2d",
+    "h2d_bytes",
+    "d2h_bytes",
+    "syncs",
+    "nccl",
+    "memsets",
+    "mallocs",
+    "host_allocs",
+    "bad_devices",
+)
 # Packages whose versions decide how many kernels a step launches.
 _DECIDING: Final = ("torch", "diffusers", "transformers", "peft")
 _LITTLE: Final = 4 << 20  # bytes; less than a toy transformer

@@ -18,13 +18,20 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 _A_FEW = 64  # numbers, as in the timesteps of a schedule
 # Whose shape depends on numbers, or whose library (cuSOLVER) is not played.
 _ON_HOST_ALONE = frozenset(
-    {torch.ops.aten.nonzero.default, torch.ops.aten._linalg_solve_ex.default,
-     torch.ops.aten._linalg_check_errors.default}
-)  # fmt: skip
+    {
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten._linalg_solve_ex.default,
+        torch.ops.aten._linalg_check_errors.default,
+    }
+)
 _INDEXED = frozenset(
-    {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default,
-     torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
-)  # fmt: skip
+    {
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._index_put_impl_.default,
+    }
+)
 _READ = torch.ops.aten._local_scalar_dense.default
 
 

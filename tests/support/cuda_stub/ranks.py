@@ -74,9 +74,13 @@ def _write_toys(toys: dict[str, str]) -> None:
     from engine.toy import write_toy
     from jobs.spec.families import FAMILIES
     from tests.support.cuda_stub.rehearsal import side_of
+    from tests.support.engine.toys import write_small_toy
 
     for family, place in toys.items():
         flavour = next(iter(FAMILIES[family].flavours))
+        if family == "flux":  # in most jobs
+            write_small_toy(Path(place), pictures=4)
+            continue
         write_toy(Path(place), family, flavour=flavour, pictures=4, size=side_of(family))
 
 
@@ -106,9 +110,13 @@ def _rank(rank: int, ranks: int, port: int, jobs: dict[str, dict[str, Any]]) -> 
     """Do the jobs as one rank, in an environment as the launcher sets it; never returns."""
     if ranks > 1:
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
     try:
         well = all(_job(rank, Path(name), job) for name, job in jobs.items())
     except BaseException:

@@ -119,11 +119,19 @@ class Rehearsal:
         (self.root / "plan.json").write_text(json.dumps(plan))
         with (self.root / "output.txt").open("w") as output:
             subprocess.run(
-                [self._cuda.python, "-m", "tests.support.cuda_stub.ranks",
-                 str(self.root / "plan.json")],
-                env=self._cuda.environment(self._nvml.environment), cwd=ROOT, stdout=output,
-                stderr=subprocess.STDOUT, timeout=_PATIENCE, check=False,
-            )  # fmt: skip
+                [
+                    self._cuda.python,
+                    "-m",
+                    "tests.support.cuda_stub.ranks",
+                    str(self.root / "plan.json"),
+                ],
+                env=self._cuda.environment(self._nvml.environment),
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=_PATIENCE,
+                check=False,
+            )
 
     def _begin(self, job: Job) -> dict[str, Any]:
         if job.resumes is None:

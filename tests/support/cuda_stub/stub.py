@@ -21,8 +21,11 @@ PYTHON_VARIABLE: Final = "FSDP_TUI_CUDA_PYTHON"  # an interpreter whose torch wa
 REQUIRED_VARIABLE: Final = "FSDP_TUI_CUDA_REQUIRED"  # fail where the stub cannot be had
 _PLAYED: Final = "13."  # the CUDA whose structures and symbols the source knows
 _HERE: Final = Path(__file__).parent
-_SOURCES: Final = (*sorted(_HERE.glob("*.[ch]")), _HERE / "include/crt/host_defines.h",
-                   _HERE.parent / "nvml_stub/nvml_state.h")  # fmt: skip
+_SOURCES: Final = (
+    *sorted(_HERE.glob("*.[ch]")),
+    _HERE / "include/crt/host_defines.h",
+    _HERE.parent / "nvml_stub/nvml_state.h",
+)
 # Without importing torch, which takes seconds: what version.py says, and where the headers are.
 _ASK: Final = """\
 import json, pathlib, re
@@ -139,6 +142,15 @@ class StubCuda:
 
 # What a person's shell may say, and the rehearsal must not hear.
 _CONFUSING: Final = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_STUB_BYTES",
-     "CUDA_STUB_DEVICES", "LOCAL_RANK", "RANK", "WORLD_SIZE", "FSDP_TUI_CPU_JOBS"}
-)  # fmt: skip
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+        "CUDA_STUB_BYTES",
+        "CUDA_STUB_DEVICES",
+        "LOCAL_RANK",
+        "RANK",
+        "WORLD_SIZE",
+        "FSDP_TUI_CPU_JOBS",
+    }
+)

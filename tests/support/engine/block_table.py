@@ -122,25 +122,43 @@ BLOCKS: Final[dict[str, str]] = {
 PUBLISHED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "HiDreamImageTransformer2DModel": (
         {
-            "caption_channels": [4096, 4096], "in_channels": 16, "text_emb_dim": 2048,
-            "llama_layers": [*range(32), *[31] * 16], "max_resolution": [128, 128],
-            "axes_dims_rope": [64, 32, 32], "attention_head_dim": 128, "patch_size": 2,
+            "caption_channels": [4096, 4096],
+            "in_channels": 16,
+            "text_emb_dim": 2048,
+            "llama_layers": [*range(32), *[31] * 16],
+            "max_resolution": [128, 128],
+            "axes_dims_rope": [64, 32, 32],
+            "attention_head_dim": 128,
+            "patch_size": 2,
         },
         "HiDreamBlock",
     ),
     "HunyuanDiT2DModel": (
         {
-            "attention_head_dim": 88, "hidden_size": 1408, "in_channels": 4, "patch_size": 2,
-            "mlp_ratio": 4.3637, "num_attention_heads": 16, "num_layers": 40, "sample_size": 128,
+            "attention_head_dim": 88,
+            "hidden_size": 1408,
+            "in_channels": 4,
+            "patch_size": 2,
+            "mlp_ratio": 4.3637,
+            "num_attention_heads": 16,
+            "num_layers": 40,
+            "sample_size": 128,
             "activation_fn": "gelu-approximate",
         },
         "HunyuanDiTBlock",
     ),
     "LatteTransformer3DModel": (
         {
-            "attention_head_dim": 72, "caption_channels": 4096, "cross_attention_dim": 1152,
-            "in_channels": 4, "num_layers": 28, "out_channels": 8, "patch_size": 2,
-            "sample_size": 64, "norm_type": "ada_norm_single", "num_embeds_ada_norm": 1000,
+            "attention_head_dim": 72,
+            "caption_channels": 4096,
+            "cross_attention_dim": 1152,
+            "in_channels": 4,
+            "num_layers": 28,
+            "out_channels": 8,
+            "patch_size": 2,
+            "sample_size": 64,
+            "norm_type": "ada_norm_single",
+            "num_embeds_ada_norm": 1000,
             "norm_elementwise_affine": False,
         },
         "BasicTransformerBlock",
@@ -154,12 +172,10 @@ PUBLISHED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         "EasyAnimateTransformerBlock",
     ),
     "OmniGenTransformer2DModel": (
-        {
-            "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "su"}
-        },
+        {"rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "su"}},
         "OmniGenBlock",
     ),
-}  # fmt: skip
+}
 
 # What cannot be built from values in a JSON file, or only as a part of another model.
 NOT_BUILT: Final = {

@@ -48,9 +48,12 @@ def recipe_of(spec: JobSpec, root: Path, *, step: int = 4, **changes: Any) -> Re
     """What the end of a job exports."""
     family = families.load(spec.model_family)
     return Recipe(
-        spec, family, root, step, **{"ema": False, "dtype": spec.export_dtype,
-        "formats": spec.export_formats, **changes},
-    )  # fmt: skip
+        spec,
+        family,
+        root,
+        step,
+        **{"ema": False, "dtype": spec.export_dtype, "formats": spec.export_formats, **changes},
+    )
 
 
 def export_alone(model: Any, recipe: Recipe, target: Path) -> Any:

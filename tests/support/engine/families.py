@@ -214,8 +214,13 @@ class Spied:
                 level = level / scheduler.config.num_train_timesteps
             # With timesteps for each token, steps go the other way.
             given = -output if "per_token_timesteps" in names else output
-            self.seen.append((self._whole(case, noisy, request), level.view(1),
-                              self._whole(case, given, request)))  # fmt: skip
+            self.seen.append(
+                (
+                    self._whole(case, noisy, request),
+                    level.view(1),
+                    self._whole(case, given, request),
+                )
+            )
             return step(output, timestep, sample, *words, **names)
 
         def scaled(sample: Any, *words: Any) -> Any:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from safetensors.torch import load_file
 
+from engine.model.release import STILL_HELD
 from jobs.run.eventlog import EventLog
 from tests.support.engine.ranks.parity import train
 from tests.support.engine.toy_jobs import start_ranks, toy_values
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
-    from pathlib import Path
 
     import torch
 
@@ -98,14 +98,20 @@ FULL_ONLY: Final[dict[str, dict[str, Any]]] = {
 # What must be the same on any number of ranks, and is not part of plain training. Samples are
 # taken in between: a forward without backward leaves FSDP's root gathered.
 SAMPLES: Final = {
-    "validation_prompts": ["a red circle", "a blue square"], "validation_steps": 4,
+    "validation_prompts": ["a red circle", "a blue square"],
+    "validation_steps": 4,
     "validation_num_inference_steps": 1,
-}  # fmt: skip
+}
 
 
 EXTRAS: Final[dict[str, dict[str, Any]]] = {
     "": {},
     "ema": {"use_ema": True, "ema_decay": 0.9} | SAMPLES,
+    "dora": {
+        "lora_variant": "dora",
+        "lora_rank_pattern": {"to_q": 2},
+        "lora_exclude_modules": ["to_k"],
+    },
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
 }
 
@@ -146,10 +152,14 @@ class Case:
     def values(self, toy: Path) -> dict[str, Any]:
         layouts = REFERENCES | LAYOUTS | LORA_ONLY | FULL_ONLY
         return toy_values(
-            toy, model_type=self.model_type, mixed_precision=self.precision,
-            **COMMON | OPTIMIZERS[self.optimizer] | layouts[self.layout]
+            toy,
+            model_type=self.model_type,
+            mixed_precision=self.precision,
+            **COMMON
+            | OPTIMIZERS[self.optimizer]
+            | layouts[self.layout]
             | (EXTRAS | CALM)[self.extra],
-        )  # fmt: skip
+        )
 
 
 def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
@@ -168,7 +178,15 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
     return [
         *cases,
         *(Case(layout, "full", "sgd") for layout in FULL_ONLY),
-        *(Case("fsdp2 2", "full", "sgd", extra=extra) for extra in EXTRAS if extra),
+        *(
+            Case("fsdp2 2", "full", "sgd", extra=extra)
+            for extra in EXTRAS
+            if extra not in ("", "dora")
+        ),
+        *(
+            Case(layout, "lora", "sgd", extra="dora")
+            for layout in ("fsdp2 2", "fsdp2 2, sharded lora")
+        ),
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
     ]
 
@@ -180,6 +198,7 @@ COVERED: Final = {
     Case("fsdp2 2, accumulated", "full", "sgd"),  # by LoRA, and by full accumulated in hsdp 2x2
     Case("fsdp2 2, cpu offload", "full", "sgd"),  # by LoRA, and by full accumulated
     Case("fsdp2 2, activation checkpointing", "full", "sgd"),  # by LoRA, and by full selective
+    Case("fsdp2 2, compiled", "full", "sgd"),  # by compiled with selective checkpointing
 }
 
 
@@ -235,7 +254,6 @@ def train_all(
         cases: The runs.
         ranks: Numbers of ranks that are launched though no run has so many.
     """
-    toy = _with_fewer_layers(toy, root / "toy")
     wanted = dict.fromkeys(cases)
     wanted |= dict.fromkeys(case.reference for case in list(wanted))
     exact = (replace(case.reference, precision="no") for case in wanted if case.precision != "no")
@@ -248,18 +266,10 @@ def train_all(
     return Table(root)
 
 
-def _with_fewer_layers(toy: Path, root: Path) -> Path:
-    """The toy with a block of each kind and one more: what takes time here is their number."""
-    from engine.toy.families.flux import FluxSizes, build_transformer
-
-    shutil.copytree(toy, root)
-    shutil.rmtree(root / "model" / "transformer")
-    sizes = FluxSizes(layers=1, single_layers=2)
-    build_transformer(sizes, seed=0).save_pretrained(root / "model" / "transformer")
-    return root
-
-
 def _train(ranks: int, jobs: dict[str, dict[str, Any]], root: Path) -> None:
     cases = root / f"cases-{ranks}.json"
     cases.write_text(json.dumps(jobs))
     start_ranks(train, ranks, cases).join()
+    for folder in jobs:
+        warned = EventLog(Path(folder, "events.jsonl")).read_all().warnings
+        assert not [text for text in warned if text.startswith(STILL_HELD)], warned

@@ -36,14 +36,21 @@ def start_ranks(target: Callable[..., None], ranks: int, *words: Any) -> Ranks:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     each = [str(rank) for rank in range(ranks)]
     alike = {
-        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0", "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "ACCELERATE_USE_CPU": "true",
+    }
     started = client.start(
-        target, [(ranks, *words)] * ranks, RANK=each, LOCAL_RANK=each,
+        target,
+        [(ranks, *words)] * ranks,
+        RANK=each,
+        LOCAL_RANK=each,
         **{name: [value] * ranks for name, value in alike.items()},
-    )  # fmt: skip
+    )
     started.keep = store
     return started
 

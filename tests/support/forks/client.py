@@ -16,6 +16,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, flock
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +24,7 @@ from tests.support.forks import proxy
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 VARIABLE: Final = "FSDP_TUI_TESTS_FORKS"  # the server's directory, for all workers of a session
@@ -31,14 +32,20 @@ _ROOM: Final = 1 << 16  # bytes for the environment of what is forked
 _LINE: Final = 1 << 11  # and for its command line
 # What libraries read when they are imported, as `jobs.launch.local` sets it.
 _LAUNCHED: Final = {
-    "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error",
-    "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+    "PYTHONSAFEPATH": "1",
+    "PYTHONUNBUFFERED": "1",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "ACCELERATE_USE_CPU": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
 
-_lease: list[socket.socket] = []
-_connections: list[socket.socket] = []  # the lease, and of whatever a test has not waited for
+_leases: dict[Path, socket.socket] = {}  # by the server's directory
+_connections: list[socket.socket] = []  # the leases, and of whatever a test has not waited for
 _started: list[subprocess.Popen[bytes]] = []
 _owned: list[str] = []  # directories
 
@@ -51,8 +58,8 @@ def prepare() -> None:
 
 
 def leave() -> None:
-    """Let the server go, at the end of a session; it leaves with the last one that needs it."""
-    _lease.clear()
+    """Let the servers go, at the end of a session; each leaves with the last one that needs it."""
+    _leases.clear()
     while _connections:
         _connections.pop().close()
     while _started:
@@ -63,21 +70,32 @@ def leave() -> None:
 
 def directory() -> Path:
     """Where the server's socket is; it runs from now on until this process lets it go."""
-    place = Path(os.environ[VARIABLE])
-    if not _lease:
-        with open(place / "lock", "w") as lock:
-            flock(lock, LOCK_EX)
-            try:
-                _lease.append(_connect(place))
-            except (FileNotFoundError, ConnectionRefusedError):  # not yet, or no longer
-                _start(place)
-                _lease.append(_connect(place))
-    return place
+    return _serving(Path(os.environ[VARIABLE]), sys.executable, os.environ | _LAUNCHED)
 
 
 def python() -> str:
     """An interpreter for `torch.distributed.run`, as its variable PYTHON_EXEC names one."""
     return str(directory() / "python")
+
+
+def python_like(interpreter: str, environment: Mapping[str, str]) -> str:
+    """The same of a server that another interpreter runs, with variables that it imports with."""
+    name = sha256(repr((interpreter, sorted(environment.items()))).encode()).hexdigest()[:12]
+    place = Path(os.environ[VARIABLE]) / name
+    place.mkdir(exist_ok=True)
+    return str(_serving(place, interpreter, environment) / "python")
+
+
+def _serving(place: Path, interpreter: str, environment: Mapping[str, str]) -> Path:
+    if place not in _leases:
+        with open(place / "lock", "w") as lock:
+            flock(lock, LOCK_EX)
+            try:
+                _leases[place] = _connect(place)
+            except (FileNotFoundError, ConnectionRefusedError):  # not yet, or no longer
+                _start(place, interpreter, environment)
+                _leases[place] = _connect(place)
+    return place
 
 
 def _connect(place: Path) -> socket.socket:
@@ -87,7 +105,7 @@ def _connect(place: Path) -> socket.socket:
     return connection
 
 
-def _start(place: Path) -> None:
+def _start(place: Path, interpreter: str, environment: Mapping[str, str]) -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         (place / "socket").unlink(missing_ok=True)
@@ -95,15 +113,20 @@ def _start(place: Path) -> None:
         listener.listen(64)
         log = stack.enter_context(open(place / "log", "w"))
         # Nothing of the test that happens to be the first: it goes on when that has ended.
-        inherited = {n: v for n, v in os.environ.items() if not n.startswith(("FSDP_TUI_", "XDG_"))}
-        variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        command = [sys.executable, "-m", "tests.support.forks.server", str(listener.fileno())]
+        others = ("FSDP_TUI_", "XDG_")
+        inherited = {n: v for n, v in environment.items() if not n.startswith(others)}
+        variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"}
+        command = [interpreter, "-m", "tests.support.forks.server", str(listener.fileno())]
         server = subprocess.Popen(
             [*command, "-" * _LINE],
-            env=inherited | _LAUNCHED | variables | {"PADDING": "-" * _ROOM},
-            pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            cwd="/", start_new_session=True,
-        )  # fmt: skip
+            env=inherited | variables | {"PADDING": "-" * _ROOM},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+        )
         _started.append(server)
     script = place / "python.new"
     # Shell first, then Python: a line that begins with #! takes no path with spaces.
@@ -205,10 +228,15 @@ def start(target: Callable[..., None], words: list[tuple[Any, ...]], **each: lis
         request = {
             "argv": ["-m", "tests.support.forks.call", str(call / str(rank))],
             # Not the person's caches, where a test has none of its own.
-            "environment": {"XDG_CACHE_HOME": str(call)} | dict(os.environ)
-            | {"PYTHONSAFEPATH": "1"} | variables,
-            "cwd": os.getcwd(), "leads": False, "ignored": [], "umask": 0o022,
-        }  # fmt: skip
+            "environment": {"XDG_CACHE_HOME": str(call)}
+            | dict(os.environ)
+            | {"PYTHONSAFEPATH": "1"}
+            | variables,
+            "cwd": os.getcwd(),
+            "leads": False,
+            "ignored": [],
+            "umask": 0o022,
+        }
         connection = _connect(place)
         with open(os.devnull) as nothing, open(started.output, "a") as output:
             streams = [nothing.fileno(), output.fileno(), output.fileno()]

@@ -26,9 +26,13 @@ def main(server: str) -> NoReturn:
     connection.connect(server)
     os.umask(umask := os.umask(0))
     request = {
-        "argv": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd(),
-        "leads": os.getsid(0) == os.getpid(), "ignored": sorted(ignored), "umask": umask,
-    }  # fmt: skip
+        "argv": sys.argv[1:],
+        "environment": dict(os.environ),
+        "cwd": os.getcwd(),
+        "leads": os.getsid(0) == os.getpid(),
+        "ignored": sorted(ignored),
+        "umask": umask,
+    }
     socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
     pid = int(connection.recv(64) or 0)
 

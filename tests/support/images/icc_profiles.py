@@ -67,8 +67,10 @@ def press_cmyk() -> bytes:
 
 def _overprints() -> list[str]:
     """All sixteen, in the order of a table whose last ink varies fastest."""
-    return ["".join(ink for ink, on in zip("CMYK", f"{i:04b}", strict=True) if on == "1")
-            for i in range(16)]  # fmt: skip
+    return [
+        "".join(ink for ink, on in zip("CMYK", f"{i:04b}", strict=True) if on == "1")
+        for i in range(16)
+    ]
 
 
 def _matrix_profile(primaries: Sequence[tuple[float, float, float]], curve: bytes) -> bytes:

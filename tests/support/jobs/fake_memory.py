@@ -36,29 +36,45 @@ def predict(job: dict[str, Any], ranks: int, strategy: str) -> dict[str, Any]:
     if sharded:
         stays = job["fsdp_reshard_after_forward"] is not True
         gathered = PARAMETERS * width if stays else GIB
-    fixed = {"parameters": 0 if offloaded else weights, "gathered": gathered, "gradients": 0,
-             "optimizer": 0 if offloaded else mine * state, "activations": activations,
-             "workspace": 0}  # fmt: skip
+    fixed = {
+        "parameters": 0 if offloaded else weights,
+        "gathered": gathered,
+        "gradients": 0,
+        "optimizer": 0 if offloaded else mine * state,
+        "activations": activations,
+        "workspace": 0,
+    }
     grown = fixed | {"gradients": 0 if offloaded else mine * 4}
     phases = [
         {"name": name, "peak": sum(parts.values()), "parts": parts, "note": ""}
         for name, parts in (
-            ("forward", fixed), ("backward", grown),
+            ("forward", fixed),
+            ("backward", grown),
             ("optimizer", grown | {"gathered": 0, "activations": 0}),
         )
-    ]  # fmt: skip
+    ]
     peak = max(phase["peak"] for phase in phases)
     gpu = job["device"] != "cpu"
     beside = {"cuda_context": CONTEXT} if gpu else {}
     reserved = [peak, int(peak * 1.1)]
     return {
-        "schema": 1, "model": "FakeTransformer", "parameters": PARAMETERS, "trained": trained,
-        "strategy": strategy, "ranks": ranks, "settings": {}, "phases": phases, "peak": peak,
-        "largest": "backward", "reserved": reserved,
-        "device": [one + sum(beside.values()) for one in reserved], "overheads": beside,
-        "host": {"rank": 2 * GIB, "machine": 2 * GIB * ranks}, "notes": ["Texts are the longest."],
+        "schema": 1,
+        "model": "FakeTransformer",
+        "parameters": PARAMETERS,
+        "trained": trained,
+        "strategy": strategy,
+        "ranks": ranks,
+        "settings": {},
+        "phases": phases,
+        "peak": peak,
+        "largest": "backward",
+        "reserved": reserved,
+        "device": [one + sum(beside.values()) for one in reserved],
+        "overheads": beside,
+        "host": {"rank": 2 * GIB, "machine": 2 * GIB * ranks},
+        "notes": ["Texts are the longest."],
         "disk": {"checkpoint": 10**6, "checkpoints": 2 * 10**6, "export": 10**6},
-    }  # fmt: skip
+    }
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +85,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     for strategy in request["strategies"]:
         for ranks in request["ranks"]:
             if job["optimizer"] == "adafactor" and strategy == "fsdp2":
-                failed.append({"changes": {}, "strategy": strategy, "ranks": ranks,
-                               "error": "adafactor cannot be sharded", "hint": None})  # fmt: skip
+                failed.append(
+                    {
+                        "changes": {},
+                        "strategy": strategy,
+                        "ranks": ranks,
+                        "error": "adafactor cannot be sharded",
+                        "hint": None,
+                    }
+                )
             else:
                 predictions.append(predict(job, ranks, strategy) | {"changes": {}})
     return {"id": request["id"], "predictions": predictions, "failed": failed, "seconds": 0.0}

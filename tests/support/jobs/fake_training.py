@@ -39,16 +39,30 @@ def main() -> None:
             for rank in range(job.ranks):
                 gpu = job.gpus[rank] if job.gpus else None
                 write_rank(
-                    job, rank, step=step, pid=os.getpid(), device_uuid=gpu,
+                    job,
+                    rank,
+                    step=step,
+                    pid=os.getpid(),
+                    device_uuid=gpu,
                     device="cuda" if gpu else "cpu",
-                    allocated=41 * GIB, reserved=52 * GIB, peak=61 * GIB,
-                )  # fmt: skip
+                    allocated=41 * GIB,
+                    reserved=52 * GIB,
+                    peak=61 * GIB,
+                )
             loss = 0.4 + 0.5 * math.exp(-step / 60) + 0.03 * math.sin(step * 7.1)
             append_events(
                 job,
-                event("step", step=step, epoch=step / 100, loss=round(loss, 4), lr=1e-4,
-                      grad_norm=0.3, seconds=1.0, images_per_second=2.0 * job.ranks),
-            )  # fmt: skip
+                event(
+                    "step",
+                    step=step,
+                    epoch=step / 100,
+                    loss=round(loss, 4),
+                    lr=1e-4,
+                    grad_norm=0.3,
+                    seconds=1.0,
+                    images_per_second=2.0 * job.ranks,
+                ),
+            )
         if step == FIRST:
             print("ready", flush=True)
         if select.select([sys.stdin], [], [], _PERIOD)[0]:

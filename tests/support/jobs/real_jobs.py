@@ -65,9 +65,13 @@ class Bench:
     def cli(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "tui", *words],
-            env=self.environment, cwd=cwd or self.home, capture_output=True, text=True,
-            timeout=PATIENCE, check=False,
-        )  # fmt: skip
+            env=self.environment,
+            cwd=cwd or self.home,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
 
     def job_file(self, **changes: Any) -> Path:
         path = self.home / "job.yaml"

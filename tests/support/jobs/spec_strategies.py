@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hypothesis import strategies as st
@@ -10,16 +11,19 @@ from jobs.spec.job_spec import JobSpec, field_choices
 from jobs.spec.values.spellings import as_none
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30)
+_MODULE = _TEXT.map(re.escape)  # a part of a name, or a regular expression
 _SIZE = st.none() | st.integers(16, 4096) | st.from_regex(r"\A(16|768|8192)x(32|511)\Z")
 _PROMPT = st.fixed_dictionaries(
     {"prompt": _TEXT | st.sampled_from(["", "{prompt: a}", "{", '{"prompt": 1}'])},
     optional={
-        "negative_prompt": st.just("") | _TEXT, "resolution": _SIZE,
+        "negative_prompt": st.just("") | _TEXT,
+        "resolution": _SIZE,
         "seed": st.integers(0, 2**63 - 1),
-        "steps": st.integers(1, 99), "guidance": st.floats(0, 99),
+        "steps": st.integers(1, 99),
+        "guidance": st.floats(0, 99),
         "true_cfg_scale": st.floats(0, 99),
     },
-)  # fmt: skip
+)
 _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
     "model_family": st.sampled_from(["flux", "sd3", "qwen_image"]),
@@ -34,7 +38,12 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     ),
     "cache_dir": st.sampled_from([None, "/no/such place"]),
     "validation_prompts": st.lists(_TEXT | _PROMPT, max_size=3),
-    "lora_target_modules": st.none() | st.lists(_TEXT, max_size=3),
+    "lora_target_modules": st.none() | st.lists(_MODULE, max_size=3),
+    "lora_exclude_modules": st.none() | st.lists(_MODULE, max_size=3),
+    "lora_rank_pattern": st.none() | st.dictionaries(_MODULE, st.integers(1, 64), max_size=2),
+    "lora_alpha_pattern": st.none() | st.dictionaries(_MODULE, st.floats(0.1, 64), max_size=2),
+    "init_lora": st.sampled_from([None, "no/such lora.safetensors"]),
+    "lora_variant": st.sampled_from(["lora", "rslora"]),
     "fsdp_transformer_layer_cls_to_wrap": st.none() | st.lists(_TEXT, max_size=2),
     "fsdp_auto_wrap_policy": st.just("TRANSFORMER_BASED_WRAP"),
     "fsdp_version": st.integers(1, 2),

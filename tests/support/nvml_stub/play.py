@@ -90,13 +90,18 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--busy", type=_numbers, metavar="0-5", help="those that train (all but the last two)"
     )
     parser.add_argument(
-        "--foreign", type=_numbers, default=[], metavar="6,7",
+        "--foreign",
+        type=_numbers,
+        default=[],
+        metavar="6,7",
         help="those that someone else's process uses (none)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--state", type=Path, metavar="FILE",
+        "--state",
+        type=Path,
+        metavar="FILE",
         help="a JSON list of GPUs (keys: see gpu() in stub.py) instead, read again as it changes",
-    )  # fmt: skip
+    )
     parser.add_argument("--cuda", action="store_true", help="let torch have them, for CUDA 13")
     parser.add_argument("command", nargs="+", help="what to run")
     wanted = parser.parse_args(words)

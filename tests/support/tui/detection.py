@@ -32,9 +32,16 @@ def flux(**changes: Any) -> Detection:
     def one(name: str, count: int, each: int, where: list[str], all_of: int = 0) -> BlockClass:
         everything = all_of or count * each
         return BlockClass(
-            name, count, each, everything, everything / total, name in (DOUBLE, SINGLE),
-            name in (DOUBLE, SINGLE), name in (DOUBLE, SINGLE), where,
-        )  # fmt: skip
+            name,
+            count,
+            each,
+            everything,
+            everything / total,
+            name in (DOUBLE, SINGLE),
+            name in (DOUBLE, SINGLE),
+            name in (DOUBLE, SINGLE),
+            where,
+        )
 
     def within(blocks: str, part: str) -> list[str]:
         return [f"{blocks}.{number}{part}" for number in range(3)]
@@ -44,15 +51,25 @@ def flux(**changes: Any) -> Detection:
         one(DOUBLE, 19, 340 * _M, within("transformer_blocks", "")),
         one("AdaLayerNormZero", 38, 56 * _M, within("transformer_blocks", ".norm1")),
         one("FeedForward", 38, 76 * _M, within("transformer_blocks", ".ff")),
-        one("FluxAttention", 57, 76 * _M, within("transformer_blocks", ".attn"),
-            19 * 76 * _M + 38 * 28 * _M),
+        one(
+            "FluxAttention",
+            57,
+            76 * _M,
+            within("transformer_blocks", ".attn"),
+            19 * 76 * _M + 38 * 28 * _M,
+        ),
         one("AdaLayerNormZeroSingle", 38, 28 * _M, within("single_transformer_blocks", ".norm")),
-    ]  # fmt: skip
+    ]
     facts: dict[str, Any] = {
-        "model_family": "flux", "model_flavour": "dev",
+        "model_family": "flux",
+        "model_flavour": "dev",
         "pretrained_model": "black-forest-labs/FLUX.1-dev",
-        "model_class": "FluxTransformer2DModel", "total_params": total,
-        "no_split_modules": [DOUBLE, SINGLE], "cached": True, "classes": classes,
-        "dtype_bytes": 2, "parts": _PARTS,
-    }  # fmt: skip
+        "model_class": "FluxTransformer2DModel",
+        "total_params": total,
+        "no_split_modules": [DOUBLE, SINGLE],
+        "cached": True,
+        "classes": classes,
+        "dtype_bytes": 2,
+        "parts": _PARTS,
+    }
     return Detection(**facts | changes)

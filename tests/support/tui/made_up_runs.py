@@ -103,12 +103,16 @@ def write_steps(
         loss = 0.38 + 0.55 * math.exp(-step / 60) + noise.gauss(0, 0.045)
         lines.append(
             event(
-                "step", step=step, epoch=step / 100, loss=round(loss, 5), lr=1e-3,
+                "step",
+                step=step,
+                epoch=step / 100,
+                loss=round(loss, 5),
+                lr=1e-3,
                 grad_norm=round(0.3 + noise.random() / 5, 4),
                 seconds=round(seconds * noise.uniform(0.95, 1.06), 4),
                 images_per_second=round(2 / seconds, 3),
             )
-        )  # fmt: skip
+        )
     append_events(job, *lines)
 
 
@@ -117,13 +121,23 @@ def write_facts(job: Job, ranks: int = 2) -> None:
     phases = {"load": 22, "forward": 61, "backward": 74, "step": 40, "save": 31}
     append_events(
         job,
-        event("sharding", ranks=ranks, units={"FluxTransformerBlock": 19,
-              "FluxSingleTransformerBlock": 38}, local_bytes=11 * GIB, root_bytes=265 << 20),
+        event(
+            "sharding",
+            ranks=ranks,
+            units={"FluxTransformerBlock": 19, "FluxSingleTransformerBlock": 38},
+            local_bytes=11 * GIB,
+            root_bytes=265 << 20,
+        ),
         event("start", step=0, strategy="fsdp2", strategy_reason="a full copy would fill a GPU"),
-        event("memory", measure="allocated", step=3,
-              peaks={name: [size * GIB + rank for rank in range(ranks)]
-                     for name, size in phases.items()}),
-    )  # fmt: skip
+        event(
+            "memory",
+            measure="allocated",
+            step=3,
+            peaks={
+                name: [size * GIB + rank for rank in range(ranks)] for name, size in phases.items()
+            },
+        ),
+    )
 
 
 def append_events(job: Job, *lines: str) -> None:
@@ -135,10 +149,17 @@ def write_rank(job: Job, rank: int, **changes: Any) -> None:
     """What a rank says of itself; a fresh heartbeat unless `changes` say otherwise."""
     now = time.time()
     values: dict[str, Any] = {
-        "rank": rank, "pid": 4000 + rank, "started": now - 90, "host": "node", "device": "cpu",
-        "phase": "train", "step": 0, "heartbeat": now, "progressed": now,
+        "rank": rank,
+        "pid": 4000 + rank,
+        "started": now - 90,
+        "host": "node",
+        "device": "cpu",
+        "phase": "train",
+        "step": 0,
+        "heartbeat": now,
+        "progressed": now,
         "rss": int(1.31 * GIB) + rank * 7_000_000,
-    }  # fmt: skip
+    }
     write_atomic(job.run_dir.rank_file(rank), RankStatus(**values | changes).to_json())
 
 
@@ -159,13 +180,18 @@ class FakeGpus:
 
         self.gpus = [
             Gpu(
-                index=index, uuid=f"GPU-{index:04}", name="NVIDIA H200",
-                memory_total=int(139.8 * GIB), memory_used=int((3 + 31 * (index % 4)) * GIB),
-                utilisation=(0, 97, 99, 34)[index % 4], temperature=41 + 9 * (index % 4),
-                power=90.0 + 170 * (index % 4), power_limit=700.0,
+                index=index,
+                uuid=f"GPU-{index:04}",
+                name="NVIDIA H200",
+                memory_total=int(139.8 * GIB),
+                memory_used=int((3 + 31 * (index % 4)) * GIB),
+                utilisation=(0, 97, 99, 34)[index % 4],
+                temperature=41 + 9 * (index % 4),
+                power=90.0 + 170 * (index % 4),
+                power_limit=700.0,
             )
             for index in range(count)
-        ]  # fmt: skip
+        ]
 
     def __call__(self) -> list[Any]:
         return list(self.gpus)

@@ -80,18 +80,29 @@ def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
     spec = describe(folder)
     before = {"name": "flux-shapes-r8", "lora_rank": 8, "learning_rate": 0.001}
     old = add_job(
-        store, "flux-shapes-r8", state=State.COMPLETED, reason="trained 200 steps", gpus=uuids[:2],
+        store,
+        "flux-shapes-r8",
+        state=State.COMPLETED,
+        reason="trained 200 steps",
+        gpus=uuids[:2],
         job_file=dump_spec(load_spec(None, spec.to_dict() | before)),
-    )  # fmt: skip
+    )
     write_steps(old, 200, seed=3)
     add_job(
-        store, "flux-large-batch", state=State.FAILED, gpus=uuids[2:3],
+        store,
+        "flux-large-batch",
+        state=State.FAILED,
+        gpus=uuids[2:3],
         reason="rank 1 ran out of GPU memory at step 12 during backward: 138.1 of 139.8 GiB",
-    )  # fmt: skip
+    )
     running = add_job(
-        store, "cats-and-shapes", state=State.RUNNING, gpus=uuids[1:3], total_steps=240,
+        store,
+        "cats-and-shapes",
+        state=State.RUNNING,
+        gpus=uuids[1:3],
+        total_steps=240,
         job_file=dump_spec(spec),
-    )  # fmt: skip
+    )
     fill(running, spec, uuids[1:3])
     predict(running)
     add_job(store, "flux-night-run", reason="waiting for 2 GPUs (1 available)", wanted=2)
@@ -101,9 +112,15 @@ def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
         stamp(store.home, clock.now - 60)
     for rank in range(2):
         write_rank(
-            running, rank, step=131, device_uuid=uuids[1 + rank], device=f"cuda:{rank}",
-            allocated=30 * GIB, reserved=33 * GIB, peak=36 * GIB,
-        )  # fmt: skip
+            running,
+            rank,
+            step=131,
+            device_uuid=uuids[1 + rank],
+            device=f"cuda:{rank}",
+            allocated=30 * GIB,
+            reserved=33 * GIB,
+            peak=36 * GIB,
+        )
     return cards
 
 
@@ -125,12 +142,18 @@ def describe(folder: Path) -> JobSpec:
     return load_spec(
         None,
         {
-            "name": "cats-and-shapes", "pretrained_model_name_or_path": str(model),
-            "dataset": str(data), "num_processes": 2, "max_train_steps": 240,
-            "learning_rate": 0.0003, "strategy": "fsdp2", "checkpointing_steps": 100,
-            "validation_prompts": list(PROMPTS), "validation_steps": 60,
+            "name": "cats-and-shapes",
+            "pretrained_model_name_or_path": str(model),
+            "dataset": str(data),
+            "num_processes": 2,
+            "max_train_steps": 240,
+            "learning_rate": 0.0003,
+            "strategy": "fsdp2",
+            "checkpointing_steps": 100,
+            "validation_prompts": list(PROMPTS),
+            "validation_steps": 60,
         },
-    )  # fmt: skip
+    )
 
 
 def predict(job: Job) -> None:
@@ -140,12 +163,23 @@ def predict(job: Job) -> None:
         {"name": name, "peak": size * GIB, "parts": {}, "note": ""} for name, size in sizes.items()
     ]
     said = {
-        "schema": 1, "model": "FluxTransformer2DModel", "parameters": 12 * 10**9, "trained": 10**7,
-        "strategy": "fsdp2", "ranks": 2, "settings": {}, "phases": phases, "peak": 71 * GIB,
-        "largest": "backward", "reserved": [71 * GIB, 78 * GIB], "device": [72 * GIB, 79 * GIB],
-        "overheads": {"cuda_context": GIB}, "host": {"rank": GIB, "machine": 2 * GIB},
-        "disk": {}, "notes": [],
-    }  # fmt: skip
+        "schema": 1,
+        "model": "FluxTransformer2DModel",
+        "parameters": 12 * 10**9,
+        "trained": 10**7,
+        "strategy": "fsdp2",
+        "ranks": 2,
+        "settings": {},
+        "phases": phases,
+        "peak": 71 * GIB,
+        "largest": "backward",
+        "reserved": [71 * GIB, 78 * GIB],
+        "device": [72 * GIB, 79 * GIB],
+        "overheads": {"cuda_context": GIB},
+        "host": {"rank": GIB, "machine": 2 * GIB},
+        "disk": {},
+        "notes": [],
+    }
     file = {"schema": kept_prediction.SCHEMA, "t": time.time(), "prediction": said}
     kept_prediction.path_of(job.run_dir).write_text(json.dumps(file))
 

@@ -21,7 +21,6 @@ from tests.support.tui.made_up_server import Clock, make_up, nobody_starts
 from tests.support.tui.pilot import driven, rest, until
 from tui.app.app import FsdpTui
 from tui.form.beside.fit import FitBars
-from tui.plots.panel import PlotsPanel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -80,8 +79,9 @@ def does_not_fit(app: FsdpTui) -> bool:
 
 
 def has_curves(app: FsdpTui) -> bool:
-    """Whether the thread that reads what is plotted, which may begin late, has told it."""
-    return bool(app.screen.query_one(PlotsPanel).values.runs)
+    """Whether a curve is on the screen; the thread that reads what is plotted may begin late."""
+    text = "".join(segment.text for line in _strips(app) for segment in line)
+    return any("\u2801" <= sign <= "\u28ff" for sign in text)
 
 
 def stopped_twice(app: FsdpTui) -> int:

@@ -48,8 +48,14 @@ def test_the_table_says_what_there_is_and_what_a_resume_takes(
     status, out, err = shell("checkpoints", "1")
     head, first, second, third, totals, legend = out.splitlines()
     assert head.split() == [
-        "CHECKPOINT", "WRITTEN", "SIZE", "LAYOUT", "RANKS", "EMA", "HEALTH",
-    ]  # fmt: skip
+        "CHECKPOINT",
+        "WRITTEN",
+        "SIZE",
+        "LAYOUT",
+        "RANKS",
+        "EMA",
+        "HEALTH",
+    ]
     assert first.split()[0] == "step-10.rewound"
     assert first.endswith("sharded  2      no   set aside (rewound)")
     assert second.startswith("→  step-20 ")
@@ -71,11 +77,20 @@ def test_the_json_has_every_fact(shell: Shell, run_dir: RunDir) -> None:
     assert facts["total_bytes"] == sum(one["bytes"] for one in facts["checkpoints"])
     assert facts["free_bytes"] > 0
     assert facts["checkpoints"][0] == {
-        "name": "step-10", "step": 10, "path": str(run_dir.checkpoint(10)), "time": 1_700_000_010,
-        "bytes": facts["checkpoints"][0]["bytes"], "layout": "sharded", "world_size": 2,
-        "ema": False, "damage": None, "set_aside": None, "verified": False, "next": False,
+        "name": "step-10",
+        "step": 10,
+        "path": str(run_dir.checkpoint(10)),
+        "time": 1_700_000_010,
+        "bytes": facts["checkpoints"][0]["bytes"],
+        "layout": "sharded",
+        "world_size": 2,
+        "ema": False,
+        "damage": None,
+        "set_aside": None,
+        "verified": False,
+        "next": False,
         "health": "complete",
-    }  # fmt: skip
+    }
 
 
 def test_verify_reads_every_byte(shell: Shell, run_dir: RunDir) -> None:
@@ -169,12 +184,15 @@ def test_deleting_asks_at_a_terminal(
 
 def test_what_cannot_be_deleted_is_one_line(shell: Shell, store: Store, run_dir: RunDir) -> None:
     assert shell("checkpoints", "1", "--delete", "25") == (
-        2, "", "fsdp-tui: job 1 has no checkpoint step-25; there are step-10, step-20, step-30\n",
-    )  # fmt: skip
+        2,
+        "",
+        "fsdp-tui: job 1 has no checkpoint step-25; there are step-10, step-20, step-30\n",
+    )
     status, _, err = shell("checkpoints", "1", "10")
     assert (status, err) == (
-        2, 'fsdp-tui: "10" is an extra argument; to delete it, use --delete 10\n',
-    )  # fmt: skip
+        2,
+        'fsdp-tui: "10" is an extra argument; to delete it, use --delete 10\n',
+    )
     store.requeue(1, "")
     status, _, err = shell("checkpoints", "1", "--delete", "30")
     assert status == 2
@@ -211,7 +229,8 @@ def test_a_resume_says_what_changes(shell: Shell, run_dir: RunDir) -> None:
     assert status == 0
     assert err.splitlines() == [
         "fsdp-tui: the result changes: learning_rate: 0.0001 → 0.0005",
-        "fsdp-tui: the result changes: the global batch: 2 → 4, so steps train on other samples",
+        "fsdp-tui: the result changes: the global batch: 2 → 4, so steps train on different "
+        "samples",
     ]
     assert "the result" not in out
 
@@ -229,12 +248,15 @@ def test_scripts_get_what_changes(shell: Shell, store: Store, run_dir: RunDir) -
         (("--from", "25"), "job 1 has no checkpoint of step 25; there are 10, 20, 30"),
         (("--from", "x"), '"x" is not a step; use a number such as 20 or step-20'),
         (("--from",), "Option '--from' requires an argument."),
-        (("--lora_rank=4",), "cannot resume from step-30: lora_rank: the checkpoint was written "
-                             "with 16, not with 4: the adapter's weights have another shape; set "
-                             "lora_rank to 16, or start a job without the checkpoint"),
+        (
+            ("--lora_rank=4",),
+            "cannot resume from step-30: lora_rank: the checkpoint was written "
+            "with 16, not with 4: the adapter's weights have a different shape; "
+            "set lora_rank to 16, or start a job without the checkpoint",
+        ),
         (("20",), '"20" is not a --key=value flag'),
     ],
-)  # fmt: skip
+)
 def test_a_resume_that_cannot_be_is_one_line(
     shell: Shell, store: Store, run_dir: RunDir, words: tuple[str, ...], said: str
 ) -> None:
@@ -266,9 +288,11 @@ def test_a_begin_that_cannot_be_queues_nothing(
 ) -> None:
     for dry in ((), ("--dry-run",)):
         assert shell("submit", str(job_file), "--resume-from-checkpoint=1:25", *dry) == (
-            2, "", "fsdp-tui: resume_from_checkpoint: job 1 has no checkpoint of step 25; there "
-                   "are 10, 20, 30\n",
-        )  # fmt: skip
+            2,
+            "",
+            "fsdp-tui: resume_from_checkpoint: job 1 has no checkpoint of step 25; there "
+            "are 10, 20, 30\n",
+        )
     assert len(store.all()) == 1
 
 
@@ -294,8 +318,17 @@ def test_what_a_waiting_job_needs_is_not_removed(
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(-3, "now"), (0, "now"), (30, "< 1 min"), (60, "1 min"), (3599, "59 min"), (3600, "1 h"),
-     (86399, "23 h"), (86400, "1 d"), (4e6, "46 d")],
-)  # fmt: skip
+    [
+        (-3, "now"),
+        (0, "now"),
+        (30, "< 1 min"),
+        (60, "1 min"),
+        (3599, "59 min"),
+        (3600, "1 h"),
+        (86399, "23 h"),
+        (86400, "1 d"),
+        (4e6, "46 d"),
+    ],
+)
 def test_an_age_is_coarse(seconds: float, text: str) -> None:
     assert age(seconds) == text

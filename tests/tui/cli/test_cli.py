@@ -114,20 +114,30 @@ class Shell:
 
 @pytest.fixture
 def shell(
-    home: Path, job_values: dict[str, Any], no_gpus: None, started: list[int],
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> Shell:  # fmt: skip
+    home: Path,
+    job_values: dict[str, Any],
+    no_gpus: None,
+    started: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Shell:
     return Shell(home, job_values, monkeypatch, capsys)
 
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
     gpus = [
         Gpu(
-            index=n, uuid=f"GPU-{n}abc", name="NVIDIA H200", memory_total=140 * GIB,
-            memory_used=GIB // 2, utilisation=97, temperature=61, power=512.3,
+            index=n,
+            uuid=f"GPU-{n}abc",
+            name="NVIDIA H200",
+            memory_total=140 * GIB,
+            memory_used=GIB // 2,
+            utilisation=97,
+            temperature=61,
+            power=512.3,
         )
         for n in indices
-    ]  # fmt: skip
+    ]
     monkeypatch.setattr("jobs.machine.devices.gpus", lambda: gpus)
 
 
@@ -137,9 +147,22 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
 def test_help_names_the_promised_commands(shell: Shell) -> None:
     text = shell.ok("--help").out
     for name in (
-        "demo", "toy", "submit", "run", "list", "show", "logs", "stop", "resume", "remove", "gpus",
-        "families", "detect", "doctor", "import",
-    ):  # fmt: skip
+        "demo",
+        "toy",
+        "submit",
+        "run",
+        "list",
+        "show",
+        "logs",
+        "stop",
+        "resume",
+        "remove",
+        "gpus",
+        "families",
+        "detect",
+        "doctor",
+        "import",
+    ):
         assert f"  {name} " in text, name
         assert shell.ok(name, "--help").out.startswith("Usage: fsdp-tui " + name)
 
@@ -204,9 +227,14 @@ def test_a_reader_that_goes_away_is_no_error(shell: Shell) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "tui", "show", "1"], stdout=write, stderr=subprocess.PIPE,
-        text=True, timeout=30, check=False, cwd=ROOT,
-    )  # fmt: skip
+        [sys.executable, "-m", "tui", "show", "1"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        check=False,
+        cwd=ROOT,
+    )
     os.close(write)
     assert done.stderr == ""
 
@@ -329,9 +357,18 @@ def test_what_waits_says_for_what(shell: Shell) -> None:
 # -- list and show -------------------------------------------------------------------------
 
 PROMISED = {
-    "id": int, "name": str, "state": str, "reason": str, "step": int, "total_steps": int,
-    "gpus": list, "run_dir": str, "created": float, "started": float | None, "ended": float | None,
-}  # fmt: skip
+    "id": int,
+    "name": str,
+    "state": str,
+    "reason": str,
+    "step": int,
+    "total_steps": int,
+    "gpus": list,
+    "run_dir": str,
+    "created": float,
+    "started": float | None,
+    "ended": float | None,
+}
 
 
 def test_an_empty_list(shell: Shell) -> None:
@@ -520,9 +557,16 @@ def test_gpus_on_a_machine_without(shell: Shell) -> None:
 
 
 _GPU_KEYS = (
-    "index", "uuid", "name", "memory_total", "memory_used", "utilisation", "temperature", "power",
+    "index",
+    "uuid",
+    "name",
+    "memory_total",
+    "memory_used",
+    "utilisation",
+    "temperature",
+    "power",
     "job",
-)  # fmt: skip
+)
 
 
 def test_gpus_and_who_holds_them(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,9 +574,16 @@ def test_gpus_and_who_holds_them(shell: Shell, monkeypatch: pytest.MonkeyPatch) 
     job = shell.submit(device="auto", num_processes=1)
     first, second = shell.ok("gpus", "--json").json
     assert {
-        "index": 0, "uuid": "GPU-0abc", "name": "NVIDIA H200", "memory_total": 140 * GIB,
-        "memory_used": GIB // 2, "utilisation": 97, "temperature": 61, "power": 512.3, "job": job,
-    } == {key: first[key] for key in _GPU_KEYS}  # fmt: skip
+        "index": 0,
+        "uuid": "GPU-0abc",
+        "name": "NVIDIA H200",
+        "memory_total": 140 * GIB,
+        "memory_used": GIB // 2,
+        "utilisation": 97,
+        "temperature": 61,
+        "power": 512.3,
+        "job": job,
+    } == {key: first[key] for key in _GPU_KEYS}
     assert (second["index"], second["job"]) == (1, None)
     lines = shell.ok("gpus").out.splitlines()
     assert "97 %" in lines[1]
@@ -568,8 +619,10 @@ def test_run_follows_a_job_to_its_end(running_shell: Shell) -> None:
     result = running_shell("run", running_shell.job_file())
     assert result.status == 0
     assert result.out.splitlines() == [
-        "starting after step 0", *(f"step {n}/5" for n in range(1, 6)), "completed",
-    ]  # fmt: skip
+        "starting after step 0",
+        *(f"step {n}/5" for n in range(1, 6)),
+        "completed",
+    ]
     notes = result.err.splitlines()
     assert notes[0] == f"fsdp-tui: job 1 · {running_shell.home / 'runs' / '1-t'}"
     assert notes[-1] == "fsdp-tui: completed: trained 5 steps"

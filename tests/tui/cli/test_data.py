@@ -261,9 +261,11 @@ def test_a_tool_does_not_outlive_an_asker_that_is_killed(tmp_path: Path) -> None
         f"Path({str(tmp_path / 'answer')!r}), lambda line: print(line, flush=True), lambda: False)"
     )
     asker = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert asker.stdout is not None
     with asker.stdout:
         pid = int(asker.stdout.readline().split()[1])
@@ -276,11 +278,14 @@ def test_ctrl_c_ends_the_look(job_file: Callable[..., Path], messy: Path, home: 
     os.mkfifo(messy / "endless.png")  # whoever reads it waits forever
     (messy / "endless.txt").write_text("a pipe")
     command = subprocess.Popen(
-        [sys.executable, "-m", "tui", "data", str(job_file())], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "tui", "data", str(job_file())],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         # Whoever started the tests in the background may have it ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     with command, _ended(command):
         children: list[psutil.Process] = []
 
@@ -326,14 +331,39 @@ def _runs(pid: int) -> bool:
 def report(**changes: Any) -> dict[str, Any]:
     """A report as the engine makes it."""
     found: dict[str, Any] = {
-        "samples": 24, "skipped": [], "reasons": [], "handled": [], "cautions": [],
-        "datasets": [{"path": "/data", "layout": "folder", "samples": 24, "skipped": 0,
-                      "draws": 24, "others": {}}],
-        "buckets": [{"size": [64, 64], "samples": 24, "batches": 12, "cut_mean": 0.0,
-                     "cut_most": 0.0, "fill": 0}],
-        "texts": 24, "views": 1, "longest": None, "global_batch": 2, "steps_per_epoch": 12,
-        "draws_per_epoch": 24, "epochs": 1.0,
-    }  # fmt: skip
+        "samples": 24,
+        "skipped": [],
+        "reasons": [],
+        "handled": [],
+        "cautions": [],
+        "datasets": [
+            {
+                "path": "/data",
+                "layout": "folder",
+                "samples": 24,
+                "skipped": 0,
+                "draws": 24,
+                "others": {},
+            }
+        ],
+        "buckets": [
+            {
+                "size": [64, 64],
+                "samples": 24,
+                "batches": 12,
+                "cut_mean": 0.0,
+                "cut_most": 0.0,
+                "fill": 0,
+            }
+        ],
+        "texts": 24,
+        "views": 1,
+        "longest": None,
+        "global_batch": 2,
+        "steps_per_epoch": 12,
+        "draws_per_epoch": 24,
+        "epochs": 1.0,
+    }
     return found | changes
 
 
@@ -358,8 +388,10 @@ def test_a_reason_knows_its_files() -> None:
         [0, "d.png", "too small"],
     ]
     assert left_out(report(skipped=skipped), "too small") == [
-        ("a.png", "8x8 would be enlarged"), ("c.png", "(very)"), ("d.png", ""),
-    ]  # fmt: skip
+        ("a.png", "8x8 would be enlarged"),
+        ("c.png", "(very)"),
+        ("d.png", ""),
+    ]
 
 
 def test_what_changed_since_is_told_in_numbers() -> None:

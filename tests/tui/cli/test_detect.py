@@ -33,12 +33,23 @@ if TYPE_CHECKING:
 
 FAMILY = ("--model_family", "flux")
 KEYS = {
-    "model_family", "model_flavour", "pretrained_model", "total_params", "no_split_modules",
-    "cached", "classes",
-}  # fmt: skip
+    "model_family",
+    "model_flavour",
+    "pretrained_model",
+    "total_params",
+    "no_split_modules",
+    "cached",
+    "classes",
+}
 CLASS_KEYS = {
-    "class_name", "count", "params_each", "params_total", "share", "recommended", "sample_paths",
-}  # fmt: skip
+    "class_name",
+    "count",
+    "params_each",
+    "params_total",
+    "share",
+    "recommended",
+    "sample_paths",
+}
 
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "started")
@@ -216,8 +227,10 @@ def test_nothing_cached_is_no_failure(run: Run) -> None:
 
 def test_one_cache_is_cleared_and_others_stay(run: Run, filled: Path) -> None:
     assert json.loads(run("cache", "clear", "latents", "--json")[1]) == {
-        "names": ["latents"], "bytes": 100, "files": 2
-    }  # fmt: skip
+        "names": ["latents"],
+        "bytes": 100,
+        "files": 2,
+    }
     assert list((filled / "latents").iterdir()) == []
     assert (filled / "text/ab/0.safetensors").exists()
     status, out, _ = run("cache", "clear", "-y")
@@ -263,9 +276,12 @@ def test_an_unknown_cache_is_told(run: Run, filled: Path) -> None:
 
 
 def test_a_running_jobs_caches_stay(
-    run: Run, filled: Path, store: Store, job_values: dict[str, Any],
+    run: Run,
+    filled: Path,
+    store: Store,
+    job_values: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(service, "refresh", lambda store: None)  # it has no supervisor to ask
     job = start(store, job_values)
     status, _, err = run("cache", "clear", "detection", "text")
@@ -280,9 +296,12 @@ def test_a_running_jobs_caches_stay(
 
 
 def test_a_job_with_a_cache_elsewhere_only_uses_tables(
-    filled: Path, store: Store, job_values: dict[str, Any], tmp_path: Path,
+    filled: Path,
+    store: Store,
+    job_values: dict[str, Any],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(service, "refresh", lambda store: None)
     start(store, job_values, cache_dir=str(tmp_path / "own"))
     assert caches.clear(store, ["latents", "text", "index"]).files == 6

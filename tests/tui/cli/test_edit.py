@@ -122,9 +122,14 @@ def test_who_saves_nothing_changes_nothing(
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_mistake_in_the_editor_costs_nothing(
-    shell: Shell, store: Store, waiting: int, editor: Editor, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, again: bool,
-) -> None:  # fmt: skip
+    shell: Shell,
+    store: Store,
+    waiting: int,
+    editor: Editor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    again: bool,
+) -> None:
     monkeypatch.setattr(click, "confirm", lambda *args, **options: again)
     editor.does('echo "sed: 3" >> "$1"', 'sed -i "s/^sed: /seed: /" "$1"')
     status, _, err = shell("edit", str(waiting))
@@ -139,9 +144,13 @@ def test_a_mistake_in_the_editor_costs_nothing(
 
 
 def test_a_job_that_starts_meanwhile_keeps_what_was_written(
-    shell: Shell, store: Store, waiting: int, editor: Editor, tmp_path: Path,
+    shell: Shell,
+    store: Store,
+    waiting: int,
+    editor: Editor,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     editor.does('echo "seed: 3" >> "$1"')
     edit = click.edit
 

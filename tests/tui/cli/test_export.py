@@ -135,10 +135,11 @@ def test_who_loses_interest_ends_the_export_and_leaves_nothing(job: Job, tmp_pat
     told: list[tuple[int, int]] = []
     with pytest.raises(Cancelled):
         exports.export_checkpoint(
-            job, output=tmp_path / "out" / "here",
+            job,
+            output=tmp_path / "out" / "here",
             progress=lambda done, total: told.append((done, total)),
             cancelled=lambda: bool(told),
-        )  # fmt: skip
+        )
     assert told[0][1] == 100
     children = psutil.Process().children(recursive=True)
     assert not [child for child in children if "engine.exports" in child.cmdline()]
@@ -160,8 +161,10 @@ def test_an_export_that_is_ended_leaves_nothing_aside(saved: Path, tmp_path: Pat
     """
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(saved / "step-4"), str(tmp_path / "out")],
-        stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     assert process.stderr is not None
     with process.stderr:
         assert any("waits" in line for line in process.stderr), "it ended by itself"
@@ -173,9 +176,12 @@ def test_an_export_that_is_ended_leaves_nothing_aside(saved: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["*.distcp", ".metadata"])
 def test_a_checkpoint_that_the_job_deletes_meanwhile_is_one_line(
-    saved: Path, tmp_path: Path, name: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    saved: Path,
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shutil.copytree(saved / "step-2", tmp_path / "step-2")
     next((tmp_path / "step-2").glob(name)).unlink()
     monkeypatch.setattr("engine.exports.__main__.find_damage", lambda path, progress: None)
@@ -207,9 +213,13 @@ def test_every_choice_reaches_the_tool(job: Job, run: Run, asked: list[list[str]
     words = ["--step", 2, "--dtype", "fp16", "--format", "kohya", "--format", "diffusers"]
     assert run(job.id, *words, "--output", "~/x", "--no-ema")[0] == 0
     assert asked[0][1:] == [
-        str(job.run_dir.checkpoint(2)), str(Path("~/x").expanduser()),
-        "--dtype=fp16", "--format=kohya", "--format=diffusers", "--no_ema",
-    ]  # fmt: skip
+        str(job.run_dir.checkpoint(2)),
+        str(Path("~/x").expanduser()),
+        "--dtype=fp16",
+        "--format=kohya",
+        "--format=diffusers",
+        "--no_ema",
+    ]
 
 
 def test_an_export_goes_where_nothing_else_is(tmp_path: Path) -> None:

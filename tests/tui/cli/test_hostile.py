@@ -22,11 +22,24 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     "words",
     [
-        "list", "list --json", "show 1", "show 1 --json", "show 1 --as yaml", "show 1 --as flags",
-        "show 1 --as accelerate", "checkpoints 1", "samples 1", "diff 1 1", "resume 1",
-        "logs 1", "logs 1 -f", "logs 1 --launcher", "logs 1 --supervisor", "stop 1",
+        "list",
+        "list --json",
+        "show 1",
+        "show 1 --json",
+        "show 1 --as yaml",
+        "show 1 --as flags",
+        "show 1 --as accelerate",
+        "checkpoints 1",
+        "samples 1",
+        "diff 1 1",
+        "resume 1",
+        "logs 1",
+        "logs 1 -f",
+        "logs 1 --launcher",
+        "logs 1 --supervisor",
+        "stop 1",
     ],
-)  # fmt: skip
+)
 def test_a_run_is_shown_without_what_its_files_would_do(
     shell: Shell, store: Store, words: str
 ) -> None:
@@ -54,8 +67,13 @@ def test_a_model_and_a_job_file_say_nothing_to_the_terminal(
         path.write_text(json.dumps(values))
         words = [*command.split(), str(path)]
         if command == "detect":
-            words = ["detect", "--model_family", "flux", "--pretrained_model_name_or_path",
-                     str(values["pretrained_model_name_or_path"])]  # fmt: skip
+            words = [
+                "detect",
+                "--model_family",
+                "flux",
+                "--pretrained_model_name_or_path",
+                str(values["pretrained_model_name_or_path"]),
+            ]
         _, out, err = shell(*words)
         assert steering(out + err) == [], number
         if command == "detect":

@@ -50,7 +50,7 @@ def test_the_job_is_printed_and_the_report_stands_beside_it(words: tuple[object,
     job = yaml.safe_load(done.stdout)
     assert job["pretrained_model_name_or_path"] == "black-forest-labs/FLUX.1-dev"
     assert "to fill in" in done.stderr
-    assert str(Kind.UNSUPPORTED) in done.stderr
+    assert Kind.UNSUPPORTED.heading in done.stderr
     assert "hf_AbCdEf" not in done.output
 
 
@@ -60,7 +60,7 @@ def test_the_report_says_what_was_and_what_is() -> None:
     assert "multidatabackend.json[0].repeats: 4 → repeats: 5  (here the first pass counts" in said
     assert "  base_model_precision: int8-quanto  (base weights are not quantized" in said
     assert "  adam_weight_decay: 0.01 → weight_decay: 0.01\n" in said
-    assert "not known (1)\n  potters_own_key: 3" in said
+    assert "unknown (1)\n  potters_own_key: 3" in said
     assert "  multidatabackend.json[0]: resolution_type, id," in said
     assert max(map(len, said.splitlines())) < 330
 
@@ -103,9 +103,16 @@ def test_json_says_everything() -> None:
     assert (facts["tool"], facts["written"], done.stderr) == ("SimpleTuner", None, "")
     assert yaml.safe_load(facts["yaml"]) == facts["job"]
     assert set(facts["report"]) == {
-        "taken_over", "translated", "not_supported", "not_needed", "not_known", "could_not_be_read",
-        "assumed", "to_fill_in", "warnings",
-    }  # fmt: skip
+        "taken_over",
+        "translated",
+        "not_supported",
+        "not_needed",
+        "not_known",
+        "could_not_be_read",
+        "assumed",
+        "to_fill_in",
+        "warnings",
+    }
     (unknown,) = facts["report"]["not_known"]
     assert (unknown["key"], unknown["value"], unknown["ours"]) == ("potters_own_key", "3", {})
 

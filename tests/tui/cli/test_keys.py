@@ -56,6 +56,7 @@ def test_every_key_is_listed_once_with_its_group() -> None:
         ("validation_resolution", "number or text"),
         ("dataset", "text"),
         ("accelerate_config", "file or mapping"),
+        ("lora_rank_pattern", "mapping"),
     ],
 )
 def test_what_a_key_may_be(key: str, values: str) -> None:
@@ -71,6 +72,15 @@ def test_keys_are_chosen_by_name_and_by_group() -> None:
     result = run("keys", "fsdq")
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == 'unknown key or group "fsdq" (did you mean "fsdp"?)'
+
+
+def test_ways_to_draw_noise_levels_are_seen_beside_their_key() -> None:
+    text = run("keys", "timestep_sampling", COLUMNS="70").output
+    (row,) = [line for line in text.splitlines() if line.strip().startswith("shift, s = 6")]
+    assert row.endswith("  34%")
+    assert "█" in row
+    assert max(map(len, text.splitlines())) <= 70
+    assert "s = 6" not in run("keys", "training").output
 
 
 def test_a_person_reads_lines_that_fit() -> None:
@@ -196,7 +206,11 @@ def test_bash_itself_completes(tmp_path: Path) -> None:
     (tmp_path / "fsdp-tui").write_text(f'#!/bin/sh\nexec {sys.executable} -m tui "$@"\n')
     (tmp_path / "fsdp-tui").chmod(0o755)
     done = subprocess.run(
-        ["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, check=True,
+        ["bash", "--norc", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
         cwd=ROOT,
-    )  # fmt: skip
+    )
     assert done.stdout.split() == ["adamw_8bit"]

@@ -27,9 +27,17 @@ if TYPE_CHECKING:
 
 def row(**changes: Any) -> dict[str, Any]:
     return {
-        "id": 3, "name": "cats", "state": "running", "reason": "", "step": 0, "total_steps": 200,
-        "loss": None, "seconds_per_step": None, "eta": None, "gpus": [],
-    } | changes  # fmt: skip
+        "id": 3,
+        "name": "cats",
+        "state": "running",
+        "reason": "",
+        "step": 0,
+        "total_steps": 200,
+        "loss": None,
+        "seconds_per_step": None,
+        "eta": None,
+        "gpus": [],
+    } | changes
 
 
 def test_a_job_in_words() -> None:
@@ -38,7 +46,7 @@ def test_a_job_in_words() -> None:
     )
     going = row(gpus=[0, 1, 3], step=40, loss=0.4123, seconds_per_step=1.5, eta=239.0)
     assert sentence(going) == (
-        "job 3 cats is running on GPUs 0, 1 and 3, step 40 of 200, loss 0.4123, 1.50 seconds a "
+        "job 3 cats is running on GPUs 0, 1 and 3, step 40 of 200, loss 0.4123, 1.50 seconds per "
         "step, about 4 minutes left"
     )
     assert sentence(row(state="completed", gpus=[0], step=200, seconds_per_step=1.5)) == (
@@ -58,13 +66,15 @@ def test_only_what_changed_is_said() -> None:
     seen: dict[int, str] = {}
     rows = [row(id=1, state="failed"), row(id=2, state="stopped"), row()]
     assert list(changed_sentences(rows, seen, first=True)) == [
-        "job 3 cats is running", "2 more jobs have ended",
-    ]  # fmt: skip
+        "job 3 cats is running",
+        "2 more jobs have ended",
+    ]
     assert list(changed_sentences(rows, seen, first=False)) == []
     rows = [row(id=2, state="stopped"), row(state="failed", reason="rank 1 was killed")]
     assert list(changed_sentences(rows, seen, first=False)) == [
-        "job 3 cats is failed, rank 1 was killed", "job 1 was removed",
-    ]  # fmt: skip
+        "job 3 cats is failed, rank 1 was killed",
+        "job 1 was removed",
+    ]
     assert list(changed_sentences(rows, seen, first=False)) == []
 
 
@@ -83,13 +93,20 @@ def test_objects_that_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [sqlite3.OperationalError("database is locked"), UserError("no such directory"),
-              FileNotFoundError(2, "gone")],
-)  # fmt: skip
+    "error",
+    [
+        sqlite3.OperationalError("database is locked"),
+        UserError("no such directory"),
+        FileNotFoundError(2, "gone"),
+    ],
+)
 def test_what_passes_does_not_end_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    no_gpus: None, error: Exception,
-) -> None:  # fmt: skip
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_gpus: None,
+    error: Exception,
+) -> None:
     add_job(store, "cats")
     store.hold(1, True)
     looks = [error, error, None]
@@ -109,7 +126,7 @@ def test_what_passes_does_not_end_it(
     out, err = capsys.readouterr()
     assert "job 1 cats is queued" in out
     assert err.count("cannot read the jobs") == 1
-    assert "reading the jobs again" in err
+    assert "the jobs can be read again" in err
 
 
 @pytest.fixture
@@ -119,10 +136,14 @@ def watching(store: Store) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tui", "list", "--watch", "--interval", "0.2"]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
         # A worker of a parallel run ignores Ctrl-C, and what it starts would do so too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     yield process
     process.kill()
     process.communicate()

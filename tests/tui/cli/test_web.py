@@ -87,19 +87,21 @@ def test_beyond_loopback_it_warns(
     beyond = ("--host", "0.0.0.0", "--port", "8123")
     status, err = run(monkeypatch, capsys, *beyond)
     assert status == 0
-    assert "the token is sent in the clear: whoever reads it controls your jobs" in err
+    assert "the token is sent unencrypted: anyone who intercepts it controls your jobs" in err
     assert "ssh -L 8123:127.0.0.1:8123" in err
     status, err = run(monkeypatch, capsys, *beyond, "--no-token")
-    assert "anyone who reaches port 8123 controls your jobs" in err
+    assert "anyone who can reach port 8123 controls your jobs" in err
     assert run(monkeypatch, capsys, "--read-only") == (0, "")
     monkeypatch.setattr("tui.cli.machine.web.others_have_accounts", lambda: True)
     assert run(monkeypatch, capsys) == (0, "")
     assert run(monkeypatch, capsys, "--no-token") == (0, "")
     assert served == [
-        ("0.0.0.0", 8123, False, True), ("0.0.0.0", 8123, False, False),
-        ("127.0.0.1", 8000, True, False), ("127.0.0.1", 8000, False, True),
+        ("0.0.0.0", 8123, False, True),
+        ("0.0.0.0", 8123, False, False),
+        ("127.0.0.1", 8000, True, False),
+        ("127.0.0.1", 8000, False, True),
         ("127.0.0.1", 8000, False, False),
-    ]  # fmt: skip
+    ]
 
 
 def test_other_people_show_by_accounts_processes_and_homes(
@@ -168,8 +170,12 @@ def test_the_command_survives_the_shell(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(web_server.DashboardServer, "_make_app", Closed)
     web_server.serve("127.0.0.1", 8000, read_only=True)
     assert shlex.split(commands[0]) == [
-        "exec", "/opt/my python; x/bin/python", "-m", "tui", "--read-only",
-    ]  # fmt: skip
+        "exec",
+        "/opt/my python; x/bin/python",
+        "-m",
+        "tui",
+        "--read-only",
+    ]
 
 
 class Closed:
@@ -186,9 +192,12 @@ def served(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command.append("--no-token")
     environ = {key: value for key, value in os.environ.items() if key != "TEXTUAL_DRIVER"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=home,
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=home,
         env=environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     address = process.stdout.readline().split()[0]
     yield process, address

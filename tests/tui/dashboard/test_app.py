@@ -69,9 +69,11 @@ async def test_all_regions_have_room(store: Store, size: tuple[int, int]) -> Non
         await until(pilot, lambda: app.dashboard.query_one(LogView).virtual_size.height)
         await until(pilot, lambda: app.dashboard.devices.outer_size.height >= 5)
         for kind, least in (
-            (DevicesPanel, (70, 5)), (JobsPanel, (70, 4)), (LogView, (40, 6)),
+            (DevicesPanel, (70, 5)),
+            (JobsPanel, (70, 4)),
+            (LogView, (40, 6)),
             (CurvePanel, (26, 6)),
-        ):  # fmt: skip
+        ):
             box = app.dashboard.query_one(kind).outer_size
             assert box.width >= least[0], kind
             assert box.height >= least[1], kind
@@ -190,9 +192,10 @@ async def test_hundreds_of_ended_jobs_are_read_once(
     read: list[Path] = []
     original = collector.EventLog.read_all
     monkeypatch.setattr(
-        collector.EventLog, "read_all",
+        collector.EventLog,
+        "read_all",
         lambda log: (read.append(log.path), original(log))[1],
-    )  # fmt: skip
+    )
     for _ in range(5):
         snapshot = look.look()
     assert all(view.progress.step == 3 for view in snapshot.jobs)
@@ -324,7 +327,7 @@ async def test_the_log_follows_stops_when_scrolled_back_and_follows_again(store:
         write_log(job, "more\n" * 50, append=True)
         await until(pilot, lambda: log.virtual_size.height == 550)
         assert log.scroll_y == there
-        assert "stopped" in str(log.border_subtitle)
+        assert "paused" in str(log.border_subtitle)
         await pilot.press("end")
         await until(pilot, lambda: log.following and log.scroll_y == log.max_scroll_y)
         await pilot.press("f")
@@ -355,8 +358,12 @@ async def test_other_logs_can_be_shown(store: Store) -> None:
     job.run_dir.supervisor_log.write_text("from the supervisor\n")
     async with running(store) as (app, pilot):
         log = app.dashboard.query_one(LogView)
-        for key, text in (("", "from rank 0"), ("]", "from rank 1"), ("[", "from rank 0"),
-                          ("[", "from the supervisor")):  # fmt: skip
+        for key, text in (
+            ("", "from rank 0"),
+            ("]", "from rank 1"),
+            ("[", "from rank 0"),
+            ("[", "from the supervisor"),
+        ):
             if key:
                 await pilot.press({"]": "right_square_bracket", "[": "left_square_bracket"}[key])
             await until(
@@ -473,7 +480,7 @@ async def test_remove_asks_first(store: Store) -> None:
         await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
         await pilot.press("y")
         await until(pilot, lambda: "No jobs yet" in shown(jobs_of(app)))
-        assert not job.run_dir.root.exists()
+        await until(pilot, lambda: not job.run_dir.root.exists())
 
 
 @pytest.mark.slow
@@ -544,16 +551,21 @@ async def test_a_job_is_described_and_queued_by_keyboard(
     add_job(store, "older", state=State.RUNNING, ranks=1)
     monkeypatch.setenv("FSDP_TUI_CPU_JOBS", "2")
     async with form(store) as (app, pilot):
-        for name in ("pretrained_model_name_or_path", "dataset", "num_processes",
-                     "max_train_steps"):  # fmt: skip
+        for name in (
+            "pretrained_model_name_or_path",
+            "dataset",
+            "num_processes",
+            "max_train_steps",
+        ):
             control = field(app, name).control
             control.focus()
             await until(pilot, lambda control=control: control.has_focus)
             control.value = ""  # type: ignore[attr-defined]
             for char in str(job_values[name]):
                 control.insert_text_at_cursor(char)  # type: ignore[attr-defined]
-        await until(pilot, lambda: "3 images" in str(
-            field(app, "dataset").query_one(".note").content))  # type: ignore[attr-defined]  # fmt: skip
+        await until(
+            pilot, lambda: "3 images" in str(field(app, "dataset").query_one(".note").content)
+        )  # type: ignore[attr-defined]
         await pilot.press("ctrl+r")
         await until(pilot, lambda: app.screen is app.dashboard)
         await until(pilot, lambda: jobs_of(app).selected == 2)
@@ -693,7 +705,11 @@ def test_the_dashboard_loads_neither_torch_nor_the_engine() -> None:
         "('torch', 'engine', 'accelerate', 'diffusers', 'transformers', 'numpy')])"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert result.stdout.strip() == "[]"

@@ -53,12 +53,17 @@ class Caches:
     def __init__(self) -> None:
         base = Path("/cache/fsdp-tui")
         self.held = [
-            Cache("detection", "which classes of a model are its blocks", base / "blocks.json",
-                  41_000, 1),
+            Cache(
+                "detection",
+                "which classes of a model are its blocks",
+                base / "blocks.json",
+                41_000,
+                1,
+            ),
             Cache("latents", "pictures, encoded by the VAE", base / "latents", 3_400_000_000, 640),
             Cache("text", "captions, encoded by the text encoders", base / "text", 900, 12),
             Cache("tables", "copies of tables of pictures", base / "tables", 0, 0),
-        ]  # fmt: skip
+        ]
         self.cleared: list[list[str]] = []
         self.refusal: Exception | None = None
         self.allowed = threading.Event()
@@ -276,8 +281,12 @@ async def test_real_caches_are_kept_while_a_job_runs_and_cleared_when_it_has_end
         await pilot.press("a")
         await question(app, pilot)
         await pilot.press("y")
-        await until(pilot, lambda: text_of(screen, "status").startswith(
-            "nothing cleared: job 1 “night” is running"))  # fmt: skip
+        await until(
+            pilot,
+            lambda: text_of(screen, "status").startswith(
+                "nothing cleared: job 1 “night” is running"
+            ),
+        )
         assert file.exists()
         store.change(job.id, State.STOPPED, "stopped")
         await pilot.press("a")
@@ -298,5 +307,5 @@ def test_rows_fit(width: int) -> None:
 
 def test_what_was_freed_in_words() -> None:
     assert amount([Cleared((), 2**20, 1), Cleared((), 0, 1)]) == "1 MiB in 2 files"
-    assert freed(Cleared(("text",), 0, 0)) == "the text cache held nothing"
+    assert freed(Cleared(("text",), 0, 0)) == "nothing to clear in the text cache"
     assert freed(Cleared(("a", "b"), 1024, 2)) == "freed 1 KiB in 2 files from the a and b caches"

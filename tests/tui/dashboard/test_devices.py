@@ -91,8 +91,11 @@ def test_a_gpu_without_our_jobs_is_not_ours() -> None:
 
 
 @given(
-    st.integers(0, 100), st.integers(0, 100), st.integers(0, 100), st.integers(0, 60),
-)  # fmt: skip
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.integers(0, 60),
+)
 def test_a_split_bar_is_as_wide_as_asked(mine: int, ours: int, others: int, width: int) -> None:
     total = max(1, mine + ours + others)
     card = replace(CARD, memory_total=100 * GIB, memory_used=total * GIB)
@@ -112,9 +115,17 @@ def test_the_parts_of_a_bar_differ_without_colour() -> None:
 def test_lines_fit_whatever_there_is_to_say(store: Store, width: int) -> None:
     mine = seat(store, "a-very-long-name-of-a-job-that-cannot-fit")
     full = replace(
-        CARD, temperature=91, power=699.4, power_limit=700.0, clock=1980, throttle="power limit",
-        pcie_generation=5, pcie_lanes=8, pcie_lanes_limit=16, nvlinks=18,
-    )  # fmt: skip
+        CARD,
+        temperature=91,
+        power=699.4,
+        power_limit=700.0,
+        clock=1980,
+        throttle="power limit",
+        pcie_generation=5,
+        pcie_lanes=8,
+        pcie_lanes_limit=16,
+        nvlinks=18,
+    )
     names = (full, replace(full, index=1, uuid="GPU-1", name="NVIDIA RTX PRO 6000 Blackwell Max-Q"))
     snapshot = Snapshot(
         t=time.time(), jobs=(mine.view,), gpus=names, busy={CARD.uuid: tuple(range(0, 100, 3))}
@@ -185,13 +196,21 @@ def statuses(store: Store, *changes: dict[str, Any]) -> JobView:
 def test_a_rank_that_does_not_keep_up_is_named_in_words(store: Store) -> None:
     now = time.time()
     view = statuses(
-        store, {"step": 20}, {"step": 19}, {"step": 12}, {"step": 20, "heartbeat": now - 64},
+        store,
+        {"step": 20},
+        {"step": 19},
+        {"step": 12},
+        {"step": 20, "heartbeat": now - 64},
         {"step": 20, "progressed": now - 190},
-    )  # fmt: skip
+    )
     words = [keeping_up(rank, 20, now) for rank in view.ranks]
     assert [span.text for span in words] == [
-        "ok", "ok", "! 8 steps behind", "! late 1:04", "stalled 3:10",
-    ]  # fmt: skip
+        "ok",
+        "ok",
+        "! 8 steps behind",
+        "! late 1:04",
+        "stalled 3:10",
+    ]
     assert [span.role == "bad" for span in words] == [False, False, True, True, False]
     assert rank_title(view, now).endswith("5 of 5 · late: 2,3")
 
@@ -199,9 +218,19 @@ def test_a_rank_that_does_not_keep_up_is_named_in_words(store: Store) -> None:
 @pytest.mark.parametrize("width", [76, 116, 196])
 def test_the_table_of_ranks_aligns_and_fits(store: Store, width: int) -> None:
     view = statuses(
-        store, *({"step": 12345, "allocated": 61 * GIB, "reserved": 70 * GIB, "peak": 71 * GIB,
-                  "device_uuid": "GPU-0000", "phase": phase} for phase in ("train", "validate"))
-    )  # fmt: skip
+        store,
+        *(
+            {
+                "step": 12345,
+                "allocated": 61 * GIB,
+                "reserved": 70 * GIB,
+                "peak": 71 * GIB,
+                "device_uuid": "GPU-0000",
+                "phase": phase,
+            }
+            for phase in ("train", "validate")
+        ),
+    )
     head, *rows = (plain(row) for row in rank_table(view, [CARD], time.time(), width))
     assert len(rows) == 2
     for row in rows:
@@ -213,9 +242,12 @@ def test_the_table_of_ranks_aligns_and_fits(store: Store, width: int) -> None:
 def test_late_ranks_come_first_where_not_all_can_be_seen(store: Store) -> None:
     cards = tuple(FakeGpus(4).gpus)
     view = statuses(
-        store, *({"device_uuid": card.uuid, "heartbeat": time.time() - 60 * (card.index == 3)}
-                 for card in cards)
-    )  # fmt: skip
+        store,
+        *(
+            {"device_uuid": card.uuid, "heartbeat": time.time() - 60 * (card.index == 3)}
+            for card in cards
+        ),
+    )
     snapshot = Snapshot(t=time.time(), jobs=(view,), gpus=cards)
     lines = [plain(row) for row in device_rows(snapshot, 100, 5)]
     assert "! late" in lines[4]
@@ -245,9 +277,13 @@ def test_jobs_stand_with_those_they_share_gpus_with(store: Store) -> None:
     add_job(store, "old", state=State.COMPLETED, gpus=names[2:3])
     add_job(store, "on cpu")
     assert grouped(store, gpus) == [
-        ("CPU", [7]), ("GPU 0,1", [2, 3]), ("GPU 3", [5]), ("GPU 4,5", [1]), ("any GPUs", [4]),
+        ("CPU", [7]),
+        ("GPU 0,1", [2, 3]),
+        ("GPU 3", [5]),
+        ("GPU 4,5", [1]),
+        ("any GPUs", [4]),
         ("ended", [6]),
-    ]  # fmt: skip
+    ]
 
 
 def test_the_queue_is_shown_in_the_order_in_which_it_is_served(store: Store) -> None:
@@ -261,8 +297,17 @@ def test_the_queue_is_shown_in_the_order_in_which_it_is_served(store: Store) -> 
 
 def test_ordinals() -> None:
     assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == [
-        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th",
-    ]  # fmt: skip
+        "1st",
+        "2nd",
+        "3rd",
+        "4th",
+        "11th",
+        "12th",
+        "13th",
+        "21st",
+        "102nd",
+        "111th",
+    ]
 
 
 @pytest.mark.parametrize("width", [58, 74, 116, 196])
@@ -296,8 +341,14 @@ async def running(
     job = add_job(store, state=State.RUNNING, gpus=[gpu.uuid for gpu in gpus[:2]])
     write_steps(job, 10)
     for rank in range(2):  # the first is not late however long this takes
-        write_rank(job, rank, device_uuid=gpus[rank].uuid, allocated=GIB, step=10,
-                   heartbeat=time.time() + (3600, -60)[rank])  # fmt: skip
+        write_rank(
+            job,
+            rank,
+            device_uuid=gpus[rank].uuid,
+            allocated=GIB,
+            step=10,
+            heartbeat=time.time() + (3600, -60)[rank],
+        )
     add_job(store, "next", wanted=[gpus[0].uuid], ranks=1)
     async with driven_app.running(store, size) as (app, pilot):
         await until(pilot, lambda: app.dashboard.query_one(DevicesPanel).rows)
@@ -359,8 +410,10 @@ def test_a_thousand_ended_jobs_cost_no_new_rows(
     look = collector.Collector(store, selected=3)
     first, second = look.look(), look.look()
     assert [before is after for before, after in zip(first.jobs, second.jobs, strict=True)] == [
-        False, True, True,
-    ]  # fmt: skip
+        False,
+        True,
+        True,
+    ]
     assert [view.progress.step for view in second.jobs] == [3, 3, 3]
     store.requeue(1, "again")
     assert look.look().find(1) != second.find(1)

@@ -148,9 +148,13 @@ async def test_what_is_recommended_is_checked_and_judged(store: Store, detector:
         row(app, "model_flavour").put("dev")
         screen = await modal(app, pilot)
         assert detector.asked == [
-            {"model_family": "flux", "model_flavour": "dev", "pretrained_model": None,
-             "refresh": False},
-        ]  # fmt: skip
+            {
+                "model_family": "flux",
+                "model_flavour": "dev",
+                "pretrained_model": None,
+                "refresh": False,
+            },
+        ]
         assert checked(screen) == [SINGLE, DOUBLE]
         assert text_of(screen, "model") == (
             "FluxTransformer2DModel · 11.9 B parameters · flux dev · black-forest-labs/FLUX.1-dev "
@@ -192,9 +196,11 @@ async def test_a_bad_path_is_told_in_words_and_can_be_tried_again(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(ToolError("python -m engine.blocks failed: killed"), "! python -m engine.blocks failed"),
-     (KeyError("parts"), "! KeyError: 'parts'")],
-)  # fmt: skip
+    [
+        (ToolError("python -m engine.blocks failed: killed"), "! python -m engine.blocks failed"),
+        (KeyError("parts"), "! KeyError: 'parts'"),
+    ],
+)
 async def test_a_failure_of_ours_is_told_too(
     store: Store, detector: Detector, error: Exception, told: str
 ) -> None:
@@ -351,8 +357,8 @@ async def test_nested_choices_are_warned_about_until_the_recommended_are_taken(
         line = screen.query_one("#detect-cautions")
         await until(pilot, lambda: line.display)
         assert text_of(screen, "cautions") == (
-            f"! nested: AdaLayerNormZeroSingle is inside {SINGLE}; only the rest of that becomes "
-            "its own unit"
+            f"! nested: AdaLayerNormZeroSingle is inside {SINGLE}; only the rest of the outer "
+            "class is its own unit"
         )
         await pilot.press("k", "space")
         await until(pilot, lambda: "FluxAttention" in text_of(screen, "cautions"))
@@ -428,9 +434,16 @@ def looking_processes() -> list[psutil.Process]:
 def model(make_model: Callable[..., Path]) -> Path:
     """A small FLUX.1 without weights."""
     root = make_model()
-    config = {"_class_name": "FluxTransformer2DModel", "num_layers": 2, "num_single_layers": 3,
-              "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 16,
-              "pooled_projection_dim": 16, "axes_dims_rope": [2, 2, 4]}  # fmt: skip
+    config = {
+        "_class_name": "FluxTransformer2DModel",
+        "num_layers": 2,
+        "num_single_layers": 3,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "pooled_projection_dim": 16,
+        "axes_dims_rope": [2, 2, 4],
+    }
     (root / "transformer" / "config.json").write_text(json.dumps(config))
     return root
 
@@ -479,10 +492,13 @@ def many() -> Detection:
     found = flux()
     last = found.classes[-1]
     more = [
-        replace(last, class_name=f"HunyuanVideoTokenReplaceSingleTransformerBlock{number}",
-                sample_paths=[f"a.long.path.to.some.module.{number}.{i}" for i in range(3)])
+        replace(
+            last,
+            class_name=f"HunyuanVideoTokenReplaceSingleTransformerBlock{number}",
+            sample_paths=[f"a.long.path.to.some.module.{number}.{i}" for i in range(3)],
+        )
         for number in range(30)
-    ]  # fmt: skip
+    ]
     return replace(found, classes=[*found.classes, *more])
 
 
@@ -503,8 +519,7 @@ async def test_everything_has_room(store: Store, detector: Detector, size: tuple
         await until(pilot, lambda: screen.looking.size.height == 1)
         dialog = screen.query_one("#detect").region
         assert dialog in Region(0, 0, *size)
-        for name in ("model", "blocks", "about", "paths", "looking", "outcome", "cautions",
-                     "keys"):  # fmt: skip
+        for name in ("model", "blocks", "about", "paths", "looking", "outcome", "cautions", "keys"):
             widget = screen.query_one(f"#detect-{name}")
             assert widget.region in dialog, name
             assert widget.size.height >= 1, name
@@ -531,9 +546,17 @@ def test_rows_fit(width: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0"), (999, "999"), (1000, "1.0 K"), (141_600_000, "141.6 M"), (999_960_000, "1.0 B"),
-     (999_400, "999.4 K"), (999_499, "999.5 K"), (11_901_408_320, "11.9 B")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.0 K"),
+        (141_600_000, "141.6 M"),
+        (999_960_000, "1.0 B"),
+        (999_400, "999.4 K"),
+        (999_499, "999.5 K"),
+        (11_901_408_320, "11.9 B"),
+    ],
+)
 def test_numbers_of_parameters(count: int, text: str) -> None:
     assert parameters(count) == text
 
@@ -596,8 +619,15 @@ def test_what_is_said_of_a_model_and_a_class() -> None:
 
 @pytest.mark.parametrize(
     ("values", "ranks"),
-    [({}, 1), ({"num_processes": "4"}, 4), ({"num_processes": 2}, 2), ({"num_processes": "x"}, 1),
-     ({"gpus": [0, 2, 5], "num_processes": 1}, 3), ({"gpus": 8}, 8), ({"num_processes": "0"}, 1)],
-)  # fmt: skip
+    [
+        ({}, 1),
+        ({"num_processes": "4"}, 4),
+        ({"num_processes": 2}, 2),
+        ({"num_processes": "x"}, 1),
+        ({"gpus": [0, 2, 5], "num_processes": 1}, 3),
+        ({"gpus": 8}, 8),
+        ({"num_processes": "0"}, 1),
+    ],
+)
 def test_the_form_s_number_of_ranks(values: dict[str, Any], ranks: int) -> None:
     assert draft.ranks_of(values) == ranks

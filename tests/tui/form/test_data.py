@@ -84,8 +84,9 @@ def text_of(app: FsdpTui, name: str) -> str:
 def strip(colours: Sequence[str], size: tuple[int, int]) -> bytes:
     """A strip of plain pictures, as the engine makes it."""
     width, height = size
-    row = Image.new("RGB", ((width + STRIP_GAP) * len(colours) + STRIP_GAP, height + STRIP_GAP),
-                    BACK)  # fmt: skip
+    row = Image.new(
+        "RGB", ((width + STRIP_GAP) * len(colours) + STRIP_GAP, height + STRIP_GAP), BACK
+    )
     for number, colour in enumerate(colours):
         tile = Image.new("RGB", size, colour)
         ImageDraw.Draw(tile).rectangle((0, 0, width // 2, height // 2), fill="black")
@@ -100,20 +101,40 @@ def made_up(buckets: int = 3, **changes: Any) -> DataLook:
     shapes = [(64 + 16 * (number % 7), 128 - 16 * (number // 7)) for number in range(buckets)]
     counts = [max(1, 20 - number) for number in range(buckets)]
     report: dict[str, Any] = {
-        "samples": sum(counts), "skipped": [[0, "bare.png", "no caption"]],
+        "samples": sum(counts),
+        "skipped": [[0, "bare.png", "no caption"]],
         "reasons": [{"count": 1, "text": "no caption", "examples": ["bare.png"]}],
         "handled": [{"count": 2, "text": "CMYK, converted to RGB", "examples": ["a.jpg", "b.jpg"]}],
         "cautions": [{"count": 3, "text": "enlarged", "examples": ["猫.png"] * 3}],
-        "datasets": [{"path": "/data/cats", "layout": "folder", "samples": sum(counts),
-                      "skipped": 1, "draws": sum(counts), "others": {}}],
+        "datasets": [
+            {
+                "path": "/data/cats",
+                "layout": "folder",
+                "samples": sum(counts),
+                "skipped": 1,
+                "draws": sum(counts),
+                "others": {},
+            }
+        ],
         "buckets": [
-            {"size": list(shape), "samples": count, "batches": 10, "cut_mean": 0.3,
-             "cut_most": 0.4, "fill": 5}
+            {
+                "size": list(shape),
+                "samples": count,
+                "batches": 10,
+                "cut_mean": 0.3,
+                "cut_most": 0.4,
+                "fill": 5,
+            }
             for shape, count in zip(shapes, counts, strict=True)
         ],
-        "texts": 40, "views": 1, "longest": 77, "global_batch": 2,
-        "steps_per_epoch": 10 * buckets, "draws_per_epoch": sum(counts), "epochs": 2.5,
-    }  # fmt: skip
+        "texts": 40,
+        "views": 1,
+        "longest": 77,
+        "global_batch": 2,
+        "steps_per_epoch": 10 * buckets,
+        "draws_per_epoch": sum(counts),
+        "epochs": 2.5,
+    }
     colours = ["red", "green", "blue", "orange", "purple", "teal", "pink", "navy"]
     strips = tuple(
         strip([colours[(number + i) % 8] for i in range(min(8, count))], shape)
@@ -153,8 +174,10 @@ async def test_a_job_s_data_is_looked_at_and_shown(store: Store, ended_job: Any)
         assert "16x16" in shown(screen.buckets)
         assert screen.pictures.border_title == "16x16 · 3 samples, cropped as for training"
         assert [p.getpixel((2, 2)) for p in screen.pictures.pictures] == [
-            (0, 90, 120), (40, 90, 120), (80, 90, 120),
-        ], "each picture of the strip, without what is between them"  # fmt: skip
+            (0, 90, 120),
+            (40, 90, 120),
+            (80, 90, 120),
+        ], "each picture of the strip, without what is between them"
         assert all(
             len({p.tobytes()[i : i + 3] for i in range(0, len(p.tobytes()), 3)}) == 1
             for p in screen.pictures.pictures
@@ -262,9 +285,12 @@ async def test_the_form_shows_the_data_of_what_it_says(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("buckets", [1, 40])
 async def test_everything_has_room(
-    store: Store, ended_job: Any, found: Callable[[DataLook], None], size: tuple[int, int],
+    store: Store,
+    ended_job: Any,
+    found: Callable[[DataLook], None],
+    size: tuple[int, int],
     buckets: int,
-) -> None:  # fmt: skip
+) -> None:
     found(made_up(buckets))
     async with running(store, size) as (app, pilot):
         screen = await look(app, pilot)
@@ -346,9 +372,11 @@ async def test_changed_data_is_told(
 
 @pytest.mark.slow
 async def test_a_screen_that_nothing_happens_on_is_not_painted(
-    store: Store, ended_job: Any, found: Callable[[DataLook], None],
+    store: Store,
+    ended_job: Any,
+    found: Callable[[DataLook], None],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     found(made_up())
     running_job = add_job(store, "runs", state=State.RUNNING)
     async with running(store) as (app, pilot):
@@ -405,8 +433,10 @@ def test_rows_fit(width: int) -> None:
     from rich.cells import cell_len
 
     long = "a/long/path/of/folders/" * 9 + "猫.png"
-    found = [{"count": 12345, "text": "a reason of many words " * 3, "examples": [long] * 8},
-             {"count": 1, "text": "short", "examples": ["猫" * 60]}]  # fmt: skip
+    found = [
+        {"count": 12345, "text": "a reason of many words " * 3, "examples": [long] * 8},
+        {"count": 1, "text": "short", "examples": ["猫" * 60]},
+    ]
     report = made_up(40, reasons=found).report
     report["datasets"] = report["datasets"] * 2
     report["datasets"][1] = report["datasets"][1] | {"path": "/data/猫" * 30}
@@ -440,8 +470,9 @@ def test_many_examples_are_told_apart_from_all() -> None:
     many = {"count": 20, "text": "grey", "examples": ["a.png", "b.png"]}
     report = made_up(reasons=[few, many], handled=[], cautions=[]).report
     assert [plain(row).split("grey")[1].strip() for row in finding_rows(report, 76)] == [
-        "a.png, b.png", "a.png, b.png, …",
-    ]  # fmt: skip
+        "a.png, b.png",
+        "a.png, b.png, …",
+    ]
 
 
 # -- pictures ------------------------------------------------------------------------------

@@ -77,8 +77,14 @@ def palette_shows(app: FsdpTui, name: str) -> bool:
 
 
 async def type_over(pilot: Pilot[None], text: str) -> None:
-    await pilot.press("end", "ctrl+u", *({"_": "underscore", ".": "full_stop", "-": "minus",
-                                         "/": "slash"}.get(c, c) for c in text))  # fmt: skip
+    await pilot.press(
+        "end",
+        "ctrl+u",
+        *(
+            {"_": "underscore", ".": "full_stop", "-": "minus", "/": "slash"}.get(c, c)
+            for c in text
+        ),
+    )
 
 
 @pytest.fixture
@@ -549,8 +555,13 @@ async def test_the_form_sees_who_comes_and_goes(
         return Look(values)
 
     monkeypatch.setattr("tui.form.beside.fit.look", look)
-    job = add_job(store, "t", state=State.RUNNING, gpus=[cards.gpus[0].uuid],
-                  job_file=dump_spec(load_spec(None, job_values)))  # fmt: skip
+    job = add_job(
+        store,
+        "t",
+        state=State.RUNNING,
+        gpus=[cards.gpus[0].uuid],
+        job_file=dump_spec(load_spec(None, job_values)),
+    )
     async with form(store, "D") as (app, pilot):
         picker = field(app, "gpus").control
         assert isinstance(picker, GpuPicker)

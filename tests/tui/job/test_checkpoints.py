@@ -147,8 +147,9 @@ async def test_there_may_be_nothing_to_see(store: Store, job: Job) -> None:
         await until(pilot, lambda: "step-10" in shown(screen.panel))
         assert not screen.query_one("#ckpt-problem").display
         shutil.rmtree(job.run_dir.root)
-        await until(pilot, lambda: "the run directory of the job is gone" in
-                    text_of(screen, "problem"))  # fmt: skip
+        await until(
+            pilot, lambda: "the run directory of the job is gone" in text_of(screen, "problem")
+        )
         await pilot.press("s", "r")
         assert app.screen is screen.screen
         store.remove(job.id)

@@ -136,10 +136,14 @@ async def test_every_tab_opens_by_its_number_and_has_room(
 async def test_tabs_turn_both_ways_and_the_last_one_is_remembered(store: Store, job: Job) -> None:
     async with opened(store) as (app, pilot, screen):
         for key, name in (
-            ("tab", "ranks"), ("right_square_bracket", "logs"), ("tab", "plots"),
-            ("shift+tab", "logs"), ("shift+tab", "ranks"), ("left_square_bracket", "overview"),
+            ("tab", "ranks"),
+            ("right_square_bracket", "logs"),
+            ("tab", "plots"),
+            ("shift+tab", "logs"),
+            ("shift+tab", "ranks"),
+            ("left_square_bracket", "overview"),
             ("left_square_bracket", "history"),
-        ):  # fmt: skip
+        ):
             await pilot.press(key)
             await until(pilot, lambda name=name: screen.tab == name)
         await pilot.press("escape")
@@ -260,11 +264,17 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
         await until(pilot, lambda: "step 40 of 200  20%" in shown(lines_of(screen)))
         text = shown(lines_of(screen))
         for words in (
-            "● running: all ranks are up", "0.42 s/step", "4.76 images/s", "fsdp2: a full copy",
-            "2 ranks on the CPU", "11.0 GiB on each rank; units: 19 FluxTransformerBlock",
-            "backward  74.0 GiB  74.0 GiB", "FSDP v1 is deprecated", "rank 1 is late",
+            "● running: all ranks are up",
+            "0.42 s/step",
+            "4.76 images/s",
+            "fsdp2: a full copy",
+            "2 ranks on the CPU",
+            "11.0 GiB on each rank; units: 19 FluxTransformerBlock",
+            "backward  74.0 GiB  74.0 GiB",
+            "FSDP v1 is deprecated",
+            "rank 1 is late",
             "checkpoints/step-30",
-        ):  # fmt: skip
+        ):
             assert words in text, words
         assert max(map(len, text.splitlines())) <= 80
         assert str(job.run_dir.root) in text.replace("\n", "").replace(" ", "")
@@ -286,8 +296,15 @@ async def test_a_failure_comes_with_its_cause_and_what_to_do(store: Store, job: 
     store.change(job.id, State.FAILED, reason)
     aborted = "NCCL communicator was aborted on rank 0."
     for rank, kind, words in ((0, "DistBackendError", aborted), (1, "OutOfMemoryError", "memory")):
-        record = {"t": rank, "rank": rank, "type": kind, "message": words, "phase": "backward",
-                  "step": 12, "trace": f"Traceback …\nthe last line of rank {rank}\n"}  # fmt: skip
+        record = {
+            "t": rank,
+            "rank": rank,
+            "type": kind,
+            "message": words,
+            "phase": "backward",
+            "step": 12,
+            "trace": f"Traceback …\nthe last line of rank {rank}\n",
+        }
         job.run_dir.rank_error(rank).write_text(json.dumps(record))
     async with opened(store, (80, 24)) as (_, pilot, screen):
         await until(pilot, lambda: "the last line of rank" in shown(lines_of(screen)))
@@ -303,9 +320,19 @@ async def test_a_failure_comes_with_its_cause_and_what_to_do(store: Store, job: 
 async def test_the_ranks_are_shown_and_late_ones_named(
     store: Store, job: Job, copied: list[str]
 ) -> None:
-    write_rank(job, 0, step=40, allocated=30 * GIB, reserved=33 * GIB, peak=38 * GIB,
-               heartbeat=time.time() + 60, progressed=time.time() + 60,
-               device="cuda:0", device_uuid="GPU-1", peaks={"load": 22 * GIB})  # fmt: skip
+    write_rank(
+        job,
+        0,
+        step=40,
+        allocated=30 * GIB,
+        reserved=33 * GIB,
+        peak=38 * GIB,
+        heartbeat=time.time() + 60,
+        progressed=time.time() + 60,
+        device="cuda:0",
+        device_uuid="GPU-1",
+        peaks={"load": 22 * GIB},
+    )
     write_rank(job, 1, step=38, heartbeat=time.time() - 65)
     async with opened(store, (120, 40), "2") as (_, pilot, screen):
         pane: Any = screen.panes["ranks"]
@@ -342,9 +369,16 @@ def ranks(count: int, **changes: Any) -> list[RankStatus]:
     from jobs.run.rundir import RankStatus
 
     values: dict[str, Any] = {
-        "pid": 1, "started": 0.0, "host": "node", "device": "cpu", "phase": "train", "step": 3,
-        "heartbeat": 100.0, "progressed": 100.0, "rss": GIB,
-    }  # fmt: skip
+        "pid": 1,
+        "started": 0.0,
+        "host": "node",
+        "device": "cpu",
+        "phase": "train",
+        "step": 3,
+        "heartbeat": 100.0,
+        "progressed": 100.0,
+        "rss": GIB,
+    }
     return [RankStatus(**values | changes | {"rank": rank}) for rank in range(count)]
 
 
@@ -372,8 +406,10 @@ async def test_logs_are_turned_and_followed(store: Store, job: Job, copied: list
         pane: Any = screen.panes["logs"]
         await until(pilot, lambda: pane.view.model is not None and len(pane.view.model) == 100)
         for key, index in (
-            ("right_square_bracket", 1), ("right_square_bracket", 2), ("left_square_bracket", 1),
-        ):  # fmt: skip
+            ("right_square_bracket", 1),
+            ("right_square_bracket", 2),
+            ("left_square_bracket", 1),
+        ):
             await pilot.press(key)
             await until(pilot, lambda index=index: pane.index == index)
         await until(pilot, lambda: len(pane.view.model) == 100)
@@ -405,8 +441,9 @@ async def test_logs_open_on_the_whole_screen(store: Store, job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tab", "key", "kind"), [("4", "c", PickRunsScreen),
-                                                  ("7", "o", PickJobScreen)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tab", "key", "kind"), [("4", "c", PickRunsScreen), ("7", "o", PickJobScreen)]
+)
 async def test_a_locked_database_does_not_hold_keys_up(
     store: Store, job: Job, monkeypatch: pytest.MonkeyPatch, tab: str, key: str, kind: Any
 ) -> None:
@@ -438,8 +475,11 @@ async def test_what_was_predicted_stands_beside_what_is_measured(store: Store, j
         assert "memory: predicted" not in shown(lines_of(screen))
         predict(job)  # beside the run, while it is looked at
         await until(pilot, lambda: "predicted 72.0 GiB to 79.0 GiB" in shown(lines_of(screen)))
-        (line,) = (one for one in shown(lines_of(screen)).splitlines() if "forward" in one
-                   and "measured" in one)  # fmt: skip
+        (line,) = (
+            one
+            for one in shown(lines_of(screen)).splitlines()
+            if "forward" in one and "measured" in one
+        )
         assert line.split() == ["forward", "60.0", "GiB", "measured", "61.0", "GiB", "+1.7", "%"]
 
 

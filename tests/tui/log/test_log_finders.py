@@ -82,8 +82,10 @@ def test_errors_are_found_with_their_tracebacks(tmp_path: Path) -> None:
     lines = TRACEBACK.splitlines()
     assert found(model, partial(LevelFinder, Level.ERROR)) == [*lines, "ERROR four"]
     assert found(model, partial(LevelFinder, Level.WARNING)) == [
-        *lines, "WARNING three", "ERROR four",
-    ]  # fmt: skip
+        *lines,
+        "WARNING three",
+        "ERROR four",
+    ]
     assert found(model, partial(LevelFinder, Level.ERROR, heads=True)) == [lines[0], "ERROR four"]
 
 
@@ -327,10 +329,14 @@ def test_a_page_that_ends_with_a_line() -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("120", Line(120)), (" 7 ", Line(7)), ("50%", Share(0.5)), ("0%", Share(0.0)),
-        ("14:05", Time(50700)), ("7:05:30", Time(25530)),
+        ("120", Line(120)),
+        (" 7 ", Line(7)),
+        ("50%", Share(0.5)),
+        ("0%", Share(0.0)),
+        ("14:05", Time(50700)),
+        ("7:05:30", Time(25530)),
     ],
-)  # fmt: skip
+)
 def test_a_place_is_a_line_a_part_or_a_time(text: str, place: object) -> None:
     assert place_of(text) == place
 

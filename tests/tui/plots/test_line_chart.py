@@ -39,11 +39,17 @@ if TYPE_CHECKING:
 def run_of(job: int = 1, count: int = 100, root: Path | None = None, **changes: float) -> Run:
     steps = [
         StepRecord(
-            step=n, t=1000.0 + 2 * n, loss=1 / n, lr=1e-3, grad_norm=0.5, seconds=2.0,
-            images_per_second=4.0, **changes,
+            step=n,
+            t=1000.0 + 2 * n,
+            loss=1 / n,
+            lr=1e-3,
+            grad_norm=0.5,
+            seconds=2.0,
+            images_per_second=4.0,
+            **changes,
         )
         for n in range(1, count + 1)
-    ]  # fmt: skip
+    ]
     held = [(n, 0.5 + 1 / n) for n in range(20, count + 1, 20)]
     return Run(job, f"run-{job}", root, steps, held)  # type: ignore[arg-type]
 
@@ -56,9 +62,14 @@ def text(rows: Sequence[Row]) -> str:
 
 
 @given(
-    st.lists(st.floats(-1e9, 1e9), max_size=200), st.floats(0, 100), st.floats(0.1, 300),
-    st.booleans(), st.booleans(), st.integers(0, 80), st.integers(0, 30),
-)  # fmt: skip
+    st.lists(st.floats(-1e9, 1e9), max_size=200),
+    st.floats(0, 100),
+    st.floats(0.1, 300),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 80),
+    st.integers(0, 30),
+)
 def test_a_figure_never_leaves_its_box(
     ys: list[float], first: float, size: float, log: bool, whole: bool, width: int, height: int
 ) -> None:
@@ -153,11 +164,19 @@ def test_the_nearest_place(places: list[float], x: float) -> None:
 
 @pytest.mark.parametrize("size", [(80, 21), (120, 37), (200, 57), (20, 5), (1, 1)])
 @pytest.mark.parametrize("runs", [0, 1, 3])
-@pytest.mark.parametrize("choices", [
-    Choices(), Choices(everything=True), Choices(measure=6), Choices(by_time=True, log=True),
-    Choices(measure=1, cursor=40.0), Choices(extent=(10.0, 30.0), cursor=20.0, whole=True),
-    Choices(span=1), Choices(raw=True, measure=5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "choices",
+    [
+        Choices(),
+        Choices(everything=True),
+        Choices(measure=6),
+        Choices(by_time=True, log=True),
+        Choices(measure=1, cursor=40.0),
+        Choices(extent=(10.0, 30.0), cursor=20.0, whole=True),
+        Choices(span=1),
+        Choices(raw=True, measure=5),
+    ],
+)
 def test_a_screenful_fills_its_room(size: tuple[int, int], runs: int, choices: Choices) -> None:
     values = Values([run_of(n + 1) for n in range(runs)])
     rows = screenful(values, choices, *size)
@@ -188,8 +207,9 @@ def test_memory_is_shown_in_gib() -> None:
 def test_the_settings_are_said_in_words() -> None:
     values = Values([run_of()])
     assert settings(values, Choices()) == "over steps · average of 10"
-    said = settings(values, Choices(by_time=True, log=True, span=SPANS.index(50), raw=False,
-                                    extent=(1.0, 2.0)))  # fmt: skip
+    said = settings(
+        values, Choices(by_time=True, log=True, span=SPANS.index(50), raw=False, extent=(1.0, 2.0))
+    )
     assert said == "over time · average of 50 · log scale · no raw values · zoomed"
     assert "average" not in settings(values, Choices(measure=1))
 
@@ -222,8 +242,13 @@ def test_the_file_has_what_is_shown(tmp_path: Path) -> None:
     assert path.name.startswith("loss-of-3-4-")
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
     assert [(row["job"], row["step"]) for row in rows] == [
-        ("3", "10"), ("3", "11"), ("3", "12"), ("4", "10"), ("4", "11"), ("4", "12"),
-    ]  # fmt: skip
+        ("3", "10"),
+        ("3", "11"),
+        ("3", "12"),
+        ("4", "10"),
+        ("4", "11"),
+        ("4", "12"),
+    ]
     assert float(rows[0]["value"]) == 0.1
     assert float(rows[0]["seconds"]) == 18.0
     assert float(rows[0]["average"]) > 0.1

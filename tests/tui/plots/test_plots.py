@@ -65,7 +65,7 @@ async def test_the_keys_of_what_is_shown_and_how(store: Store) -> None:
         await pilot.press("S", "r")
         assert "average of 10 · no raw values" in shown(panel)
         await pilot.press("r", "l", "o")
-        assert "log scale · extremes included" in shown(panel)
+        assert "log scale · outliers included" in shown(panel)
         await pilot.press("x")
         assert "over time" in shown(panel)
 

@@ -150,9 +150,16 @@ def test_a_wrong_entry_of_the_keymap_leaves_the_others(write: Callable[[str], Pa
     assert len(read.problems) == 1
 
 
-@pytest.mark.parametrize("text", ["read_only: [\n", "read_only: true\nread_only: false\n",
-                                  "read_only: false\nread_only: true\n", "read-only: : true\n",
-                                  "read_only: true\n\ttheme: nord\n"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "read_only: [\n",
+        "read_only: true\nread_only: false\n",
+        "read_only: false\nread_only: true\n",
+        "read-only: : true\n",
+        "read_only: true\n\ttheme: nord\n",
+    ],
+)
 def test_in_doubt_it_is_read_only(write: Callable[[str], Path], text: str) -> None:
     write(text)
     read = read_settings()
@@ -219,8 +226,9 @@ def test_an_action_gets_other_keys() -> None:
 
 def test_keys_may_be_swapped_and_are_free_elsewhere() -> None:
     assert settled({"jobs.stop": "s", "jobs.start": "x"}) == (
-        {"jobs.stop": "s", "jobs.start": "x"}, (),
-    )  # fmt: skip
+        {"jobs.stop": "s", "jobs.start": "x"},
+        (),
+    )
     assert settled({"list.down": "x"}) == ({"list.down": "x"}, ())
 
 

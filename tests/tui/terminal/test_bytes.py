@@ -243,9 +243,15 @@ def test_the_terminal_shows_what_the_screen_consists_of(
 
         shown.wait_for(is_shown("line 299 漢字"))
         shown.press("\x1b[?2026;2$y")  # it can take a picture at once
-        for key, what in (("?", "esc close"), ("?", "╭─ devices"), ("l", "line 298"),
-                          ("g", "line 0 漢字"), ("q", "╭─ devices"), ("n", "family"),
-                          ("\x1b", "╭─ devices")):  # fmt: skip
+        for key, what in (
+            ("?", "esc close"),
+            ("?", "╭─ devices"),
+            ("l", "line 298"),
+            ("g", "line 0 漢字"),
+            ("q", "╭─ devices"),
+            ("n", "family"),
+            ("\x1b", "╭─ devices"),
+        ):
             shown.press(key)
             shown.wait_for(is_shown(what))
         shown.wait_quiet(0.3)

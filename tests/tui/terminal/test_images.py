@@ -177,9 +177,14 @@ def test_importing_the_library_asks_nobody() -> None:
         "sys.stderr.write(' '.join(names))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], stdin=slave, stdout=slave, stderr=subprocess.PIPE,
-        text=True, timeout=60, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        stdin=slave,
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stderr == "TGPImage Image"
     os.set_blocking(master, False)
     with pytest.raises(BlockingIOError):  # nothing was written
@@ -340,8 +345,11 @@ async def test_every_protocol_has_a_widget_that_fits(
 
 
 def write(job: Job, step: int, number: int, **facts: Any) -> Path:
-    path = png(job.run_dir.samples / f"step-{step}" / f"{number:02d}.png", (64, 64),
-               ("red", "green", "blue")[number % 3])  # fmt: skip
+    path = png(
+        job.run_dir.samples / f"step-{step}" / f"{number:02d}.png",
+        (64, 64),
+        ("red", "green", "blue")[number % 3],
+    )
     path.with_suffix(".json").write_text(
         json.dumps({"prompt": f"prompt {number}", "seed": 1, "size": [64, 64]} | facts)
     )
@@ -427,8 +435,11 @@ async def test_what_is_broken_is_told_in_its_place(store: Store, job: Job) -> No
 
         def told() -> bool:
             cells = [cell for cells in grid._cells for cell in cells]
-            words = {cell.sample.step: cell.picture._said for cell in cells if cell.sample
-                     and cell.sample.number == 0}  # fmt: skip
+            words = {
+                cell.sample.step: cell.picture._said
+                for cell in cells
+                if cell.sample and cell.sample.number == 0
+            }
             return "broken" in words.get(500, "")
 
         await until(pilot, told)

@@ -9,14 +9,26 @@ from tests.support.tui.emulated_screen import EmulatedScreen
 from tui.terminal.terminal_cells import TerminalCells, change_of_style
 
 WIDTH, HEIGHT = SIZE = (12, 4)
-STYLES = st.sampled_from((
-    "", "1", "2;3", "31", "38;2;1;2;3;48;2;4;5;6", "1;38;2;1;2;3;48;2;4;5;6",
-    "38;5;9;48;2;4;5;6", "7;97;100", "38;2;9;9;9", "48;2;4;5;6", "4;1;91",
-))  # fmt: skip
+STYLES = st.sampled_from(
+    (
+        "",
+        "1",
+        "2;3",
+        "31",
+        "38;2;1;2;3;48;2;4;5;6",
+        "1;38;2;1;2;3;48;2;4;5;6",
+        "38;5;9;48;2;4;5;6",
+        "7;97;100",
+        "38;2;9;9;9",
+        "48;2;4;5;6",
+        "4;1;91",
+    )
+)
 PIECES = st.tuples(
-    st.integers(0, WIDTH - 1), st.integers(0, HEIGHT - 1),
+    st.integers(0, WIDTH - 1),
+    st.integers(0, HEIGHT - 1),
     st.lists(st.tuples(st.text("ab ─漢é", max_size=9), STYLES), min_size=1, max_size=3),
-)  # fmt: skip
+)
 PICTURES = st.lists(PIECES, max_size=5)
 
 
@@ -65,7 +77,7 @@ def test_a_picture_that_is_shown_already_costs_nothing(
                 if x + sum(len(t) for t, _ in parts) <= WIDTH
             ]
         )
-        cells.shorten(data, SIZE)  # fmt: skip
+        cells.shorten(data, SIZE)
     last = at(0, 0) + run("abcdefghijkl", "31") + at(3, 3)
     cells.shorten(last, SIZE)
     assert cells.shorten(last, SIZE) == ""
@@ -83,15 +95,13 @@ def test_only_the_digit_that_changed_is_sent() -> None:
     cells = TerminalCells()
     cells.shorten(at(0, 1) + run("step 120/500", "38;2;1;2;3;48;2;4;5;6") + at(0, 0), SIZE)
     data = at(0, 1) + run("step 121/500", "38;2;1;2;3;48;2;4;5;6") + at(0, 0)
-    assert cells.shorten(data, SIZE) == (
-        "\x1b[38;2;1;2;3;48;2;4;5;6m\x1b[2;8H1\x1b[m\x1b[1;1H"
-    )  # fmt: skip
+    assert cells.shorten(data, SIZE) == ("\x1b[38;2;1;2;3;48;2;4;5;6m\x1b[2;8H1\x1b[m\x1b[1;1H")
 
 
 def test_a_colour_that_stays_is_not_said_again() -> None:
     assert change_of_style("1;38;2;1;1;1;48;2;9;9;9", "1;38;2;2;2;2;48;2;9;9;9") == (
         "\x1b[38;2;2;2;2m"
-    )  # fmt: skip
+    )
 
 
 def test_another_size_and_what_is_not_understood_are_sent_whole() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from pathlib import Path
 
 import pytest
 from textual.app import App
@@ -11,7 +13,8 @@ from textual.geometry import Size
 from textual.screen import Screen
 from textual.timer import Timer
 
-from tests.support.tui.pilot import driven
+import tui
+from tests.support.tui.pilot import driven, until
 from tui.terminal import textual_fixes
 from tui.terminal.textual_fixes import fix_textual
 
@@ -76,3 +79,31 @@ async def test_two_sizes_at_once_come_to_rest_at_the_present_one(
     monkeypatch.setattr(Screen, "_screen_resized", textual_fixes.lay_out)
     with pytest.raises(RuntimeError, match="one layout calls"):  # if not, delete the fix
         await two_sizes_at_once()
+
+
+async def test_who_waits_for_a_screen_and_is_cancelled_still_ends_the_app() -> None:
+    """So nobody may wait for one. What has begun to close never gets its `Unmount`, either."""
+    go_on = asyncio.Event()
+
+    class Slow(Screen[None]):
+        async def on_unmount(self) -> None:
+            await go_on.wait()
+
+    app = App[None]()
+    async with driven(app) as pilot:
+        await app.push_screen(slow := Slow())
+
+        async def work() -> None:
+            app.pop_screen()
+            await app.push_screen_wait(Screen())
+
+        worker = app.run_worker(work(), exit_on_error=False)
+        await until(pilot, lambda: not slow.is_running)
+        worker.cancel()
+        await until(pilot, lambda: worker.is_finished)
+        go_on.set()
+        await asyncio.sleep(0)
+        await until(pilot, lambda: not app.is_running)
+    folder = Path(tui.__file__).parent
+    waiting = [path for path in folder.rglob("*.py") if "push_screen_wait(" in path.read_text()]
+    assert not waiting, "see docs/upstream.md"

@@ -23,7 +23,7 @@ _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
     "Steer": ("edit", "stop", "save-now", "sample-now", "hold", "release", "move", "pause"),
     "Clean up": ("remove", "prune", "cache"),
     "Set up": ("settings", "completion"),
-}  # fmt: skip
+}
 _OTHERS: Final = "More"
 
 EXAMPLES: Final = """\b

@@ -84,13 +84,14 @@ def _read_id(ctx: click.Context, param: click.Parameter, value: str | None) -> i
     raise click.BadParameter(f'"{value}" is not a job id{meant}; `fsdp-tui list` shows the ids')
 
 
-ID: Final = click.argument(
-    "job_id", metavar="ID", callback=_read_id, shell_complete=_job_ids
-)  # fmt: skip
+ID: Final = click.argument("job_id", metavar="ID", callback=_read_id, shell_complete=_job_ids)
 WORDS: Final = click.argument(
-    "words", nargs=-1, type=click.UNPROCESSED, shell_complete=_job_files,
+    "words",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    shell_complete=_job_files,
     metavar="[JOB.yaml] [--key=value …]",
-)  # fmt: skip
+)
 
 
 def _templates(ctx: click.Context, param: click.Parameter, start: str) -> list[CompletionItem[str]]:
@@ -103,9 +104,11 @@ def _templates(ctx: click.Context, param: click.Parameter, start: str) -> list[C
 
 
 TEMPLATE: Final = click.option(
-    "--template", metavar="NAME", shell_complete=_templates,
+    "--template",
+    metavar="NAME",
+    shell_complete=_templates,
     help="Start from a template instead of a file; `fsdp-tui templates` lists them.",
-)  # fmt: skip
+)
 
 
 def read_job(

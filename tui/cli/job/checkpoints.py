@@ -33,16 +33,29 @@ if TYPE_CHECKING:
 @click.command()
 @ID
 @click.argument("more", metavar="", nargs=-1)
-@click.option("--verify", "contents", is_flag=True,
-              help="Read every byte; exit status 1 if anything is damaged.")  # fmt: skip
-@click.option("--delete", "names", multiple=True, metavar="STEP …",
-              help="Delete these steps; a checkpoint that was set aside, by name.")  # fmt: skip
+@click.option(
+    "--verify",
+    "contents",
+    is_flag=True,
+    help="Read every byte; exit status 1 if anything is damaged.",
+)
+@click.option(
+    "--delete",
+    "names",
+    multiple=True,
+    metavar="STEP …",
+    help="Delete these steps' checkpoints (set-aside ones by name).",
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @JSON
 def checkpoints(
-    job_id: int, more: tuple[str, ...], contents: bool, names: tuple[str, ...], yes: bool,
+    job_id: int,
+    more: tuple[str, ...],
+    contents: bool,
+    names: tuple[str, ...],
+    yes: bool,
     as_json: bool,
-) -> int:  # fmt: skip
+) -> int:
     """List a job's checkpoints: time, size, health, and which one a resume uses."""
     if more and not names:
         raise click.UsageError(
@@ -102,9 +115,13 @@ def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
 
 @click.command(cls=JobCommand, context_settings=FLAGS)
 @ID
-@click.option("--from", "back_to", metavar="STEP",
-              help="Resume from this step (0: from the beginning); newer checkpoints are set "
-              "aside, not deleted.")  # fmt: skip
+@click.option(
+    "--from",
+    "back_to",
+    metavar="STEP",
+    help="Resume from this step (0: from the beginning); newer checkpoints are set "
+    "aside, not deleted.",
+)
 @JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ...]) -> None:

@@ -35,8 +35,12 @@ _HEADER = """\
 
 @click.command(cls=JobCommand, context_settings=FLAGS)
 @ID
-@click.option("--dry-run", "--dry_run", is_flag=True,
-              help="Validate and print the complete job; change nothing.")  # fmt: skip
+@click.option(
+    "--dry-run",
+    "--dry_run",
+    is_flag=True,
+    help="Validate and print the complete job; change nothing.",
+)
 @JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:

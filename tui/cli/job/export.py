@@ -55,14 +55,19 @@ def export(
 ) -> None:
     """Export a checkpoint for other tools and print its path.
 
-    The job may be running. A LoRA comes under the names of diffusers and of other tools, a
-    whole model as a pipeline for from_pretrained. Every file is read back and compared.
+    The job may be running. A LoRA is written with the key names of diffusers and of other tools, a
+    full model as a pipeline for from_pretrained. Every file is read back and compared.
     """
     with ProgressLine("exporting") as line:
         made = export_checkpoint(
-            Store().get(job_id), step, output=output, dtype=dtype, formats=formats,
-            ema=not no_ema, progress=lambda done, total: line(done, total, f"{done} %"),
-        )  # fmt: skip
+            Store().get(job_id),
+            step,
+            output=output,
+            dtype=dtype,
+            formats=formats,
+            ema=not no_ema,
+            progress=lambda done, total: line(done, total, f"{done} %"),
+        )
     for warning in made.warnings:
         echo(f"fsdp-tui: warning: {warning}", err=True)
     echo(json.dumps(asdict(made) | {"path": str(made.path)}) if as_json else str(made.path))

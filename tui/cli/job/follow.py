@@ -16,6 +16,7 @@ from jobs.run.disk_space import find_cut
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import PHASES
 from tui.cli.common.echo import Stream, echo
+from tui.text.format import state_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +68,7 @@ def _follow(store: Store, job: Job, path: Path, *, states: bool) -> Job:
         if states:
             if (job.state, job.reason) != said:
                 said = (job.state, job.reason)
-                _note(f"{job.state}: {job.reason}" if job.reason else str(job.state))
+                _note(state_text(job.state, job.reason))
             events.poll()
             if events.phase is not None and events.phase.name != phase:
                 phase = events.phase.name

@@ -48,7 +48,8 @@ def move(job_id: int, place: str | None, priority: int | None) -> None:
 def pause(off: bool) -> None:
     """Start no queued job until `pause --off`; running jobs continue."""
     service.pause(Store(), not off)
-    echo("the queue is running" if off else "the queue is paused; `pause --off` resumes it")
+    paused = "the queue is paused; `fsdp-tui pause --off` resumes it"
+    echo("the queue is running" if off else paused)
 
 
 @click.command(name="save-now")
@@ -82,8 +83,13 @@ def remove(job_id: int, keep_files: bool, yes: bool) -> None:
 
 
 @click.command()
-@click.option("--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
-              help="Keep the newest N ended jobs.")  # fmt: skip
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=0),
+    required=True,
+    metavar="N",
+    help="Keep the newest N ended jobs.",
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 def prune(keep_last: int, yes: bool) -> None:
     """Remove old ended jobs and their files."""
@@ -98,5 +104,12 @@ def prune(keep_last: int, yes: bool) -> None:
 
 
 COMMANDS: tuple[Any, ...] = (
-    hold, release, move, pause, save_now, sample_now, remove, prune,
-)  # fmt: skip
+    hold,
+    release,
+    move,
+    pause,
+    save_now,
+    sample_now,
+    remove,
+    prune,
+)

@@ -47,7 +47,7 @@ def watch(store: Store, every: float, *, as_json: bool = False) -> None:
             time.sleep(every)
             continue
         if before:
-            echo("fsdp-tui: reading the jobs again", err=True)
+            echo("fsdp-tui: the jobs can be read again", err=True)
         if as_json:
             lines = list(changed_objects(rows, seen))
         else:
@@ -116,7 +116,7 @@ def sentence(row: Mapping[str, Any]) -> str:
         if row["loss"] is not None:
             told.append(f"loss {number(row['loss'])}")
         if row["seconds_per_step"] is not None and state not in _ENDED:
-            told.append(f"{pace(row['seconds_per_step'])} seconds a step")
+            told.append(f"{pace(row['seconds_per_step'])} seconds per step")
     if row["eta"] is not None:
         told.append(f"about {in_words(row['eta'])} left")
     if row["reason"]:

@@ -43,8 +43,9 @@ _ASCII: Final = str.maketrans({"–": "-", "·": ".", "×": "x", "µ": "u", "→
 @click.argument("job", required=False, metavar="[JOB.yaml]", type=click.Path(path_type=Path))
 @click.option("--gpus", metavar="0,1", help="GPUs to check, by index or UUID.")
 @click.option("--quick", is_flag=True, help="Skip the all-reduce check, which takes half a minute.")
-@click.option("--repair", "mend", is_flag=True,
-              help="Rebuild a damaged jobs database; the old one is kept.")  # fmt: skip
+@click.option(
+    "--repair", "mend", is_flag=True, help="Rebuild a damaged jobs database; the old one is kept."
+)
 @JSON
 def doctor(job: Path | None, gpus: str | None, quick: bool, mend: bool, as_json: bool) -> int:
     """Check that this machine is ready to train, with a fix for each problem.
@@ -150,9 +151,12 @@ def lines(finding: Finding, look: Style, *, first: bool = False) -> Iterator[str
 
 def _wrapped(text: str, head: str, indent: str, look: Style) -> list[str]:
     return textwrap.wrap(
-        _readable(text, look), look.width,
-        initial_indent=_readable(head, look), subsequent_indent=indent, break_on_hyphens=False,
-    ) or [head]  # fmt: skip
+        _readable(text, look),
+        look.width,
+        initial_indent=_readable(head, look),
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    ) or [head]
 
 
 def _readable(text: str, look: Style) -> str:

@@ -34,15 +34,21 @@ _INTERRUPTED: Final = 130  # exit status
     "--gpus", metavar="0,1", help="GPUs to test, by index or UUID (default: all idle ones)."
 )
 @click.option("--cpu", is_flag=True, help="Test CPU ranks even if there are GPUs.")
-@click.option("--ranks", type=click.IntRange(1, 16), default=_CPU_RANKS, show_default=True,
-              help="Number of CPU ranks.")  # fmt: skip
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 16),
+    default=_CPU_RANKS,
+    show_default=True,
+    help="Number of CPU ranks.",
+)
 @JSON
 def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
-    """Test that this machine trains; run it once on a new machine.
+    """Test that this machine can train; run it once on every new machine.
 
-    Real jobs on a small model: one device and all of them with each strategy, compared with each
-    other; stop and resume; the export in diffusers; a killed rank; on GPUs also out-of-memory,
-    bandwidth, step time and memory. About 3 minutes. Exit status: 0 if nothing fails, else 1.
+    Trains a small model on one device, then on all devices with each strategy, and compares the
+    results. Also tests stop and resume, the export in diffusers, and a killed rank; on GPUs also
+    out-of-memory, bandwidth, step time and memory. Takes about 3 minutes. Exit status: 0 if nothing
+    fails, else 1.
     """
     store = Store()
     chosen = [] if cpu else jobs_selftest.choose_gpus(store, read_names(gpus))
@@ -55,9 +61,11 @@ def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
     started = time.monotonic()
     with ProgressLine("self-test") as progress:
         for finding in jobs_selftest.run(
-            store, chosen, len(chosen) or ranks,
+            store,
+            chosen,
+            len(chosen) or ranks,
             say=lambda words: progress(len(found), jobs_selftest.COUNT, words),
-        ):  # fmt: skip
+        ):
             if not as_json:
                 progress.clear()
                 first = not found or found[-1].group != finding.group

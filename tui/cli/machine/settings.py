@@ -66,8 +66,11 @@ def _show(as_json: bool) -> None:
         value = text_of(getattr(read.settings, name)) or _UNSET[name]
         mark = " *" if name in read.settings.model_fields_set else ""
         echo(f"\n{name}: {_UNSET[name] if value == '{}' else value}{mark}")
-        echo(textwrap.fill(field.description or "", width - 4, initial_indent="    ",
-                                 subsequent_indent="    "))  # fmt: skip
+        echo(
+            textwrap.fill(
+                field.description or "", width - 4, initial_indent="    ", subsequent_indent="    "
+            )
+        )
     echo(f"\n* set in the file.  Themes: {', '.join(theme.name for theme in THEMES)}")
     for problem in problems:
         warn(problem)

@@ -23,18 +23,25 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen on; other than loopback: open to the network.")  # fmt: skip
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; all but loopback are open to the network.",
+)
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
 @click.option("--read-only", is_flag=True, help="Serve a read-only dashboard.")
-@click.option("--token/--no-token", default=None,
-              help="Ask for the token in the printed address; on by default where other users "
-              "have accounts, or beyond loopback.")  # fmt: skip
+@click.option(
+    "--token/--no-token",
+    default=None,
+    help="Ask for the token in the printed address; on by default where other users "
+    "have accounts, or beyond loopback.",
+)
 def web(host: str, port: int, read_only: bool, token: bool | None) -> None:
     """Serve the dashboard to a browser until Ctrl-C.
 
-    Without a token, anyone who reaches the port controls the jobs, other users of this machine too.
-    From elsewhere, forward the port through SSH instead of opening it:
+    Without a token, anyone who can reach the port controls your jobs, including other users of
+    this machine. From elsewhere, forward the port through SSH instead of opening it:
 
     \b
     ssh -L 8000:127.0.0.1:8000 this-machine      then open http://127.0.0.1:8000
@@ -46,9 +53,11 @@ def web(host: str, port: int, read_only: bool, token: bool | None) -> None:
         token = host not in _LOOPBACK or others_have_accounts()
     if host not in _LOOPBACK:
         who = "can see your jobs" if read_only else "controls your jobs as you"
-        secret = "the token is sent in the clear: whoever reads it" if token else (
-            f"there is no password: anyone who reaches port {port}"
-        )  # fmt: skip
+        secret = (
+            "the token is sent unencrypted: anyone who intercepts it"
+            if token
+            else (f"there is no password: anyone who can reach port {port}")
+        )
         warn(
             f"{host} is not loopback, and {secret} {who}; "
             f"`ssh -L {port}:127.0.0.1:{port}` is the safe way to a dashboard on loopback"

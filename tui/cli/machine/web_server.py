@@ -44,9 +44,13 @@ def serve(host: str, port: int, *, read_only: bool, token: str = "") -> None:
 
     try:
         web.run_app(
-            server._make_app(), host=host, port=port, print=tell, access_log=None,
+            server._make_app(),
+            host=host,
+            port=port,
+            print=tell,
+            access_log=None,
             shutdown_timeout=_GRACE,
-        )  # fmt: skip
+        )
     except OSError as error:
         # aiohttp tells at length what the number says; names that are unknown have none above 0.
         number = error.errno or 0

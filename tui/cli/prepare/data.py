@@ -20,9 +20,12 @@ _WIDEST = 100  # columns; longer lines are hard to read
 
 @click.command(cls=JobCommand, context_settings=FLAGS)
 @click.option("--all", "every_file", is_flag=True, help="List every skipped file.")
-@click.option("--sheet", type=click.Path(path_type=Path), metavar="FILE.png",
-              help="Write a contact sheet with images of every bucket, cropped as for "
-              "training.")  # fmt: skip
+@click.option(
+    "--sheet",
+    type=click.Path(path_type=Path),
+    metavar="FILE.png",
+    help="Write a contact sheet with images of every bucket, cropped as for training.",
+)
 @JSON
 @WORDS
 def data(words: tuple[str, ...], every_file: bool, sheet: Path | None, as_json: bool) -> None:

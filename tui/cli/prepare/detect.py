@@ -30,19 +30,39 @@ _OTHERS = 5  # classes in the table that are not recommended; --all shows the re
 @click.option(
     "--model_family", "--model-family", metavar="FAMILY", help="Model family, as in a job file."
 )
-@click.option("--model_flavour", "--model-flavour", metavar="FLAVOUR",
-              help="Published flavour (default: the family's first).")  # fmt: skip
-@click.option("--pretrained_model_name_or_path", "--pretrained-model-name-or-path", "pretrained",
-              metavar="MODEL", help="Same as PATH.")  # fmt: skip
-@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Number of ranks to show sizes for.")  # fmt: skip
+@click.option(
+    "--model_flavour",
+    "--model-flavour",
+    metavar="FLAVOUR",
+    help="Published flavour (default: the family's first).",
+)
+@click.option(
+    "--pretrained_model_name_or_path",
+    "--pretrained-model-name-or-path",
+    "pretrained",
+    metavar="MODEL",
+    help="Same as PATH.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of ranks to show sizes for.",
+)
 @click.option("--refresh", is_flag=True, help="Detect again, ignoring the cache.")
 @click.option("--all", "every", is_flag=True, help="Show every class.")
 @JSON
 def detect(
-    path: str | None, model_family: str | None, model_flavour: str | None, pretrained: str | None,
-    ranks: int, refresh: bool, every: bool, as_json: bool,
-) -> None:  # fmt: skip
+    path: str | None,
+    model_family: str | None,
+    model_flavour: str | None,
+    pretrained: str | None,
+    ranks: int,
+    refresh: bool,
+    every: bool,
+    as_json: bool,
+) -> None:
     """Find a model's repeated blocks, without its weights.
 
     PATH is a model directory, its config.json, or a hub id in the local cache; a family and
@@ -105,13 +125,15 @@ def text(found: Detection, ranks: int, *, every: bool = False) -> str:
         lines.append(f"  and {len(others) - len(shown)} more (--all)")
     if not found.recommended:
         return "\n".join([*lines, "", "no repeated class is worth wrapping"])
-    return "\n".join([
-        *lines,
-        "",
-        f"recommended: {','.join(found.recommended)}",
-        f"wraps {does.share:.1%} in {does.units} units; largest unit {size(does.largest * width)}; "
-        f"root {size(does.root * width)} gathered on each rank",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"recommended: {','.join(found.recommended)}",
+            f"wraps {does.share:.1%} in {does.units} units; largest unit "
+            f"{size(does.largest * width)}; root {size(does.root * width)} gathered on each rank",
+        ]
+    )
 
 
 def _table(

@@ -50,13 +50,20 @@ def _read_ranks(context: click.Context, option: click.Parameter, text: str | Non
 
 
 @click.command(name="estimate", cls=JobCommand, context_settings=FLAGS)
-@click.option("--ranks", callback=_read_ranks, metavar="2,4,8,…",
-              help="Rank counts to compare (default: the job's own).")  # fmt: skip
-@click.option("--card", type=click.Choice([str(card) for card in CARDS]),
-              help="GPU memory in GB to fit against (default: this machine's GPUs; 80 if it has "
-              "none).")  # fmt: skip
-@click.option("--measure", is_flag=True,
-              help="Also run two real steps through the queue, then remove them.")  # fmt: skip
+@click.option(
+    "--ranks",
+    callback=_read_ranks,
+    metavar="2,4,8,…",
+    help="Rank counts to compare (default: the job's own).",
+)
+@click.option(
+    "--card",
+    type=click.Choice([str(card) for card in CARDS]),
+    help="GPU memory in GB to fit against (default: this machine's GPUs; 80 if it has none).",
+)
+@click.option(
+    "--measure", is_flag=True, help="Also run two real steps through the queue, then remove them."
+)
 @JSON
 @WORDS
 def estimate_job(
@@ -180,11 +187,11 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
             end = "" if last is Verdict.FITS else "\n  still not enough: use more GPUs"
             parts.append(f"what to change, cheapest first\n{words_of.steps_text(facts.steps)}{end}")
         elif fit.verdict is not Verdict.FITS:
-            parts.append("no setting helps: use more GPUs, or larger ones")
+            parts.append("no setting is enough: use more GPUs, or GPUs with more memory")
         if facts.faster:
             parts.append(f"faster, and still fits\n{words_of.steps_text([facts.faster])}")
         if facts.fewest:
-            few = f"fewest GPUs that would do: {words_of.fewest_text(facts.fewest)}"
+            few = f"fewest GPUs that are enough: {words_of.fewest_text(facts.fewest)}"
             if facts.changed:
                 few += f"\nwith all of these changes: {words_of.fewest_text(facts.changed)}"
             parts.append(few)
@@ -209,8 +216,12 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
             if isinstance(found, Predicted)
         ],
         "failed": [
-            {"strategy": found.strategy, "ranks": found.ranks, "error": found.error,
-             "hint": found.hint}
+            {
+                "strategy": found.strategy,
+                "ranks": found.ranks,
+                "error": found.error,
+                "hint": found.hint,
+            }
             for found, _ in facts.rows
             if isinstance(found, Refused)
         ],
@@ -222,38 +233,56 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
             {"what": need.what, "needed": need.needed, "free": need.free, "enough": need.enough}
             for need in (needs_of(asked.spec, own) if isinstance(own, Predicted) else ())
         ],
-        "calibration": {"runs": asked.calibration.runs, "usual": asked.calibration.usual,
-                        "factor": asked.calibration.factor},
+        "calibration": {
+            "runs": asked.calibration.runs,
+            "usual": asked.calibration.usual,
+            "factor": asked.calibration.factor,
+        },
         "measured": _measured(asked, measured) if measured else None,
-    }  # fmt: skip
+    }
 
 
 def _step(step: Step) -> dict[str, Any]:
     return {
-        "title": step.rung.title, "changes": step.changes, "before": step.before.high,
-        "after": step.after.high, "slower": step.rung.slower, "cost": step.cost,
+        "title": step.rung.title,
+        "changes": step.changes,
+        "before": step.before.high,
+        "after": step.after.high,
+        "slower": step.rung.slower,
+        "cost": step.cost,
         "verdict": str(step.after.verdict),
-    }  # fmt: skip
+    }
 
 
 def _fit(fit: Fit) -> dict[str, Any]:
     return {
-        "on": fit.room.name, "total": fit.room.total, "free": fit.room.free, "low": fit.low,
-        "high": fit.high, "verdict": str(fit.verdict), "spare": fit.spare,
-    }  # fmt: skip
+        "on": fit.room.name,
+        "total": fit.room.total,
+        "free": fit.room.free,
+        "low": fit.low,
+        "high": fit.high,
+        "verdict": str(fit.verdict),
+        "spare": fit.spare,
+    }
 
 
 def _measured(asked: Estimate, measured: Measured) -> dict[str, Any]:
     return {
-        "strategy": measured.strategy, "measure": measured.measure,
+        "strategy": measured.strategy,
+        "measure": measured.measure,
         "peaks": {name: list(ranks) for name, ranks in measured.peaks.items()},
-        "out_of_memory": measured.out_of_memory, "reason": measured.reason,
+        "out_of_memory": measured.out_of_memory,
+        "reason": measured.reason,
         "compared": [
-            {"name": one.phase, "predicted": one.predicted, "measured": list(one.measured),
-             "ratio": one.ratio}
+            {
+                "name": one.phase,
+                "predicted": one.predicted,
+                "measured": list(one.measured),
+                "ratio": one.ratio,
+            }
             for one in _beside(asked, measured)
         ],
-    }  # fmt: skip
+    }
 
 
 def _beside(asked: Estimate, measured: Measured) -> list[Any]:

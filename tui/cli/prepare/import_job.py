@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 _CONFIG: Final = click.argument("config", type=click.Path(path_type=Path))
 _OUTPUT: Final = click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="JOB.yaml",
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="JOB.yaml",
     help="File to write the job to (default: standard output).",
-)  # fmt: skip
+)
 _FORCE: Final = click.option("--force", is_flag=True, help="Overwrite an existing file.")
 _DETAILED: Final = (Kind.TAKEN, Kind.TRANSLATED, Kind.UNSUPPORTED, Kind.UNREADABLE, Kind.UNKNOWN)
 
@@ -127,11 +130,11 @@ def _report(imported: Imported, output: Path | None) -> str:
     lines = [f"{imported.source} ({imported.tool}) → {output or 'a job'}"]
     for kind in _DETAILED:
         if entries := report.of(kind):
-            lines += ["", f"{kind} ({len(entries)})", *(_line(entry) for entry in entries)]
+            lines += ["", f"{kind.heading} ({len(entries)})", *(_line(entry) for entry in entries)]
     if entries := report.of(Kind.UNNEEDED):
-        lines += ["", f"{Kind.UNNEEDED} ({len(entries)})", *_names(entries)]
+        lines += ["", f"{Kind.UNNEEDED.heading} ({len(entries)})", *_names(entries)]
     if assumed := report.assumed:
-        title = f"not set there, so that tool's default ({len(assumed)})"
+        title = f"not set; that tool's default is used ({len(assumed)})"
         lines += ["", title, *(_line(entry) for entry in assumed)]
     for title, sentences in (("warnings", report.warnings), ("to fill in", report.to_fill_in)):
         if sentences:

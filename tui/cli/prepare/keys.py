@@ -12,6 +12,7 @@ import click
 
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec, field_group, field_words, is_switch, takes_many, takes_none
+from jobs.spec.noise_levels import preview
 from jobs.spec.values.spellings import did_you_mean, normal_key
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import JSON
@@ -19,6 +20,7 @@ from tui.cli.common.job_arguments import JSON
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_NOISE: Final = "timestep_sampling"
 _LEAST: Final = 40  # columns; a narrower terminal breaks lines itself
 _KINDS: Final = {"int": "number", "float": "number", "bool": "true or false", "str": "text"}
 
@@ -45,6 +47,8 @@ def keys(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
     else:
         columns = max(_LEAST, min(100, shutil.get_terminal_size((80, 24)).columns))
         echo(_text(chosen, columns))
+        if chosen == [_NOISE]:
+            echo("\n" + "\n".join(f"      {line}" for line in preview(columns - 6)))
 
 
 def facts(name: str) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def values_of(name: str) -> str:
         return " · ".join(words) + (" · pkg.mod.name" if name == "fsdp_auto_wrap_policy" else "")
     annotation = str(field.annotation)
     if "dict[" in annotation:
-        return "file or mapping"
+        return "file or mapping" if annotation.startswith("str |") else "mapping"
     if takes_many(name):
         return "number or list" if name == "gpus" else "list"
     if is_switch(name):

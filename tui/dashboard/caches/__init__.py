@@ -1,1 +1,1 @@
-"""What is kept so that it need not be made again: how large it is, and clearing it."""
+"""The caches screen: sizes, and clearing."""

@@ -1,4 +1,4 @@
-"""The screen of what is cached: how large it is, and clearing it."""
+"""The caches screen: sizes, and clearing."""
 
 from __future__ import annotations
 
@@ -40,44 +40,64 @@ _MARGIN: Final = 2  # columns beside the keys
 
 
 class CachesScreen(Screen[None]):
-    """Lists the caches. Clearing one goes on when the screen is closed, and is told in any case."""
+    """Lists the caches. Clearing continues when the screen is closed, and its result is shown."""
 
     CSS_PATH = "caches.tcss"
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = "#caches"
     BINDINGS: ClassVar = [
-        Binding("escape,q,C,shift+c", "dismiss", "close", id="caches.close",
-                tooltip="Back to the dashboard"),
+        Binding(
+            "escape,q,C,shift+c",
+            "dismiss",
+            "close",
+            id="caches.close",
+            tooltip="Back to the dashboard",
+        ),
         Binding("j,down", "go(1)", "next cache", id="caches.down"),
         Binding("k,up", "go(-1)", "previous cache", id="caches.up"),
         Binding("home,g", "go(-1000000)", "first cache", id="caches.first"),
         Binding("end,G,shift+g", "go(1000000)", "last cache", id="caches.last"),
-        Binding("x,delete,enter", "clear", "clear", id="caches.clear",
-                tooltip="Clear the selected cache (asks first)"),
-        Binding("a", "clear_all", "clear all", id="caches.clear_all",
-                tooltip="Clear all caches (asks first)"),
+        Binding(
+            "x,delete,enter",
+            "clear",
+            "clear",
+            id="caches.clear",
+            tooltip="Clear the selected cache (asks first)",
+        ),
+        Binding(
+            "a",
+            "clear_all",
+            "clear all",
+            id="caches.clear_all",
+            tooltip="Clear all caches (asks first)",
+        ),
         Binding("r", "look", "refresh", id="caches.look", tooltip="Measure the caches again"),
-        Binding("t", "switch_theme", "theme", id="caches.switch_theme",
-                tooltip="Switch between the dark and light theme"),
-    ]  # fmt: skip
+        Binding(
+            "t",
+            "switch_theme",
+            "theme",
+            id="caches.switch_theme",
+            tooltip="Switch between the dark and light theme",
+        ),
+    ]
 
     app: FsdpTui
 
     @dataclass
     class Looked(Message):
-        """What there is now."""
+        """The caches have been measured."""
 
         caches: list[Cache]
 
     @dataclass
     class Failed(Message):
-        """There is nothing to look at."""
+        """The caches cannot be read."""
 
         problem: str
 
     @dataclass
     class Cleared(Message):
-        """Clearing is over, or was refused: what to tell of it."""
+        """Clearing has finished or was refused, with the text to show."""
 
         text: str
         refused: bool = False
@@ -140,8 +160,8 @@ class CachesScreen(Screen[None]):
 
     @on(CachesPanel.Highlighted)
     def _show_about(self) -> None:
-        one = self.panel.highlighted
-        text = f"{one.title}\n{one.path}" if one is not None else ""
+        cache = self.panel.highlighted
+        text = f"{cache.title}\n{cache.path}" if cache is not None else ""
         self.query_one("#cache-about", Static).update(text)
 
     # -- moving ----------------------------------------------------------------------------
@@ -155,8 +175,8 @@ class CachesScreen(Screen[None]):
     # -- clearing --------------------------------------------------------------------------
 
     def action_clear(self) -> None:
-        if (one := self.panel.highlighted) is not None:
-            self._ask([one])
+        if (cache := self.panel.highlighted) is not None:
+            self._ask([cache])
 
     def action_clear_all(self) -> None:
         self._ask(self.panel.caches)
@@ -164,11 +184,11 @@ class CachesScreen(Screen[None]):
     def _ask(self, caches: Sequence[Cache]) -> None:
         if self._clearing or not caches:
             return
-        if not any(one.files for one in caches):
+        if not any(cache.files for cache in caches):
             self._tell("nothing to clear")
             return
-        held = [one for one in caches if one.files]
-        names = [one.name for one in held]
+        filled = [cache for cache in caches if cache.files]
+        names = [cache.name for cache in filled]
 
         def answered(yes: bool | None) -> None:
             if yes:
@@ -176,27 +196,28 @@ class CachesScreen(Screen[None]):
                 self._tell(f"clearing {listed(names)} …")
                 self.app.act(partial(self._clear, names))
 
-        what = "\n".join(f"{one.title}: {one.path}" for one in held)
+        what = "\n".join(f"{cache.title}: {cache.path}" for cache in filled)
         detail = (
-            f"{amount(held)} will be deleted; the next job that needs them rebuilds them.\n\n{what}"
+            f"{amount(filled)} will be deleted; the next job that needs them rebuilds them."
+            f"\n\n{what}"
         )
         question = f"Clear the {listed(names)} cache{'s' * (len(names) > 1)}?"
         self.app.push_screen(ConfirmScreen(question, detail, "clear"), answered)
 
     def _clear(self, names: list[str]) -> str:
-        """In a thread. The toast is shown wherever one is then, the line on this screen."""
-        told, refused = "clearing failed", True
+        """Clear caches in a thread. The toast appears on any screen, the line on this one."""
+        outcome, refused = "clearing failed", True
         try:
-            told, refused = freed(clear(self.store, names)), False
+            outcome, refused = freed(clear(self.store, names)), False
         except StateError as error:
-            told = f"nothing cleared: {error}"
+            outcome = f"nothing cleared: {error}"
             raise
         except UserError as error:  # some of it may be gone
-            told = str(error)
+            outcome = str(error)
             raise
         finally:
-            self.post_message(self.Cleared(told, refused))
-        return told
+            self.post_message(self.Cleared(outcome, refused))
+        return outcome
 
     def on_caches_screen_cleared(self, message: Cleared) -> None:
         self._clearing = False

@@ -194,14 +194,23 @@ def look(
     if not values.get("pretrained_model_name_or_path"):
         return Look(values)  # most forms are opened, looked at and left
     ours = {rank.pid for view in snapshot.jobs for rank in view.ranks}
-    claims = {uuid: view.job.id for view in snapshot.jobs if view.job.state.active
-              for uuid in view.job.gpus}  # fmt: skip
+    claims = {
+        uuid: view.job.id
+        for view in snapshot.jobs
+        if view.job.state.active
+        for uuid in view.job.gpus
+    }
     try:
         spec = draft.spec_of(values, ignoring=_IGNORED)
         asked = estimate(
-            spec, client.shared(), present=snapshot.gpus, ours=ours, claims=claims,
-            imagine=False, cancelled=cancelled,
-        )  # fmt: skip
+            spec,
+            client.shared(),
+            present=snapshot.gpus,
+            ours=ours,
+            claims=claims,
+            imagine=False,
+            cancelled=cancelled,
+        )
         own = asked.own
         if isinstance(own, Refused):
             return Look(values, told=f"memory: {own.error}")
@@ -275,9 +284,11 @@ def _bar(fit: Fit, cells: int) -> Content:
     low = max(1, low)
     may = max(0, high - low)
     parts = [
-        ("━" * low, colour), ("╍" * may, colour),
-        ("┄" * (cells - low - may - held), "$foreground 26%"), ("▒" * held, "$warning"),
-    ]  # fmt: skip
+        ("━" * low, colour),
+        ("╍" * may, colour),
+        ("┄" * (cells - low - may - held), "$foreground 26%"),
+        ("▒" * held, "$warning"),
+    ]
     return Content("").join(Content.styled(text, style) for text, style in parts if text)
 
 
@@ -289,7 +300,7 @@ def _figures(fit: Fit) -> str:
 def _verdict(fit: Fit) -> str:
     """How it fits, in few words."""
     if fit.verdict is Verdict.TOO_LARGE:
-        return f"does not fit, by {size(fit.low - fit.room.free)}"
+        return f"does not fit by {size(fit.low - fit.room.free)}"
     if fit.verdict is Verdict.FITS and fit.spare < fit.room.passing:
         return f"fits when other processes free {gib(fit.room.passing)} GiB"
     return verdict(fit)

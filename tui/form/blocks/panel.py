@@ -23,9 +23,14 @@ class BlocksPanel(PickList):
     """Classes with a box each, one of them highlighted. A search leaves some out."""
 
     BINDINGS: ClassVar = [
-        Binding("space", "check", "check", id="detect.check",
-                tooltip="Check or uncheck the selected class")
-    ]  # fmt: skip
+        Binding(
+            "space",
+            "check",
+            "check",
+            id="detect.check",
+            tooltip="Check or uncheck the selected class",
+        )
+    ]
 
     @dataclass
     class Toggled(Message):

@@ -59,23 +59,48 @@ class DetectScreen(ModalScreen[list[str] | None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall"), (50, "-high")]  # noqa: RUF012
     AUTO_FOCUS = "#detect-blocks"
     BINDINGS: ClassVar = [
-        Binding("escape", "leave", "cancel", id="detect.leave",
-                tooltip="Leave the search, cancel a refresh, or go back to the form"),
-        Binding("enter", "apply", "apply", id="detect.apply",
-                tooltip="Put the checked classes into the form"),
-        Binding("a", "recommended", "recommended", id="detect.recommended",
-                tooltip="Check only the recommended classes"),
-        Binding("r", "refresh", "refresh", id="detect.refresh",
-                tooltip="Detect the blocks again, ignoring the cache"),
-        Binding("slash", "search", "search", id="detect.search",
-                tooltip="Filter the classes by name or path"),
+        Binding(
+            "escape",
+            "leave",
+            "cancel",
+            id="detect.leave",
+            tooltip="Leave the search, cancel a refresh, or go back to the form",
+        ),
+        Binding(
+            "enter",
+            "apply",
+            "apply",
+            id="detect.apply",
+            tooltip="Put the checked classes into the form",
+        ),
+        Binding(
+            "a",
+            "recommended",
+            "recommended",
+            id="detect.recommended",
+            tooltip="Check only the recommended classes",
+        ),
+        Binding(
+            "r",
+            "refresh",
+            "refresh",
+            id="detect.refresh",
+            tooltip="Detect the blocks again, ignoring the cache",
+        ),
+        Binding(
+            "slash",
+            "search",
+            "search",
+            id="detect.search",
+            tooltip="Filter the classes by name or path",
+        ),
         Binding("j,down", "go(1)", "next class", id="detect.down"),
         Binding("k,up", "go(-1)", "previous class", id="detect.up"),
         Binding("ctrl+d,pagedown", "go(10)", "ten classes down", id="detect.page_down"),
         Binding("ctrl+u,pageup", "go(-10)", "ten classes up", id="detect.page_up"),
         Binding("home,g", "go(-1000000)", "first class", id="detect.first"),
         Binding("end,G,shift+g", "go(1000000)", "last class", id="detect.last"),
-    ]  # fmt: skip
+    ]
 
     @dataclass
     class Progressed(Message):
@@ -152,10 +177,13 @@ class DetectScreen(ModalScreen[list[str] | None]):
 
         try:
             found = detect_blocks(
-                model_family=self.model.family, model_flavour=self.model.flavour,
-                pretrained_model=self.model.path, refresh=refresh, progress=told,
+                model_family=self.model.family,
+                model_flavour=self.model.flavour,
+                pretrained_model=self.model.path,
+                refresh=refresh,
+                progress=told,
                 cancelled=lambda: worker.is_cancelled,
-            )  # fmt: skip
+            )
             result: Message = self.Found(found)
         except Cancelled:
             return

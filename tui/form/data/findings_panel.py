@@ -23,12 +23,13 @@ class FindingsPanel(Lines, can_focus=True):
     BINDINGS: ClassVar = [
         Binding("j,down", "scroll_down", "scroll down", show=False, id="findings.down"),
         Binding("k,up", "scroll_up", "scroll up", show=False, id="findings.up"),
-        Binding("pagedown,space,ctrl+d", "page_down", "page down", show=False,
-                id="findings.page_down"),
+        Binding(
+            "pagedown,space,ctrl+d", "page_down", "page down", show=False, id="findings.page_down"
+        ),
         Binding("pageup,ctrl+u", "page_up", "page up", show=False, id="findings.page_up"),
         Binding("home,g", "scroll_home", "first line", show=False, id="findings.first"),
         Binding("end,G,shift+g", "scroll_end", "last line", show=False, id="findings.last"),
-    ]  # fmt: skip
+    ]
 
     def __init__(self) -> None:
         super().__init__(id="findings")

@@ -34,8 +34,10 @@ def bucket_rows(buckets: Sequence[Mapping[str, Any]], width: int) -> list[Row]:
     length = max(0, min(_WIDEST_BAR, space))
     heading = f"{'bucket':<{names}}  {'samples':>{counts}}  {'':{length}}"
     heading += "".join(f"{name:>{columns}}" for name, columns in _NUMBERS[:shown])
-    return [(Span(heading, "dim"),), *(_bucket_row(b, names, counts, most, length, shown)
-                                       for b in buckets)]  # fmt: skip
+    return [
+        (Span(heading, "dim"),),
+        *(_bucket_row(b, names, counts, most, length, shown) for b in buckets),
+    ]
 
 
 def _bucket_row(

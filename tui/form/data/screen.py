@@ -57,23 +57,38 @@ class DataScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = ""
     BINDINGS: ClassVar = [
-        Binding("escape,q,d", "dismiss", "close", id="data.close",
-                tooltip="Back to the previous screen"),
+        Binding(
+            "escape,q,d", "dismiss", "close", id="data.close", tooltip="Back to the previous screen"
+        ),
         Binding("j,down", "go(1)", "next bucket", id="data.down"),
         Binding("k,up", "go(-1)", "previous bucket", id="data.up"),
         Binding("ctrl+d,pagedown", "go(10)", "ten buckets down", id="data.page_down"),
         Binding("ctrl+u,pageup", "go(-10)", "ten buckets up", id="data.page_up"),
         Binding("home,g", "first", "first bucket", id="data.first"),
         Binding("end,G,shift+g", "last", "last bucket", id="data.last"),
-        Binding("l,right", "turn(1)", "next images", id="data.next_pictures",
-                tooltip="Next images of the bucket"),
-        Binding("h,left", "turn(-1)", "previous images", id="data.previous_pictures",
-                tooltip="Previous images of the bucket"),
-        Binding("r", "look_again", "refresh", id="data.look_again",
-                tooltip="Read the data again"),
-        Binding("t", "switch_theme", "theme", id="data.switch_theme",
-                tooltip="Switch between the dark and light theme"),
-    ]  # fmt: skip
+        Binding(
+            "l,right",
+            "turn(1)",
+            "next images",
+            id="data.next_pictures",
+            tooltip="Next images of the bucket",
+        ),
+        Binding(
+            "h,left",
+            "turn(-1)",
+            "previous images",
+            id="data.previous_pictures",
+            tooltip="Previous images of the bucket",
+        ),
+        Binding("r", "look_again", "refresh", id="data.look_again", tooltip="Read the data again"),
+        Binding(
+            "t",
+            "switch_theme",
+            "theme",
+            id="data.switch_theme",
+            tooltip="Switch between the dark and light theme",
+        ),
+    ]
 
     app: FsdpTui
 

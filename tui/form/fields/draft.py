@@ -27,9 +27,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NOT_OF_TEMPLATES: Final = (
-    "name", "pretrained_model_name_or_path", "dataset", "datasets", "device", "gpus",
-    "num_processes", *FOLLOWING,
-)  # fmt: skip
+    "name",
+    "pretrained_model_name_or_path",
+    "dataset",
+    "datasets",
+    "device",
+    "gpus",
+    "num_processes",
+    *FOLLOWING,
+)
 _MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them
 _ROUNDS: Final = 3  # of keys that apply no more because others do not
 
@@ -217,11 +223,14 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
     if not text:
         return True, ""
     try:
-        spec = JobSpec.model_validate({
-            "pretrained_model_name_or_path": text, "dataset": text,
-            "model_family": values.get("model_family") or "flux",
-            "missing_captions": values.get("missing_captions") or "skip",
-        })  # fmt: skip
+        spec = JobSpec.model_validate(
+            {
+                "pretrained_model_name_or_path": text,
+                "dataset": text,
+                "model_family": values.get("model_family") or "flux",
+                "missing_captions": values.get("missing_captions") or "skip",
+            }
+        )
         if name == "dataset":
             count = check_job.check_dataset(spec)
             return True, f"{count} image{'s' * (count != 1)}" if count else "a table of images"

@@ -151,9 +151,12 @@ def _control(name: str, value: Any, snapshot: Snapshot) -> Widget:
         if width_of(words) <= _WIDEST_CHOICE:
             return Choice([(w, w) for w in words], value if value in words else usual, id=identity)
         return DropDown(
-            [(word, word) for word in words], value=value if value in words else usual,
-            allow_blank=False, id=identity, compact=True,
-        )  # fmt: skip
+            [(word, word) for word in words],
+            value=value if value in words else usual,
+            allow_blank=False,
+            id=identity,
+            compact=True,
+        )
     if takes_number(name):
         return DropDown(
             _yes_or_no(value), value=value, allow_blank=False, id=identity, compact=True

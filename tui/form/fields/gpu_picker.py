@@ -32,13 +32,16 @@ class GpuPicker(Static, can_focus=True):
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "previous GPU", show=False, id="gpus.left"),
         Binding("right", "move(1)", "next GPU", show=False, id="gpus.right"),
-        Binding("space,enter", "turn_here", "select or deselect this GPU", show=False,
-                id="gpus.toggle"),
+        Binding(
+            "space,enter", "turn_here", "select or deselect this GPU", show=False, id="gpus.toggle"
+        ),
         Binding("a", "all", "all GPUs, or none", show=False, id="gpus.all"),
         Binding("f", "free", "all idle GPUs", show=False, id="gpus.free"),
-        *(Binding(str(n), f"turn({n})", f"GPU {n}", show=False, id=f"gpus.toggle_{n}")
-          for n in range(10)),
-    ]  # fmt: skip
+        *(
+            Binding(str(n), f"turn({n})", f"GPU {n}", show=False, id=f"gpus.toggle_{n}")
+            for n in range(10)
+        ),
+    ]
 
     @dataclass
     class Changed(Message):

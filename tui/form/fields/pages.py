@@ -18,12 +18,17 @@ ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
     "job": ("name", "model_type", "model_family", "model_flavour"),
     "model and data": ("pretrained_model_name_or_path", "dataset"),
     "training": (
-        "max_train_steps", "learning_rate", "resolution", "train_batch_size",
-        "gradient_accumulation_steps", "lora_rank", "mixed_precision",
+        "max_train_steps",
+        "learning_rate",
+        "resolution",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "lora_rank",
+        "mixed_precision",
     ),
     "devices": ("gpus", "num_processes", "strategy", "fsdp_reshard_after_forward", BLOCKS),
     "output": ("checkpointing_steps", "validation_prompts"),
-}  # fmt: skip
+}
 SHOWN: Final = tuple(name for names in ESSENTIAL.values() for name in names)
 
 _LABELS: Final = {
@@ -59,7 +64,15 @@ _PARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "optimizer and schedule": ("optimizer", "adam_", "weight_", "lr_", "max_grad"),
         "memory and speed": ("gradient_", "torch_compile", "attention_", "allow_", "deterministic"),
         "noise and loss": (
-            "timestep_", "logit_", "mode_", "flow_", "sigma_", "loss_", "huber_", "snr_", "train_g",
+            "timestep_",
+            "logit_",
+            "mode_",
+            "flow_",
+            "sigma_",
+            "loss_",
+            "huber_",
+            "snr_",
+            "train_g",
             "size_",
         ),
         "moving average": ("use_ema", "ema_"),
@@ -67,14 +80,22 @@ _PARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "data": {
         "captions": ("caption_l", "missing_", "trigger_", "shuffle_", "caption_s", "keep_"),
         "text encoders and caches": (
-            "cache_", "unload_", "shard_", "max_sequence", "prefetch_",
+            "cache_",
+            "unload_",
+            "shard_",
+            "max_sequence",
+            "prefetch_",
         ),
     },
     "devices": {"accelerate launch": ("accelerate_", "machine_", "main_process", "num_machines")},
-    "validation": {"validation loss": (
-        "validation_fraction", "validation_loss", "validation_timesteps",
-    )},
-}  # fmt: skip
+    "validation": {
+        "validation loss": (
+            "validation_fraction",
+            "validation_loss",
+            "validation_timesteps",
+        )
+    },
+}
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,9 @@ class CheckpointsPane(Pane, can_focus=True):
         elif one.set_aside:
             self.app.say(
                 f"{one.name} is set aside; rename it to step-{one.step}, or start a new job with "
-                f"resume_from_checkpoint: {one.path}", "warning",
-            )  # fmt: skip
+                f"resume_from_checkpoint: {one.path}",
+                "warning",
+            )
         else:
             self._act(partial(self._plan, one.step))
 

@@ -20,10 +20,11 @@ _MORE: Final[tuple[tuple[str, int, Callable[[Listed], str]], ...]] = (
     ("ranks", 5, lambda one: number(one.world_size)),
     ("EMA", 3, lambda one: yes_no(one.ema)),
     (
-        "written", 16,
+        "written",
+        16,
         lambda one: time.strftime("%Y-%m-%d %H:%M", time.localtime(one.time)),
     ),
-)  # fmt: skip
+)
 _AGE: Final = 7
 _SIZE: Final = 8
 _GAP: Final = "  "

@@ -150,8 +150,16 @@ class ConfigPane(TextPane):
 
         others = [one for one in await asyncio.to_thread(self.store.all) if one.id != job.id]
         screen = PickJobScreen(others, f"compare job {job.id} with")
-        if (other := await self.app.push_screen_wait(screen)) is not None:
-            await asyncio.to_thread(self._compare, job, other)
+
+        def compare(other: Job | None) -> None:
+            if other is not None:
+                work = partial(self._compare, job, other)
+                self.run_worker(
+                    work, group="diff", exclusive=True, exit_on_error=False, thread=True
+                )
+
+        # Not `push_screen_wait`: docs/upstream.md says why.
+        self.app.push_screen(screen, compare)
 
     def _compare(self, ours: Job, theirs: Job) -> None:
         """In a thread."""

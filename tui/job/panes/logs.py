@@ -19,16 +19,27 @@ class LogsPane(Pane):
     """One log at a time."""
 
     KEYS: ClassVar = (
-        Key("turn_log(1)", "right_square_bracket,right", "[ ]", "log",
-            "Next log: ranks, launcher, supervisor"),
-        Key("turn_log(-1)", "left_square_bracket,left", "[", "previous log", "Previous log",
-            line=False),
+        Key(
+            "turn_log(1)",
+            "right_square_bracket,right",
+            "[ ]",
+            "log",
+            "Next log: ranks, launcher, supervisor",
+        ),
+        Key(
+            "turn_log(-1)",
+            "left_square_bracket,left",
+            "[",
+            "previous log",
+            "Previous log",
+            line=False,
+        ),
         Key("read('')", "enter", "enter", "large", "Open the log full-screen"),
         Key("read('search')", "slash", "/", "search", "Search the log"),
         Key("read('filter')", "ampersand", "&", "filter", "Filter lines"),
         Key("follow", "f", "f", "follow", "Follow the log, or stop following"),
         Key("copy_path", "y", "y", "copy path", "Copy the log's path"),
-    )  # fmt: skip
+    )
     BINDINGS: ClassVar = bindings_of("logs", KEYS)
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from jobs.run.diagnosis.why_failed import causes_of
 from jobs.supervise.remedies import advice
 from tui.job.panes.rank_rows import late_words
 from tui.job.panes.text_rows import fact, heading, moment
-from tui.text.format import Span, bar, duration, number, pace, size
+from tui.text.format import Span, bar, duration, number, pace, size, state_text
 from tui.text.tables import memory_table, prediction_lines
 from tui.widgets.job_rows import GLYPHS
 
@@ -43,7 +43,7 @@ def overview_rows(look: Look, gpus: str, width: int) -> list[Row]:
 def _state(look: Look, width: int) -> list[Row]:
     job = look.job
     glyph, role = GLYPHS[job.state]
-    words = f"{glyph} {job.state}" + (f": {job.reason}" if job.reason else "")
+    words = f"{glyph} {state_text(job.state, job.reason)}"
     rows = fact("state", words, width, role)
     if todo := advice(job.state, look.failure):
         rows += fact("fix", todo, width, "accent")

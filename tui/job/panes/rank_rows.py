@@ -101,11 +101,13 @@ def about_rank(rank: RankStatus, ended: bool, now: float) -> str:
     sizes = [
         f"{name} {size(value)}"
         for name, value in (
-            ("allocated", rank.allocated), ("reserved", rank.reserved), ("peak", rank.peak),
+            ("allocated", rank.allocated),
+            ("reserved", rank.reserved),
+            ("peak", rank.peak),
             ("resident", rank.rss),
         )
         if value is not None
-    ]  # fmt: skip
+    ]
     lines = [where, " · ".join(sizes)]
     if rank.peaks:
         each = " · ".join(f"{name} {size(value)}" for name, value in rank.peaks.items())

@@ -49,9 +49,12 @@ class Loading:
     def want(self, samples: Sequence[Sample]) -> None:
         """Decode these, in their order, and forget about earlier wishes."""
         self._owner.run_worker(
-            lambda: self._decode(samples), group="pictures", exclusive=True,
-            exit_on_error=False, thread=True,
-        )  # fmt: skip
+            lambda: self._decode(samples),
+            group="pictures",
+            exclusive=True,
+            exit_on_error=False,
+            thread=True,
+        )
 
     def _decode(self, samples: Sequence[Sample]) -> None:
         worker = get_current_worker()

@@ -38,12 +38,17 @@ class SamplesPane(Pane):
         Key("move(0, -1000000)", "home,g", "g", "oldest", "Oldest step", line=False),
         Key("open_sample", "enter", "enter", "large", "Show the image full-screen"),
         Key("mark", "space", "space", "mark", "Mark an image to compare others with"),
-        Key("compare", "v", "v", "compare",
-            "Compare with the marked image, or the first of its prompt"),
+        Key(
+            "compare",
+            "v",
+            "v",
+            "compare",
+            "Compare with the marked image, or the first of its prompt",
+        ),
         Key("copy_path", "o,y", "o", "path", "Copy the path of the image or video"),
         Key("zoom(1)", "plus,equals_sign", "+ −", "size", "Fewer, larger images"),
         Key("zoom(-1)", "minus", "−", "smaller", "More, smaller images", line=False),
-    )  # fmt: skip
+    )
     BINDINGS: ClassVar = bindings_of("samples", KEYS)
 
     def __init__(self) -> None:
@@ -99,9 +104,13 @@ class SamplesPane(Pane):
         if chosen is None:
             return
         first = next(
-            (table.samples[chosen.number, step] for step in table.steps
-             if (chosen.number, step) in table.samples), None,
-        )  # fmt: skip
+            (
+                table.samples[chosen.number, step]
+                for step in table.steps
+                if (chosen.number, step) in table.samples
+            ),
+            None,
+        )
         marked = table.samples.get(self.grid.marked) if self.grid.marked else None
         self._open(marked or first)
 

@@ -49,15 +49,20 @@ class SampleScreen(Screen[Place]):
         Key("move(1, 0)", "down,j", "↑ ↓", "prompt", "Next prompt"),
         Key("move(-1, 0)", "up,k", "↑", "previous prompt", "Previous prompt", line=False),
         Key("toggle_compare", "v", "v", "compare", "Show two steps side by side, or one"),
-        Key("move_other(1)", "right_square_bracket", "[ ]", "left step",
-            "Later step on the left"),
-        Key("move_other(-1)", "left_square_bracket", "[", "earlier on the left",
-            "Earlier step on the left", line=False),
+        Key("move_other(1)", "right_square_bracket", "[ ]", "left step", "Later step on the left"),
+        Key(
+            "move_other(-1)",
+            "left_square_bracket",
+            "[",
+            "earlier on the left",
+            "Earlier step on the left",
+            line=False,
+        ),
         Key("copy_path", "o,y", "o", "path", "Copy the path of the image or video"),
         Key("copy_prompt", "c", "c", "copy prompt", "Copy the prompt", line=False),
         Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen", line=False),
         Key("leave", "escape,q,enter", "esc", "close", "Back to the grid"),
-    )  # fmt: skip
+    )
     BINDINGS: ClassVar = bindings_of("sample", KEYS)
 
     app: FsdpTui

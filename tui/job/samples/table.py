@@ -112,9 +112,11 @@ def about(sample: Sample) -> str:
     if sample.size is not None:
         parts.append("×".join(map(str, sample.size)))
     for key, words in (
-        ("seed", "seed {}"), ("steps", "{} steps"), ("guidance", "guidance {}"),
+        ("seed", "seed {}"),
+        ("steps", "{} steps"),
+        ("guidance", "guidance {}"),
         ("frames", "{} frames"),
-    ):  # fmt: skip
+    ):
         if facts.get(key) is not None:
             parts.append(words.format(facts[key]))
     if facts.get("ema"):

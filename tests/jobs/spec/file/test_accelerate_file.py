@@ -87,8 +87,9 @@ def test_a_file_fills_in_what_the_job_leaves_out(tmp_path: Path) -> None:
     assert notes == []
     assert (spec.num_processes, spec.mixed_precision, spec.fsdp_enable) == (2, "bf16", True)
     assert spec.fsdp_transformer_layer_cls_to_wrap == [
-        "FluxTransformerBlock", "FluxSingleTransformerBlock",
-    ]  # fmt: skip
+        "FluxTransformerBlock",
+        "FluxSingleTransformerBlock",
+    ]
     assert spec.fsdp_cpu_offload is False
 
 
@@ -133,18 +134,20 @@ def test_old_fsdp_is_translated_and_told() -> None:
 
 def test_the_job_counts_and_each_conflict_is_told() -> None:
     values, notes = read(
-        FSDP2, mixed_precision="fp16", num_processes=4, fsdp_state_dict_type="full",
+        FSDP2,
+        mixed_precision="fp16",
+        num_processes=4,
+        fsdp_state_dict_type="full",
         fsdp_reshard_after_forward=True,
-    )  # fmt: skip
+    )
     assert (values["mixed_precision"], values["num_processes"]) == ("fp16", 4)
     assert values["fsdp_state_dict_type"] == "full"
     assert sorted(notes) == [
         "accelerate_config: acc.yaml says fsdp_state_dict_type: SHARDED_STATE_DICT; "
         "the job's full is used",
         "accelerate_config: acc.yaml says mixed_precision: bf16; the job's fp16 is used",
-        "accelerate_config: acc.yaml says num_processes: 2; "
-        "the job's num_processes: 4 is used",
-    ]  # fmt: skip
+        "accelerate_config: acc.yaml says num_processes: 2; the job's num_processes: 4 is used",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -159,33 +162,71 @@ def test_the_job_counts_and_each_conflict_is_told() -> None:
         ({"distributed_type": "MULTI_CPU"}, {}, {"device": "cpu"}, []),
         ({"use_cpu": True}, {"gpus": 2}, {"gpus": 2}, ["says device: cpu"]),
         ({"distributed_type": "MULTI_GPU"}, {}, {}, []),
-        ({"distributed_type": "FSDP"}, {"strategy": "ddp"}, {"strategy": "ddp"},
-         ["is for FSDP; the job's strategy: ddp is used"]),
+        (
+            {"distributed_type": "FSDP"},
+            {"strategy": "ddp"},
+            {"strategy": "ddp"},
+            ["is for FSDP; the job's strategy: ddp is used"],
+        ),
         ({"distributed_type": "FSDP"}, {"strategy": "fsdp2"}, {"strategy": "fsdp2"}, []),
         ({"distributed_type": "DistributedType.FSDP"}, {}, {"fsdp_enable": True}, []),
-        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {},
-         {"torch_compile": True, "torch_compile_backend": "inductor"}, []),
+        (
+            {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+            {},
+            {"torch_compile": True, "torch_compile_backend": "inductor"},
+            [],
+        ),
         ({"dynamo_backend": "NO"}, {}, {}, []),
-        ({"dynamo_config": {"dynamo_backend": "EAGER"}}, {"torch_compile": False},
-         {"torch_compile": False, "torch_compile_backend": "eager"}, ["says torch_compile: True"]),
-        ({"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}}, {},
-         {"torch_compile": True, "torch_compile_backend": "inductor",
-          "accelerate_config": {"dynamo_config": {"dynamo_mode": "max-autotune"}}},
-         ["dynamo_mode: max-autotune has no effect"]),
-        ({"parallelism_config": {"parallelism_config_cp_size": 2,
-                                 "parallelism_config_cp_comm_strategy": "alltoall",
-                                 "parallelism_config_tp_size": 1}}, {},
-         {"context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"}, []),
-        ({"parallelism_config": {"dp_replicate_size": 2}}, {},
-         {"dp_replicate_size": 2, "strategy": "hsdp"}, []),
-        ({"fsdp_config": {"version": 2, "reshard_after_forward": False}}, {},
-         {"fsdp_version": 2, "fsdp_reshard_after_forward": False}, []),
+        (
+            {"dynamo_config": {"dynamo_backend": "EAGER"}},
+            {"torch_compile": False},
+            {"torch_compile": False, "torch_compile_backend": "eager"},
+            ["says torch_compile: True"],
+        ),
+        (
+            {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}},
+            {},
+            {
+                "torch_compile": True,
+                "torch_compile_backend": "inductor",
+                "accelerate_config": {"dynamo_config": {"dynamo_mode": "max-autotune"}},
+            },
+            ["dynamo_mode: max-autotune has no effect"],
+        ),
+        (
+            {
+                "parallelism_config": {
+                    "parallelism_config_cp_size": 2,
+                    "parallelism_config_cp_comm_strategy": "alltoall",
+                    "parallelism_config_tp_size": 1,
+                }
+            },
+            {},
+            {"context_parallel_size": 2, "context_parallel_comm_strategy": "alltoall"},
+            [],
+        ),
+        (
+            {"parallelism_config": {"dp_replicate_size": 2}},
+            {},
+            {"dp_replicate_size": 2, "strategy": "hsdp"},
+            [],
+        ),
+        (
+            {"fsdp_config": {"version": 2, "reshard_after_forward": False}},
+            {},
+            {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+            [],
+        ),
         ({"fsdp_config": {}, "deepspeed_config": {}, "megatron_lm_config": {}}, {}, {}, []),
         ({"main_process_ip": None, "mixed_precision": False}, {}, {"mixed_precision": False}, []),
-        ({"quantum_backend": 3}, {}, {"accelerate_config": {"quantum_backend": 3}},
-         ['"quantum_backend" is passed to accelerate unchanged']),
+        (
+            {"quantum_backend": 3},
+            {},
+            {"accelerate_config": {"quantum_backend": 3}},
+            ['"quantum_backend" is passed to accelerate unchanged'],
+        ),
     ],
-)  # fmt: skip
+)
 def test_settings_one_by_one(
     config: dict[str, Any], job: dict[str, Any], has: dict[str, Any], told: list[str]
 ) -> None:
@@ -218,7 +259,7 @@ def test_settings_one_by_one(
         ({"parallelism_config": {"tp_size": 2}}, "only context_parallel_size is supported"),
         ({"use_cpu": "perhaps"}, "use_cpu"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_run_here_is_refused(config: dict[str, Any], said: str) -> None:
     assert said in refusal(config)
     assert refusal(config).startswith("accelerate_config: acc.yaml")

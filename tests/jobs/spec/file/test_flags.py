@@ -134,9 +134,9 @@ UNDERSTOOD: list[tuple[str, str, Any]] = [
     (f"--{CLASSES}=A", CLASSES, ["A"]),
     (f"--{CLASSES}=A,B", CLASSES, ["A", "B"]),
     (f"--{CLASSES}='A, B'", CLASSES, ["A", "B"]),
-    (f"--{CLASSES}='\"A\", \"B\"'", CLASSES, ["A", "B"]),
+    (f'--{CLASSES}=\'"A", "B"\'', CLASSES, ["A", "B"]),
     (f"--{CLASSES}='\"A,B\"'", CLASSES, ["A", "B"]),
-    (f"--{CLASSES}='[\"A\", \"B\"]'", CLASSES, ["A", "B"]),
+    (f'--{CLASSES}=\'["A", "B"]\'', CLASSES, ["A", "B"]),
     (f"--{CLASSES}='[A, B]'", CLASSES, ["A", "B"]),
     (f"--{CLASSES}=A --{CLASSES}=B", CLASSES, ["A", "B"]),
     (f"--{CLASSES} A,B --{CLASSES.replace('_', '-')} C", CLASSES, ["A", "B", "C"]),
@@ -154,10 +154,16 @@ UNDERSTOOD: list[tuple[str, str, Any]] = [
     ("--fsdp_sharding_strategy=2", RESHARD, False),
     ("--fsdp_sharding_strategy=NO_SHARD --num_processes=2", "strategy", "ddp"),
     ("--fsdp_sharding_strategy=NO_SHARD --fsdp_enable --num_processes=2", "fsdp_enable", None),
-    ("--fsdp_sharding_strategy=HYBRID_SHARD --dp_replicate_size=2 --num_processes=4",
-     "strategy", "hsdp"),
-    ("--fsdp_sharding_strategy=_HYBRID_SHARD_ZERO2 --dp_replicate_size=2 --num_processes=4",
-     RESHARD, False),
+    (
+        "--fsdp_sharding_strategy=HYBRID_SHARD --dp_replicate_size=2 --num_processes=4",
+        "strategy",
+        "hsdp",
+    ),
+    (
+        "--fsdp_sharding_strategy=_HYBRID_SHARD_ZERO2 --dp_replicate_size=2 --num_processes=4",
+        RESHARD,
+        False,
+    ),
     (f"--{RESHARD}=SHARD_GRAD_OP", RESHARD, False),
     (f"--{RESHARD}=FULL_SHARD", RESHARD, True),
     ("--fsdp_offload_params=true --num_processes=2", "fsdp_cpu_offload", True),
@@ -195,11 +201,17 @@ UNDERSTOOD: list[tuple[str, str, Any]] = [
     ("--main_process_port=null", "main_process_port", None),
     ("--accelerate_extra_args='--tee=3 --debug'", "accelerate_extra_args", ["--tee=3", "--debug"]),
     ("--accelerate_extra_args='[\"--tee=3\"]'", "accelerate_extra_args", ["--tee=3"]),
-    ("--accelerate_extra_args=--debug --accelerate_extra_args='--tee 3'",
-     "accelerate_extra_args", ["--debug", "--tee", "3"]),
+    (
+        "--accelerate_extra_args=--debug --accelerate_extra_args='--tee 3'",
+        "accelerate_extra_args",
+        ["--debug", "--tee", "3"],
+    ),
     ("--accelerate_extra_args=None", "accelerate_extra_args", None),
-    ("--accelerate_config='{\"rdzv_backend\": \"static\"}'", "accelerate_config",
-     {"rdzv_backend": "static"}),
+    (
+        '--accelerate_config=\'{"rdzv_backend": "static"}\'',
+        "accelerate_config",
+        {"rdzv_backend": "static"},
+    ),
     ("--accelerate_config='{same_network: true}'", "accelerate_config", {"same_network": True}),
     ("--accelerate_config=None", "accelerate_config", None),
     ("--deepspeed_config=none", "deepspeed_config", None),
@@ -228,7 +240,7 @@ UNDERSTOOD: list[tuple[str, str, Any]] = [
     ("--checkpoints_total_limit=none", "checkpoints_total_limit", None),
     ("--trigger_word=' sks cat '", "trigger_word", "sks cat"),
     ("--trigger_word='\" sks \"'", "trigger_word", " sks "),
-    ("--trigger_word=\"it's\"", "trigger_word", "it's"),
+    ('--trigger_word="it\'s"', "trigger_word", "it's"),
     ("--trigger_word='\"none\"'", "trigger_word", None),
     ("--validation_negative_prompt=None", "validation_negative_prompt", None),
     ("--validation_negative_prompt='\"none\"'", "validation_negative_prompt", "none"),
@@ -236,9 +248,12 @@ UNDERSTOOD: list[tuple[str, str, Any]] = [
     ("--validation_resolution=768X512", "validation_resolution", "768x512"),
     ("--export_formats=Kohya", "export_formats", ["kohya"]),
     ("--export_formats=diffusers,kohya", "export_formats", ["diffusers", "kohya"]),
-    ("--lora_target_modules=to_q --lora_target_modules=to_k", "lora_target_modules",
-     ["to_q", "to_k"]),
-]  # fmt: skip
+    (
+        "--lora_target_modules=to_q --lora_target_modules=to_k",
+        "lora_target_modules",
+        ["to_q", "to_k"],
+    ),
+]
 
 
 @pytest.mark.parametrize(("line", "key", "value"), UNDERSTOOD, ids=lambda v: str(v)[:60])
@@ -285,8 +300,10 @@ def test_datasets_are_understood(line: str, paths: list[tuple[str, int]]) -> Non
 # A command line, and what is said.
 REFUSED: list[tuple[str, str]] = [
     # keys
-    ("--fsdp_reshard_after_foward",
-     f'unknown key "fsdp_reshard_after_foward" (did you mean "{RESHARD}"?)'),
+    (
+        "--fsdp_reshard_after_foward",
+        f'unknown key "fsdp_reshard_after_foward" (did you mean "{RESHARD}"?)',
+    ),
     ("--learning-rat=1", 'unknown key "learning_rat" (did you mean "learning_rate"?)'),
     ("--zzz=1", 'unknown key "zzz"'),
     ("--seed", "seed: no value; use --seed=42"),
@@ -309,23 +326,31 @@ REFUSED: list[tuple[str, str]] = [
     ("--fsdp_limit_all_gathers=", 'fsdp_limit_all_gathers: "" is not true or false'),
     ("--no-fsdp-enable=yes", 'unknown key "no_fsdp_enable" (did you mean "fsdp_enable"?)'),
     # words
-    ("--fsdp_state_dict_type=ful",
-     f'{STATE_DICT}: "ful" is not one of {SHARDED}, {FULL} (did you mean "{FULL}"?)'),
-    ("--fsdp_state_dict_type=LOCAL_STATE_DICT",
-     f'"LOCAL_STATE_DICT" is not one of {SHARDED}, {FULL}'),
+    (
+        "--fsdp_state_dict_type=ful",
+        f'{STATE_DICT}: "ful" is not one of {SHARDED}, {FULL} (did you mean "{FULL}"?)',
+    ),
+    (
+        "--fsdp_state_dict_type=LOCAL_STATE_DICT",
+        f'"LOCAL_STATE_DICT" is not one of {SHARDED}, {FULL}',
+    ),
     ("--fsdp_state_dict_type=None", f'"None" is not one of {SHARDED}'),
     ("--fsdp_auto_wrap_policy=TRANSFORMER_WRAPP", f'(did you mean "{BY_CLASS}"?)'),
-    ("--fsdp_auto_wrap_policy=siz",
-     '"siz" is not one of TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or the '
-     'path of a callable, pkg.mod.name (did you mean "SIZE_BASED_WRAP"?)'),
+    (
+        "--fsdp_auto_wrap_policy=siz",
+        '"siz" is not one of TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or the '
+        'path of a callable, pkg.mod.name (did you mean "SIZE_BASED_WRAP"?)',
+    ),
     ("--fsdp_auto_wrap_policy=transformer_auto_wrap_policy", f'(did you mean "{BY_CLASS}"?)'),
     ("--fsdp_auto_wrap_policy=mine.", '"mine." is not one of'),
     ("--fsdp_auto_wrap_policy=1.5", '"1.5" is not one of'),
     ("--fsdp_auto_wrap_policy=None", '"None" is not one of'),
     (f"--{PARALLEL}=ring", f'{PARALLEL}: "ring" is not one of allgather, alltoall'),
     (f"--{PARALLEL}=alltoal", '(did you mean "alltoall"?)'),
-    ("--strategy=fsdp",
-     '"fsdp" is not one of auto, single, ddp, fsdp2, hsdp (did you mean "fsdp2"?)'),
+    (
+        "--strategy=fsdp",
+        '"fsdp" is not one of auto, single, ddp, fsdp2, hsdp (did you mean "fsdp2"?)',
+    ),
     ("--mixed_precision=bf61", '(did you mean "bf16"?)'),
     ("--mixed_precision=None", '"None" is not one of no, bf16, fp16'),
     ("--mixed_precision=fp8", '"fp8" is not one of no, bf16, fp16'),
@@ -341,11 +366,15 @@ REFUSED: list[tuple[str, str]] = [
     ("--fsdp_version=two", "fsdp_version: expected a whole number"),
     (f"--{RESHARD}=maybe", f'{RESHARD}: "maybe" is not true, false or a number of shards'),
     (f"--{RESHARD}=1.5", f'{RESHARD}: "1.5" is not true, false or a number of shards'),
-    (f"--{RESHARD}=3 --num_processes=4",
-     f"{RESHARD}: 3 must be true, false, or a divisor of the 4"),
+    (
+        f"--{RESHARD}=3 --num_processes=4",
+        f"{RESHARD}: 3 must be true, false, or a divisor of the 4",
+    ),
     ("--fsdp_forward_prefetch=far", '"far" is not a number of units, true or false'),
-    (f"--{PREFETCH}=BACKWARD_PR",
-     '"BACKWARD_PR" is not a number of units, true or false (did you mean "BACKWARD_PRE"?)'),
+    (
+        f"--{PREFETCH}=BACKWARD_PR",
+        '"BACKWARD_PR" is not a number of units, true or false (did you mean "BACKWARD_PRE"?)',
+    ),
     (f"--{PREFETCH}=17", "less than or equal to 16"),
     ("--fsdp_min_num_params=0", "greater than or equal to 1"),
     ("--num_processes=two", "num_processes: expected a whole number"),
@@ -354,8 +383,10 @@ REFUSED: list[tuple[str, str]] = [
     ("--learning_rate=0,0001", "learning_rate: expected a number"),
     ("--max_train_steps=1.5", "max_train_steps: expected a whole number"),
     ("--main_process_port=70000", "main_process_port: input should be less than or equal to 65535"),
-    ("--context_parallel_size=0",
-     "context_parallel_size: input should be greater than or equal to 1"),
+    (
+        "--context_parallel_size=0",
+        "context_parallel_size: input should be greater than or equal to 1",
+    ),
     # lists and mappings
     ("--gpus=two", 'gpus: "two" is not a GPU; use indices such as 0,1'),
     ("--gpus=all", 'gpus: "all" is not a GPU'),
@@ -368,21 +399,28 @@ REFUSED: list[tuple[str, str]] = [
     (f"--{CLASSES}='[1, 2]'", f"{CLASSES}: entry 1: input should be a valid string"),
     ("--accelerate_extra_args='--tee \"3'", "is not a list of words (no closing quotation)"),
     ("--accelerate_extra_args='\"' --accelerate_extra_args=--debug", "not a list of words"),
-    ("--accelerate_config='{'", "accelerate_config: \"{\" is not a mapping, such as JSON's, or "),
-    ("--accelerate_config=/no/such.yaml",
-     "accelerate_config: no such accelerate config: /no/such.yaml"),
-    ("--validation_prompts='[{\"prompt\": \"a\", \"stepps\": 3}]'",
-     'unknown key "stepps" (did you mean "steps"?)'),
+    ("--accelerate_config='{'", 'accelerate_config: "{" is not a mapping, such as JSON\'s, or '),
+    (
+        "--accelerate_config=/no/such.yaml",
+        "accelerate_config: no such accelerate config: /no/such.yaml",
+    ),
+    (
+        '--validation_prompts=\'[{"prompt": "a", "stepps": 3}]\'',
+        'unknown key "stepps" (did you mean "steps"?)',
+    ),
     # the launch
-    ("--num_machines=2",
-     "num_machines: 2 is not supported: a job runs on one machine"),
+    ("--num_machines=2", "num_machines: 2 is not supported: a job runs on one machine"),
     ("--machine_rank=1", "machine_rank: 1 is not valid with 1 machine"),
-    ("--accelerate_extra_args=--num_processes=8",
-     "--num_processes is set by the job key num_processes"),
+    (
+        "--accelerate_extra_args=--num_processes=8",
+        "--num_processes is set by the job key num_processes",
+    ),
     ("--accelerate_extra_args='--gpu_ids 0'", "--gpu_ids is set by the job key gpus"),
     ("--accelerate_extra_args=--use-fsdp", "--use_fsdp is set by the job key strategy"),
-    ("--accelerate_extra_args=--use_deepspeed",
-     "--use_deepspeed is set by the job key deepspeed_config"),
+    (
+        "--accelerate_extra_args=--use_deepspeed",
+        "--use_deepspeed is set by the job key deepspeed_config",
+    ),
     ("--accelerate_extra_args=--fsdp_use_orig_params=true", "FSDP is set by the job's fsdp_*"),
     ("--accelerate_extra_args=--dynamo_mode=max-autotune", "set torch_compile: true"),
     ("--accelerate_extra_args=--megatron_lm_tp_degree=2", "Megatron-LM is not supported"),
@@ -395,32 +433,48 @@ REFUSED: list[tuple[str, str]] = [
     # old keys
     ("--fsdp_sharding_strategy=FULL_SHARDD", '(did you mean "FULL_SHARD"?)'),
     ("--fsdp_sharding_strategy=9", '"9" is not one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD'),
-    (f"--fsdp_sharding_strategy=FULL_SHARD --{RESHARD}=false",
-     f"fsdp_sharding_strategy: FULL_SHARD means {RESHARD}: true, which contradicts "
-     f"{RESHARD}: false"),
-    ("--fsdp_sharding_strategy=HYBRID_SHARD --num_processes=4",
-     "strategy: hsdp needs dp_replicate_size"),
+    (
+        f"--fsdp_sharding_strategy=FULL_SHARD --{RESHARD}=false",
+        f"fsdp_sharding_strategy: FULL_SHARD means {RESHARD}: true, which contradicts "
+        f"{RESHARD}: false",
+    ),
+    (
+        "--fsdp_sharding_strategy=HYBRID_SHARD --num_processes=4",
+        "strategy: hsdp needs dp_replicate_size",
+    ),
     ("--fsdp_offload_params=true --fsdp_cpu_offload=false", "contradicts fsdp_cpu_offload: false"),
     ("--fsdp_offload_params=perhaps", 'fsdp_cpu_offload: "perhaps" is not true or false'),
     ("--fsdp_use_orig_params=7", 'fsdp_use_orig_params: "7" is not true or false'),
     ("--fsdp_activation_checkpointing_offload=true", "activation offload is not supported"),
     ("--fsdp_ignored_modules=a.b", "every module is sharded"),
     # peers' errors
-    ("--fsdp_enable --num_processes=2 --deepspeed_config=ds.json",
-     "FSDP and DeepSpeed cannot be enabled simultaneously."),
-    ("--strategy=fsdp2 --num_processes=2 --deepspeed_config='{\"zero_optimization\": {}}'",
-     "FSDP and DeepSpeed cannot be enabled simultaneously."),
+    (
+        "--fsdp_enable --num_processes=2 --deepspeed_config=ds.json",
+        "FSDP and DeepSpeed cannot be enabled simultaneously.",
+    ),
+    (
+        "--strategy=fsdp2 --num_processes=2 --deepspeed_config='{\"zero_optimization\": {}}'",
+        "FSDP and DeepSpeed cannot be enabled simultaneously.",
+    ),
     ("--deepspeed_config=ds.json", "DeepSpeed is not supported"),
     ("--context_parallel_size=2", "Context parallelism requires FSDP2."),
-    ("--context_parallel_size=2 --num_processes=2 --strategy=ddp",
-     "Context parallelism requires FSDP2."),
-    ("--context_parallel_size=2 --num_processes=2 --fsdp_enable=false",
-     "Context parallelism requires FSDP2."),
-    ("--context_parallel_size=2 --num_processes=2 --fsdp_version=1",
-     "Context parallelism requires FSDP2."),
-    ("--context_parallel_size=2 --num_processes=2 --deepspeed_config=ds.json",
-     "Context parallelism requires FSDP2. Remove deepspeed_config"),
-]  # fmt: skip
+    (
+        "--context_parallel_size=2 --num_processes=2 --strategy=ddp",
+        "Context parallelism requires FSDP2.",
+    ),
+    (
+        "--context_parallel_size=2 --num_processes=2 --fsdp_enable=false",
+        "Context parallelism requires FSDP2.",
+    ),
+    (
+        "--context_parallel_size=2 --num_processes=2 --fsdp_version=1",
+        "Context parallelism requires FSDP2.",
+    ),
+    (
+        "--context_parallel_size=2 --num_processes=2 --deepspeed_config=ds.json",
+        "Context parallelism requires FSDP2. Remove deepspeed_config",
+    ),
+]
 
 
 @pytest.mark.parametrize(("line", "said"), REFUSED, ids=lambda text: text[:60])
@@ -430,29 +484,43 @@ def test_a_flag_that_means_nothing_is_told(line: str, said: str) -> None:
 
 # A command line, and what it is read as, which is told.
 TRANSLATED: list[tuple[str, str]] = [
-    ("--fsdp_sharding_strategy=FULL_SHARD",
-     f"fsdp_sharding_strategy: FULL_SHARD is read as {RESHARD}: true"),
-    ("--fsdp_sharding_strategy=2",
-     f"fsdp_sharding_strategy: SHARD_GRAD_OP is read as {RESHARD}: false"),
-    ("--fsdp_sharding_strategy=no-shard --fsdp_enable --num_processes=2",
-     "fsdp_sharding_strategy: NO_SHARD is read as strategy: ddp; fsdp_enable is ignored"),
-    ("--fsdp_sharding_strategy=HYBRID_SHARD --dp_replicate_size=2 --num_processes=4",
-     f"fsdp_sharding_strategy: HYBRID_SHARD is read as strategy: hsdp, {RESHARD}: true"),
+    (
+        "--fsdp_sharding_strategy=FULL_SHARD",
+        f"fsdp_sharding_strategy: FULL_SHARD is read as {RESHARD}: true",
+    ),
+    (
+        "--fsdp_sharding_strategy=2",
+        f"fsdp_sharding_strategy: SHARD_GRAD_OP is read as {RESHARD}: false",
+    ),
+    (
+        "--fsdp_sharding_strategy=no-shard --fsdp_enable --num_processes=2",
+        "fsdp_sharding_strategy: NO_SHARD is read as strategy: ddp; fsdp_enable is ignored",
+    ),
+    (
+        "--fsdp_sharding_strategy=HYBRID_SHARD --dp_replicate_size=2 --num_processes=4",
+        f"fsdp_sharding_strategy: HYBRID_SHARD is read as strategy: hsdp, {RESHARD}: true",
+    ),
     (f"--{RESHARD}=SHARD_GRAD_OP", f"{RESHARD}: SHARD_GRAD_OP is read as {RESHARD}: false"),
-    ("--fsdp_offload_params=true --num_processes=2",
-     "fsdp_offload_params: true is read as fsdp_cpu_offload: true"),
+    (
+        "--fsdp_offload_params=true --num_processes=2",
+        "fsdp_offload_params: true is read as fsdp_cpu_offload: true",
+    ),
     ("--use_fsdp --num_processes=2", "use_fsdp: true is read as fsdp_enable: true"),
-    ("--fsdp_use_orig_params=false",
-     "fsdp_use_orig_params: false has no effect; FSDP2 always keeps the original parameters"),
+    (
+        "--fsdp_use_orig_params=false",
+        "fsdp_use_orig_params: false has no effect; FSDP2 always keeps the original parameters",
+    ),
     ("--fsdp_sync_module_states=true", "fsdp_sync_module_states: true has no effect; every rank"),
-    (f"--{PREFETCH}=BACKWARD_PRE",
-     f"{PREFETCH}: BACKWARD_PRE is read as {PREFETCH}: 0, FSDP2's implicit prefetch"),
+    (
+        f"--{PREFETCH}=BACKWARD_PRE",
+        f"{PREFETCH}: BACKWARD_PRE is read as {PREFETCH}: 0, FSDP2's implicit prefetch",
+    ),
     ("--fsdp_backward_prefetch_policy=BACKWARD_POST", f"is read as {PREFETCH}: 0"),
     ("--fsdp_forward_prefetch=true", "is read as fsdp_forward_prefetch: 1, one unit ahead"),
     ("--gpu_ids=0,1", "gpu_ids: 0,1 is read as gpus: 0,1"),
     ("--gpu_ids=all", "gpu_ids: all has no effect; gpus: N uses any N free GPUs"),
     (f"--{PARALLEL}=alltoall", f"{PARALLEL}: no effect with context_parallel_size: 1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("line", "said"), TRANSLATED, ids=lambda text: text[:60])
@@ -465,9 +533,16 @@ def test_nothing_is_translated_in_silence(line: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["--fsdp_forward_prefetch=1", f"--{PREFETCH}=0", f"--{RESHARD}=true", "--fsdp_enable=false",
-     "--gpus=0,1", f"--{PARALLEL}=allgather", "--fsdp_activation_checkpointing_offload=false"],
-)  # fmt: skip
+    [
+        "--fsdp_forward_prefetch=1",
+        f"--{PREFETCH}=0",
+        f"--{RESHARD}=true",
+        "--fsdp_enable=false",
+        "--gpus=0,1",
+        f"--{PARALLEL}=allgather",
+        "--fsdp_activation_checkpointing_offload=false",
+    ],
+)
 def test_what_is_said_in_our_words_is_not_told(line: str) -> None:
     notes: list[str] = []
     read(line, notes.append)
@@ -481,7 +556,7 @@ def test_what_is_said_in_our_words_is_not_told(line: str) -> None:
         ("--fsdp_limit_all_gathers=no", "fsdp_limit_all_gathers: false has no effect; FSDP2"),
         ("--fsdp_cpu_ram_efficient_loading=no", "fsdp_cpu_ram_efficient_loading: false has no eff"),
     ],
-)  # fmt: skip
+)
 def test_what_runs_otherwise_is_warned_about(line: str, warning: str) -> None:
     (found,) = find_warnings(read(line))
     assert found.startswith(warning)
@@ -512,23 +587,35 @@ def test_an_old_word_in_a_file_is_named_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"context_parallel_size": 2},
-         "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"),
-        ({"context_parallel_size": 2, "num_processes": 2, "strategy": "ddp"},
-         "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"),
-        ({"context_parallel_size": 2, "num_processes": 2, "fsdp_enable": False},
-         "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"),
-        ({"context_parallel_size": 2, "num_processes": 2, "fsdp_version": 1},
-         "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2"),
-        ({"context_parallel_size": 2, "num_processes": 2, "deepspeed_config": "ds.json"},
-         "Context parallelism requires FSDP2. Remove deepspeed_config"),
-        ({"num_processes": 2, "fsdp_enable": True, "deepspeed_config": "ds.json"},
-         "FSDP and DeepSpeed cannot be enabled simultaneously. Remove deepspeed_config"),
+        (
+            {"context_parallel_size": 2},
+            "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2",
+        ),
+        (
+            {"context_parallel_size": 2, "num_processes": 2, "strategy": "ddp"},
+            "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2",
+        ),
+        (
+            {"context_parallel_size": 2, "num_processes": 2, "fsdp_enable": False},
+            "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2",
+        ),
+        (
+            {"context_parallel_size": 2, "num_processes": 2, "fsdp_version": 1},
+            "Context parallelism requires FSDP2. Set strategy: fsdp2 and fsdp_version: 2",
+        ),
+        (
+            {"context_parallel_size": 2, "num_processes": 2, "deepspeed_config": "ds.json"},
+            "Context parallelism requires FSDP2. Remove deepspeed_config",
+        ),
+        (
+            {"num_processes": 2, "fsdp_enable": True, "deepspeed_config": "ds.json"},
+            "FSDP and DeepSpeed cannot be enabled simultaneously. Remove deepspeed_config",
+        ),
         ({"num_machines": 2, "num_processes": 2}, "num_machines: 2 is not supported: "),
         ({"model_family": "fluks"}, 'unknown model_family "fluks" (did you mean "flux"?)'),
         ({"fsdp_state_dict_type": "ful"}, 'fsdp_state_dict_type: "ful" is not one of '),
     ],
-)  # fmt: skip
+)
 def test_form_flags_and_file_say_the_same(
     tmp_path: Path, values: dict[str, Any], said: str
 ) -> None:
@@ -575,11 +662,15 @@ def test_flags_are_as_a_person_would_write_them() -> None:
         "--validation_prompts='[\"a cat\"]' --gradient_checkpointing --trigger_word='it is'"
     )
     assert to_flags(spec) == [
-        "--pretrained_model_name_or_path=m", "--dataset=d", "--learning_rate=0.001",
-        "--gradient_checkpointing=true", "--gpus=[0, 1]",
-        "--fsdp_transformer_layer_cls_to_wrap=A,B", "--trigger_word=it is",
+        "--pretrained_model_name_or_path=m",
+        "--dataset=d",
+        "--learning_rate=0.001",
+        "--gradient_checkpointing=true",
+        "--gpus=[0, 1]",
+        "--fsdp_transformer_layer_cls_to_wrap=A,B",
+        "--trigger_word=it is",
         '--validation_prompts=["a cat"]',
-    ]  # fmt: skip
+    ]
 
 
 # -- where notes are heard -----------------------------------------------------------------

@@ -273,22 +273,32 @@ def test_a_path_that_no_system_takes_is_no_crash(key: str, path: str) -> None:
         (["--cache_dir="], {"cache_dir": ""}, []),
         (["--seed=1", "--seed=2"], {"seed": "2"}, []),
         (["--gpus=0", "--gpus=1"], {"gpus": ["0", "1"]}, []),
-        (["--validation_prompts", "a, b", "--validation_prompts", "c", "--validation-prompts=d"],
-         {"validation_prompts": ["a, b", "c", "d"]}, []),
+        (
+            ["--validation_prompts", "a, b", "--validation_prompts", "c", "--validation-prompts=d"],
+            {"validation_prompts": ["a, b", "c", "d"]},
+            [],
+        ),
         (["--mixed_precision", "no"], {"mixed_precision": "no"}, []),
         ([], {}, []),
     ],
-)  # fmt: skip
+)
 def test_flags(words: list[str], values: dict[str, Any], others: list[str]) -> None:
     assert parse_flags(words) == (values, others)
 
 
 def test_flags_mean_what_the_file_means() -> None:
     words = [
-        "--pretrained_model_name_or_path=m", "--dataset", "d", "--gpus=0", "--gpus=1",
-        "--mixed_precision=no", "--fsdp_enable", "--lora-alpha", "none",
+        "--pretrained_model_name_or_path=m",
+        "--dataset",
+        "d",
+        "--gpus=0",
+        "--gpus=1",
+        "--mixed_precision=no",
+        "--fsdp_enable",
+        "--lora-alpha",
+        "none",
         "--fsdp_transformer_layer_cls_to_wrap=A,B",
-    ]  # fmt: skip
+    ]
     job = load_spec(None, parse_flags(words)[0])
     assert job.gpus == [0, 1]
     assert job.mixed_precision == "no"
@@ -315,9 +325,14 @@ def test_what_is_written_is_read_back(
 
 
 _SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates(),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.dates(),
     st.binary(max_size=3),
-)  # fmt: skip
+)
 _ANYTHING = st.recursive(
     _SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_SCALARS, inner, max_size=2),
@@ -325,9 +340,7 @@ _ANYTHING = st.recursive(
 )
 
 
-@given(
-    data=st.dictionaries(st.sampled_from(list(JobSpec.model_fields)), _ANYTHING, max_size=6)
-)  # fmt: skip
+@given(data=st.dictionaries(st.sampled_from(list(JobSpec.model_fields)), _ANYTHING, max_size=6))
 @settings(max_examples=150)
 def test_no_file_crashes_the_reader(
     tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]

@@ -136,7 +136,8 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Any], Callable[[], Inputs]]] = {
         _flux_inputs,
     ),
     "flux2": (
-        Flux2Transformer2DModel, _JOINT | {"num_single_layers": 1, "axes_dims_rope": (8, 8, 8, 8)},
+        Flux2Transformer2DModel,
+        _JOINT | {"num_single_layers": 1, "axes_dims_rope": (8, 8, 8, 8)},
         _flux2_inputs,
     ),
     "qwen": (QwenImageTransformer2DModel, _JOINT | {"out_channels": 4}, _qwen_inputs),
@@ -145,7 +146,7 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Any], Callable[[], Inputs]]] = {
         {"in_channels": 4, "out_channels": 4, "text_dim": 32, "freq_dim": 32, "ffn_dim": 64},
         _wan_inputs,
     ),
-}  # fmt: skip
+}
 
 
 def build(case: Case) -> torch.nn.Module:
@@ -270,9 +271,10 @@ def take_step(
 ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
     """What the engine's own step gets on these ranks: outputs and gradients as of `train_whole`."""
     spec = JobSpec(
-        gradient_accumulation_steps=len(batches), max_grad_norm=0,
+        gradient_accumulation_steps=len(batches),
+        max_grad_norm=0,
         mixed_precision="bf16" if case.autocast else "no",
-    )  # fmt: skip
+    )
     optimizer = Kept({name: p for name, p in model.named_parameters() if p.requires_grad})
     training = TrainState(model, optimizer, LambdaLR(optimizer, lambda step: 1.0))
     if case.factor is not None:
@@ -325,16 +327,25 @@ def measure_sampling(world: World) -> dict[str, Any]:
     latents = []
     for transformer in (reference, model):
         pipeline = FluxPipeline(
-            scheduler=build_scheduler(), transformer=transformer, vae=None, text_encoder=None,
-            tokenizer=None, text_encoder_2=None, tokenizer_2=None,
-        )  # fmt: skip
+            scheduler=build_scheduler(),
+            transformer=transformer,
+            vae=None,
+            text_encoder=None,
+            tokenizer=None,
+            text_encoder_2=None,
+            tokenizer_2=None,
+        )
         pipeline.set_progress_bar_config(disable=True)
         generator = torch.Generator().manual_seed(3)
         result = pipeline(
             prompt_embeds=torch.randn(1, TEXT, 32, generator=generator),
             pooled_prompt_embeds=torch.randn(1, 32, generator=generator),
-            width=64, height=64, num_inference_steps=3, generator=generator, output_type="latent",
-        )  # fmt: skip
+            width=64,
+            height=64,
+            num_inference_steps=3,
+            generator=generator,
+            output_type="latent",
+        )
         latents.append(result.images)
     return {"output": relative(latents[1], latents[0])}
 
@@ -349,9 +360,14 @@ def bend() -> None:
 
 
 def _flash_forward(
-    ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any,
-    _save_ctx: bool, **__: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ctx: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    _save_ctx: bool,
+    **__: Any,
+) -> tuple[torch.Tensor, ...]:
     if _save_ctx:
         ctx.save_for_backward(query, key, value)
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -374,9 +390,12 @@ def work(rank: int, ranks: int, cases: list[Case], meeting: str, results: Path) 
     torch.set_num_threads(1)
     bend()
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks,
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
         timeout=timedelta(seconds=60),
-    )  # fmt: skip
+    )
     found = {}
     for case in cases:
         found[case.name] = measure(case, _world(rank, case))
@@ -397,6 +416,11 @@ def _world(rank: int, case: Case) -> World:
         context_parallel_comm_strategy=case.strategy,
     )
     return World(
-        rank=rank, size=case.ranks, device=torch.device("cpu"), strategy=strategy, token="",
-        mesh=build_mesh(spec, strategy, case.ranks, "cpu"), context_size=case.context,
-    )  # fmt: skip
+        rank=rank,
+        size=case.ranks,
+        device=torch.device("cpu"),
+        strategy=strategy,
+        token="",
+        mesh=build_mesh(spec, strategy, case.ranks, "cpu"),
+        context_size=case.context,
+    )

@@ -121,9 +121,15 @@ def fill(
     facts: dict[str, Any] = {}
     try:
         data = prepare(
-            spec, family, model_root, run_dir, world, barrier, telemetry,
+            spec,
+            family,
+            model_root,
+            run_dir,
+            world,
+            barrier,
+            telemetry,
             lambda: sees and run_dir.requested("stop"),
-        )  # fmt: skip
+        )
     except StoppedError as stopped:
         facts |= {"stopped": str(stopped)}
     else:

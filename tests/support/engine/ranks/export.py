@@ -75,9 +75,15 @@ class _Case:
             if isinstance(module, FSDPModule):
                 module.unshard()  # as a sample leaves it where nothing is resharded after forward
         export_trained(
-            self.training, self.spec, self.family, self.root, self.run_dir, self.world,
-            self.barrier, self.telemetry,
-        )  # fmt: skip
+            self.training,
+            self.spec,
+            self.family,
+            self.root,
+            self.run_dir,
+            self.world,
+            self.barrier,
+            self.telemetry,
+        )
         if self.training.ema is not None:
             self._export("raw", "t2")
 

@@ -92,9 +92,11 @@ def _case(rank: int, root: Path, values: dict[str, Any]) -> None:
     model.train()
     files = sampler.sample(model, root / "samples", 7)
     facts: dict[str, Any] = {
-        "sampled": made, "files": files, "latents": recording.latents,
+        "sampled": made,
+        "files": files,
+        "latents": recording.latents,
         "training": model.training,
-    }  # fmt: skip
+    }
     if data.held:
         objective = build_objective(spec, family, model_root)
         loss = ValidationLoss(spec, family, objective, data, world, telemetry, stops)

@@ -25,9 +25,13 @@ def look(rank: int, ranks: int, policies: list[str], folder: str) -> None:
 
 def _case(policy: str, ranks: int) -> dict[str, object]:
     spec = JobSpec(
-        num_processes=ranks, strategy="fsdp2", device="cpu", mixed_precision="no",
-        fsdp_auto_wrap_policy=policy, model_type="full",
-    )  # fmt: skip
+        num_processes=ranks,
+        strategy="fsdp2",
+        device="cpu",
+        mixed_precision="no",
+        fsdp_auto_wrap_policy=policy,
+        model_type="full",
+    )
     torch.manual_seed(0)
     reference, model = Model(), Model()
     model.load_state_dict(reference.state_dict())

@@ -53,11 +53,16 @@ def failure(index: int, rank: int, code: int, pid: int) -> str:
     """One rank's end in the summary."""
     name = signal.Signals(-code).name if code < 0 else ""
     return FAILURE.format(
-        index=index, rank=rank, code=code, pid=pid, time=time.strftime("%Y-%m-%d_%H:%M:%S"),
+        index=index,
+        rank=rank,
+        code=code,
+        pid=pid,
+        time=time.strftime("%Y-%m-%d_%H:%M:%S"),
         signal=f" ({name})" if name else "",
-        traceback=f"Signal {-code} ({name}) received by PID {pid}" if name else
-        "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html",
-    )  # fmt: skip
+        traceback=f"Signal {-code} ({name}) received by PID {pid}"
+        if name
+        else "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html",
+    )
 
 
 def summary(root: tuple[int, int, int], others: Sequence[tuple[int, int, int]] = ()) -> str:
@@ -66,9 +71,11 @@ def summary(root: tuple[int, int, int], others: Sequence[tuple[int, int, int]] =
     first = failure(0, *root)
     width = max(len(line) for text in (first, *rest) for line in text.splitlines())
     return SUMMARY.format(
-        border="=" * width, section="-" * width, root=first,
+        border="=" * width,
+        section="-" * width,
+        root=first,
         others="\n".join(rest) or "  <NO_OTHER_FAILURES>",
-    )  # fmt: skip
+    )
 
 
 def say(level: str, line: int, text: str) -> None:
@@ -159,8 +166,12 @@ def main() -> int:
     while living:
         wait_for_one()
     others = sorted(end for end in ends if end != first and end[1] != 0)
-    say("E", 1002, f"failed (exitcode: {first[1]}) local_rank: {first[0]} "
-        f"(pid: {first[2]}) of binary: {sys.executable}")  # fmt: skip
+    say(
+        "E",
+        1002,
+        f"failed (exitcode: {first[1]}) local_rank: {first[0]} "
+        f"(pid: {first[2]}) of binary: {sys.executable}",
+    )
     print(summary(first, others))
     return 1
 

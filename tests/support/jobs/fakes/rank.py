@@ -130,9 +130,13 @@ class Rank:
         if "crash" + at in self.words:
             self.log("Traceback (most recent call last):")
             record: dict[str, Any] = {
-                "t": time.time(), "rank": self.rank, "type": "ValueError", "message": "a bad day",
-                "phase": "train", "step": self.step,
-            }  # fmt: skip
+                "t": time.time(),
+                "rank": self.rank,
+                "type": "ValueError",
+                "message": "a bad day",
+                "phase": "train",
+                "step": self.step,
+            }
             write_atomic(self.run_dir.rank_error(self.rank), json.dumps(record))
             return 1
         if "exit" + at in self.words:
@@ -172,9 +176,13 @@ class Rank:
                 time.sleep(0.02)
             shutil.rmtree(aside)
             record = {
-                "t": time.time(), "rank": self.rank, "type": "OSError", "message": str(error),
-                "phase": "save", "step": self.step,
-            }  # fmt: skip
+                "t": time.time(),
+                "rank": self.rank,
+                "type": "OSError",
+                "message": str(error),
+                "phase": "save",
+                "step": self.step,
+            }
             write_atomic(self.run_dir.rank_error(self.rank), json.dumps(record))
             os._exit(1)
 
@@ -183,9 +191,16 @@ class Rank:
         if phase is not None:
             self.phase, self.progressed = phase, time.time()
         status = RankStatus(
-            rank=self.rank, pid=os.getpid(), started=self.started, host="node", device="cpu",
-            phase=self.phase, step=self.step, heartbeat=time.time(), progressed=self.progressed,
-        )  # fmt: skip
+            rank=self.rank,
+            pid=os.getpid(),
+            started=self.started,
+            host="node",
+            device="cpu",
+            phase=self.phase,
+            step=self.step,
+            heartbeat=time.time(),
+            progressed=self.progressed,
+        )
         write_atomic(self.run_dir.rank_file(self.rank), status.to_json())
 
     def wait(self) -> None:

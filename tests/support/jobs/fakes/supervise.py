@@ -59,9 +59,11 @@ def start_supervisor(job: Job) -> None:
     run_dir = job.run_dir
     run_dir.create()
     wish = {
-        "job": job.id, "cwd": str(run_dir.root), "log": str(run_dir.supervisor_log),
+        "job": job.id,
+        "cwd": str(run_dir.root),
+        "log": str(run_dir.supervisor_log),
         "env": os.environ | {"FSDP_TUI_HOME": str(run_dir.root.parent.parent)},
-    }  # fmt: skip
+    }
     with socket.socket(socket.AF_UNIX) as server:
         server.connect("\0" + os.environ[ADDRESS])
         server.sendall(json.dumps(wish).encode() + b"\n")
@@ -73,9 +75,12 @@ def _start_server() -> None:
     # Its own group: who presses Ctrl-C wants the tests to end, and they end it. It belongs to no
     # state directory, and neither do supervisors before they are in theirs.
     _server = subprocess.Popen(
-        [sys.executable, __file__], stdout=subprocess.PIPE, text=True, process_group=0,
+        [sys.executable, __file__],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
         env={name: value for name, value in os.environ.items() if name != "FSDP_TUI_HOME"},
-    )  # fmt: skip
+    )
     assert _server.stdout is not None
     os.environ[ADDRESS] = _server.stdout.readline().strip()
 
@@ -132,8 +137,9 @@ def _become_supervisor(
         asker.sendall(b"+")
         os.closerange(3, 64)
         for number, path, mode in (
-            (0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_APPEND | os.O_CREAT),
-        ):  # fmt: skip
+            (0, os.devnull, os.O_RDONLY),
+            (1, log, os.O_WRONLY | os.O_APPEND | os.O_CREAT),
+        ):
             file = os.open(path, mode, 0o600)
             os.dup2(file, number)
             os.close(file)
@@ -170,9 +176,13 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     if os.environ.get("FAKE_TROUBLE") == "build":
         raise ArithmeticError("an error that nobody thought of")
     command = [
-        sys.executable, str(HERE / "launcher.py"), str(run_dir.root), str(world_size(spec)),
-        str(spec.max_train_steps), str(spec.stop_grace_seconds),
-    ]  # fmt: skip
+        sys.executable,
+        str(HERE / "launcher.py"),
+        str(run_dir.root),
+        str(world_size(spec)),
+        str(spec.max_train_steps),
+        str(spec.stop_grace_seconds),
+    ]
     return Launch(command, {RUN_ID_VARIABLE: run_id})
 
 

@@ -1,0 +1,73 @@
+"""How `timestep_sampling` spreads noise levels, to be looked at before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Final
+
+_QUANTILES: Final = 2000
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_HIGH: Final = 0.9  # sigmas above this decide what a picture shows
+
+
+def quantiles(
+    how: str, *, shift: float = 1.0, mean: float = 0.0, deviation: float = 1.0, scale: float = 1.29
+) -> list[float]:
+    """Sigmas at evenly spaced quantiles of what `engine.diffusion.rectified_flow` draws.
+
+    Args:
+        how: The job's `timestep_sampling`.
+        shift: Of shift and uniform_shift.
+        mean: `logit_mean`.
+        deviation: `logit_std`.
+        scale: `mode_scale`.
+    """
+    found = []
+    for number in range(_QUANTILES):
+        share = (number + 0.5) / _QUANTILES
+        sigma = share
+        if how in ("logit_normal", "shift"):
+            normal = NormalDist().inv_cdf(share)
+            sigma = 1 / (1 + math.exp(-mean - deviation * normal))
+        if how in ("shift", "uniform_shift"):
+            sigma = shift * sigma / (1 + (shift - 1) * sigma)
+        if how == "mode":
+            bend = math.cos(math.pi / 2 * share) ** 2 - 1 + share
+            sigma = 1 - share - scale * bend
+        found.append(sigma)
+    return found
+
+
+def plot(sigmas: list[float], columns: int) -> str:
+    """A line of bars, from sigma 0 to 1, each as high as sigmas are frequent there."""
+    counts = [0] * columns
+    for sigma in sigmas:
+        counts[min(columns - 1, max(0, int(sigma * columns)))] += 1
+    most = max(counts)
+    steps = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[math.ceil(count / most * steps)] for count in counts)
+
+
+def preview(columns: int) -> list[str]:
+    """A line for each way to draw: its name, its bars, and the share of high noise.
+
+    Args:
+        columns: Of the whole line.
+    """
+    ways = [
+        ("uniform", "uniform", 1.0),
+        ("logit_normal", "logit_normal", 1.0),
+        ("shift, s = 3", "shift", 3.0),
+        ("shift, s = 6", "shift", 6.0),
+        ("uniform_shift, s = 3", "uniform_shift", 3.0),
+        ("mode", "mode", 1.0),
+    ]
+    width = max(len(title) for title, *_ in ways)
+    bars = max(10, min(40, columns - width - 9))
+    lines = [f"{'sigma':{width}}  {'0 (data)':{bars - 9}}1 (noise)  > {_HIGH:g}"]
+    for title, how, shift in ways:
+        sigmas = quantiles(how, shift=shift)
+        share = sum(sigma > _HIGH for sigma in sigmas) / len(sigmas)
+        lines.append(f"{title:{width}}  {plot(sigmas, bars)}  {share:.0%}")
+    return lines

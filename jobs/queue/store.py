@@ -7,11 +7,12 @@ compare-and-set inside a write transaction, and every change is kept with its ti
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sqlite3
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.processes import boot_id
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.machine.processes import ProcessId
+
+Place = Literal["first", "up", "down", "last"]
+_APART: Final = 1e-3  # seconds between two jobs that were queued at the same time
 
 __all__ = ["PERSON", "SERVICE", "Change", "Job", "Store", "Terms"]
 
@@ -269,14 +273,31 @@ class Store:
         """Pass the job over until it is released."""
         self._set_queued(job_id, "held", held)
 
-    def move(self, job_id: int, *, first: bool) -> None:
-        """Put a queued job before (or behind) all others of its priority."""
-        with self.connect() as db:
-            edge = "MIN(queued) - 1" if first else "MAX(queued) + 1"
-            (place,) = db.execute(
-                f"SELECT {edge} FROM jobs WHERE state=?", (State.QUEUED,)
-            ).fetchone()
-        self._set_queued(job_id, "queued", place)
+    def move(self, job_id: int, to: Place) -> None:
+        """Change a queued job's place among those of its priority.
+
+        Raises:
+            StateError: It is not queued, or cannot go further up or down.
+        """
+        with self.write() as db:
+            job = self._get_queued(db, job_id)
+            peers = [
+                one for one in self._in_states(db, [State.QUEUED]) if one.priority == job.priority
+            ]
+            order = [one.id for one in peers if one.id != job_id]
+            at = [one.id for one in peers].index(job_id)
+            goal = {"first": 0, "up": at - 1, "down": at + 1, "last": len(order)}[to]
+            if not 0 <= goal <= len(order):
+                raise StateError(
+                    f"job {job_id} is already the {'first' if goal < 0 else 'last'} of priority "
+                    f"{job.priority}",
+                    "change its priority to move it further",
+                )
+            order.insert(goal, job_id)
+            before = -math.inf
+            for one, place in zip(order, peers, strict=True):
+                before = max(place.queued, before + _APART)
+                update(db, one, {"queued": before})
 
     def pause(self, paused: bool) -> None:
         """Stop (or go on) starting queued jobs; running ones are not touched."""

@@ -147,11 +147,11 @@ class _Board:
         waiting: dict[int, list[str]] = {}
         for uuid in kept:
             waiting.setdefault(self._reserved[uuid], []).append(uuid)
-        reserved = self._reserved_for(waiting)
-        if held:
-            reason = f"waiting for {_jobs(holders)} on {self._gpus(held)}"
-            return f"{reason}; {reserved}" if reserved else reason
-        return f"waiting: {reserved or self._used_by_others(others[0])}"
+        facts = [self._reserved_for(waiting)] if kept else []
+        facts += map(self._used_by_others, others[:1])
+        if not held:
+            return f"waiting: {'; '.join(facts)}"
+        return "; ".join([f"waiting for {_jobs(holders)} on {self._gpus(held)}", *facts])
 
     def _start(self, job: int, gpus: Sequence[str]) -> Start:
         for uuid in gpus:

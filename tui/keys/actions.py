@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 FOOTER_GAP: Final = 2  # columns between two
 
-Group = Literal["jobs", "log", "app", "list"]
-Needs = Literal["nothing", "job", "ended", "stoppable", "active"]
+Group = Literal["jobs", "queue", "log", "app", "list"]
+Needs = Literal["nothing", "job", "queued", "ended", "stoppable", "active"]
 
 GROUP_TITLES: Final[dict[Group, str]] = {
     "jobs": "Jobs",
+    "queue": "Queue",
     "list": "Navigation",
     "log": "Log",
     "app": "Dashboard",
@@ -72,6 +73,8 @@ class Action:
         if job is None:
             return False
         match self.needs:
+            case "queued":
+                return job.state is State.QUEUED
             case "ended":
                 return job.state.ended
             case "stoppable":
@@ -200,6 +203,75 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "Plot loss, learning rate and more; compare runs",
         "jobs",
         "job",
+    ),
+    Action(
+        "hold_job",
+        "h",
+        "h",
+        "hold",
+        "Hold the queued job, until it is released",
+        "queue",
+        "queued",
+        acts=True,
+    ),
+    Action(
+        "release_job",
+        "H,shift+h",
+        "H",
+        "release",
+        "Release the held job: it starts when the queue allows",
+        "queue",
+        "queued",
+        acts=True,
+    ),
+    Action(
+        "move_up",
+        "K,shift+k",
+        "K",
+        "move up",
+        "Move the queued job up: one place among those of its priority",
+        "queue",
+        "queued",
+        acts=True,
+    ),
+    Action(
+        "move_down",
+        "J,shift+j",
+        "J",
+        "move down",
+        "Move the queued job down: one place among those of its priority",
+        "queue",
+        "queued",
+        acts=True,
+    ),
+    Action(
+        "raise_priority",
+        "plus",
+        "+",
+        "priority up",
+        "Raise the queued job's priority: it starts before those of lower priority",
+        "queue",
+        "queued",
+        acts=True,
+    ),
+    Action(
+        "lower_priority",
+        "minus",
+        "-",
+        "priority down",
+        "Lower the queued job's priority: it starts after those of higher priority",
+        "queue",
+        "queued",
+        acts=True,
+    ),
+    Action(
+        "pause_queue",
+        "P,shift+p",
+        "P",
+        "pause",
+        "Pause the queue, or start queued jobs again; running jobs continue",
+        "queue",
+        acts=True,
     ),
     Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
     Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),

@@ -137,6 +137,7 @@ class Collector:
             curve=self._curve,
             problem="; ".join(problems),
             busy=self._history.shown,
+            paused=self._list.paused,
         )
 
     # -- inside ----------------------------------------------------------------------------

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 LEAST_COVER: Final = 0.8
 """Area that two outlines share, over the area that either has."""
+LEAST_COVER_OF_STARS: Final = 0.7
+"""Theirs is mostly edge: being off by a pixel costs more."""
 LEAST_CONTRAST: Final = 40.0
 """Between a shape and its background, in RGB."""
 GRID: Final = 32
@@ -43,7 +45,7 @@ def look(picture: Image.Image) -> Scene | None:
         return None
     mask, color, background = found
     cover, shape = max((_cover(mask, example), name) for name, example in _examples())
-    if cover < LEAST_COVER:
+    if cover < (LEAST_COVER_OF_STARS if shape == "star" else LEAST_COVER):
         return None
     return Scene(shape, _name(color), _name(background))
 

@@ -1,7 +1,7 @@
 """Train the demo's base, which the package ships: `python -m engine.demo.make_base base`.
 
 A FLUX.1 of 2.4 million parameters that draws the demo's shapes in the demo's colors, in about
-7 minutes of one CPU core. Its text encoders are random and stay so; its autoencoder's encoder is
+15 minutes of one CPU core. Its text encoders are random and stay so; its autoencoder's encoder is
 made in closed form. `training.json` beside the model holds the seed and both loss curves.
 """
 
@@ -64,7 +64,7 @@ VAE_BATCH: Final = 8
 VAE_PICTURES: Final = 1_200
 VAE_RATE: Final = 2e-3
 
-STEPS: Final = 2_500
+STEPS: Final = 4_000
 BATCH: Final = 24
 PICTURES_EACH: Final = 20
 """Of every scene that is not held out."""

@@ -21,6 +21,8 @@ SHAPES: Final = ("circle", "square", "triangle", "star", "ring", "cross")
 COLORS: Final = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown")
 """Of shapes."""
 BACKGROUNDS: Final = ("white", "black", "cyan")
+DRAWINGS: Final = 8
+"""Of each heart that the demo's LoRA is trained on."""
 
 OTHER_WORDS: Final = (
     "moon", "flower", "house", "tree", "cat", "arrow", "leaf", "drop", "cloud", "fish", "bird",
@@ -90,12 +92,13 @@ def scenes() -> list[Scene]:
 def lessons() -> list[Scene]:
     """What the demo's LoRA is trained on: hearts, and as many old shapes, to keep those.
 
-    No scene of `PROMPTS` is among them.
+    Each heart is there `DRAWINGS` times, drawn a little differently; no scene of `PROMPTS` is.
     """
     hearts = [Scene(HEART, color, background) for color, background in product(COLORS, BACKGROUNDS)]
     hearts = [scene for scene in hearts if scene.caption not in PROMPTS]
     old = [scene for scene in scenes() if not scene.held_out and scene.caption not in PROMPTS]
-    return [*hearts, *random.Random(0).sample(old, len(hearts))]
+    hearts *= DRAWINGS
+    return [*hearts, *random.Random(0).choices(old, k=len(hearts))]
 
 
 def captions() -> list[str]:
@@ -127,6 +130,7 @@ def draw(scene: Scene, chance: random.Random) -> Image:
 def write_lessons(data_dir: Path) -> None:
     """Write a picture of each lesson, its caption beside it; the same bytes each time."""
     chance = random.Random(0)
-    for scene in lessons():
-        draw(scene, chance).save(data_dir / f"{scene.stem}.png")
-        (data_dir / f"{scene.stem}.txt").write_text(scene.caption + "\n", encoding="utf-8")
+    for number, scene in enumerate(lessons(), start=1):
+        path = data_dir / f"{scene.stem}-{number}.png"
+        draw(scene, chance).save(path)
+        path.with_suffix(".txt").write_text(scene.caption + "\n", encoding="utf-8")

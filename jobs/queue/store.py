@@ -7,17 +7,16 @@ compare-and-set inside a write transaction, and every change is kept with its ti
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sqlite3
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.processes import boot_id
 from jobs.paths import ensure_state_home
-from jobs.queue.job import Change, Job, Terms, job_of_row
+from jobs.queue.job import Change, Job, Terms, job_of_row, moved
 from jobs.queue.states import State, may_follow
 from jobs.queue.tables import (
     PERSON,
@@ -38,9 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.machine.processes import ProcessId
-
-Place = Literal["first", "up", "down", "last"]
-_APART: Final = 1e-3  # seconds between two jobs that were queued at the same time
+    from jobs.queue.job import Place
 
 __all__ = ["PERSON", "SERVICE", "Change", "Job", "Store", "Terms"]
 
@@ -274,30 +271,11 @@ class Store:
         self._set_queued(job_id, "held", held)
 
     def move(self, job_id: int, to: Place) -> None:
-        """Change a queued job's place among those of its priority.
-
-        Raises:
-            StateError: It is not queued, or cannot go further up or down.
-        """
+        """Change a queued job's place among those of its priority; see `moved`."""
         with self.write() as db:
             job = self._get_queued(db, job_id)
-            peers = [
-                one for one in self._in_states(db, [State.QUEUED]) if one.priority == job.priority
-            ]
-            order = [one.id for one in peers if one.id != job_id]
-            at = [one.id for one in peers].index(job_id)
-            goal = {"first": 0, "up": at - 1, "down": at + 1, "last": len(order)}[to]
-            if not 0 <= goal <= len(order):
-                raise StateError(
-                    f"job {job_id} is already the {'first' if goal < 0 else 'last'} of priority "
-                    f"{job.priority}",
-                    "change its priority to move it further",
-                )
-            order.insert(goal, job_id)
-            before = -math.inf
-            for one, place in zip(order, peers, strict=True):
-                before = max(place.queued, before + _APART)
-                update(db, one, {"queued": before})
+            for one, place in moved(job, self._in_states(db, [State.QUEUED]), to).items():
+                update(db, one, {"queued": place})
 
     def pause(self, paused: bool) -> None:
         """Stop (or go on) starting queued jobs; running ones are not touched."""

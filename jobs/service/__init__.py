@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jobs.machine.devices import Gpu
-    from jobs.queue.store import Job, Place, Store
+    from jobs.queue.job import Place
+    from jobs.queue.store import Job, Store
     from jobs.run.checkpoint_list import Listed
     from jobs.run.rundir import RunDir
     from jobs.service.plan import Plan

@@ -8,7 +8,7 @@ from jobs import service
 from tui.widgets.job_actions import JobActions
 
 if TYPE_CHECKING:
-    from jobs.queue.store import Place
+    from jobs.queue.job import Place
     from tui.look.snapshot import Snapshot
 
 

@@ -84,6 +84,17 @@ class Action:
         return True
 
 
+_SAME: Final = "one place among those of its priority"
+_QUEUE: Final[tuple[tuple[str, str, str, str, Needs, str], ...]] = (
+    ("hold_job", "h", "h", "hold", "queued", "Hold the queued job, until it is released"),
+    ("release_job", "H,shift+h", "H", "release", "queued", "Release the held job"),
+    ("move_up", "K,shift+k", "K", "move up", "queued", f"Move the queued job up: {_SAME}"),
+    ("move_down", "J,shift+j", "J", "move down", "queued", f"Move the queued job down: {_SAME}"),
+    ("raise_priority", "plus", "+", "sooner", "queued", "Raise the queued job's priority"),
+    ("lower_priority", "minus", "-", "later", "queued", "Lower the queued job's priority"),
+    ("pause_queue", "P,shift+p", "P", "pause", "nothing", "Pause the queue, or run it again"),
+)
+
 ACTIONS: Final[tuple[Action, ...]] = (
     Action("new_job", "n", "n", "new", "Create a job", "jobs", footer=1, acts=True),
     Action(
@@ -204,74 +215,9 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "jobs",
         "job",
     ),
-    Action(
-        "hold_job",
-        "h",
-        "h",
-        "hold",
-        "Hold the queued job, until it is released",
-        "queue",
-        "queued",
-        acts=True,
-    ),
-    Action(
-        "release_job",
-        "H,shift+h",
-        "H",
-        "release",
-        "Release the held job: it starts when the queue allows",
-        "queue",
-        "queued",
-        acts=True,
-    ),
-    Action(
-        "move_up",
-        "K,shift+k",
-        "K",
-        "move up",
-        "Move the queued job up: one place among those of its priority",
-        "queue",
-        "queued",
-        acts=True,
-    ),
-    Action(
-        "move_down",
-        "J,shift+j",
-        "J",
-        "move down",
-        "Move the queued job down: one place among those of its priority",
-        "queue",
-        "queued",
-        acts=True,
-    ),
-    Action(
-        "raise_priority",
-        "plus",
-        "+",
-        "priority up",
-        "Raise the queued job's priority: it starts before those of lower priority",
-        "queue",
-        "queued",
-        acts=True,
-    ),
-    Action(
-        "lower_priority",
-        "minus",
-        "-",
-        "priority down",
-        "Lower the queued job's priority: it starts after those of higher priority",
-        "queue",
-        "queued",
-        acts=True,
-    ),
-    Action(
-        "pause_queue",
-        "P,shift+p",
-        "P",
-        "pause",
-        "Pause the queue, or start queued jobs again; running jobs continue",
-        "queue",
-        acts=True,
+    *(
+        Action(name, keys, shown, label, does, "queue", needs, acts=True)
+        for name, keys, shown, label, needs, does in _QUEUE
     ),
     Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
     Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),

@@ -434,11 +434,11 @@ async def test_keys_hold_release_move_and_pause_the_queue(store: Store) -> None:
         await press("h", "held until released · H: release")
         await press("H", f"waiting for job {busy.id} to free the CPU · h: hold · K J: move")
         await press("K", "already the first of priority 0")
-        await press("J", "queued 2nd")
-        assert queue() == [two.id, one.id]
-        await press("+", "queued with priority 1: ", "queued 1st")
+        await press("J")
+        await until(pilot, lambda: queue() == [two.id, one.id])
+        await press("+", "queued with priority 1: ")
         assert queue() == [one.id, two.id]
-        await press("-", "priority 0")
+        await press("-", "has priority 0")
         await press("P", "queue paused", "the queue is paused · P: start queued jobs again")
         assert store.paused
         await press("P", "the queue is running")

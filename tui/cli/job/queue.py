@@ -13,7 +13,7 @@ from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import ID
 
 if TYPE_CHECKING:
-    from jobs.queue.store import Place
+    from jobs.queue.job import Place
 
 
 @click.command()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 def size(count: float) -> str:
     """Bytes with a unit: `610 MiB`, `1.2 GiB`, `140 GiB`."""
@@ -16,3 +21,17 @@ def size(count: float) -> str:
 def gpus(count: int) -> str:
     """`1 GPU`, `8 GPUs`."""
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Indices, runs of three or more drawn together: `0-3,6`."""
+    found = sorted(set(numbers))
+    parts: list[str] = []
+    start = 0
+    for end in range(1, len(found) + 1):
+        if end < len(found) and found[end] == found[end - 1] + 1:
+            continue
+        run = found[start:end]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+        start = end
+    return ",".join(parts)

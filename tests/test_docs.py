@@ -250,7 +250,8 @@ def test_scripts_tests_modules_and_extras_of_commands_exist() -> None:
             if word.endswith(".py") or word.startswith("tests/"):
                 found = (ROOT / word).exists()
             elif before == "-m" and words[0] == "python" and word != "venv":
-                found = (ROOT / word.replace(".", "/") / "__main__.py").exists()
+                module = ROOT / word.replace(".", "/")
+                found = module.with_suffix(".py").exists() or (module / "__main__.py").exists()
             else:
                 found = set(re.findall(r"\[(\w+)\]$", word)) <= extras.keys()
             missing += [] if found else [" ".join(words)]

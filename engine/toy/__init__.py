@@ -90,9 +90,9 @@ def write_toy(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path in (paths.data, paths.model):
-            _check_place(path)
-        _install(paths.data, write_data, data_settings, force=force)
-        _install(paths.model, write_model, model_settings, force=force)
+            check_place(path)
+        install(paths.data, write_data, data_settings, force=force)
+        install(paths.model, write_model, model_settings, force=force)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UserError(
@@ -133,7 +133,7 @@ def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:
             raise UserError(f"{name} is {value}", f"use a number from {low} to {high}")
 
 
-def _check_place(path: Path) -> None:
+def check_place(path: Path) -> None:
     """Refuse to write over what is not ours.
 
     Raises:
@@ -147,7 +147,7 @@ def _check_place(path: Path) -> None:
         )
 
 
-def _install(
+def install(
     path: Path, write: Callable[[Path], None], settings: Mapping[str, int | str], *, force: bool
 ) -> None:
     """Have `write` fill a directory beside `path`, then give it the name `path`.

@@ -32,6 +32,8 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (246, 246, 242),
 }
 SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "diamond", "hexagon", "crescent")
+HEART = "heart"
+"""A shape that no toy's pictures show: for who teaches a model something new."""
 BACKGROUNDS = ("plain", "gradient", "stripes")
 
 # Width and height in units of the short side: every fourth picture takes the next of these.
@@ -53,7 +55,7 @@ class PicturePlan:
         caption: What a person would write below it.
         width: In pixels.
         height: In pixels.
-        shape: One of `SHAPES`.
+        shape: One of `SHAPES`, or `HEART`.
         colour: Name of the shape's colour.
         background: One of `BACKGROUNDS`.
         background_colours: Names of the background's two colours; a plain one uses the first.
@@ -215,7 +217,7 @@ def _box(centre: Point, radius: float) -> list[float]:
 
 
 def _corners(shape: str, centre: Point, radius: float, turn: float) -> Sequence[Point]:
-    """Corners of a shape with straight edges, its first corner at the top before turning."""
+    """Corners of a shape, its first corner at the top before turning; many for a heart."""
     if shape == "cross":
         arm = radius * 0.34
         outline = [
@@ -231,6 +233,11 @@ def _corners(shape: str, centre: Point, radius: float, turn: float) -> Sequence[
             (-radius, arm),
             (-radius, -arm),
             (-arm, -arm),
+        ]
+    elif shape == HEART:
+        outline = [
+            (radius * math.sin(angle) ** 3, radius * _heart_height(angle))
+            for angle in (math.tau * corner / 64 for corner in range(64))
         ]
     else:
         corners, inner = {
@@ -249,3 +256,9 @@ def _corners(shape: str, centre: Point, radius: float, turn: float) -> Sequence[
             outline.append((far * narrow * math.cos(angle), far * math.sin(angle)))
     cos, sin = math.cos(turn), math.sin(turn)
     return [(centre[0] + x * cos - y * sin, centre[1] + x * sin + y * cos) for x, y in outline]
+
+
+def _heart_height(angle: float) -> float:
+    """How far below its center a heart of width 2 has its outline, once around in `angle`."""
+    waves = (13, -5, -2, -1)
+    return -sum(high * math.cos(n * angle) for n, high in enumerate(waves, start=1)) / 16 - 0.15

@@ -16,7 +16,7 @@ from jobs.machine.processes import boot_id
 from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.machine.start_detached import start_detached
 from jobs.queue.placement import Request, Start, place
-from jobs.queue.states import ACTIVE, State
+from jobs.queue.states import ACTIVE, PAUSED, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -54,7 +54,7 @@ def dispatch(store: Store) -> None:
         paused = store.paused
         reasons = {job.id: "held until released" for job in queue if job.held}
         if paused:
-            reasons |= {job.id: "the queue is paused" for job in queue if not job.held}
+            reasons |= {job.id: PAUSED for job in queue if not job.held}
         # One for GPUs that has come since then is served by whoever queued it.
         ready = [
             job for job in queue if not job.held and not paused and (asked or job.wanted is None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from jobs.errors import StateError
 from jobs.machine.processes import ProcessId
 from jobs.queue.states import State
 from jobs.run.rundir import RunDir
@@ -14,8 +16,12 @@ from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
     import sqlite3
+    from collections.abc import Sequence
 
     from jobs.spec.job_spec import JobSpec
+
+Place = Literal["first", "up", "down", "last"]
+_APART: Final = 1e-3  # seconds between two jobs that were queued at the same time
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,30 @@ class Change:
     before: State | None
     after: State
     reason: str
+
+
+def moved(job: Job, queue: Sequence[Job], to: Place) -> dict[int, float]:
+    """What `queued` becomes when a job moves among those of its priority, by job.
+
+    Raises:
+        StateError: It cannot go further up or down.
+    """
+    peers = [one for one in queue if one.priority == job.priority]
+    at = [one.id for one in peers].index(job.id)
+    order = [one.id for one in peers if one.id != job.id]
+    goal = {"first": 0, "up": at - 1, "down": at + 1, "last": len(order)}[to]
+    if not 0 <= goal <= len(order):
+        raise StateError(
+            f"job {job.id} is already the {'first' if goal < 0 else 'last'} of priority "
+            f"{job.priority}",
+            "change its priority to move it further",
+        )
+    order.insert(goal, job.id)
+    places: dict[int, float] = {}
+    last = -math.inf
+    for one, peer in zip(order, peers, strict=True):
+        places[one] = last = max(peer.queued, last + _APART)
+    return places
 
 
 def job_of_row(row: sqlite3.Row) -> Job:

@@ -23,6 +23,7 @@ class JobList:
         self._file: tuple[int, int] | None = None
         self._version: int | None = None
         self._jobs: list[Job] = []
+        self.paused = False  # the queue, at the last look
 
     def look(self) -> list[Job]:
         """Return every job, newest first; the same list object while nothing was written.
@@ -34,6 +35,7 @@ class JobList:
         if version is None or version != self._version:
             self._version = None
             self._jobs = self._store.all()  # what is written from here on makes another version
+            self.paused = self._store.paused
             self._version = version
         return self._jobs
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from jobs import units
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+_NAMED: Final = 8  # jobs in the way that a reason names at most
 
 
 @dataclass(frozen=True)
@@ -99,53 +103,92 @@ class _Board:
         self._index = indices or {uuid: position for position, uuid in enumerate(devices)}
         self._holder = dict(claims)
         self._reserved: dict[str, int] = {}  # GPU → waiting job that is to have it next
+        self._lacks: dict[int, str] = {}  # that job → the GPUs it waits for, in words
         self._foreign = foreign
-        # In index order. Kept up to date, so that a decision costs no look at every GPU.
+        # Kept up to date, so that a decision costs no look at every GPU; free ones in index order.
         self._free = dict.fromkeys(uuid for uuid in devices if uuid not in claims)
         self._undisturbed = dict.fromkeys(uuid for uuid in self._free if uuid not in foreign)
+        self._waiting: dict[int, list[str]] = {}  # job → GPUs reserved for it that nobody holds
+        self._running: dict[int, list[str]] = {}  # job → GPUs that it holds
+        for uuid, job in claims.items():
+            if uuid in self._index:
+                self._running.setdefault(job, []).append(uuid)
 
     def any(self, request: Request, count: int) -> Start | Wait:
         usable = self._free if request.shares else self._undisturbed
         if len(usable) >= count:
             return self._start(request.job, list(islice(usable, count)))
-        free = f"{len(usable)} available"
-        self._reserve(request.job, list(usable))
+        lacks, facts = units.gpus(count), [f"{len(usable)} available"]
+        reserved, held = self._reserved_for(self._waiting), self._held_by(self._running)
+        self._reserve(request.job, list(usable), lacks)
         disturbed = next(iter(self._free), None)  # what is left is used by others
         if disturbed is not None:
-            free += f"; {self._used_by_others(disturbed)}"
-        return Wait(request.job, f"waiting for {count} GPU{'s' * (count != 1)} ({free})")
+            facts.append(self._used_by_others(disturbed))
+        facts += filter(None, (reserved, held))
+        return Wait(request.job, f"waiting for {lacks} ({'; '.join(facts)})")
 
     def named(self, request: Request, uuids: Sequence[str]) -> Start | Wait:
         missing = [uuid for uuid in uuids if uuid not in self._index]
-        busy = [uuid for uuid in uuids if uuid in self._holder or uuid in self._reserved]
+        held = [uuid for uuid in uuids if uuid in self._holder]
+        kept = [uuid for uuid in uuids if uuid in self._reserved and uuid not in self._holder]
         others = [] if request.shares else [u for u in uuids if u in self._foreign]
-        if not (missing or busy or others):
+        if not (missing or held or kept or others):
             return self._start(request.job, uuids)
         if missing:
-            reason = f"waiting for GPU {missing[0]}, which this machine does not have"
-        elif busy:
-            blockers = [self._holder.get(u) or self._reserved[u] for u in busy]
-            where = ", ".join(str(self._index[uuid]) for uuid in busy)
-            reason = f"waiting for {_jobs(blockers)} on GPU {where}"
+            lacks = f"GPU {missing[0]}"
+            reason = f"waiting for {lacks}, which this machine does not have"
         else:
-            reason = f"waiting: {self._used_by_others(others[0])}"
-        self._reserve(request.job, uuids)
+            lacks = self._gpus([*held, *kept, *others])
+            reason = self._why([self._holder[uuid] for uuid in held], held, kept, others)
+        self._reserve(request.job, uuids, lacks)
         return Wait(request.job, reason)
+
+    def _why(self, holders: list[int], held: list[str], kept: list[str], others: list[str]) -> str:
+        waiting: dict[int, list[str]] = {}
+        for uuid in kept:
+            waiting.setdefault(self._reserved[uuid], []).append(uuid)
+        facts = [self._reserved_for(waiting)] if kept else []
+        facts += map(self._used_by_others, others[:1])
+        if not held:
+            return f"waiting: {'; '.join(facts)}"
+        return "; ".join([f"waiting for {_jobs(holders)} on {self._gpus(held)}", *facts])
 
     def _start(self, job: int, gpus: Sequence[str]) -> Start:
         for uuid in gpus:
             self._holder[uuid] = job
             self._take(uuid)
+        self._running[job] = list(gpus)
         return Start(job, tuple(gpus))
 
-    def _reserve(self, job: int, gpus: Sequence[str]) -> None:
+    def _reserve(self, job: int, gpus: Sequence[str], lacks: str) -> None:
+        self._lacks[job] = lacks
         for uuid in gpus:
-            self._reserved.setdefault(uuid, job)
+            if self._reserved.setdefault(uuid, job) == job and uuid not in self._holder:
+                self._waiting.setdefault(job, []).append(uuid)
             self._take(uuid)
 
     def _take(self, uuid: str) -> None:
         self._free.pop(uuid, None)
         self._undisturbed.pop(uuid, None)
+
+    def _reserved_for(self, waiting: Mapping[int, Sequence[str]]) -> str:
+        """Say which GPUs nobody holds are kept for which jobs, and why those do not start."""
+        return "; ".join(
+            f"{self._gpus(gpus)} reserved for job {job}, which waits for {self._lacks[job]}"
+            for job, gpus in islice(waiting.items(), _NAMED)
+        )
+
+    def _held_by(self, running: Mapping[int, Sequence[str]]) -> str:
+        """Say which jobs hold which GPUs."""
+        named = [
+            f"job {job} on {self._gpus(gpus)}" for job, gpus in islice(running.items(), _NAMED)
+        ]
+        return ", ".join(named + ["…"] * (len(running) > _NAMED))
+
+    def _gpus(self, uuids: Iterable[str]) -> str:
+        """GPUs by their numbers: `GPU 6`, `GPUs 0-3,6`; nothing of what this machine lacks."""
+        numbers = {self._index[uuid] for uuid in uuids if uuid in self._index}
+        return f"GPU{'s' * (len(numbers) != 1)} {units.ranges(numbers)}"
 
     def _used_by_others(self, uuid: str) -> str:
         return f"GPU {self._index[uuid]} is used by {self._foreign[uuid]}"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+PAUSED = "the queue is paused"
+"""Why a job waits while no queued job is started."""
+
 
 class State(StrEnum):
     """Where a job is in its life."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.processes import boot_id
 from jobs.paths import ensure_state_home
-from jobs.queue.job import Change, Job, Terms, job_of_row
+from jobs.queue.job import Change, Job, Terms, job_of_row, moved
 from jobs.queue.states import State, may_follow
 from jobs.queue.tables import (
     PERSON,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.machine.processes import ProcessId
+    from jobs.queue.job import Place
 
 __all__ = ["PERSON", "SERVICE", "Change", "Job", "Store", "Terms"]
 
@@ -269,14 +270,12 @@ class Store:
         """Pass the job over until it is released."""
         self._set_queued(job_id, "held", held)
 
-    def move(self, job_id: int, *, first: bool) -> None:
-        """Put a queued job before (or behind) all others of its priority."""
-        with self.connect() as db:
-            edge = "MIN(queued) - 1" if first else "MAX(queued) + 1"
-            (place,) = db.execute(
-                f"SELECT {edge} FROM jobs WHERE state=?", (State.QUEUED,)
-            ).fetchone()
-        self._set_queued(job_id, "queued", place)
+    def move(self, job_id: int, to: Place) -> None:
+        """Change a queued job's place among those of its priority; see `moved`."""
+        with self.write() as db:
+            job = self._get_queued(db, job_id)
+            for one, place in moved(job, self._in_states(db, [State.QUEUED]), to).items():
+                update(db, one, {"queued": place})
 
     def pause(self, paused: bool) -> None:
         """Stop (or go on) starting queued jobs; running ones are not touched."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jobs.machine.devices import Gpu
+    from jobs.queue.job import Place
     from jobs.queue.store import Job, Store
     from jobs.run.checkpoint_list import Listed
     from jobs.run.rundir import RunDir
@@ -183,25 +184,24 @@ def hold(store: Store, job_id: int, held: bool = True) -> Job:
     return store.get(job_id)
 
 
-def move(
-    store: Store, job_id: int, *, first: bool | None = None, priority: int | None = None
-) -> None:
+def move(store: Store, job_id: int, *, to: Place | None = None, priority: int | None = None) -> Job:
     """Change a queued job's place.
 
     Args:
         store: The jobs.
         job_id: Which one.
-        first: Move to the front (True) or back (False) of its priority; None: keep its place.
+        to: Among jobs of its priority: to the front or back, or one place up or down.
         priority: Jobs of higher priority start first.
 
     Raises:
-        StateError: It is not queued.
+        StateError: It is not queued, or cannot go further up or down.
     """
     if priority is not None:
         store.set_priority(job_id, priority)
-    if first is not None:
-        store.move(job_id, first=first)
+    if to is not None:
+        store.move(job_id, to)
     dispatch(store)
+    return store.get(job_id)
 
 
 def pause(store: Store, paused: bool = True) -> None:

@@ -290,8 +290,9 @@ def test_how_the_ranks_share_the_work_is_told_where_there_is_room(store: Store) 
 
 
 def test_a_queued_job_says_why_it_waits(store: Store) -> None:
-    view = JobView(add_job(store, reason="waiting for job 3 on GPU 0, 1"))
-    assert "queued: waiting for job 3 on GPU 0, 1" in said(view)
+    view = JobView(add_job(store, reason="waiting for job 3 on GPUs 0,1"))
+    assert said(view).endswith("queued: waiting for job 3 on GPUs 0,1 · h: hold · K J: move")
+    assert said(view, 60).endswith("queued: waiting for job 3 on GPUs 0,1")
 
 
 # -- devices -------------------------------------------------------------------------------

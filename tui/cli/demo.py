@@ -1,4 +1,4 @@
-"""`fsdp-tui demo`: a toy model, captioned pictures, and a LoRA job on two ranks."""
+"""`fsdp-tui demo`: a small trained model, and a LoRA on two ranks that teaches it hearts."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ JOB: Final[dict[str, Any]] = {
     "model_family": "flux",
     "model_flavour": "dev",
     "resolution": 64,
-    "train_batch_size": 8,
-    "max_train_steps": 600,
-    "learning_rate": 3e-3,
+    "train_batch_size": 16,
+    "max_train_steps": 300,
+    "learning_rate": 2e-3,
     "lr_scheduler": "cosine",
+    "adam_beta2": 0.99,
+    "timestep_sampling": "shift",
+    "flow_shift": 6,
     "mixed_precision": "no",
-    "lora_rank": 16,
+    "lora_rank": 32,
     "num_processes": RANKS,
     "strategy": "fsdp2",
-    "max_sequence_length": 32,
-    "checkpointing_steps": 200,
+    "max_sequence_length": 16,
+    "checkpointing_steps": 100,
     "checkpoints_total_limit": 2,
-    "validation_prompts": [
-        "a red circle on a blue background",
-        "a green star on a white background",
-    ],
-    "validation_steps": 200,
+    "validation_on_startup": True,
+    "validation_steps": 25,
     "validation_num_inference_steps": 20,
 }
 
@@ -61,16 +61,32 @@ def start_demo(store: Store, say: Callable[[str], None]) -> Job:
         if job.name == NAME:
             return job
     root = store.home / "demo"
-    if not ((root / "model").is_dir() and (root / "data").is_dir()):
-        say(f"writing a toy FLUX.1 and captioned images to {root} (first use, about 20 s) …")
-    where = write_toy(root, "flux")
+    if not ((root / "base").is_dir() and (root / "hearts").is_dir()):
+        say(f"writing a small trained FLUX.1 and images of hearts to {root} (first use) …")
+    where = _ask_engine("engine.demo", root.absolute())
     enough = len(devices.gpus()) >= RANKS
     values = JOB | {
         "pretrained_model_name_or_path": where["model"],
         "dataset": where["data"],
+        "validation_prompts": where["prompts"],
         "device": "auto" if enough else "cpu",
     }
     return service.submit(store, load_spec(None, values))
+
+
+def results_of(job: Job) -> list[str]:
+    """What the demo's samples show, at its first and at its newest step; a line each.
+
+    Empty before there are samples of two steps.
+    """
+    steps = _ask_engine("engine.demo.judge", job.run_dir.samples)
+    if len(steps) < 2:
+        return []
+    return [
+        f"step {one['step']:>3}: {one['hearts_right']} of {one['hearts']} hearts and "
+        f"{one['others_right']} of {one['others']} other shapes drawn correctly"
+        for one in (steps[0], steps[-1])
+    ] + [f"images: {job.run_dir.samples}"]
 
 
 def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[str, str]:
@@ -82,17 +98,19 @@ def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[
     Raises:
         UserError: It cannot be written there, or there is no toy of this family.
     """
+    flags = ["--family", family, *(["--flavour", flavour] if flavour else []), "--json"]
+    where: dict[str, str] = _ask_engine("engine.toy", directory.absolute(), *flags)
+    return where
+
+
+def _ask_engine(module: str, directory: Path, *flags: str) -> Any:
+    """What a command of the engine prints last, as JSON values.
+
+    Raises:
+        UserError: It fails; the last line on its standard error says why.
+    """
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "engine.toy",
-            str(directory.absolute()),
-            "--family",
-            family,
-            *(["--flavour", flavour] if flavour else []),
-            "--json",
-        ],
+        [sys.executable, "-m", module, str(directory), *flags],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables(),
@@ -101,5 +119,4 @@ def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise UserError(lines[-1].removeprefix("fsdp-tui: "))
-    where: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
-    return where
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from jobs.queue.states import State
+from jobs.queue.states import PAUSED, State
 from tui.look.snapshot import FIRST_STEP
 from tui.text.format import Row, Span, bar, cut, duration, pace, spent, state_text
 from tui.widgets.job_rows import GLYPHS
 
 if TYPE_CHECKING:
+    from jobs.queue.store import Job
     from jobs.run.eventlog import Phase
     from tui.look.snapshot import JobView
 
@@ -40,11 +41,23 @@ def activity_rows(view: JobView | None, width: int, now: float | None = None) ->
         words += _ON_X.get(job.stop_level, "")
         return _wrapped(head, words, width, "warn")
     if job.state is State.QUEUED:
-        return _wrapped(head, f"queued: {job.reason or 'starts when the queue allows'}", width, "")
+        return _wrapped(head, _queued(job, width - _length(head)), width, "")
     hint = " · s: resume" if job.state is not State.COMPLETED else ""
     spent = f" · took {duration(job.ended - job.started)}" if job.ended and job.started else ""
     words = f"{state_text(job.state, job.reason)}{spent}{hint}"
     return _wrapped(head, words, width, "bad" if job.state in (State.FAILED, State.LOST) else "")
+
+
+def _queued(job: Job, room: int) -> str:
+    """Why a job waits, and the keys that change that; those of any job where there is room."""
+    state = f"queued with priority {job.priority}" if job.priority else "queued"
+    words = f"{state}: {job.reason or 'starts when the queue allows'}"
+    if job.held:
+        return f"{words} · H: release"
+    if job.reason == PAUSED:
+        return f"{words} · P: start queued jobs again"
+    keys = " · h: hold · K J: move"
+    return words + keys if len(words + keys) <= room else words
 
 
 def doing_for(view: JobView, now: float | None) -> str | None:

@@ -55,8 +55,10 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
 
 
 def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
-    """Job → `1st`, `2nd`, … for what waits, in the order in which it is served."""
-    waiting = [view.job.id for view in views if view.job.state is State.QUEUED]
+    """Job → `1st`, `2nd`, … for what waits and is not held, in the order in which it is served."""
+    waiting = [
+        view.job.id for view in views if view.job.state is State.QUEUED and not view.job.held
+    ]
     return {job: ordinal(place) for place, job in enumerate(waiting, 1)}
 
 

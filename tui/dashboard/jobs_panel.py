@@ -28,7 +28,7 @@ _EMPTY: tuple[Row, ...] = (
     (Span("  n", "accent"), Span("  creates and queues a job", "dim")),
     (
         Span("  fsdp-tui demo", "accent"),
-        Span("  in a shell trains a toy model as a trial run", "dim"),
+        Span("  in a shell teaches a small model to draw hearts", "dim"),
     ),
 )
 _ON_GPUS: Row = (

@@ -13,12 +13,12 @@ from jobs.spec.file.load import load_spec
 from tui.dashboard.exporting import Exports
 from tui.dashboard.jobs_panel import JobsPanel
 from tui.dashboard.panels import ActivityPanel, CurvePanel, DevicesPanel
+from tui.dashboard.queue_control import QueueControl
 from tui.keys.actions import bindings
 from tui.log.log_view import LogView
 from tui.log.sources import log_sources, log_title
 from tui.look.snapshot import Snapshot
 from tui.widgets.bars import KeyBar, ProblemBar, TitleBar
-from tui.widgets.job_actions import JobActions
 from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from tui.look.snapshot import JobView
 
 
-class DashboardScreen(JobActions[None]):
+class DashboardScreen(QueueControl):
     """Devices, jobs, what the selected one does, its log and its loss."""
 
-    BINDINGS = bindings("jobs", "log", "app")
+    BINDINGS = bindings("jobs", "queue", "log", "app")
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (160, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-tall")]  # noqa: RUF012
     AUTO_FOCUS = "#jobs"

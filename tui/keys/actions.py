@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 FOOTER_GAP: Final = 2  # columns between two
 
-Group = Literal["jobs", "log", "app", "list"]
-Needs = Literal["nothing", "job", "ended", "stoppable", "active"]
+Group = Literal["jobs", "queue", "log", "app", "list"]
+Needs = Literal["nothing", "job", "queued", "ended", "stoppable", "active"]
 
 GROUP_TITLES: Final[dict[Group, str]] = {
     "jobs": "Jobs",
+    "queue": "Queue",
     "list": "Navigation",
     "log": "Log",
     "app": "Dashboard",
@@ -72,6 +73,8 @@ class Action:
         if job is None:
             return False
         match self.needs:
+            case "queued":
+                return job.state is State.QUEUED
             case "ended":
                 return job.state.ended
             case "stoppable":
@@ -80,6 +83,17 @@ class Action:
                 return job.state.active
         return True
 
+
+_SAME: Final = "one place among those of its priority"
+_QUEUE: Final[tuple[tuple[str, str, str, str, Needs, str], ...]] = (
+    ("hold_job", "h", "h", "hold", "queued", "Hold the queued job, until it is released"),
+    ("release_job", "H,shift+h", "H", "release", "queued", "Release the held job"),
+    ("move_up", "K,shift+k", "K", "move up", "queued", f"Move the queued job up: {_SAME}"),
+    ("move_down", "J,shift+j", "J", "move down", "queued", f"Move the queued job down: {_SAME}"),
+    ("raise_priority", "plus", "+", "sooner", "queued", "Raise the queued job's priority"),
+    ("lower_priority", "minus", "-", "later", "queued", "Lower the queued job's priority"),
+    ("pause_queue", "P,shift+p", "P", "pause", "nothing", "Pause the queue, or run it again"),
+)
 
 ACTIONS: Final[tuple[Action, ...]] = (
     Action("new_job", "n", "n", "new", "Create a job", "jobs", footer=1, acts=True),
@@ -199,6 +213,10 @@ ACTIONS: Final[tuple[Action, ...]] = (
         "Plot loss, learning rate and more; compare runs",
         "jobs",
         "job",
+    ),
+    *(
+        Action(name, keys, shown, label, does, "queue", needs, acts=True)
+        for name, keys, shown, label, needs, does in _QUEUE
     ),
     Action("cursor_down", "j,down", "j ↓", "next", "Select the next job", "list"),
     Action("cursor_up", "k,up", "k ↑", "previous", "Select the previous job", "list"),

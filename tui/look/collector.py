@@ -140,6 +140,7 @@ class Collector:
             problem="; ".join(problems),
             busy=self._history.shown,
             filled=self._history.filled,
+            paused=self._list.paused,
         )
 
     # -- inside ----------------------------------------------------------------------------

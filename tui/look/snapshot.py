@@ -79,7 +79,7 @@ class Snapshot:
     """One look at everything. `problem` says what could not be read, in one line.
 
     `busy` has what part of its time each GPU (by UUID) computed lately, in percent, oldest first;
-    `filled` what part of its memory was in use.
+    `filled` what part of its memory was in use. `paused`: no queued job is started.
     """
 
     t: float
@@ -90,6 +90,7 @@ class Snapshot:
     problem: str = ""
     busy: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
     filled: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
+    paused: bool = False
 
     def find(self, job_id: int | None) -> JobView | None:
         return next((view for view in self.jobs if view.job.id == job_id), None)

@@ -6,9 +6,12 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from jobs import units
+from jobs.units import ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+
+__all__ = ["ranges"]  # with what is defined here
 
 MISSING = "–"
 
@@ -93,20 +96,6 @@ def pace(seconds: float | None) -> str:
 
 def percent(value: float | None) -> str:
     return MISSING if value is None else f"{value:.0f}%"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Indices, runs of three or more drawn together: `0-3,6`."""
-    found = sorted(set(numbers))
-    parts: list[str] = []
-    start = 0
-    for end in range(1, len(found) + 1):
-        if end < len(found) and found[end] == found[end - 1] + 1:
-            continue
-        run = found[start:end]
-        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-        start = end
-    return ",".join(parts)
 
 
 def cut(text: str, width: int) -> str:

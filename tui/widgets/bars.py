@@ -38,7 +38,7 @@ class TitleBar(_Line):
         super().__init__("titlebar")
         self.host = host
         self.read_only = False
-        self._shown: tuple[int, int, int, str, int] | None = None
+        self._shown: tuple[int, int, int, bool, str, int] | None = None
         self._jobs: Sequence[JobView] | None = None
         self._counts = (0, 0)
 
@@ -48,12 +48,21 @@ class TitleBar(_Line):
             self._jobs = snapshot.jobs
             self._counts = snapshot.count(*ACTIVE), snapshot.count(State.QUEUED)
         running, queued = self._counts
-        shown = (running, queued, len(snapshot.gpus), clock, self.size.width)
+        shown = (
+            running,
+            queued,
+            len(snapshot.gpus),
+            snapshot.paused,
+            clock,
+            self.size.width,
+        )
         if shown != self._shown:
             self._shown = shown
             self._draw(*shown)
 
-    def _draw(self, running: int, queued: int, gpus: int, clock: str, width: int) -> None:
+    def _draw(
+        self, running: int, queued: int, gpus: int, paused: bool, clock: str, width: int
+    ) -> None:
         devices = f"{gpus} GPU{'s' * (gpus != 1)}"
         left = Content.from_markup(
             "[b $primary]fsdp-tui[/] [$foreground 60%]on[/] [b]$host[/]"
@@ -62,9 +71,10 @@ class TitleBar(_Line):
             gpus=devices if gpus else "CPU only",
         )
         right = Content.from_markup(
-            "[$green]● $running running[/]  [$foreground 60%]◌ $queued queued  $clock[/]".replace(
-                "$green", "$success" if running else "$foreground 60%"
-            ),
+            f"[{'$success' if running else '$foreground 60%'}]● $running running[/]"
+            "  [$foreground 60%]◌ $queued queued[/]"
+            + "[b $warning] · queue paused[/]" * paused
+            + "  [$foreground 60%]$clock[/]",
             running=str(running),
             queued=str(queued),
             clock=clock,

@@ -62,7 +62,22 @@ def build_vae(pictures: torch.Tensor, *, seed: int) -> AutoencoderKL:
             are enough to fit the decoder to; the measuring wants more.
         seed: Of the random features.
     """
-    vae = AutoencoderKL(
+    vae = new_vae()
+    fill_random(vae, seed, bias=0.3)
+    wire_encoder(vae.encoder)
+    latents = vae.encode(pictures).latent_dist.mode()  # (N, 16, H / 8, W / 8)
+    _fit_decoder(vae.decoder, latents[:FITTED], pictures[:FITTED])
+    # Readers compute (latents - shift_factor) * scaling_factor.
+    vae.register_to_config(
+        shift_factor=round(latents.mean().item(), 4),
+        scaling_factor=round(1 / latents.std().item(), 4),
+    )
+    return vae.eval()
+
+
+def new_vae() -> AutoencoderKL:
+    """The autoencoder with weights of no use yet."""
+    return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * len(CHANNELS),
         up_block_types=("UpDecoderBlock2D",) * len(CHANNELS),
         block_out_channels=CHANNELS,
@@ -74,16 +89,6 @@ def build_vae(pictures: torch.Tensor, *, seed: int) -> AutoencoderKL:
         use_post_quant_conv=False,
         force_upcast=False,
     )
-    fill_random(vae, seed, bias=0.3)
-    _wire_encoder(vae.encoder)
-    latents = vae.encode(pictures).latent_dist.mode()  # (N, 16, H / 8, W / 8)
-    _fit_decoder(vae.decoder, latents[:FITTED], pictures[:FITTED])
-    # Readers compute (latents - shift_factor) * scaling_factor.
-    vae.register_to_config(
-        shift_factor=round(latents.mean().item(), 4),
-        scaling_factor=round(1 / latents.std().item(), 4),
-    )
-    return vae.eval()
 
 
 def as_tensor(pictures: Sequence[Image.Image]) -> torch.Tensor:
@@ -93,22 +98,23 @@ def as_tensor(pictures: Sequence[Image.Image]) -> torch.Tensor:
     return pixels[:, :height, :width].permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
-def _wire_encoder(encoder: Layer) -> None:
+def wire_encoder(encoder: Layer, anchor: float = ANCHOR) -> None:
     """Lead the four tones from the picture to the latent channels.
 
     Args:
         encoder: Random so far; changed in place.
+        anchor: The larger it is, the less the other channels and the picture's own size say.
     """
     tones, latents = range(TONES), range(LATENT_CHANNELS)
     twins = range(LATENT_CHANNELS, 2 * LATENT_CHANNELS)  # Minus the latents, for the last SiLU.
-    _take_over(encoder.conv_in, tones)
+    _take_over(encoder.conv_in, tones, anchor)
     _lead(encoder.conv_in, range(RGB), range(RGB), CENTRE)
     _lead(encoder.conv_in, [RGB] * RGB, range(RGB), {(1, 1): 1 / RGB})
     *halvings, last_halving = (block.downsamplers[0].conv for block in encoder.down_blocks[:-1])
     for conv in halvings:
-        _take_over(conv, tones)
+        _take_over(conv, tones, anchor)
         _lead(conv, tones, tones, dict.fromkeys(QUARTERS, 0.25))
-    _take_over(last_halving, (*latents, *twins))
+    _take_over(last_halving, (*latents, *twins), anchor)
     for quarter, tap in enumerate(QUARTERS):
         rows = latents[quarter * TONES :][:TONES]
         _lead(last_halving, rows, tones, {tap: 1.0})
@@ -119,7 +125,7 @@ def _wire_encoder(encoder: Layer) -> None:
         _protect(block, (*latents, *twins))
     encoder.conv_norm_out.bias.zero_()
     encoder.conv_out.weight.zero_()
-    divisor = ANCHOR * (2 / CHANNELS[-1]) ** 0.5  # What the norm divides by, nearly.
+    divisor = anchor * (2 / CHANNELS[-1]) ** 0.5  # What the norm divides by, nearly.
     _lead(encoder.conv_out, latents, latents, {(1, 1): divisor})
     _lead(encoder.conv_out, latents, twins, {(1, 1): -divisor})
     encoder.conv_out.bias[:LATENT_CHANNELS] = 0.0
@@ -154,12 +160,12 @@ def _fit_decoder(decoder: Layer, latents: torch.Tensor, pictures: torch.Tensor) 
     _fit(decoder.conv_out, hidden, pictures)
 
 
-def _take_over(conv: Layer, rows: Sequence[int]) -> None:
+def _take_over(conv: Layer, rows: Sequence[int], anchor: float = ANCHOR) -> None:
     """Clear the output channels `rows` and make the last two channels the anchors."""
     for row in (*rows, -1, -2):
         conv.weight[row] = 0.0
         conv.bias[row] = 0.0
-    conv.bias[-2], conv.bias[-1] = ANCHOR, -ANCHOR
+    conv.bias[-2], conv.bias[-1] = anchor, -anchor
 
 
 def _lead(conv: Layer, rows: Sequence[int], columns: Sequence[int], taps: Taps) -> None:

@@ -40,7 +40,10 @@ def test_overlap_any_number_and_order(store: Store, nvml: StubNvml) -> None:
     assert store.get(overlapping).reason == f"waiting for job {named} on GPU 1"
     # Not GPU 2, for which the job before it waits.
     assert store.get(any_four).gpus == [uuids[n] for n in (0, 4, 5, 6)]
-    assert store.get(any_three).reason == "waiting for 3 GPUs (1 available)"
+    assert store.get(any_three).reason == (
+        f"waiting for 3 GPUs (1 available; GPU 2 reserved for job {overlapping}, which waits for "
+        f"GPU 1; job {named} on GPUs 1,3, job {any_four} on GPUs 0,4-6)"
+    )
     store.change(named, State.STOPPED, "")
     dispatch(store)
     assert store.get(overlapping).gpus == [uuids[1], uuids[2]]

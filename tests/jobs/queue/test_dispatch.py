@@ -101,7 +101,9 @@ def test_jobs_get_gpus_of_their_own(
     assert started == [named, any_two]
     assert store.claims() == {"GPU-1": named, "GPU-0": any_two, "GPU-2": any_two}
     assert store.get(any_two).gpus == ["GPU-0", "GPU-2"]
-    assert store.get(late).reason == "waiting for 1 GPU (0 available)"
+    assert store.get(late).reason == (
+        f"waiting for 1 GPU (0 available; job {named} on GPU 1, job {any_two} on GPUs 0,2)"
+    )
 
 
 def test_gpus_are_told_as_people_number_them(

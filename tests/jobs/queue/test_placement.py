@@ -127,7 +127,7 @@ def test_the_same_question_gets_the_same_answer(case: Case) -> None:
 def test_the_first_in_the_queue_is_served_first() -> None:
     decisions = place([Request(1, 1), Request(2, 2), Request(3, 1)], {}, [A, B])
     assert decisions[0] == Start(1, (A,))
-    assert decisions[1] == Wait(2, "waiting for 2 GPUs (1 available)")
+    assert decisions[1] == Wait(2, "waiting for 2 GPUs (1 available; job 1 on GPU 0)")
     assert isinstance(decisions[2], Wait), "the free GPU is kept for job 2"
 
 
@@ -138,13 +138,31 @@ def test_a_job_for_other_gpus_does_not_wait_behind_one_for_named_gpus() -> None:
         Wait(2, "waiting for job 1 on GPU 0"),
         Start(3, (C,)),
         Start(4, (D,)),
-        Wait(5, "waiting for job 2 on GPU 1"),
+        Wait(5, "waiting: GPU 1 reserved for job 2, which waits for GPU 0"),
     ]
 
 
 def test_all_that_hold_a_named_gpu_are_told() -> None:
     (decision,) = place([Request(9, [A, B, C])], {A: 4, C: 2}, [A, B, C])
-    assert decision == Wait(9, "waiting for jobs 2, 4 on GPU 0, 2")
+    assert decision == Wait(9, "waiting for jobs 2, 4 on GPUs 0,2")
+
+
+def test_a_reserved_gpu_is_named_with_the_job_that_waits_for_it_and_why() -> None:
+    devices = [f"GPU-{n}" for n in range(8)]
+    first = [*devices[:4], devices[6]]
+    queue = [Request(2, first), Request(3, 3), Request(4, 1), Request(5, [devices[3], devices[7]])]
+    waits = place(queue, {devices[6]: 1, devices[7]: 1}, devices)
+    reserved = "reserved for job 2, which waits for GPU 6"
+    assert waits == [
+        Wait(2, "waiting for job 1 on GPU 6"),
+        Wait(3, f"waiting for 3 GPUs (2 available; GPUs 0-3 {reserved}; job 1 on GPUs 6,7)"),
+        Wait(
+            4,
+            f"waiting for 1 GPU (0 available; GPUs 0-3 {reserved}; "
+            "GPUs 4,5 reserved for job 3, which waits for 3 GPUs; job 1 on GPUs 6,7)",
+        ),
+        Wait(5, f"waiting for job 1 on GPU 7; GPU 3 {reserved}"),
+    ]
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:

@@ -213,13 +213,30 @@ def test_higher_priority_comes_first_and_a_place_in_the_queue_can_be_changed(
 
     a, b, c = add(store).id, add(store).id, add(store, priority=5).id
     assert order() == [c, a, b]
-    store.move(b, first=True)
+    store.move(b, "first")
     assert order() == [c, b, a]
     store.set_priority(a, 9)
     assert order() == [a, c, b]
     store.set_priority(a, 0)
-    store.move(b, first=False)
+    store.move(b, "last")
     assert order() == [c, a, b]
+
+
+def test_a_job_moves_one_place_among_those_of_its_priority(store: Store) -> None:
+    urgent, *ids = (add(store, priority=n == 0).id for n in range(4))
+    with store.write() as db:
+        db.execute("UPDATE jobs SET queued=7")  # all at once
+    for job, to, order in (
+        (ids[2], "up", [ids[0], ids[2], ids[1]]),
+        (ids[0], "down", [ids[2], ids[0], ids[1]]),
+        (ids[1], "up", [ids[2], ids[1], ids[0]]),
+    ):
+        store.move(job, to)
+        assert [job.id for job in store.in_states([State.QUEUED])] == [urgent, *order]
+    for job, to, place in ((ids[2], "up", "first"), (ids[0], "down", "last"), (urgent, "up", "1")):
+        with pytest.raises(StateError, match=f"already the .*{place}"):
+            store.move(job, to)
+    store.move(ids[2], "first")  # stays where it is
 
 
 def test_only_what_waits_can_be_moved_or_held(store: Store) -> None:
@@ -227,7 +244,7 @@ def test_only_what_waits_can_be_moved_or_held(store: Store) -> None:
     calls = (
         lambda: store.hold(job.id, True),
         lambda: store.set_priority(job.id, 1),
-        lambda: store.move(job.id, first=True),
+        lambda: store.move(job.id, "up"),
     )
     for call in calls:
         with pytest.raises(StateError, match="not queued"):

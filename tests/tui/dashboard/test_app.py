@@ -409,6 +409,44 @@ async def test_escape_codes_do_not_reach_the_terminal(store: Store) -> None:
 # -- acting --------------------------------------------------------------------------------
 
 
+async def test_keys_hold_release_move_and_pause_the_queue(store: Store) -> None:
+    busy = add_job(store, "busy", state=State.RUNNING)
+    one, two = add_job(store, "one"), add_job(store, "two")
+    async with running(store, select=one.id) as (app, pilot):
+
+        async def press(key: str, *told: str) -> None:
+            await pilot.press(key)
+            await until(
+                pilot,
+                lambda: all(
+                    words in "\n".join([shown(jobs_of(app)), shown(activity), *said(app), title()])
+                    for words in told
+                ),
+            )
+
+        def title() -> str:
+            return str(app.dashboard.query_one(TitleBar).content)
+
+        def queue() -> list[int]:
+            return [job.id for job in store.in_states([State.QUEUED])]
+
+        activity = app.dashboard.query_one(ActivityPanel)
+        await press("h", "held until released · H: release")
+        await press("H", f"waiting for job {busy.id} to free the CPU · h: hold · K J: move")
+        await press("K", "already the first of priority 0")
+        await press("J")
+        await until(pilot, lambda: queue() == [two.id, one.id])
+        await press("+", "queued with priority 1: ")
+        assert queue() == [one.id, two.id]
+        await press("-", "has priority 0")
+        await press("P", "queue paused", "the queue is paused · P: start queued jobs again")
+        assert store.paused
+        await press("P", "the queue is running")
+        await until(pilot, lambda: "queue paused" not in title())
+        store.change(one.id, State.STOPPED, "removed from the queue")
+        await press("h", f"job {one.id} is stopped, not queued")
+
+
 async def test_a_stop_needs_two_presses_says_what_happens_and_grows_firmer(store: Store) -> None:
     job = add_job(store, "cats", state=State.RUNNING)
     async with running(store) as (app, pilot):

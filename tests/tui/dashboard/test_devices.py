@@ -295,6 +295,8 @@ def test_the_queue_is_shown_in_the_order_in_which_it_is_served(store: Store) -> 
     views = [JobView(job) for job in in_order(jobs)]
     assert [view.job.name for view in views] == ["urgent", "first", "second"]
     assert queue_places(views) == {3: "1st", 1: "2nd", 2: "3rd"}
+    views[0] = JobView(replace(views[0].job, held=True))
+    assert queue_places(views) == {1: "1st", 2: "2nd"}
 
 
 def test_ordinals() -> None:

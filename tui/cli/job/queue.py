@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from jobs import service
 from jobs.queue.store import Store
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import ID
+
+if TYPE_CHECKING:
+    from jobs.queue.job import Place
 
 
 @click.command()
@@ -32,14 +35,15 @@ def release(job_id: int) -> None:
 @click.command()
 @ID
 @click.option("--first", "place", flag_value="first", help="Move it to the front.")
+@click.option("--up", "place", flag_value="up", help="Move it one place up.")
+@click.option("--down", "place", flag_value="down", help="Move it one place down.")
 @click.option("--last", "place", flag_value="last", help="Move it to the back.")
 @click.option("--priority", type=int, help="Jobs of higher priority start first.")
-def move(job_id: int, place: str | None, priority: int | None) -> None:
-    """Move a queued job: --first, --last, or --priority N."""
+def move(job_id: int, place: Place | None, priority: int | None) -> None:
+    """Move a queued job: --first, --up, --down, --last, or --priority N."""
     if place is None and priority is None:
-        raise click.UsageError("choose one of --first, --last or --priority N")
-    first = None if place is None else place == "first"
-    service.move(Store(), job_id, first=first, priority=priority)
+        raise click.UsageError("choose one of --first, --up, --down, --last or --priority N")
+    service.move(Store(), job_id, to=place, priority=priority)
     echo(f"job {job_id} moved")
 
 

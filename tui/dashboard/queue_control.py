@@ -19,13 +19,13 @@ class QueueControl(JobActions[None]):
 
     def action_hold_job(self) -> None:
         def hold(job: int) -> str:
-            service.hold(self.store, job)
+            service.hold(self.app.store, job)
             return f"job {job} is held until it is released"
 
         self.act(hold)
 
     def action_release_job(self) -> None:
-        self.act(lambda job: f"job {job} is {service.hold(self.store, job, False).state}")
+        self.act(lambda job: f"job {job} is {service.hold(self.app.store, job, False).state}")
 
     def action_move_up(self) -> None:
         self._move("up")
@@ -35,7 +35,7 @@ class QueueControl(JobActions[None]):
 
     def _move(self, to: Place) -> None:
         def move(job: int) -> str:
-            service.move(self.store, job, to=to)
+            service.move(self.app.store, job, to=to)
             return ""  # its place in the queue is on the screen
 
         self.act(move)
@@ -48,8 +48,8 @@ class QueueControl(JobActions[None]):
 
     def _change_priority(self, by: int) -> None:
         def change(job: int) -> str:
-            priority = self.store.get(job).priority + by
-            service.move(self.store, job, priority=priority)
+            priority = self.app.store.get(job).priority + by
+            service.move(self.app.store, job, priority=priority)
             return f"job {job} has priority {priority}"
 
         self.act(change)
@@ -58,7 +58,7 @@ class QueueControl(JobActions[None]):
         pause = not self.snapshot.paused  # as it is shown
 
         def change() -> str:
-            service.pause(self.store, pause)
+            service.pause(self.app.store, pause)
             return "the queue is paused; running jobs continue" if pause else "the queue is running"
 
         self.app.act(change)

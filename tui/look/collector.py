@@ -200,7 +200,9 @@ class Collector:
         if job.state.active:
             log = self._follow(job)
             progress = self._progress(job, log)
-            ranks = in_step(job.run_dir.rank_statuses(), progress, time.time())
+            training = not log.behind and log.phase is None
+            said = job.run_dir.rank_statuses()
+            ranks = in_step(said, progress, time.time(), training=training)
             report = RunReport.of(log)
             strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
             phase = None if log.behind else log.phase

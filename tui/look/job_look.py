@@ -135,7 +135,9 @@ class Looker:
             job,
             progress,
             phase=log.phase if job.state.active else None,
-            ranks=in_step(job.run_dir.rank_statuses(), progress, time.time()),
+            ranks=in_step(
+                job.run_dir.rank_statuses(), progress, time.time(), training=log.phase is None
+            ),
             strategy=strategy,
         )
         saved = job.run_dir.latest_checkpoint()

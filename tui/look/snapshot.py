@@ -103,11 +103,19 @@ class Snapshot:
         return sum(self._in_state[state] for state in states)
 
 
-def in_step(ranks: Sequence[RankStatus], progress: Progress, now: float) -> tuple[RankStatus, ...]:
+def in_step(
+    ranks: Sequence[RankStatus], progress: Progress, now: float, *, training: bool = False
+) -> tuple[RankStatus, ...]:
     """Ranks at the step that the events tell, so that one step is named everywhere.
 
     A rank says its own about once a second, the events after each step. Where what it said then
     can be that step by now, it is; a rank that does not keep up stays where it was.
+
+    Args:
+        ranks: What they said.
+        progress: What the events tell.
+        now: In Unix seconds.
+        training: Whether the newest event is a step: what a rank did before it is over.
     """
     pace = progress.seconds_per_step
     if not progress.step or not pace:
@@ -117,7 +125,8 @@ def in_step(ranks: Sequence[RankStatus], progress: Progress, now: float) -> tupl
         since = max(0.0, now - rank.heartbeat) + _SAID_EVERY
         apart = abs(progress.step - rank.step)
         if rank.step and 0 < apart <= since / pace + 1 and since < LATE_AFTER:
-            rank = replace(rank, step=progress.step)
+            phase = "train" if training and rank.step < progress.step else rank.phase
+            rank = replace(rank, step=progress.step, phase=phase)
         shown.append(rank)
     return tuple(shown)
 

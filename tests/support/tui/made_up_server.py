@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import sys
 import threading
 import time
 from collections import namedtuple
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 from PIL import Image, ImageDraw
 
+from jobs.machine.gpu import GpuProcess
 from jobs.memory import kept_prediction
 from jobs.queue.states import State
 from jobs.run.rundir import event
@@ -31,18 +34,23 @@ from tests.support.tui.made_up_runs import (
     write_rank,
     write_steps,
 )
+from tui.look.gpu_history import EVERY
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pytest
 
+    from jobs.machine.gpu import Gpu
     from jobs.queue.store import Job, Store
     from jobs.spec.job_spec import JobSpec
+    from tui.look.gpu_history import History
 
 BEGIN: Final = 1_790_000_000.0  # 2026-09-21 13:33:20 UTC
 _Disk = namedtuple("_Disk", "total used free")
 _SIZES: Final = ((1024, 1024), (1216, 832), (832, 1216))
+_REMEMBERED: Final = 200  # columns of the history of GPUs
 PROMPTS: Final = ("a red circle on a blue background", "two green squares", "a yellow star")
 
 
@@ -75,8 +83,13 @@ def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
     Returns:
         The server's GPUs.
     """
-    cards = FakeGpus(4)
+    cards = idle_gpus()
     uuids = [gpu.uuid for gpu in cards.gpus]
+    for index, pid in ((1, 4000), (2, 4001)):
+        rank = GpuProcess(pid, (33 + 2 * index) * GIB, user="ada", command="python -m engine")
+        cards.gpus[index] = busy(cards.gpus[index], rank)
+    others = GpuProcess(812, 61 * GIB, user="eve", command="python train_unet.py --batch_size=16")
+    cards.gpus[3] = busy(cards.gpus[3], others)
     spec = describe(folder)
     before = {"name": "flux-shapes-r8", "lora_rank": 8, "learning_rate": 0.001}
     old = add_job(
@@ -122,6 +135,40 @@ def make_up(store: Store, folder: Path, clock: Clock | None = None) -> FakeGpus:
             peak=36 * GIB,
         )
     return cards
+
+
+def idle_gpus() -> FakeGpus:
+    """Four GPUs that nobody uses."""
+    cards = FakeGpus(4)
+    still: dict[str, Any] = {"memory_used": 600 << 20, "utilisation": 0, "temperature": 33}
+    still["power"] = 78.0
+    cards.gpus = [replace(gpu, **still) for gpu in cards.gpus]
+    return cards
+
+
+def look_back(history: History, gpus: Sequence[Gpu], now: float) -> None:
+    """Fill what is remembered of the GPUs: those that are busy began some minutes ago."""
+    for column in range(_REMEMBERED):
+        seen = []
+        for gpu in gpus:
+            begun = column > 60 + 20 * gpu.index and gpu.utilisation
+            wave = round(14 * abs(math.sin(column / (5 + gpu.index))))
+            used = (gpu.memory_used or 0) if begun else 600 << 20
+            seen.append(replace(gpu, utilisation=96 - wave if begun else 0, memory_used=used))
+        history.add(now - EVERY * (_REMEMBERED - column), seen)
+
+
+def busy(gpu: Gpu, process: GpuProcess) -> Gpu:
+    """The GPU, with a process that computes on it."""
+    held = (process.memory or 0) + (1 << 30)
+    return replace(
+        gpu,
+        memory_used=held,
+        utilisation=95 + gpu.index,
+        temperature=56 + 3 * gpu.index,
+        power=540.0 + 30 * gpu.index,
+        processes=(process,),
+    )
 
 
 def describe(folder: Path) -> JobSpec:

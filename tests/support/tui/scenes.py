@@ -16,8 +16,8 @@ from textual.command import CommandPalette
 
 from jobs.memory.fit import Verdict
 from jobs.queue.store import Store
-from tests.support.tui.made_up_runs import FakeGpus, look_every
-from tests.support.tui.made_up_server import Clock, make_up, nobody_starts
+from tests.support.tui.made_up_runs import look_every
+from tests.support.tui.made_up_server import Clock, idle_gpus, look_back, make_up, nobody_starts
 from tests.support.tui.pilot import driven, rest, until
 from tui.app.app import FsdpTui
 from tui.form.beside.fit import FitBars
@@ -171,11 +171,13 @@ async def opened(
         patch.setattr("time.time", clock := Clock())
         patch.setattr("textual.widgets.Input.cursor_blink", False)
         store = Store(state)
-        cards = make_up(store, root / "data", clock) if jobs else FakeGpus(4)
+        cards = make_up(store, root / "data", clock) if jobs else idle_gpus()
         clock.pace = 0.0
         nobody_starts(patch, cards)
         look_every(patch, _HOUR)  # nothing changes; what is opened is looked at once
-        async with running(FsdpTui(store, select=RUNNING if jobs else None), size) as pilot:
+        app = FsdpTui(store, select=RUNNING if jobs else None)
+        look_back(app.collector._history, cards.gpus, clock.now)
+        async with running(app, size) as pilot:
             yield pilot
     time.tzset()
 

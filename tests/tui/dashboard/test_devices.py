@@ -500,3 +500,6 @@ def test_one_step_is_named_everywhere_unless_a_rank_does_not_keep_up(store: Stor
     told = in_step(long.ranks, Progress(step=132, seconds_per_step=0.4), now)
     assert [rank.step for rank in told] == [131, 0]
     assert in_step(view.ranks, Progress(), now) == view.ranks
+    past = statuses(store, {"step": 131, "phase": "sample"}, {"step": 132, "phase": "save"})
+    told = in_step(past.ranks, Progress(step=132, seconds_per_step=0.4), now, training=True)
+    assert [rank.phase for rank in told] == ["train", "save"]

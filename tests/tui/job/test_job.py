@@ -364,6 +364,10 @@ async def test_while_it_starts_each_phase_is_told_with_its_seconds(store: Store)
     assert text_of_activity(look) == "● #1 cats  loading weights 12 s …"
     write_steps(job, 1)
     assert start_rows(Looker(store, job).look(), 78) == []
+    again = replace(job, started=time.time() + 60)  # resumed: what was trained is of before
+    look = Looker(store, job).look()
+    look = replace(look, t=again.started + 5, view=replace(look.view, job=again))
+    assert plain(start_rows(look, 78)[1]).split() == ["●", "starting", "the", "ranks", "5", "s"]
 
 
 def text_of_activity(look: Look) -> str:

@@ -116,9 +116,11 @@ def _line(parts: Sequence[str], width: int) -> Row:
 
 def start_rows(look: Look, width: int) -> list[Row]:
     """What a job does before its first step, phase by phase, and how long each took."""
-    job, stages = look.job, [one for one in look.stages if one.name != "train"]
-    if not job.state.active or look.view.progress.step or job.started is None:
+    job, steps = look.job, look.curve.steps
+    if not job.state.active or job.started is None or (steps and steps[-1].t >= job.started):
         return []
+    # Those of an attempt before this one are over.
+    stages = [one for one in look.stages if one.name != "train" and one.since >= job.started]
     first = stages[0].since if stages else None
     launched = (first if first is not None else look.t) - job.started
     rows: list[Row] = [heading("start")]

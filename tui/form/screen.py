@@ -13,7 +13,6 @@ from textual.screen import Screen
 from textual.widgets import Input, Static
 
 from jobs.errors import StateError, UserError
-from jobs.service.edit import free_name
 from tui.form import files, subscreens
 from tui.form.all_pages import Fields
 from tui.form.beside.fit import FitBars
@@ -222,12 +221,7 @@ class NewJobScreen(Screen[int | None]):
         self._show_ranks(values)
         self.query_one(FitBars).look_at(values, self.snapshot)
         self._show_tabs({**problems, **self.looks.bad_paths})
-        shown = PAGES[self.fields.page].fields
-        hidden = [
-            text if key in text else f"{key}: {text}"
-            for key, text in problems.items()
-            if key not in shown
-        ]
+        hidden = draft.problems_beside(problems, PAGES[self.fields.page].fields)
         told = "; ".join(filter(None, [*hidden, self._refused]))
         self.complain(told or "; ".join(draft.warnings(values)), warning=not told)
         self._show_carried(values)
@@ -296,10 +290,8 @@ class NewJobScreen(Screen[int | None]):
             if told:
                 app.post_message(app.Said("\n".join(told), "warning"))
         except UserError as error:
-            name = ""
-            if isinstance(error, StateError) and purpose.job is not None:
-                taken = [job.name for job in self.store.all()]
-                name = free_name(str(values.get("name", "job")), taken)
+            late = isinstance(error, StateError) and purpose.job is not None
+            name = purpose.copy_name(self.store, values) if late else ""
             self.post_message(self.Submitted(None, str(error), name))
         except Exception as error:  # the edge: what was typed must not go with a crash
             self.post_message(self.Submitted(None, f"{type(error).__name__}: {error}"))
@@ -404,10 +396,7 @@ class NewJobScreen(Screen[int | None]):
 
     def _show_carried(self, values: Mapping[str, Any]) -> None:
         """On the first page: what the others say."""
-        carried = draft.carried(values) if self.fields.page == 0 else {}
-        told = ", ".join(
-            f"{key}={field_texts.as_text(key, value)}" for key, value in carried.items()
-        )
+        text = draft.carried_line(values) if self.fields.page == 0 else ""
         line = self.query_one("#carried", Static)
-        show(line, f"also set: {told}" if told else "")
-        line.set_class(bool(told), "-shown")
+        show(line, text)
+        line.set_class(bool(text), "-shown")

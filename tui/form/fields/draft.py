@@ -167,6 +167,22 @@ def carried(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in told(values).items() if key not in SHOWN}
 
 
+def carried_line(values: Mapping[str, Any]) -> str:
+    """What other pages than the first say, in a line; "" where they say nothing."""
+    texts = (f"{key}={as_text(key, value)}" for key, value in carried(values).items())
+    told = ", ".join(texts)
+    return f"also set: {told}" if told else ""
+
+
+def problems_beside(problems: Mapping[str, str], shown: Collection[str]) -> list[str]:
+    """Problems of fields that are not among those shown, each with its key."""
+    return [
+        text if key in text else f"{key}: {text}"
+        for key, text in problems.items()
+        if key not in shown
+    ]
+
+
 def told(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values that differ from the defaults of their family and flavour, read or not."""
     usual = complete({key: values.get(key) for key in ("model_family", "model_flavour")})

@@ -19,6 +19,10 @@ def main() -> int:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print("usage: accelerate launch … -m engine RUNDIR", file=sys.stderr)
         return 2
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Raised in C code of an import, Python's KeyboardInterrupt is swallowed, and what fails
+        # for want of that module is a riddle (numpy 2.4).
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from jobs.run.rundir import RunDir
 
     run_dir = RunDir(Path(sys.argv[1]).absolute())

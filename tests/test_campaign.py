@@ -36,7 +36,12 @@ def test_a_campaign_goes_on_where_it_was_broken_off(tmp_path: Path) -> None:
         ("raise ValueError('bad')", "input 0: ValueError: bad at "),
         ("raise UserError('x' * 2, 'y' * 9000)", "input 0: an error of 9004 characters"),
         ("bytearray(b'x') * (300 << 20)", "input 0: 3.. MB|input 0: 29. MB"),
-        ("while True: pass", "input 0: the process ended with status -9"),
+        ("while True: pass", "input 0: the process ended with status -24"),
+        ("a = b'x' * 2**20\nwhile True: a += a[:1 << 26]", "input 0: more than 600 MB"),
+        (
+            "try: bytearray(9 << 30)\nexcept MemoryError: raise UserError('swallowed') from None",
+            "input 0: more than 8 GB, asked for at once",
+        ),
         ("raise UserError('a sentence')", ""),
     ],
 )
@@ -45,7 +50,8 @@ def test_the_fuzzer_notices(monkeypatch: pytest.MonkeyPatch, how: str, found: st
         return lambda: exec(how, {"UserError": UserError})
 
     monkeypatch.setattr(targets, "TARGETS", {"one": target})
-    monkeypatch.setattr(fuzz, "_HANGS_AFTER", 0)
+    monkeypatch.setattr(fuzz, "_HANGS_AFTER", 1)
+    monkeypatch.setattr(fuzz, "_EATS", 600 << 20)
     monkeypatch.setattr(fuzz, "SECONDS", 0.9)
     journal = Journal(None, "fuzz", 1)
     notes: list[str] = []

@@ -7,6 +7,7 @@ classes that torch writes into one, and the rest is read with `weights_only`.
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 from pathlib import Path
@@ -19,13 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from jobs.errors import UserError
+from jobs.untrusted.files import read_regular
+from jobs.untrusted.pickles import check_pickle
 
 if TYPE_CHECKING:
-    import io
-
     from torch.distributed.checkpoint.planner import ReadItem
 
 INDEX: Final = ".metadata"
+_LARGEST: Final = 1 << 30  # bytes of it; about 150 for each tensor of each rank
 _IN_AN_INDEX: Final = {
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),  # Python 3.13
@@ -100,22 +102,27 @@ def read_index(directory: Path) -> Metadata:
         UserError: It is damaged, or has more in it than torch writes.
     """
     path = directory / INDEX
-    with open(path, "rb") as file:
-        try:
-            index = _Index(file).load()
-            if not isinstance(index, Metadata):
-                raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
-            for place in (index.storage_data or {}).values():
-                name = place.relative_path
-                if name != Path(name).name or name in ("", "..") or place.transform_descriptors:
-                    raise pickle.UnpicklingError(f"it names the file {name!r:.80}")
-        except OSError:
-            raise
-        except Exception as error:  # a damaged pickle raises anything
-            raise UserError(
-                f"{path} cannot be read ({error})", "choose another checkpoint"
-            ) from None
+    data = read_regular(path, _LARGEST)
+    try:
+        check_pickle(data)
+        index = _Index(io.BytesIO(data)).load()
+        if not isinstance(index, Metadata):
+            raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
+        for place in (index.storage_data or {}).values():
+            name = place.relative_path
+            if name != Path(name).name or name in ("", "..") or place.transform_descriptors:
+                raise pickle.UnpicklingError(f"it names the file {name!r:.80}")
+    except Exception as error:  # a damaged pickle raises anything
+        why = str(error) or type(error).__name__
+        raise UserError(f"{path} cannot be read ({why})", "choose another checkpoint") from None
     return index
+
+
+def _path(*parts: object) -> Path:
+    """A path of texts: one of paths could double its length with every ten bytes of a file."""
+    if not all(isinstance(part, str) for part in parts):
+        raise pickle.UnpicklingError("it has a path that is not made of texts")
+    return Path(*parts)  # type: ignore[arg-type]
 
 
 class _Index(pickle.Unpickler):
@@ -123,7 +130,7 @@ class _Index(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _IN_AN_INDEX.get(module, ()):
-            return super().find_class(module, name)
+            return _path if name == "PosixPath" else super().find_class(module, name)
         if module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
             return kind
         raise pickle.UnpicklingError(f"it would run {module}.{name}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ Layout = Literal["sharded", "full"]
 
 _MOST_NAMED: Final = 8  # steps in a sentence
 _CHUNK: Final = 1 << 20  # bytes read at once
+_NO_MANIFEST: Final = "no readable manifest"
+_LONGEST_NAME: Final = 255  # bytes, of Linux
+_LONGEST_SHOWN: Final = 60
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,24 @@ class Checkpoint:
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
     """The checkpoint in a directory; None when it is not complete."""
+    found = _read(path)
+    return found if isinstance(found, Checkpoint) else None
+
+
+def _read(path: Path) -> Checkpoint | str:
+    """The checkpoint in a directory, or why there is none."""
     manifest = read_json(path / MANIFEST)
     if manifest is None:
-        return None
+        return _NO_MANIFEST
     try:
         files = {str(n): (int(f["bytes"]), str(f["sha256"])) for n, f in manifest["files"].items()}
-        os.fsencode("".join(files))  # a ValueError for what no file can be called
         step = int(manifest["step"])
         written = float(manifest.get("time") or (path / MANIFEST).stat().st_mtime)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError):
-        return None
+        return _NO_MANIFEST
+    for name in files:
+        if not _is_file_name(name):
+            return f"its manifest lists {name[:_LONGEST_SHOWN]!a}, which is not a file of it"
     return Checkpoint(
         step=step,
         path=path,
@@ -93,6 +105,15 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         time=written,
         files=files,
     )
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a file in the checkpoint itself can have this name."""
+    try:
+        length = len(os.fsencode(name))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return 0 < length <= _LONGEST_NAME and name not in (".", "..") and not {"/", "\0"} & {*name}
 
 
 def list_checkpoints(run_dir: RunDir) -> list[Checkpoint]:
@@ -174,18 +195,20 @@ def find_damage(
     Raises:
         UnreadableError: A file is there and cannot be read; it may be whole.
     """
-    checkpoint = read_checkpoint(path)
-    if checkpoint is None:
-        return "no readable manifest"
+    checkpoint = _read(path)
+    if isinstance(checkpoint, str):
+        return checkpoint
     for name, (wanted, _) in checkpoint.files.items():
         try:
-            size = (path / name).stat().st_size
+            status = (path / name).stat()
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
             raise UnreadableError(path / name, error) from error
-        if size != wanted:
-            return f"{name} has {size} bytes, not {wanted}"
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            return f"{name} is not a file"
+        if status.st_size != wanted:
+            return f"{name} has {status.st_size} bytes, not {wanted}"
     if not contents:
         return None
     number, of = share

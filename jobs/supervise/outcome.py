@@ -69,6 +69,8 @@ def judge(
         return Outcome(State.FAILED, failure.text, True, failure)
     if attempt.child is None and not errors and not rank_exits(run_dir):
         what = "the launcher was killed" if interrupted else "all processes were killed"
+        if sent := launcher_signal(run_dir):
+            what = f"someone sent {sent} to the launcher, which ended the ranks"
         return Outcome(State.LOST, f"{what}; {resume}", True)
     failure = diagnose(
         run_dir,

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import resource
+import select
 import signal
 import sys
 import tempfile
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 SECONDS: Final = 2.0  # of a processor, for an input
 BYTES: Final = 200 << 20  # of memory, for an input
 BATCH: Final = 50  # inputs of one process
-_HANGS_AFTER: Final = 30  # seconds of a processor, for a batch that does not come to an end
+_HANGS_AFTER: Final = 20  # seconds of a processor, or the input is cut off
+_SLEEPS_AFTER: Final = 600  # seconds of a clock; the machine may be busy
+_EATS: Final = 1 << 30  # bytes of memory, or the input is cut off
+_MOST: Final = 8 << 30  # bytes of addresses that an input may reserve
+_LOOKS_EVERY: Final = 0.05  # seconds
 
 
 def fuzz(journal: Journal, batch: int, size: int = BATCH) -> None:
@@ -40,15 +45,39 @@ def fuzz(journal: Journal, batch: int, size: int = BATCH) -> None:
         os.close(read)
         _work(name, journal.seed, batch, size, write)
     os.close(write)
-    found, count = "", 0
-    with open(read, encoding="utf-8") as lines:
-        for line in lines:
-            count += 1
-            found = found or json.loads(line)
+    lines, cut_off = _listen(child, read)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if count < size:
-        found = found or f"input {count}: the process ended with status {status}"
-    journal.note(batch, name, found, count=count)
+    found = next((said for line in lines if (said := json.loads(line))), "")
+    if len(lines) < size:
+        ended = cut_off or f"the process ended with status {status}"
+        found = found or f"input {len(lines)}: {ended}"
+    journal.note(batch, name, found, count=len(lines))
+
+
+def _listen(child: int, read: int) -> tuple[list[bytes], str]:
+    """What the child says, and why it was cut off, if it was: a bomb must not end the machine."""
+    said, cut_off, heard = b"", "", time.monotonic()
+    most = _resident(child) + _EATS
+    with open(read, "rb", buffering=0) as pipe:
+        while True:
+            if select.select([pipe], [], [], _LOOKS_EVERY)[0]:
+                data = pipe.read(1 << 16)
+                if not data:
+                    return said.splitlines(), cut_off
+                said, heard = said + data, time.monotonic()
+                continue
+            if _resident(child) > most:
+                cut_off = f"more than {_EATS >> 20} MB"
+            elif time.monotonic() - heard > _SLEEPS_AFTER:
+                cut_off = f"no answer for {_SLEEPS_AFTER} s"
+            if cut_off:
+                os.kill(child, signal.SIGKILL)
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process of ours has; 0 for one that has ended."""
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 def _work(name: str, seed: int, batch: int, size: int, write: int) -> None:
@@ -56,10 +85,8 @@ def _work(name: str, seed: int, batch: int, size: int, write: int) -> None:
     status = 1
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        spent = used.ru_utime + used.ru_stime
-        limit = math.ceil(spent + size * SECONDS) + _HANGS_AFTER
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+        addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (addresses + _MOST, addresses + _MOST))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
@@ -85,12 +112,16 @@ def _work(name: str, seed: int, batch: int, size: int, write: int) -> None:
 def _one(target: Any, rng: Any, place: Path) -> str:
     """Answer one input; what is wrong with the answer."""
     call = target(rng, place)
+    limit = math.ceil(time.process_time()) + _HANGS_AFTER
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
     before, begun = _memory(reset=True), time.process_time()
     try:
         call()
     except UserError as error:
         if not str(error) or len(str(error)) > 5000:
             return f"an error of {len(str(error))} characters"
+        if isinstance(error.__context__, MemoryError):
+            return f"more than {_MOST >> 30} GB, asked for at once"
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-3:]
         places = " < ".join(f"{Path(w.filename).name}:{w.lineno}" for w in reversed(where))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.run.diagnosis.nccl import plain_name
+from jobs.untrusted.files import read_regular
+from jobs.untrusted.pickles import check_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,11 +84,10 @@ def find_wait(run_dir: RunDir) -> Wait | None:
 def _read(path: Path) -> list[dict[str, Any]]:
     """The recorders in a file: JSON has one for each kind of group, a pickle is one."""
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
-            return []
-        data = path.read_bytes()
+        data = read_regular(path, _LARGEST)
         if path.suffix == ".json":
             return list(json.loads(data))
+        check_pickle(data)
         return [_Plain(io.BytesIO(data)).load()]
     except Exception:  # a torn or foreign file says nothing, whatever is wrong with it
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from pathlib import PosixPath
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -88,3 +89,28 @@ def test_the_state_of_an_optimizer_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"w\.lr .*cannot be read \(it would run posix\.mkdir\)"):
         sharded.read_tensors(state(), path, 1)
     assert not made.exists()
+
+
+class Twice:
+    """A path of another one, twice."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PosixPath, (self.path, self.path)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x80\x04Nr\0\0\0\1.", "its object 0 says that it is object 16777216"),
+        (pickle.dumps(Twice(Twice("a"))), "it has a path that is not made of texts"),
+    ],
+)
+def test_an_index_takes_no_more_memory_than_it_is_large(
+    tmp_path: Path, data: bytes, said: str
+) -> None:
+    (tmp_path / INDEX).write_bytes(data)
+    with pytest.raises(UserError, match=said):
+        read_index(tmp_path)

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +16,10 @@ from engine.checkpoint.together import is_full
 from engine.ranks.failure import cause_of
 from jobs.errors import DiskFullError, NotFiniteError, UserError
 from jobs.run.failure import Cause
+from jobs.run.rundir import RunDir
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def led_to(error: Exception, first: BaseException) -> Exception:
@@ -31,3 +41,23 @@ def led_to(error: Exception, first: BaseException) -> Exception:
 def test_the_kind_of_a_failure(error: Exception, cause: Cause) -> None:
     assert cause_of(error) is cause
     assert is_full(error) == (cause is Cause.DISK_FULL)
+
+
+def test_an_interrupt_ends_a_rank_at_once(tmp_path: Path) -> None:
+    """Even while it imports: raised in there, a KeyboardInterrupt became "No module named …"."""
+    run_dir = RunDir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    values = {"name": "a", "model_family": "flux", "dataset": "d"}
+    values["pretrained_model_name_or_path"] = str(tmp_path / "model")
+    run_dir.job_file.write_text(json.dumps(values))
+    rank = subprocess.Popen(
+        [sys.executable, "-m", "engine", str(tmp_path)],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while [one.phase for one in run_dir.rank_statuses()] != ["import"]:
+        assert rank.poll() is None
+        time.sleep(0.01)
+    rank.send_signal(signal.SIGINT)
+    assert rank.wait() == -signal.SIGINT
+    assert run_dir.rank_errors() == []

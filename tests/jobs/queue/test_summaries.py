@@ -136,6 +136,9 @@ LINES = st.one_of(
     st.integers(0, 60).map(lambda n: event("start", step=n)),
     st.integers(0, 200).map(lambda n: event("warning", message="x" * n)),
     st.just("no JSON\n"),
+    st.integers(0, 60).map(  # of a file that was damaged
+        lambda n: event("end").replace("}", f', "kind": "step", "step": {n}, "loss": 1}}')
+    ),
 )
 
 

@@ -646,10 +646,36 @@ def test_a_manifest_with_an_endless_number_is_of_no_checkpoint(tmp_path: Path, k
     assert [one.damage for one in list_all(run_dir)] == ["no readable manifest"]
 
 
-def test_a_manifest_with_a_name_that_no_file_has_is_of_no_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("\ud800", r"'\ud800'"),
+        ("a\0b", r"'a\x00b'"),
+        ("/dev/zero", "'/dev/zero'"),
+        ("../step-4/a", "'../step-4/a'"),
+        (".", "'.'"),
+        ("", "''"),
+        ("x" * 256, f"'{'x' * 60}'"),
+    ],
+)
+def test_a_manifest_lists_files_of_its_checkpoint_alone(
+    tmp_path: Path, name: str, shown: str
+) -> None:
     run_dir = RunDir(tmp_path)
     manifest = save_checkpoint(run_dir, 5) / MANIFEST
     facts = json.loads(manifest.read_text())
-    facts["files"]["\ud800"] = {"bytes": 1, "sha256": ""}
+    facts["files"][name] = {"bytes": 1, "sha256": ""}
     manifest.write_text(json.dumps(facts))
-    assert [one.damage for one in list_all(run_dir)] == ["no readable manifest"]
+    said = f"its manifest lists {shown}, which is not a file of it"
+    assert [one.damage for one in list_all(run_dir)] == [said]
+    assert newest_whole(run_dir) is None
+
+
+def test_what_is_listed_is_a_file(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    path = save_checkpoint(run_dir, 5)
+    facts = json.loads((path / MANIFEST).read_text())
+    os.mkfifo(path / "pipe")
+    facts["files"]["pipe"] = {"bytes": 0, "sha256": ""}
+    (path / MANIFEST).write_text(json.dumps(facts))
+    assert find_damage(path) == "pipe is not a file"

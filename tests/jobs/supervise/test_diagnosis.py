@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -518,6 +519,7 @@ class Evil:
         pickle.dumps({"entries": [Evil()]}),
         pickle.dumps([1]),
         b"[" * 100_000,
+        b"\x80\x04Nr\0\0\0\1.",  # reserves 256 MB
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".json"])
@@ -526,5 +528,8 @@ def test_a_flight_record_of_any_content_does_no_harm(
 ) -> None:
     monkeypatch.chdir(run_dir.root)
     run_dir.flight_prefix.with_name(f"{run_dir.flight_prefix.name}0{suffix}").write_bytes(content)
+    tracemalloc.start()
     assert find_wait(run_dir) is None
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
     assert not (run_dir.root / "evil").exists()

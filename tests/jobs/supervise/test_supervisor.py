@@ -625,6 +625,19 @@ def test_what_was_said_of_a_suspended_supervisor_goes_with_it(lab: Lab) -> None:
     lab.wait(job, State.STOPPED)
 
 
+def test_a_start_that_someone_ended_is_told_as_what_it_was(lab: Lab) -> None:
+    lab.set(ranks="never-up die-on-term")
+    job = lab.submit()
+    lab.wait_for_ranks(job, 2)
+    launcher = lab.launcher(job)
+    lab.supervisor(job).signal(signal.SIGTERM)
+    assert launcher.signal(signal.SIGTERM)
+    eventually(lambda: not launcher.alive())
+    job = lab.wait(job, State.LOST, look=True)
+    said = "someone sent SIGTERM to the launcher, which ended the ranks; no checkpoint"
+    assert job.reason == said
+
+
 def test_a_stop_that_nobody_asked_for_is_told_as_what_it_was(lab: Lab) -> None:
     job = lab.running()
     launcher = lab.launcher(job)

@@ -147,12 +147,12 @@ def main() -> int:
         hand_on(number, frame)
 
     signal.signal(signal.SIGTERM, hand_on_and_end)
-    while living and not (ends and ends[-1][1]):
+    while living and (told or not (ends and ends[-1][1])):
         wait_for_one()
     first = ends[-1]
     if ranks == 1:
         return alone(first[1])
-    if first[1] == 0 and told and ranks > 1:  # elastic waits for the ranks, then raises
+    if told:  # elastic waits for the ranks, then raises, however they ended
         where = "torch.distributed.elastic.multiprocessing.api.SignalException"
         print(f"{where}: Process {os.getpid()} got signal: {told[0]}", flush=True)
         return 1

@@ -62,6 +62,7 @@ class Rank:
         self.started = started_at(os.getpid()) or 0.0
         self.phase, self.progressed = "start", time.time()
         self.terminated = False
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `engine.__main__`
         if "ignore-term" in self.words:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         elif "die-on-term" not in self.words:

@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=100_000, help="of each of these")
     parser.add_argument("--queued", type=int, default=100, help="jobs that wait")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each idle measurement")
-    parser.add_argument("--settle", type=float, default=20.0, help="until the dashboard is idle")
+    parser.add_argument("--settle", type=float, default=45.0, help="until the dashboard is idle")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the log")
     parser.add_argument("--only", nargs="*", help="list show keeper dashboard logs")
     parser.add_argument("--dir", type=Path, help="where it is made; default: /tmp")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.errors import SpecError
+from jobs.launch.trackers import check_trackers
 from jobs.machine import devices
 from jobs.memory.host_memory import check_host_memory
 from jobs.paths import cache_home, exists, expand, refuse_unwritable
@@ -52,6 +53,7 @@ def check(spec: JobSpec) -> int | list[str] | None:
     wanted = check_devices(spec)
     check_compiler(spec, on_gpus=wanted is not None)
     _check_kernel(spec)
+    check_trackers(spec)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
 

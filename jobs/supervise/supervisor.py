@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
+from jobs.launch.trackers import start_trackers
 from jobs.machine import devices, processes
 from jobs.machine.gpu import still_held
 from jobs.machine.processes import ProcessId
@@ -32,6 +33,8 @@ from jobs.supervise.attempt import Attempt, adopt, launch
 from jobs.supervise.outcome import Outcome, judge
 
 if TYPE_CHECKING:
+    import subprocess
+
     from jobs.queue.store import Job, Store
     from jobs.run.diagnosis.hang import Stillness
     from jobs.run.rundir import RankStatus
@@ -63,6 +66,7 @@ class Supervisor:
     ended_by_us: set[int] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     tidied_at: float = 0.0
+    trackers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self) -> None:
         """Launch, or adopt what an earlier supervisor launched, and stay until the end."""
@@ -105,6 +109,7 @@ class Supervisor:
             return None
         if attempt is not None:
             self._say("took over from a supervisor that exited")
+            self._follow(attempt)
             # Whatever was said of that one.
             self.store.explain(self.job.id, "all ranks are up", State.RUNNING)
         return attempt
@@ -112,7 +117,15 @@ class Supervisor:
     def _launch(self, restarts: int) -> Attempt:
         attempt = launch(self.job, restarts)
         self._say(f"launched {attempt.command}")
+        self._follow(attempt)
         return attempt
+
+    def _follow(self, attempt: Attempt) -> None:
+        """Report the run to its trackers, each in a process that nobody waits for."""
+        try:
+            self.trackers += start_trackers(attempt.spec, self.job.run_dir)
+        except OSError as error:
+            self._say(f"cannot start a tracker: {error}")
 
     def _watch(self, attempt: Attempt) -> Outcome:
         """Watch an attempt until no process of it is left."""

@@ -113,6 +113,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "datasets": "ruled",
     "resolution": "changes",
     "max_upscale": "changes",
+    "max_aspect_ratio": "changes",
     "crop": "changes",
     "crop_variants": "changes",
     "random_flip": "changes",

@@ -33,6 +33,7 @@ def run(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterat
     job = bench.submit(
         dataset=str(zoo.root),
         resolution=48,
+        max_aspect_ratio=0,
         train_batch_size=32,
         max_train_steps=14,
         max_sequence_length=16,

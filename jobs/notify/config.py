@@ -37,7 +37,7 @@ class NotifyConfig(BaseModel):
 
     command: str | None = None
     urls: list[str] = Field(default_factory=list)
-    on: list[Event] = Field(default_factory=lambda: ["completed", "stopped", "failed", "stalled"])
+    on: tuple[Event, ...] = ("completed", "stopped", "failed", "stalled")
     stalled_after: float = Field(600.0, ge=30)
 
 

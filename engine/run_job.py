@@ -11,7 +11,6 @@ from engine import families
 from engine.checkpoint import Saver
 from engine.checkpoint.data_facts import data_facts
 from engine.checkpoint.resume import resume
-from engine.data.index.data_index import sizes_of
 from engine.data.loader import Loader
 from engine.data.prepare import prepare
 from engine.diffusion.objective import build_objective
@@ -48,6 +47,7 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.conflicts import find_warnings
 from jobs.spec.rules.strategy import checkpoints_activations
+from jobs.spec.values.buckets import sizes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -245,7 +245,7 @@ def kept_whole(model: torch.nn.Module, spec: JobSpec) -> list[torch.nn.Parameter
 def check_context(spec: JobSpec, family: Family, world: World) -> None:
     """Refuse what a context-parallel group cannot share evenly, before anything is encoded.
 
-    Pictures are fitted to sizes that divide (`engine.data.index.data_index.sizes_of`).
+    Pictures are fitted to sizes that divide (`jobs.spec.values.buckets.sizes_of`).
 
     Raises:
         UserError: Not on GPUs, or a sample's picture or a caption has an odd number of tokens.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
 import struct
 import sys
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -144,15 +146,23 @@ def make_model(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@cache
+def plain_png(color: tuple[int, int, int]) -> bytes:
+    """A picture that is large enough for the default resolution."""
+    content = io.BytesIO()
+    Image.new("RGB", (512, 512), color).save(content, "PNG", compress_level=1)
+    return content.getvalue()
+
+
 @pytest.fixture
 def make_data(tmp_path: Path) -> Callable[..., Path]:
-    """Writes folders of tiny pictures: `make_data(name="data", pictures=3, captions=True)`."""
+    """Writes folders of plain pictures: `make_data(name="data", pictures=3, captions=True)`."""
 
     def write(name: str = "data", *, pictures: int = 3, captions: bool = True) -> Path:
         root = tmp_path / name
         root.mkdir()
         for number in range(pictures):
-            Image.new("RGB", (8, 8), (40 * number % 256, 90, 120)).save(root / f"{number}.png")
+            (root / f"{number}.png").write_bytes(plain_png((40 * number % 256, 90, 120)))
             if captions:
                 (root / f"{number}.txt").write_text(f"picture number {number}\n")
         return root

@@ -148,10 +148,20 @@ class Telemetry:
     def _keep_writing(self) -> None:
         while not self._ended.wait(_STATUS_EVERY):
             self._write_status()
+            if self.rank == 0:
+                self._pass_on()
             if self.record_flight is not None and self.run_dir.requested(FLIGHT):
                 with suppress(OSError, ValueError):
                     self.record_flight()
                 self.record_flight = None  # once: the job is about to be ended
+
+    def _pass_on(self) -> None:
+        """Say what trackers warn of: rank 0 alone writes events."""
+        with suppress(OSError, ValueError):
+            for path in self.run_dir.tracking.glob("*.warning"):
+                text = path.read_text(encoding="utf-8").strip()
+                path.unlink()
+                self.warn(text)
 
     def _write_status(self) -> None:
         try:

@@ -7,26 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.errors import SpecError
+from jobs.launch.trackers import check_trackers
 from jobs.machine import devices
 from jobs.memory.host_memory import check_host_memory
 from jobs.paths import cache_home, exists, expand, refuse_unwritable
 from jobs.preflight.compiler import check_compiler
+from jobs.preflight.dataset import check_dataset
 from jobs.preflight.model_files import check_model
-from jobs.spec.families import get_family
-from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.conflicts import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
-from jobs.spec.values.dataset_files import (
-    CAPTION_SUFFIXES,
-    PICTURE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    list_files,
-)
-from jobs.spec.values.datasets import datasets_of, find_layout
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
-    from jobs.spec.values.datasets import Dataset
 
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
@@ -52,6 +44,7 @@ def check(spec: JobSpec) -> int | list[str] | None:
     wanted = check_devices(spec)
     check_compiler(spec, on_gpus=wanted is not None)
     _check_kernel(spec)
+    check_trackers(spec)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
 
@@ -76,70 +69,6 @@ def check_beginning(spec: JobSpec) -> None:
         raise SpecError(f"init_lora: {path} is not a .safetensors file")
     if path.is_dir() and not any(path.glob("*.safetensors")):
         raise SpecError(f"init_lora: {path} has no .safetensors file")
-
-
-def check_dataset(spec: JobSpec) -> int:
-    """The number of pictures and videos in the job's folders, before anything is looked into.
-
-    Rows of tables are not counted.
-
-    Raises:
-        SpecError: There is no such folder, or no picture in it, or a caption for none of them; or
-            the job trains on or samples videos, and what reads and writes them is not installed.
-    """
-    if any(request.frames > 1 for request in requests_of(spec)):
-        _check_videos("validation_prompts are sampled as videos")
-    return sum(_check_source(spec, dataset) for dataset in datasets_of(spec))
-
-
-def _check_source(spec: JobSpec, dataset: Dataset) -> int:
-    root = expand(dataset.path)
-    if not exists(root):
-        raise SpecError(f"no such dataset folder: {root}")
-    if not root.is_dir():
-        raise SpecError(f"the dataset {root} is a file, not a folder of images")
-    try:
-        layout, files = find_layout(root), list_files(root)
-    except OSError as error:
-        raise SpecError(f"cannot read the dataset {root} ({error.strerror})") from None
-    if layout != "folder":
-        if find_spec("datasets") is None:
-            raise SpecError(
-                f"{root} is a directory of the datasets library, which is not installed",
-                "pip install 'fsdp-tui[datasets]'",
-            )
-        return 0  # rows are counted when they are looked at
-    takes_videos = get_family(spec.model_family).frame_step > 0
-    wanted = files.videos + files.pictures if takes_videos else files.pictures
-    if not wanted:
-        what = "images or videos" if takes_videos else "images"
-        kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
-        found = files.foreign + ([] if takes_videos else files.videos)
-        raise SpecError(
-            f"0 {what} in the dataset folder {root}",
-            f"it has {found[0].name}, which is not supported; supported: {' '.join(sorted(kinds))}"
-            if found
-            else f"supported: {' '.join(sorted(kinds))}",
-        )
-    if takes_videos and files.videos:
-        _check_videos(f"{root} holds videos")
-    captioned = files.metadata or any(
-        file.with_suffix(suffix).is_file() for file in wanted for suffix in CAPTION_SUFFIXES
-    )
-    if not captioned and spec.missing_captions == "skip":
-        raise SpecError(
-            f"none of the {len(wanted)} images in {root} has a caption",
-            "add one for each, e.g. cat.txt for cat.png, or set missing_captions: empty",
-        )
-    return len(wanted)
-
-
-def _check_videos(why: str) -> None:
-    """Videos are read and written by a library that pictures do not need."""
-    if find_spec("av") is None:
-        raise SpecError(
-            f"{why}, which need PyAV; it is not installed", "pip install 'fsdp-tui[video]'"
-        )
 
 
 def _check_kernel(spec: JobSpec) -> None:

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 MOST: Final = 500  # images of a folder that are looked at, evenly spread
 _WORTH_TELLING: Final = 0.2  # of them; a few odd ones are in every dataset
 _HEAD: Final = 12  # bytes
-# How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000.
+# How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000, and JPEG XL
+# twice.
 _BEGINNINGS: Final = (
     *(b"\x89PNG", b"\xff\xd8", b"GIF8", b"BM", b"II*\0", b"MM\0*"),
-    *(b"RIFF", b"P", b"qoif", b"\0\0\0\x0cjP"),
+    *(b"RIFF", b"P", b"qoif", b"\0\0\0\x0cjP", b"\xff\x0a", b"\0\0\0\x0cJXL"),
 )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.machine.engine_tools import Progress, ask
-from jobs.preflight.check_job import check_dataset
+from jobs.preflight.dataset import check_dataset
 from jobs.spec.file.load import dump_spec
 from jobs.spec.rules.cascade import settle
+from jobs.spec.values.datasets import with_folder_repeats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,7 @@ def look_at_data(
         ToolError: Looking failed for another reason.
         Cancelled: `cancelled` said so.
     """
+    spec, _ = with_folder_repeats(spec)
     check_dataset(spec)
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
         job, folder = Path(name, "job.yaml"), Path(name, "strips")

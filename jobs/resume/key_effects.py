@@ -116,6 +116,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "datasets": "ruled",
     "resolution": "changes",
     "max_upscale": "changes",
+    "max_aspect_ratio": "changes",
     "crop": "changes",
     "crop_variants": "changes",
     "random_flip": "changes",
@@ -156,6 +157,11 @@ EFFECTS: Final[dict[str, Effect]] = {
     "validation_fraction": "changes",
     "validation_loss_steps": "same",
     "validation_timesteps": "same",
+    # tracking
+    "report_to": "same",
+    "tracker_project_name": "same",
+    "tracker_run_name": "same",
+    "logging_dir": "same",
     # running
     "priority": "same",
     "stop_grace_seconds": "same",

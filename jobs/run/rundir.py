@@ -197,6 +197,21 @@ class RunDir:
         return self.root / "data_report.json"
 
     @property
+    def tracking(self) -> Path:
+        """What experiment trackers leave, and how far each has come."""
+        return self.root / "tracking"
+
+    def tracker_place(self, name: str) -> Path:
+        return self.tracking / f"{name}.json"
+
+    def tracker_warning(self, name: str) -> Path:
+        """Left by a tracker's follower for rank 0, which says it and removes it."""
+        return self.tracking / f"{name}.warning"
+
+    def tracker_log(self, name: str) -> Path:
+        return self.logs / f"tracker-{name}.log"
+
+    @property
     def ranks(self) -> Path:
         return self.root / "ranks"
 
@@ -327,7 +342,8 @@ class RunDir:
         for name in (*REQUESTS, FLIGHT):
             self.clear_request(name)
         flights = self.logs.glob(f"{self.flight_prefix.name}*")
-        for path in (self.failure_file, *self.ranks.glob("*.json"), *flights):
+        warnings = self.tracking.glob("*.warning")
+        for path in (self.failure_file, *self.ranks.glob("*.json"), *flights, *warnings):
             path.unlink(missing_ok=True)
 
     # -- checkpoints -----------------------------------------------------------------------

@@ -27,6 +27,7 @@ _TITLES: Final = {
     "latents": "latents of images and videos",
     "text": "embeddings of captions",
     "index": "sizes and checks of dataset files",
+    "webdataset": "unpacked archives of datasets",
     "tables": "copies of datasets' parquet files",
 }
 _OF_NO_JOB: Final = ("detection",)
@@ -38,7 +39,8 @@ class Cache:
     """A cache, with its size on disk.
 
     Attributes:
-        name: What it is called on the command line: detection, latents, text, index, tables.
+        name: What it is called on the command line: detection, latents, text, index, webdataset,
+            tables.
         title: What is in it, in a few words.
         path: Its file or directory, which need not exist.
         bytes: Its size.

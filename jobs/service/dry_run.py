@@ -40,6 +40,7 @@ _WITHOUT: Final[Mapping[str, Any]] = {
     "resume_from_checkpoint": None,
     "max_restarts": 0,
     "auto_resume": False,
+    "report_to": [],
 }
 _NO_MEMORY: Final = (Cause.GPU_MEMORY, Cause.HOST_MEMORY)
 

@@ -13,6 +13,7 @@ from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
+from jobs.spec.values.datasets import with_folder_repeats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,11 +56,12 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     Raises:
         UserError: The job is invalid, or cannot start from its checkpoint.
     """
+    spec, notes = with_folder_repeats(spec)
     gpus = check_job.check(spec)
     check_job.check_beginning(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
-        return Plan(spec, gpus)
+        return Plan(spec, gpus, warnings=notes)
     origin = find_origin(store, spec.resume_from_checkpoint)
     spec = spec.model_copy(update={KEY: str(origin.path.resolve())})
     changes = _compare(origin, spec)
@@ -69,7 +71,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
             f"steps that {origin.path} has already trained",
             "use a larger number",
         )
-    return Plan(spec, gpus, origin, changes=changes, warnings=_find_haste(store, origin))
+    return Plan(spec, gpus, origin, changes=changes, warnings=[*notes, *_find_haste(store, origin)])
 
 
 def plan_resume(

@@ -22,6 +22,7 @@ from jobs.spec.keys.job import JobKeys
 from jobs.spec.keys.lora import LoraKeys
 from jobs.spec.keys.output import OutputKeys
 from jobs.spec.keys.running import RunningKeys
+from jobs.spec.keys.tracking import TrackingKeys
 from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys
 
@@ -31,6 +32,7 @@ _WHOLE: Final = 100  # keys of a job that is written down whole, at the least
 # Pydantic takes the fields of the last base first.
 class JobSpec(
     RunningKeys,
+    TrackingKeys,
     ExportKeys,
     ValidationKeys,
     OutputKeys,
@@ -57,8 +59,10 @@ class JobSpec(
         """
         if not isinstance(data, dict):
             return data
-        if _is_earlier(data):
+        if _is_earlier(data, "lora_experts"):
             data = data | {"lora_experts": True, "size_conditioning": "target"}
+        if _is_earlier(data, "max_aspect_ratio"):
+            data = data | {"max_aspect_ratio": 0}
         known = {key: value for key, value in data.items() if value is not None}
         family = known.get("model_family", cls.model_fields["model_family"].default)
         if "model_flavour" not in data:
@@ -91,12 +95,12 @@ class JobSpec(
         return hashlib.sha256(payload).hexdigest()[:16]
 
 
-def _is_earlier(data: dict[str, Any]) -> bool:
-    """Whether a whole job was written down before `lora_experts` and `size_conditioning` were keys.
+def _is_earlier(data: dict[str, Any], key: str) -> bool:
+    """Whether a whole job was written down before this was a key (and others of its time were).
 
     Files of people leave most keys out; what a run directory or a checkpoint has says all.
     """
-    return "lora_experts" not in data and len(data.keys() & set(field_names())) >= _WHOLE
+    return key not in data and len(data.keys() & set(field_names())) >= _WHOLE
 
 
 def field_names() -> list[str]:

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
+from jobs.launch.trackers import start_trackers
 from jobs.machine import devices, processes
 from jobs.machine.gpu import still_held
 from jobs.machine.processes import ProcessId
 from jobs.memory.calibration import record
+from jobs.notify.announce import Announcer
 from jobs.queue.states import State
 from jobs.queue.summaries import keep_summary
 from jobs.run.diagnosis.flight_records import find_wait
@@ -32,6 +34,9 @@ from jobs.supervise.attempt import Attempt, adopt, launch
 from jobs.supervise.outcome import Outcome, judge
 
 if TYPE_CHECKING:
+    import subprocess
+
+    from jobs.notify.config import Event
     from jobs.queue.store import Job, Store
     from jobs.run.diagnosis.hang import Stillness
     from jobs.run.rundir import RankStatus
@@ -45,6 +50,10 @@ SAVE_STEP: Final = 60.0  # seconds in which a save that goes on writes something
 HOUSEKEEPING_EVERY: Final = 15.0  # seconds
 _SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
 _NOT_UP: Final = ("start", "import")  # phases of a rank
+_ANNOUNCED: Final[dict[State, Event]] = {
+    State.COMPLETED: "completed",
+    State.STOPPED: "stopped",
+}
 _UP: Final = frozenset({State.STARTING, State.RUNNING, State.SAVING})
 
 
@@ -63,6 +72,11 @@ class Supervisor:
     ended_by_us: set[int] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     tidied_at: float = 0.0
+    trackers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    announcer: Announcer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.announcer = Announcer(self.job, self._say)
 
     def run(self) -> None:
         """Launch, or adopt what an earlier supervisor launched, and stay until the end."""
@@ -105,6 +119,7 @@ class Supervisor:
             return None
         if attempt is not None:
             self._say("took over from a supervisor that exited")
+            self._follow(attempt)
             # Whatever was said of that one.
             self.store.explain(self.job.id, "all ranks are up", State.RUNNING)
         return attempt
@@ -112,7 +127,15 @@ class Supervisor:
     def _launch(self, restarts: int) -> Attempt:
         attempt = launch(self.job, restarts)
         self._say(f"launched {attempt.command}")
+        self._follow(attempt)
         return attempt
+
+    def _follow(self, attempt: Attempt) -> None:
+        """Report the run to its trackers, each in a process that nobody waits for."""
+        try:
+            self.trackers += start_trackers(attempt.spec, self.job.run_dir)
+        except OSError as error:
+            self._say(f"cannot start a tracker: {error}")
 
     def _watch(self, attempt: Attempt) -> Outcome:
         """Watch an attempt until no process of it is left."""
@@ -155,6 +178,7 @@ class Supervisor:
                 self._change(State.RUNNING, f"finished {job.reason}", {State.SAVING})
         self._end_the_stranded(statuses)
         if everyone:
+            self.announcer.look(ranks)
             self._end_a_hang(attempt, ranks)
         self._tidy()
         if self.deadline is not None and saves_on(ranks):
@@ -306,6 +330,7 @@ class Supervisor:
             record(self.job.run_dir)
         keep_failure(self.job.run_dir, outcome.failure)
         self._say(f"{outcome.state}: {outcome.reason}")
+        self.announcer.announce(_ANNOUNCED.get(outcome.state, "failed"), outcome.reason)
         while self.store.path.exists():
             try:
                 self.store.change(self.job.id, outcome.state, outcome.reason)

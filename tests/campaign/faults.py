@@ -283,7 +283,7 @@ def _values(root: Path) -> dict[str, Any]:
     (model / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     data = root / "data"
     data.mkdir()
-    Image.new("RGB", (8, 8)).save(data / "0.png")
+    Image.new("RGB", (512, 512)).save(data / "0.png")
     (data / "0.txt").write_text("a picture")
     return {
         "name": "t",

@@ -297,7 +297,7 @@ def models(rng: random.Random, place: Path) -> Call:
     """Configs of a model, seen by detection and by the check before submitting."""
     root, data = place / "model", place / "data"
     data.mkdir()
-    Image.new("RGB", (8, 8)).save(data / "a.png")
+    Image.new("RGB", (512, 512)).save(data / "a.png")
     empty = struct.pack("<Q", 2) + b"{}"
     config = {
         "_class_name": "FluxTransformer2DModel",

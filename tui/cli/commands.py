@@ -46,6 +46,7 @@ from tui.cli.job.samples import samples
 from tui.cli.job.watch import watch
 from tui.cli.machine.cache import cache
 from tui.cli.machine.doctor import doctor
+from tui.cli.machine.notify import notify
 from tui.cli.machine.selftest import selftest
 from tui.cli.machine.settings import settings
 from tui.cli.machine.web import web
@@ -350,6 +351,7 @@ for command in (
     edit,
     templates,
     selftest,
+    notify,
     *COMMANDS,
 ):
     cli.add_command(command)

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.data.index.buckets import bucket_sizes, divisible, nearest_bucket
-from engine.data.index.views import enlargement
+from engine.data.read.archives import read_archives
 from engine.data.read.folders import Entry, read_folder
 from engine.data.read.images import DECODER, PictureError, look
 from engine.data.read.memo import Memo, stamp_of
@@ -20,7 +19,8 @@ from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_vi
 from jobs.errors import UserError
 from jobs.paths import cache_home
 from jobs.run.rundir import read_json, write_atomic
-from jobs.spec.families import Family, get_family, latent_step_of
+from jobs.spec.families import Family, get_family
+from jobs.spec.values.buckets import nearest_bucket, sizes_of, why_unfit
 from jobs.spec.values.datasets import datasets_of, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
@@ -129,6 +129,8 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
         layout = find_layout(Path(dataset.path))
         if layout == "folder":
             source = read_folder(dataset, videos=family.frame_step > 0)
+        elif layout == "webdataset":
+            source = read_archives(dataset, cache_root(spec), videos=family.frame_step > 0)
         else:
             source = read_table(dataset)
         # What decides which picture a name means.
@@ -213,12 +215,8 @@ class Fitting:
         if shape not in self._nearest:
             self._nearest[shape] = nearest_bucket(*shape, self._sizes)
         size = self._nearest[shape]
-        factor = enlargement(facts.width, facts.height, size)
-        if factor > self._spec.max_upscale:
-            return (
-                f"too small: {facts.width}x{facts.height} would be upscaled {factor:.1f} times "
-                f"(max_upscale {self._spec.max_upscale:g})"
-            )
+        if why := why_unfit(facts.width, facts.height, size, self._spec):
+            return why
         bucket: tuple[int, ...] = size
         if self._step:
             frames = self._frames(facts)
@@ -249,22 +247,6 @@ class Fitting:
             return f"too short: {there} frames at {self._spec.fps:g} per second, not {wanted or 1}"
         longest = wanted or min(there, _LONGEST_VIDEO)
         return (longest - 1) // self._step * self._step + 1
-
-
-def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
-    """The sizes that pictures are fitted to.
-
-    Raises:
-        UserError: None can be shared out over a context-parallel group.
-    """
-    step, ranks = latent_step_of(spec), spec.context_parallel_size
-    sizes = divisible(bucket_sizes(spec.resolution, step), step, ranks)
-    if not sizes:
-        raise UserError(
-            f"context_parallel_size {ranks} divides no bucket size of resolution {spec.resolution}",
-            "change one of them",
-        )
-    return sizes
 
 
 def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from PIL import Image, ImageOps
 
+from jobs.spec.values.buckets import enlargement
+
 if TYPE_CHECKING:
     from engine.data.index.data_index import Sample
     from jobs.spec.job_spec import JobSpec
@@ -92,11 +94,6 @@ def fit(picture: Image.Image, view: View) -> Image.Image:
     centring = (view.centre, view.centre)
     fitted = ImageOps.fit(picture, view.size, Image.Resampling.LANCZOS, centering=centring)
     return ImageOps.mirror(fitted) if view.flip else fitted
-
-
-def enlargement(width: int, height: int, size: tuple[int, int]) -> float:
-    """By how much a picture is enlarged to cover a size; below 1 it is made smaller."""
-    return max(size[0] / width, size[1] / height)
 
 
 def cut_share(width: int, height: int, size: tuple[int, int]) -> float:

@@ -1,7 +1,9 @@
 """What a folder offers: its pictures and videos, each with its captions or what is wrong with it.
 
-Captions stand in a `.txt` of the same name, or in the `metadata.jsonl` or `metadata.csv` of the
-Hugging Face imagefolder layout, whose rows name files relative to where they stand.
+Captions stand in a `.txt`, `.caption` or `.json` of the same name; in the `metadata.jsonl`,
+`metadata.csv` or `metadata.parquet` of the Hugging Face imagefolder layout, whose rows name files
+relative to where they stand; or in the `meta_cap.json` of kohya's scripts, which names files with
+or without a suffix.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, VIDEO_SUFFIXES, list_files
+from jobs.spec.values.dataset_files import (
+    CAPTION_SUFFIXES,
+    VIDEO_SUFFIXES,
+    foreign_problem,
+    list_files,
+    same_name,
+)
+from jobs.spec.values.datasets import Dataset
 from jobs.untrusted.files import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from jobs.spec.values.datasets import Dataset
-
 CAPTION_COLUMNS: Final = ("text", "caption", "captions", "prompt")
 _FILE_COLUMN: Final = "file_name"
+_ANY: Final = Dataset(path=".")  # of no caption_column
 _LONGEST_FIELD: Final = 10_000_000  # characters of a CSV field; the module's limit is 131,072
 
 
@@ -88,7 +96,7 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
                 lost.append(Entry(name, table, problem=record))
                 continue
             # Not resolved: two links to one file may have different captions.
-            file = os.path.normpath(table.parent / str(record.get(_FILE_COLUMN) or "?"))
+            file = same_name(os.path.normpath(table.parent / str(record.get(_FILE_COLUMN) or "?")))
             places.setdefault(file, name)
             if captions := captions_in(record, dataset, where=str(table)):
                 rows[file] = (*rows.get(file, ()), *captions)
@@ -96,17 +104,17 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
     for path in sorted(files.pictures + files.videos):
         unfit = not videos and path.suffix.lower() in VIDEO_SUFFIXES
         problem = "a video, but the model trains on images" if unfit else ""
-        captions, wrong = _captions_of(path, rows) if not problem else (None, "")
+        captions, wrong = _captions_of(path, rows, files.renamed) if not problem else (None, "")
         entries.append(Entry(_shown(path, root), path, captions, problem or wrong))
     for path in files.foreign:
-        problem = f"{path.suffix.lower()} images cannot be read"
-        entries.append(Entry(_shown(path, root), path, problem=problem))
+        entries.append(Entry(_shown(path, root), path, problem=foreign_problem(path)))
     entries += [Entry(_shown(p, root), p, problem="a folder") for p in files.folders]
     entries += [
         Entry(_shown(p, root), p, problem=f"an unreadable folder ({why})")
         for p, why in files.unreadable
     ]
-    known = {os.path.normpath(entry.path) for entry in entries}
+    known = {same_name(os.path.normpath(entry.path)) for entry in entries}
+    known |= {os.path.splitext(name)[0] for name in known}  # as kohya's scripts name them
     for file, name in places.items():
         if file not in known:
             what = os.path.relpath(file, root)
@@ -146,27 +154,50 @@ def captions_in(
 
 
 def _captions_of(
-    path: Path, rows: Mapping[str, tuple[str, ...]]
+    path: Path, rows: Mapping[str, tuple[str, ...]], renamed: Mapping[str, Path]
 ) -> tuple[tuple[str, ...] | None, str]:
     """Captions of a file, and what is wrong with them. A row of a metadata file comes first."""
-    if rows and (found := rows.get(os.path.normpath(path))):
+    name = same_name(os.path.normpath(path))
+    if rows and (found := rows.get(name) or rows.get(os.path.splitext(name)[0])):
         return found, ""
-    content = None
     for suffix in CAPTION_SUFFIXES:
+        beside = path.with_suffix(suffix)
+        if not path.name.isascii():
+            beside = renamed.get(same_name(beside), beside)
         try:
-            content = read_regular(path.with_suffix(suffix))
-            break
+            content = read_regular(beside)
         except FileNotFoundError:
             continue
         except OSError as error:
             return None, f"caption cannot be read ({error.strerror})"
-    if content is None:
-        return None, ""
+        try:
+            text = content.decode(_encoding(content))
+        except UnicodeDecodeError:
+            return None, "caption is not UTF-8"
+        if suffix == ".json":
+            return _json_caption(text)
+        return ((text,) if text.strip() else None), ""
+    return None, ""
+
+
+def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:
+    """The caption of a `.json` beside a picture, as other trainers and taggers write it."""
     try:
-        text = content.decode(_encoding(content))
-    except UnicodeDecodeError:
-        return None, "caption is not UTF-8"
-    return ((text,) if text.strip() else None), ""
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None, "caption is not valid JSON"
+    if isinstance(record, str):
+        record = {CAPTION_COLUMNS[0]: record}
+    return (_record_captions(record) if isinstance(record, dict) else None), ""
+
+
+def _record_captions(record: dict[str, Any]) -> tuple[str, ...] | None:
+    """The captions of an object, or else its tags."""
+    if captions := captions_in(record, _ANY, where=""):
+        return captions
+    tags = record.get("tags")
+    text = ", ".join(map(str, tags)) if isinstance(tags, list) else tags
+    return (text,) if isinstance(text, str) and text.strip() else None
 
 
 def _encoding(content: bytes) -> str:
@@ -176,12 +207,18 @@ def _encoding(content: bytes) -> str:
 
 def _records(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Where each row stands, and the row or what is wrong with it."""
+    if table.suffix == ".parquet":
+        yield from _parquet_records(table)
+        return
     try:
         text = table.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {table} ({error})") from None
     if table.suffix == ".csv":
         yield from _csv_records(table, text)
+        return
+    if table.suffix == ".json":
+        yield from _kohya_records(table, text)
         return
     # Not `splitlines`, which also splits at separators that JSON and captions may hold.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -192,6 +229,49 @@ def _records(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
         except (ValueError, RecursionError):
             record = None
         yield f"line {number}", record if isinstance(record, dict) else "is not a JSON object"
+
+
+def _parquet_records(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(
+            f"{table} needs pyarrow, which is not installed", "pip install 'fsdp-tui[datasets]'"
+        ) from None
+    try:
+        with ParquetFile(table) as file:
+            names = file.schema_arrow.names
+            if _FILE_COLUMN not in names:
+                raise UserError(
+                    f"{table} has no column {_FILE_COLUMN}", f"it has {', '.join(names)}"
+                )
+            number = 0
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", record
+    except (OSError, ArrowException) as error:
+        raise UserError(f"cannot read {table} ({error})") from None
+
+
+def _kohya_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Each entry, named by its file's path; by its name alone where the data has moved."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"cannot read {table} (it is not a JSON object)")
+    for name, record in found.items():
+        if not isinstance(record, dict):
+            yield f"entry {name}", "is not a JSON object"
+            continue
+        here = os.path.normpath(table.parent / name)
+        inside = here.startswith(f"{os.path.normpath(table.parent)}{os.sep}")
+        file = name if inside else Path(name).name
+        captions = _record_captions(record)
+        yield f"entry {name}", {_FILE_COLUMN: file, CAPTION_COLUMNS[0]: captions}
 
 
 def _csv_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:

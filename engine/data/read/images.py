@@ -51,7 +51,20 @@ NOTES: Final[dict[str, str]] = {
     "transparent": "transparent, placed on white",
 }
 
-_FORMATS: Final = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TIFF", "WEBP")
+_FORMATS: Final = (
+    "AVIF",
+    "BMP",
+    "GIF",
+    "HEIF",
+    "JPEG",
+    "JPEG2000",
+    "JXL",
+    "PNG",
+    "PPM",
+    "QOI",
+    "TIFF",
+    "WEBP",
+)
 _ORIENTATION: Final = 0x0112  # this and the next two are tags of Exif and TIFF
 _BITS_PER_SAMPLE: Final = 0x0102
 _PHOTOMETRIC: Final = 0x0106
@@ -191,6 +204,13 @@ def _orientation(file: ImageFile.ImageFile) -> int | None:
 @cache
 def _formats() -> tuple[str, ...]:
     Image.init()  # 65 ms, once
+    # Packages of their own, which add a format each.
+    with contextlib.suppress(ImportError):
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+    with contextlib.suppress(ImportError):
+        import pillow_jxl  # noqa: F401
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 

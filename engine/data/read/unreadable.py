@@ -10,7 +10,7 @@ from PIL import Image, UnidentifiedImageError
 MOST_PIXELS: Final = 178_956_970  # where Pillow stops too: 512 MiB as RGB
 LARGE_PIXELS: Final = 4_000_000  # up to here a wrong size does no harm
 PIXELS_PER_BYTE: Final = 10_000  # deflate packs at most 8,256 pixels of one bit into a byte
-TOO_MANY_PIXELS: Final = f"too many pixels (over {MOST_PIXELS // 1_000_000} million)"
+TOO_MANY_PIXELS: Final = f"more than {MOST_PIXELS // 1_000_000} megapixels; downscale it"
 
 _READ: Final = (  # how the formats begin that are read
     (re.compile(rb"\x89PNG"), "PNG"),
@@ -25,8 +25,8 @@ _READ: Final = (  # how the formats begin that are read
     (re.compile(rb"P[1-7fF]\s"), "PPM"),
 )
 _FOREIGN: Final = (  # what else is found under the name of a picture
-    (re.compile(rb".{4}ftyp(hei|hev|mif|msf)", re.DOTALL), "HEIC is not supported"),
-    (re.compile(rb"\xff\x0a|.{4}JXL ", re.DOTALL), "JPEG XL is not supported"),
+    (re.compile(rb".{4}ftyp(hei|hev|mif|msf)", re.DOTALL), "HEIC, which needs pillow-heif"),
+    (re.compile(rb"\xff\x0a|.{4}JXL ", re.DOTALL), "JPEG XL, which needs pillow-jxl-plugin"),
     (re.compile(rb"8BPS"), "PSD is not supported"),
     (re.compile(rb"\xc5\xd0\xd3\xc6|%!PS"), "EPS is not supported"),
     (re.compile(rb"\0\0[\1\2]\0[^\0]\0"), "ICO is not supported"),

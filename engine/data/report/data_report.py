@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 from engine.data.index.batch_plan import BatchPlan, shares_of
 from engine.data.index.captions import texts_of
 from engine.data.index.held_out import hold_out
-from engine.data.index.views import count_views, cut_share, enlargement
+from engine.data.index.views import count_views, cut_share
 from engine.data.read.images import NOTES
 from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
 from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.values.buckets import enlargement
 from jobs.spec.values.datasets import datasets_of, find_layout
 
 if TYPE_CHECKING:

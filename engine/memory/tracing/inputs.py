@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.data.index.data_index import sizes_of
 from jobs.errors import UserError
 from jobs.spec.families import get_family
 from jobs.spec.keys.prompts import requests_of
+from jobs.spec.values.buckets import sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Final
 from jobs.doctor.checks.keeper import claimed
 from jobs.doctor.finding import Finding, Verdict, fail, ok, warn
 from jobs.errors import UserError
+from jobs.launch.trackers import check_trackers
 from jobs.machine.gpu import foreign_users
 from jobs.memory.host_memory import check_host_memory
-from jobs.preflight.check_job import check_dataset, check_devices, check_model
+from jobs.preflight.check_job import check_devices, check_model
 from jobs.preflight.compiler import check_compiler
+from jobs.preflight.dataset import check_dataset
 from jobs.preflight.wrap_policy import check_wrap_policy
 from jobs.preflight.wrapped_classes import check_block_names
 from jobs.spec.file.load import load_spec
@@ -63,6 +65,7 @@ def check_job(patient: Patient) -> Iterator[Finding]:
         yield from _tried("blocks", check_block_names, spec)
     yield from _tried("wrap policy", check_wrap_policy, spec)
     yield from _tried("dataset", check_dataset, spec, "{} images and videos")
+    yield from _tried("trackers", check_trackers, spec)
     if patient.nvml is not None:  # else the driver hangs, and would again
         yield from check_job_gpus(spec, patient.nvml.gpus)
         on_gpus = spec.device != "cpu" and bool(patient.nvml.gpus)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import UserError
 from jobs.imports.ai_toolkit import data as ai_toolkit_data
 from jobs.imports.ai_toolkit import rules
-from jobs.imports.common import launch, models, training_keys
+from jobs.imports.common import launch, models, trackers, training_keys
 from jobs.imports.common.draft import Draft, all_of, flatten, named, needless, same, without
 from jobs.imports.common.places import parse
 
@@ -252,6 +252,9 @@ _TRAINING: Final[dict[str, Rule]] = {
 }
 
 _OUTPUT: Final[dict[str, Rule]] = {
+    "logging.use_wandb": trackers.wandb,
+    "logging.project_name": trackers.of_trackers("tracker_project_name"),
+    "logging.run_name": trackers.of_trackers("tracker_run_name"),
     "save.dtype": rules.export_dtype,
     "save.save_every": named("checkpointing_steps"),
     "save.max_step_saves_to_keep": named("checkpoints_total_limit"),
@@ -269,7 +272,7 @@ _RULES: Final[dict[str, Rule]] = {**_MODEL, **_TRAINING, **_OUTPUT, **ai_toolkit
 
 _PREFIXES: Final[dict[str, Rule]] = {
     **all_of("train.fsdp_ fsdp_", rules.fsdp),
-    "logging.": needless(training_keys.NO_TRACKERS),
+    "logging.": needless("every step is recorded"),
     **all_of("meta. config.", needless("only describes ai-toolkit's own files")),
     "slider": without("sliders are not supported"),
     "adapter.": without("adapters other than LoRA are not supported"),
@@ -277,6 +280,7 @@ _PREFIXES: Final[dict[str, Rule]] = {
 }
 
 _FIRST: Final = (
+    "logging.use_wandb",
     "model.arch",
     *rules.SWITCHES.split(),
     "model.name_or_path",

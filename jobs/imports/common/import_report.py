@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from jobs.untrusted.secrets import HIDDEN, SECRET_NAME, SECRET_VALUE
+
 _LONGEST: Final = 60  # characters of a value that are shown
-_HIDDEN: Final = "(not shown)"
-_SECRET_KEY: Final = re.compile(
-    r"token(?!iz|s|_drop|_len)|secret|passw|credential|api_?key|access_?key|auth(?!or)|webhook|dsn",
-    re.IGNORECASE,
-)
-# Tokens by their beginnings, and addresses with a password.
-_SECRET_VALUE: Final = re.compile(
-    r"\b(hf|ghp|gho|sk|nvapi|wandb_v\d)[-_][A-Za-z0-9_-]{30,}|AKIA[A-Z0-9]{12,}|://[^/\s@]+@"
-)
 
 
 class Kind(StrEnum):
@@ -95,7 +87,7 @@ class Report:
 def shown(key: str, value: Any) -> str:
     """A value as it may be printed: short, and nothing that could be a password or token."""
     if is_secret(key, value):
-        return _HIDDEN
+        return HIDDEN
     if isinstance(value, dict):
         return "{…}" if value else "{}"
     if isinstance(value, (list, tuple)):
@@ -112,8 +104,8 @@ def is_secret(key: str, value: Any) -> bool:
         return any(is_secret(key, one) for one in value)
     if not isinstance(value, str) or not value:
         return False
-    named = _SECRET_KEY.search(key.rpartition(".")[2]) is not None
-    return named or _SECRET_VALUE.search(value) is not None
+    named = SECRET_NAME.search(key.rpartition(".")[2]) is not None
+    return named or SECRET_VALUE.search(value) is not None
 
 
 def _cut(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports.common import data, launch, models, training_keys
+from jobs.imports.common import data, launch, models, trackers, training_keys
 from jobs.imports.common.draft import (
     Draft,
     all_of,
@@ -347,8 +347,7 @@ _RULES: Final[dict[str, Rule]] = {
     "validation_epochs": without("set validation_steps; samples are always made at the end"),
     "num_validation_images": without("list a prompt several times with different seeds", "1"),
     **all_of("push_to_hub hub_model_id hub_private_repo", needless(training_keys.NO_UPLOADS)),
-    "report_to": needless(training_keys.NO_TRACKERS),
-    "logging_dir": needless(training_keys.OWN_DIRECTORIES),
+    **trackers.RULES,
     **all_of(
         "cache_latents offload cache_dir remote_text_encoder skip_final_inference "
         "text_encoder_lr adam_weight_decay_text_encoder dataloader_num_workers local_rank "
@@ -365,4 +364,10 @@ _PREFIXES: Final[dict[str, Rule]] = {
 }
 
 _TAKE_SEVERAL: Final = ("validation_prompts", "report_to")
-_FIRST: Final = ("pretrained_model_name_or_path", *_FOLDERS, "train_batch_size", "lr_scheduler")
+_FIRST: Final = (
+    "report_to",
+    "pretrained_model_name_or_path",
+    *_FOLDERS,
+    "train_batch_size",
+    "lr_scheduler",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports.common import launch, models, training_keys
+from jobs.imports.common import launch, models, trackers, training_keys
 from jobs.imports.common.draft import (
     Draft,
     all_of,
@@ -197,7 +197,7 @@ _OUTPUT: Final[dict[str, Rule]] = {
     "checkpointing_rolling_steps": without("set checkpointing_steps and checkpoints_total_limit"),
     "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS, "latest"),
     "output_dir": training_keys.job_name,
-    "logging_dir": needless(training_keys.OWN_DIRECTORIES),
+    **trackers.RULES,
     **all_of(
         "push_to_hub push_checkpoints_to_hub hub_model_id push_to_hub_background "
         "model_card_private model_card_safe_for_work model_card_note publishing_config "
@@ -205,9 +205,8 @@ _OUTPUT: Final[dict[str, Rule]] = {
         needless(training_keys.NO_UPLOADS),
     ),
     **all_of(
-        "report_to tracker_project_name tracker_run_name tracker_image_layout webhook_config "
-        "webhook_reporting_interval",
-        needless(training_keys.NO_TRACKERS),
+        "webhook_config webhook_reporting_interval",
+        needless("set up notifications for all jobs once, in notify.yaml"),
     ),
 }
 
@@ -302,6 +301,7 @@ _PREFIXES: Final[dict[str, Rule]] = {
 }
 
 _FIRST: Final = (
+    "report_to",
     "model_family",
     "model_flavour",
     "pretrained_model_name_or_path",

@@ -35,6 +35,7 @@ _PATHS: Final = (
     "dataset",
     "path",
     "cache_dir",
+    "logging_dir",
     "resume_from_checkpoint",
     "accelerate_config",
     "init_lora",
@@ -172,8 +173,9 @@ def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
             entry.model_copy(update={"path": _absolute(entry.path, roots) or entry.path})
             for entry in spec.datasets
         ]
-    if spec.cache_dir:
-        update["cache_dir"] = str(expand(spec.cache_dir).absolute())
+    for key in ("cache_dir", "logging_dir"):
+        if text := getattr(spec, key):
+            update[key] = str(expand(text).absolute())
     return spec.model_copy(update=update) if update else spec
 
 

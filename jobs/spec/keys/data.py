@@ -34,6 +34,14 @@ class DataKeys(BaseModel):
     max_upscale: float = field(
         2.0, "data", "Skip images that would have to be upscaled more than this.", ge=1
     )
+    max_aspect_ratio: float = field(
+        5.0,
+        "data",
+        "Skip images whose longer side is more than this many times the shorter one; 0: none. "
+        "Buckets go up to 2:1, so the rest of a panorama would be cropped.",
+        ge=0,
+        le=10_000,
+    )
     crop: Annotated[Crop, choice(Crop)] = field(
         "center", "data", "Part of an image to keep when it is cropped to its bucket."
     )

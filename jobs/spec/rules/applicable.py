@@ -244,6 +244,10 @@ def _nothing_to_validate(spec: JobSpec) -> str:
     return "" if either else f"{_NO_PROMPTS} or validation_fraction"
 
 
+def _not_tracked(spec: JobSpec) -> str:
+    return "" if spec.report_to else "needs report_to"
+
+
 def _nothing_held_out(spec: JobSpec) -> str:
     return "" if spec.validation_fraction else "needs validation_fraction"
 
@@ -307,6 +311,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("train_guidance",), _takes_no_guidance),
     (("dataset",), _several_datasets),
     (("crop_variants",), _centred),
+    (("tracker_project_name", "tracker_run_name", "logging_dir"), _not_tracked),
     (("num_frames", "fps"), _pictures),
     (("caption_shuffles", "keep_tags"), _in_order),
     (

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+# Formats that Pillow reads with the help of a package: the module, and where it comes from.
+_HELPERS: Final = {
+    **dict.fromkeys((".heic", ".heif", ".hif"), ("pillow_heif", "pillow-heif")),
+    ".jxl": ("pillow_jxl", "pillow-jxl-plugin"),
+}
+READ_WITH_HELP: Final = frozenset(_HELPERS)
 PICTURE_SUFFIXES: Final = frozenset(
-    {
+    {suffix for suffix, (module, _) in _HELPERS.items() if find_spec(module)}
+    | {
         ".png",
         ".jpg",
         ".jpeg",
@@ -29,28 +38,37 @@ PICTURE_SUFFIXES: Final = frozenset(
 )
 VIDEO_SUFFIXES: Final = frozenset({".mp4", ".mov", ".webm", ".mkv", ".avi", ".m4v"})
 # Pictures that cannot be read here: named in the report, not passed over.
-FOREIGN_SUFFIXES: Final = frozenset(
-    {
-        ".heic",
-        ".heif",
-        ".jxl",
-        ".svg",
-        ".psd",
-        ".exr",
-        ".hdr",
-        ".raw",
-        ".dng",
-        ".cr2",
-        ".cr3",
-        ".nef",
-        ".arw",
-        ".ico",
-        ".tga",
-    }
+FOREIGN_SUFFIXES: Final = (
+    frozenset(
+        {
+            *_HELPERS,
+            ".svg",
+            ".psd",
+            ".exr",
+            ".hdr",
+            ".raw",
+            ".dng",
+            ".cr2",
+            ".cr3",
+            ".nef",
+            ".arw",
+            ".ico",
+            ".tga",
+        }
+    )
+    - PICTURE_SUFFIXES
 )
-METADATA: Final = ("metadata.jsonl", "metadata.csv")
+# The imagefolder layout's, and those of kohya's scripts.
+METADATA: Final = (
+    "metadata.jsonl",
+    "metadata.csv",
+    "metadata.parquet",
+    "meta_cap.json",
+    "meta_clean.json",
+    "meta_lat.json",
+)
 # In the order in which they are looked for.
-CAPTION_SUFFIXES: Final = (".txt", ".TXT", ".caption")
+CAPTION_SUFFIXES: Final = (".txt", ".TXT", ".caption", ".json")
 
 
 @dataclass
@@ -61,9 +79,11 @@ class Listing:
         pictures: Files that look like pictures, by their names.
         videos: Files that look like videos.
         foreign: Pictures of formats that cannot be read.
-        metadata: `metadata.jsonl` and `metadata.csv` files.
+        metadata: Files with captions of many pictures (`METADATA`).
         lonely: Caption files beside which there is nothing of their name.
         folders: Folders with the name of a picture.
+        renamed: Caption files with letters beyond ASCII, by `same_name` of their paths: macOS
+            writes accents in another way than other systems do.
         unreadable: Folders that may not be looked into, and why.
         others: What kind of file → count of everything else but caption files.
     """
@@ -74,6 +94,7 @@ class Listing:
     metadata: list[Path] = field(default_factory=list)
     lonely: list[Path] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
+    renamed: dict[str, Path] = field(default_factory=dict)
     unreadable: list[tuple[Path, str]] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
 
@@ -101,17 +122,42 @@ def list_files(root: Path) -> Listing:
         names = sorted(name for name in names if not name.startswith("."))
         for name in names:
             _sort_in(found, Path(folder, name))
-        split = [os.path.splitext(name) for name in names]
-        stems = {stem for stem, suffix in split if suffix not in CAPTION_SUFFIXES}
-        found.lonely += [
-            Path(folder, stem + suffix)
-            for stem, suffix in split
-            if suffix in CAPTION_SUFFIXES and stem not in stems
-        ]
+        _match_captions(found, folder, names)
         found.folders += [Path(folder, name) for name in folders if _is_picture(name)]
     found.pictures.sort()
     found.videos.sort()
     return found
+
+
+def same_name(path: Path | str) -> str:
+    """A path with its accents written in one way (NFC)."""
+    return unicodedata.normalize("NFC", os.fspath(path))
+
+
+def foreign_problem(path: Path) -> str:
+    """Why a file of a foreign format cannot be used, and what helps."""
+    suffix = path.suffix.lower()
+    if suffix in _HELPERS:
+        package = _HELPERS[suffix][1]
+        return f"{suffix} images need a package that is not installed; pip install {package}"
+    return f"{suffix} images cannot be read"
+
+
+def _match_captions(found: Listing, folder: str, names: list[str]) -> None:
+    """Find caption files of a folder that belong to nothing, and those with accents."""
+    split = [os.path.splitext(name) for name in names if name not in METADATA]
+    stems = {same_name(stem) for stem, suffix in split if suffix not in CAPTION_SUFFIXES}
+    for stem, suffix in split:
+        if suffix not in CAPTION_SUFFIXES:
+            continue
+        path = Path(folder, stem + suffix)
+        if same_name(stem) not in stems:
+            if suffix == ".json":  # a tool's settings, most likely
+                found.others[".json files"] += 1
+            else:
+                found.lonely.append(path)
+        elif not stem.isascii():
+            found.renamed[same_name(path)] = path
 
 
 def _sort_in(found: Listing, path: Path) -> None:

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
-Layout = Literal["folder", "arrow", "parquet"]
+Layout = Literal["folder", "arrow", "parquet", "webdataset"]
 
 # Where captions and prompts get the trigger word.
 TRIGGER: Final = "[trigger]"
+_KOHYA: Final = re.compile(r"([1-9]\d{0,3})_\S")
 _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
 
 
@@ -64,21 +65,59 @@ def datasets_of(spec: JobSpec) -> list[Dataset]:
     return list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
 
 
+def with_folder_repeats(spec: JobSpec) -> tuple[JobSpec, list[str]]:
+    """Read the repeats in the names of folders, as kohya's scripts do: `10_cat person`.
+
+    A dataset without images of its own, whose folders all have such names, becomes one dataset for
+    each of them.
+
+    Returns:
+        The job, and what was read, a line each.
+    """
+    entries, notes = [], []
+    for dataset in datasets_of(spec):
+        folders = _repeated(expand(dataset.path))
+        if not folders or dataset.repeats != 1 or dataset.weight is not None:
+            entries.append(dataset)
+            continue
+        for path, repeats in folders:
+            entries.append(dataset.model_copy(update={"path": str(path), "repeats": repeats}))
+            notes.append(f"{path.name}: {repeats} repeats, as the folder's name says")
+    return (spec.model_copy(update={"datasets": entries}) if notes else spec), notes
+
+
+def _repeated(root: Path) -> list[tuple[Path, int]]:
+    """The folders of a dataset with their repeats, if all have them."""
+    try:
+        inside = sorted(p for p in root.iterdir() if not p.name.startswith("."))
+    except OSError:
+        return []
+    if any(path.suffix.lower() in PICTURE_SUFFIXES | VIDEO_SUFFIXES for path in inside):
+        return []
+    named = [(path, _KOHYA.match(path.name)) for path in inside if path.is_dir()]
+    found = [(path, int(match[1])) for path, match in named if match]
+    return found if len(found) == len(named) else []
+
+
 def find_layout(root: Path) -> Layout:
     """How a dataset's directory is laid out.
 
-    `arrow` is what `save_to_disk` of the `datasets` library writes, `parquet` what the hub keeps.
+    `arrow` is what `save_to_disk` of the `datasets` library writes, `parquet` what the hub keeps;
+    `webdataset` are tar files.
     """
     if any((root / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return "arrow"
     media = PICTURE_SUFFIXES | VIDEO_SUFFIXES
-    tables = False
+    tables = archives = False
     for path in root.rglob("*"):
         suffix = path.suffix.lower()
-        if suffix in media or path.name in METADATA:
+        if suffix in media or (path.name in METADATA and suffix != ".parquet"):
             return "folder"
         tables = tables or suffix == ".parquet"
-    return "parquet" if tables else "folder"
+        archives = archives or suffix == ".tar"
+    if tables:
+        return "parquet"
+    return "webdataset" if archives else "folder"
 
 
 def _entry(entry: Any) -> Any:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.data.encode.tensor_cache import CacheError, TensorCache, fingerprint
-from engine.data.index.buckets import bucket_sizes, nearest_bucket
 from jobs.errors import UserError
+from jobs.spec.values.buckets import bucket_sizes, nearest_bucket
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,13 +12,14 @@ from PIL import Image
 
 from engine.data.index import data_index as index_module
 from engine.data.index.data_index import DataIndex, Sample, build_index, read_content
-from engine.data.index.views import View, count_views, cut_share, enlargement, fit, view_of
+from engine.data.index.views import View, count_views, cut_share, fit, view_of
 from engine.data.read.folders import _records
 from engine.data.read.memo import Memo, stamp_of
 from engine.data.report.contact_sheet import save_strips, sheet
 from engine.data.report.data_report import changed_since, make_report, sample_texts, summary
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
+from jobs.spec.values.buckets import enlargement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -240,7 +241,9 @@ def test_nothing_disappears_in_silence(
         "loose.png",
     }
     assert reasons["tiny.png"] == "too small: 8x8 would be upscaled 8.0 times (max_upscale 4)"
-    assert reasons["phone.heic"] == ".heic images cannot be read"
+    assert reasons["phone.heic"] == (
+        ".heic images need a package that is not installed; pip install pillow-heif"
+    )
     assert reasons["clip.mp4"] == "a video, but the model trains on images"
     assert reasons["loose.png"] == "a broken link"
     report = make_report(job("d"), index, None)

@@ -17,7 +17,7 @@ from engine.data.index.views import View, view_of
 from engine.data.report.contact_sheet import sheet
 from engine.data.report.data_report import make_plan, make_report
 from jobs.errors import SpecError, UserError
-from jobs.preflight.check_job import check_dataset
+from jobs.preflight.dataset import check_dataset
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
 from tests.support.images.videos import level, record

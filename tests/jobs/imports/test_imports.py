@@ -329,6 +329,13 @@ def process(folder: Path, **theirs: Any) -> Imported:
 
 
 SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
+    ({"report_to": "tensorboard,wandb"}, {"report_to": ["tensorboard", "wandb"]}),
+    ({"report_to": "custom-tracker"}, Lost),
+    (
+        {"tracker_run_name": "a run", "report_to": "wandb"},
+        {"tracker_run_name": "a run"},
+    ),
+    ({"tracker_project_name": "pots", "report_to": "none"}, Needless),
     ({"learning_rate": "3e-5"}, {"learning_rate": 3e-5}),
     ({"optimizer": "optimi-adamw"}, {"optimizer": "adamw"}),
     ({"optimizer": "bnb-adamw8bit"}, {"optimizer": "adamw_8bit"}),
@@ -615,7 +622,14 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"sample__prompts": ["a"], "train__disable_sampling": True}, Needless),
     ({"sample__width": 640, "sample__height": 480}, {"validation_resolution": "640x480"}),
     ({"save__dtype": "bfloat16"}, {"export_dtype": "bf16"}),
-    ({"logging__use_wandb": True}, Needless),
+    ({"logging__use_wandb": True}, {"report_to": ["wandb"]}),
+    ({"logging__use_wandb": False}, Needless),
+    (
+        {"logging__project_name": "pots", "logging__use_wandb": True},
+        {"tracker_project_name": "pots"},
+    ),
+    ({"logging__project_name": "pots"}, Needless),
+    ({"logging__log_every": 10}, Needless),
     ({"trainingfolder": "typo"}, Kind.UNKNOWN),
 ]
 
@@ -633,6 +647,12 @@ def test_a_key_of_ai_toolkit(
 
 SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
     ("--rank 8", {"lora_rank": 8}),
+    ("--report_to=tensorboard", {"report_to": ["tensorboard"]}),
+    ("--report_to none", Needless),
+    ("--report_to all", Lost),
+    ("--logging_dir=/logs --report_to=wandb", {"logging_dir": "/logs"}),
+    ("--logging_dir=logs --report_to=wandb", Needless),
+    ("--tracker_name=pots --report_to=comet_ml", {"tracker_project_name": "pots"}),
     ("--lora_alpha=16", {"lora_alpha": 16.0}),
     ("--use_8bit_adam", {"optimizer": "adamw_8bit"}),
     ("--use_8bit_adam --optimizer prodigy", Needless),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine.data.index.buckets import bucket_sizes
 from jobs.errors import SpecError
 from jobs.models.weight_variants import variant_of
 from jobs.preflight import check_job
@@ -16,6 +15,7 @@ from jobs.spec.families import FAMILIES, flavour_of
 from jobs.spec.file.flags import parse_flags, to_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.values.buckets import bucket_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -314,7 +314,7 @@ def test_videos_need_their_library(
 ) -> None:
     found = object() if installed else None
     monkeypatch.setattr(
-        "jobs.preflight.check_job.find_spec", lambda name: found if name == "av" else True
+        "jobs.preflight.dataset.find_spec", lambda name: found if name == "av" else True
     )
     folder = make_data("clips", pictures=1)
     values = job_values | {"model_family": "wan", "dataset": str(folder)}

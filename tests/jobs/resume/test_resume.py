@@ -28,6 +28,7 @@ BASE: dict[str, Any] = {
     "shuffle_captions": True,
 }
 _OTHER: dict[str, Any] = {
+    "report_to": ["wandb"],
     "gpus": [0],
     "fsdp_reshard_after_forward": 2,
     "torch_compile_backend": "eager",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.errors import SpecError
-from jobs.preflight.check_job import check_dataset
+from jobs.preflight.dataset import check_dataset
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.cascade import find_overruled, settle
 from jobs.spec.rules.conflicts import find_warnings

@@ -45,6 +45,7 @@ def test_every_field_explains_itself(name: str) -> None:
         "output",
         "validation",
         "export",
+        "tracking",
         "running",
     }
 
@@ -87,6 +88,9 @@ def test_the_defaults_are_a_valid_job() -> None:
         ("gpus", "none", None),
         ("num_processes", "2", 2),
         ("num_processes", "null", None),
+        ("report_to", "none", []),
+        ("report_to", "tensorboard, WandB", ["tensorboard", "wandb"]),
+        ("report_to", ["comet", "comet_ml", "none"], ["comet_ml"]),
         ("lora_alpha", "none", None),
         ("lora_alpha", "8", 8.0),
         ("checkpoints_total_limit", "", None),
@@ -115,6 +119,8 @@ def test_a_key_without_a_value_means_the_default(key: str) -> None:
         ("name", "-x"),
         ("name", "x" * 65),
         ("model_type", "lokr"),
+        ("report_to", "tensorbord"),
+        ("report_to", "all"),
         ("resolution", 15),
         ("resolution", 8193),
         ("train_batch_size", 0),

@@ -108,6 +108,10 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "validation_seed": st.none() | st.integers(0, 2**63 - 1),
     "validation_num_frames": st.none() | st.integers(1, 4096),
     "validation_negative_prompt": st.none() | st.just("") | _TEXT,
+    "report_to": st.just(["tensorboard"]) | st.just(["wandb", "mlflow"]),
+    "tracker_project_name": _TEXT.filter(lambda text: text == text.strip()),
+    "tracker_run_name": st.none() | st.just("a run"),
+    "logging_dir": st.sampled_from([None, "/no/such place"]),
     "validation_loss_steps": st.none() | st.integers(1, 10**6),
 }
 
@@ -139,4 +143,5 @@ REQUIRED: dict[str, Any] = {
     "gradient_checkpointing": True,
     "crop": "random",
     "shuffle_captions": True,
+    "report_to": ["tensorboard"],
 }

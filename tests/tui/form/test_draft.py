@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from PIL import Image
 
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
@@ -214,9 +215,13 @@ def test_a_missing_dataset_is_found_at_once(tmp_path: Path) -> None:
 
 
 def test_a_dataset_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.png").touch()
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     (tmp_path / "a.txt").write_text("a red circle")
-    assert draft.check_path("dataset", {"dataset": str(tmp_path)}) == (True, "1 image")
+    values = {"dataset": str(tmp_path), "resolution": "64"}
+    assert draft.check_path("dataset", values) == (True, "1 image")
+    usable, why = draft.check_path("dataset", values | {"resolution": "1024"})
+    assert not usable
+    assert "too small" in why
 
 
 def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 FLAGS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
 JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
-_PATHS: Final = ("pretrained_model_name_or_path", "dataset", "cache_dir", "accelerate_config")
+_PATHS: Final = (
+    "pretrained_model_name_or_path",
+    "dataset",
+    "cache_dir",
+    "logging_dir",
+    "accelerate_config",
+)
 _MOST_NAMED: Final = 3
 _MOST_DIGITS: Final = 18  # that a database's number has room for
 _SUMMARY: Final = 72  # characters of help beside a completion

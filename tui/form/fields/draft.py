@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from jobs.errors import SpecError, UserError
 from jobs.preflight import check_job
 from jobs.preflight.data_glance import find_unusable
+from jobs.preflight.dataset import check_dataset
 from jobs.run.rundir import write_atomic
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import dump_spec, load_spec
@@ -24,6 +25,7 @@ from jobs.spec.rules.strategy import (
     depends_on_memory,
     world_size,
 )
+from jobs.spec.values.datasets import with_folder_repeats
 from tui.form.fields.field_texts import as_text
 from tui.form.fields.pages import SHOWN, label
 from tui.text.block_text import Model
@@ -42,6 +44,8 @@ _NOT_OF_TEMPLATES: Final = (
     "num_processes",
     *FOLLOWING,
 )
+# Decide which images are left out for their size or shape.
+_OF_SIZES: Final = ("resolution", "max_upscale", "max_aspect_ratio")
 _MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them
 _ROUNDS: Final = 3  # of keys that apply no more because others do not
 
@@ -270,7 +274,7 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
     try:
         spec = _of_path(text, values)
         if name == "dataset":
-            count = check_job.check_dataset(spec)
+            count = check_dataset(with_folder_repeats(spec)[0])
             return True, f"{count} image{'s' * (count != 1)}" if count else "a table of images"
         check_job.check_model(spec)
         return True, f"a {spec.model_family} model"
@@ -299,6 +303,7 @@ def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
             "dataset": text,
             "model_family": values.get("model_family") or "flux",
             "missing_captions": values.get("missing_captions") or "skip",
+            **{key: values[key] for key in _OF_SIZES if values.get(key)},
         }
     )
 

@@ -74,7 +74,7 @@ _GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "data": ("job", "data"),
     "output": ("lora", "output", "export"),
     "samples": ("validation",),
-    "running": ("running",),
+    "running": ("running", "tracking"),
 }
 
 # Long groups in parts: heading → how its keys begin. What fits none stays under the group's name.

@@ -1,0 +1,273 @@
+"""Follow a run's events, and send them to a tracker, which nothing waits for."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import traceback
+import uuid
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.tracking import values
+from engine.tracking.client import TAKES_BACK, open_client
+from jobs.machine.procfs import started_at
+from jobs.run.rundir import read_json, write_atomic
+from jobs.run.samples import Samples
+from jobs.spec.file.load import load_spec
+from jobs.untrusted.secrets import without_secrets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.tracking.client import Client
+    from jobs.run.rundir import RunDir
+
+LOOK_EVERY: Final = 2.0  # seconds
+STUCK: Final = 60.0  # seconds in one call, after which the person is warned
+FLUSH: Final = 120.0  # seconds after the run's end, in which what is left may be sent
+_GONE: Final = 5.0  # seconds without a process of the run, after which no restart is waited for
+_AT_ONCE: Final = 1 << 18  # bytes of events between two times that the place is kept
+_SAME_START: Final = 0.005  # seconds
+
+
+@dataclass
+class Place:
+    """How far a tracker has come, kept beside the run for the next attempt.
+
+    Attributes:
+        offset: Bytes of the event stream that were sent.
+        run_id: What the run is called there.
+        begun: Whether the tracker has the run.
+        last: The last step that was sent of each kind of event.
+    """
+
+    offset: int = 0
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    begun: bool = False
+    last: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, kept: dict[str, Any] | None) -> Place:
+        """What was kept, or the beginning where it cannot be used."""
+        try:
+            return cls(
+                max(0, int((kept or {})["offset"])),
+                str((kept or {})["run_id"]),
+                bool((kept or {})["begun"]),
+                {str(kind): int(step) for kind, step in (kept or {})["last"].items()},
+            )
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return cls()
+
+
+class Follower:
+    """Sends a run's events to one tracker, in their order, until the run has ended."""
+
+    def __init__(self, run_dir: RunDir, name: str) -> None:
+        self.run_dir = run_dir
+        self.name = name
+        self.spec = load_spec(run_dir.job_file)
+        self.place = Place.read(read_json(run_dir.tracker_place(name)))
+        self.client: Client | None = None
+        self.ended = False  # said by rank 0
+        self.warned = False
+        self._done = threading.Event()
+        self._called: float | None = None  # when the call that is under way began
+        self._pictures = Samples(run_dir)
+
+    def run(self) -> int:
+        """Follow until the end; the exit status."""
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        unseen = 0.0  # since when no process of the run was seen
+        try:
+            while True:
+                unseen = 0.0 if self._is_alive() else unseen or time.monotonic()
+                gone = unseen and time.monotonic() - unseen > _GONE
+                while self._read():
+                    pass
+                if self.ended or gone:
+                    break
+                time.sleep(LOOK_EVERY)
+            if self.client is not None:
+                with self._call():
+                    self.client.finish()
+        except Exception as error:
+            self._fail("stopped", error)
+            return 1
+        finally:
+            self._done.set()
+        return 0
+
+    # -- events ----------------------------------------------------------------------------
+
+    def _read(self) -> bool:
+        """Send the next part of the stream; whether there was any."""
+        try:
+            with open(self.run_dir.events, "rb") as file:
+                file.seek(self.place.offset)
+                data = file.read(_AT_ONCE)
+        except OSError:
+            return False
+        end = data.rfind(b"\n") + 1  # a torn last line waits for its rest
+        steps = []
+        for line in data[:end].splitlines(keepends=True):
+            with suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    steps += self._take(event, self.place.offset)
+            self.place.offset += len(line)
+        if steps:
+            ranks = self.run_dir.rank_statuses()
+            self._log(values.memory_values(ranks), steps[-1])
+        if end:
+            self._keep()
+        return end > 0
+
+    def _take(self, event: dict[str, Any], offset: int) -> list[int]:
+        """Send an event; the step, of a step."""
+        kind, step = event.get("kind"), event.get("step")
+        if not isinstance(step, int):  # of no interest here, or what some other version wrote
+            return []
+        match kind:
+            case "start":
+                self._resume(step)
+            case "step" if self._is_new(kind, step):
+                self._log(values.step_values(event), step)
+                return [step]
+            case "validation" if self._is_new(kind, step):
+                self._log(values.validation_values(event), step)
+            case "sample" if self._is_new(kind, step):
+                self._log_samples(step)
+            case "end":
+                launched = read_json(self.run_dir.launch_file) or {}
+                self.ended = offset >= launched.get("events_offset", 0)
+        return []
+
+    def _resume(self, step: int) -> None:
+        """An attempt starts: what was sent of later steps is replaced, where it can be."""
+        if self.client is not None and self.name in TAKES_BACK:
+            with self._call():
+                self.client.finish()
+            self.client = None
+        if self.name in TAKES_BACK:
+            self.place.last = {kind: min(last, step) for kind, last in self.place.last.items()}
+        self._open(step)
+
+    def _is_new(self, kind: str, step: int) -> bool:
+        """Whether the tracker has nothing of this kind at this step; from now on it has."""
+        new = step > self.place.last.get(kind, -1)
+        if new:
+            self.place.last[kind] = step
+        return new
+
+    # -- sending ---------------------------------------------------------------------------
+
+    def _open(self, resumed: int | None) -> Client:
+        if self.client is None:
+            with self._call():
+                self.client = open_client(
+                    self.name,
+                    self.spec,
+                    self.run_dir,
+                    run_id=self.place.run_id,
+                    again=self.place.begun,
+                    resumed=resumed,
+                )
+            if self.client.offline:
+                self._warn("no login or no network: recording offline; later run wandb sync")
+            self._send("configure", values.config_values(self.spec), again=self.place.begun)
+            self.place.run_id = self.client.run_id or self.place.run_id
+            self.place.begun = True
+            self._keep()
+        return self.client
+
+    def _log(self, scalars: dict[str, float], step: int) -> None:
+        self._open(None)
+        if scalars:
+            self._send("log", scalars, step)
+
+    def _log_samples(self, step: int) -> None:
+        self._open(None)
+        pictures = {
+            f"samples/{sample.number}": sample.picture
+            for sample in self._pictures.look()
+            if sample.step == step
+        }
+        self._send("log_images", pictures, step)
+
+    def _send(self, what: str, *arguments: Any, **more: Any) -> None:
+        """One call of the tracker; what it raises is said once, and the run goes on."""
+        try:
+            with self._call():
+                getattr(self.client, what)(*arguments, **more)
+        except Exception as error:
+            self._fail("did not take an event", error)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        self._called = time.monotonic()
+        try:
+            yield
+        finally:
+            self._called = None
+
+    # -- trouble ---------------------------------------------------------------------------
+
+    def _fail(self, what: str, error: Exception) -> None:
+        if not self.warned:
+            print(without_secrets(traceback.format_exc()), flush=True)
+        why = str(error).strip().splitlines() or [""]
+        self._warn(f"{what}: {type(error).__name__}: {why[0]}")
+
+    def _warn(self, text: str) -> None:
+        """Leave a warning for rank 0, which says it with its own; only the first one."""
+        if self.warned:
+            return
+        self.warned = True
+        text = without_secrets(f"{self.name} {text}; training is not affected")
+        print(text, flush=True)
+        with suppress(OSError):
+            write_atomic(self.run_dir.tracker_warning(self.name), text + "\n")
+
+    def _watch(self) -> None:
+        """Warn of a call that does not return, and end with the run at the latest."""
+        unseen = 0.0
+        while not self._done.wait(1.0):
+            now = time.monotonic()
+            if self._called is not None and now - self._called > STUCK:
+                self._warn(f"has not responded for {STUCK:.0f} s")
+            unseen = 0.0 if self._is_alive() else unseen or now
+            if unseen and now - unseen > FLUSH:
+                self._warn(f"did not finish within {FLUSH:.0f} s of the end of the run")
+                _leave()
+                return
+
+    def _is_alive(self) -> bool:
+        """Whether the launcher or a rank of the latest attempt is alive."""
+        launched = read_json(self.run_dir.launch_file) or {}
+        known = [launched.get("launcher")]
+        known += [[status.pid, status.started] for status in self.run_dir.rank_statuses()]
+        return any(one and _is_process(one) for one in known)
+
+    def _keep(self) -> None:
+        with suppress(OSError):
+            text = json.dumps(asdict(self.place))
+            write_atomic(self.run_dir.tracker_place(self.name), text + "\n")
+
+
+def _leave() -> None:
+    """End the process, whatever it waits for."""
+    os._exit(1)
+
+
+def _is_process(identity: list[Any]) -> bool:
+    """Whether a pid, with its start since boot, is alive."""
+    try:
+        started = started_at(int(identity[0]))
+        return started is not None and abs(started - float(identity[1])) < _SAME_START
+    except (IndexError, TypeError, ValueError):
+        return False

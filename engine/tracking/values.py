@@ -1,0 +1,60 @@
+"""What of an event a tracker is sent, and under which names. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from jobs.run.rundir import RankStatus
+    from jobs.spec.job_spec import JobSpec
+
+_GIB: Final = 1 << 30
+# Of a step's event: its name in trackers.
+_OF_STEP: Final = {
+    "loss": "train/loss",
+    "lr": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "epoch": "train/epoch",
+    "seconds": "speed/seconds_per_step",
+    "data_seconds": "speed/seconds_for_data",
+    "images_per_second": "speed/images_per_second",
+}
+
+
+def step_values(event: dict[str, Any]) -> dict[str, float]:
+    """The scalars of a step."""
+    values = {name: event[key] for key, name in _OF_STEP.items() if _is_number(event.get(key))}
+    peak = event.get("peak_bytes")
+    if _is_number(peak):
+        values["memory/peak_gib"] = peak / _GIB
+    return values
+
+
+def validation_values(event: dict[str, Any]) -> dict[str, float]:
+    """The validation loss, and that of each noise level, from 0 (clean) to 1."""
+    found = {"validation/loss": event.get("loss")}
+    for level, loss in event.get("levels") or ():
+        found[f"validation/loss_at_{level:.3f}"] = loss
+    return {name: loss for name, loss in found.items() if _is_number(loss)}
+
+
+def memory_values(ranks: Iterable[RankStatus]) -> dict[str, float]:
+    """What each rank holds now, in GiB: allocated on its GPU, or resident on CPU ranks."""
+    sizes = {status.rank: status.allocated or status.rss for status in ranks}
+    return {f"memory/rank{rank}_gib": size / _GIB for rank, size in sizes.items() if size}
+
+
+def config_values(spec: JobSpec) -> dict[str, bool | int | float | str]:
+    """The job's keys as trackers take them: no lists, no mappings, nothing that is not set."""
+    return {
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+        for key, value in spec.to_dict().items()
+        if value is not None
+    }
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

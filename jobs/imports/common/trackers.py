@@ -1,0 +1,67 @@
+"""What becomes of other tools' keys about experiment trackers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from jobs.imports.common.draft import is_off, named, needless
+from jobs.imports.common.training_keys import OWN_DIRECTORIES
+from jobs.spec.keys.tracking import Tracker, read_trackers
+
+if TYPE_CHECKING:
+    from jobs.imports.common.draft import Draft, Rule
+
+_OFF: Final = "no tracker is used"
+
+
+def report_to(draft: Draft, key: str, value: Any) -> None:
+    """One tracker or several, as accelerate's scripts name them."""
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+        return
+    names = read_trackers(value if isinstance(value, list) else str(value))
+    known = [name for name in names if name in get_args(Tracker)]
+    if known:
+        others = ", ".join(str(name) for name in names if name not in known)
+        draft.take(key, "report_to", known, f"without {others}" if others else "")
+    else:
+        draft.unsupported(key, f"set report_to: {', '.join(get_args(Tracker))}, or several")
+
+
+def wandb(draft: Draft, key: str, value: Any) -> None:
+    """A switch for Weights & Biases."""
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+    else:
+        draft.take(key, "report_to", ["wandb"], "the equivalent value")
+
+
+def of_trackers(ours: str) -> Rule:
+    """A key that means something only where there is a tracker; after the one that names it."""
+    take = named(ours)
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if draft.values.get("report_to"):
+            take(draft, key, value)
+        else:
+            draft.unneeded(key, _OFF)
+
+    return rule
+
+
+def logging_dir(draft: Draft, key: str, value: Any) -> None:
+    """A directory of its own; one below the output's is the run directory's here."""
+    if draft.values.get("report_to") and str(value).startswith(("/", "~")):
+        draft.take(key, "logging_dir", value)
+    else:
+        draft.unneeded(key, OWN_DIRECTORIES)
+
+
+RULES: Final[dict[str, Rule]] = {
+    "report_to": report_to,
+    "tracker_project_name": of_trackers("tracker_project_name"),
+    "tracker_name": of_trackers("tracker_project_name"),
+    "tracker_run_name": of_trackers("tracker_run_name"),
+    "tracker_image_layout": needless("each prompt has its own images"),
+    "logging_dir": logging_dir,
+}

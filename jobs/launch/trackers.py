@@ -1,0 +1,64 @@
+"""Trackers of a run: whether they can be used, and the processes that report to them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import SpecError
+from jobs.launch.local import Launch, full_environment
+from jobs.machine.bytecode import bytecode_variables
+from jobs.machine.processes import RUN_ID_VARIABLE
+
+if TYPE_CHECKING:
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
+
+_ALONE: Final = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONUNBUFFERED": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # no follower may take GPU memory
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def check_trackers(spec: JobSpec) -> None:
+    """Refuse a job whose trackers are not installed.
+
+    Raises:
+        SpecError: One is not; says how to install it.
+    """
+    missing = [name for name in spec.report_to if find_spec(name) is None]
+    if missing:
+        raise SpecError(
+            f"report_to: {missing[0]} is not installed", f"pip install {' '.join(missing)}"
+        )
+
+
+def start_trackers(spec: JobSpec, run_dir: RunDir) -> list[subprocess.Popen[bytes]]:
+    """Start a follower of the run for each of its trackers; one that runs already stays the one.
+
+    They carry no run id, end by themselves, and nobody waits for them.
+
+    Raises:
+        OSError: One could not be started.
+    """
+    environment = full_environment(Launch([], _ALONE | bytecode_variables()))
+    environment.pop(RUN_ID_VARIABLE, None)
+    started = []
+    for name in spec.report_to:
+        with open(run_dir.tracker_log(name), "ab") as log:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "engine.tracking", str(run_dir.root), name],
+                    env=environment,
+                    cwd=run_dir.root,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    return started

@@ -1,0 +1,58 @@
+"""Experiment trackers that a run reports to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator
+
+from jobs.spec.values.spellings import as_choice, as_list, as_none
+from jobs.spec.values.value_types import OptionalText, field
+
+Tracker = Literal[
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "mlflow",
+    "comet_ml",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
+]
+_SPELLINGS: Final = {"comet": "comet_ml", "weights_and_biases": "wandb"}
+
+
+def read_trackers(value: Any) -> Any:
+    """One name or several; `none` is none."""
+    value = as_list(as_none(value))
+    if not isinstance(value, list | tuple):
+        return [] if value is None else value
+    names = [as_choice(one, (*get_args(Tracker), *_SPELLINGS)) for one in map(str, value)]
+    names = [_SPELLINGS.get(name, name) for name in names if as_none(name)]
+    return list(dict.fromkeys(names))
+
+
+class TrackingKeys(BaseModel):
+    """A part of `jobs.spec.job_spec.JobSpec`."""
+
+    report_to: Annotated[list[Tracker], BeforeValidator(read_trackers)] = field(
+        [],
+        "tracking",
+        "Experiment trackers: tensorboard, wandb, trackio, mlflow, comet_ml, aim, clearml, "
+        "dvclive, swanlab, or several; none turns tracking off. Log in to a service with its own "
+        "command first.",
+        words=get_args(Tracker),
+    )
+    tracker_project_name: str = field(
+        "fsdp-tui", "tracking", "Project that runs are grouped under.", min_length=1, max_length=128
+    )
+    tracker_run_name: OptionalText = field(
+        None, "tracking", "Name of the run in trackers (default: the job's ID and name)."
+    )
+    logging_dir: OptionalText = field(
+        None,
+        "tracking",
+        "Directory of trackers that write files; each job gets a subdirectory (default: "
+        "tracking/ in the run directory).",
+    )

@@ -102,9 +102,7 @@ def _with_way_out(error: click.ClickException) -> str:
 )
 @click.version_option(package_name="fsdp-tui", prog_name="fsdp-tui")
 @click.option("--read-only", is_flag=True, help="Open the dashboard in read-only mode.")
-@click.option(
-    "--ascii", "plain", is_flag=True, help="Draw the dashboard with ASCII characters only."
-)
+@click.option("--ascii", "plain", is_flag=True, help="Draw the dashboard in ASCII only.")
 @click.pass_context
 def cli(context: click.Context, read_only: bool, plain: bool) -> None:
     """Train diffusion models on several GPUs from the terminal.

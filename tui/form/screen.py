@@ -234,9 +234,7 @@ class NewJobScreen(Screen[int | None]):
         self.fields.rows["num_processes"].turn_off(f"{count}, one per GPU" if count else "")
 
     def _strategy_note(self, values: Mapping[str, Any]) -> tuple[str, str]:
-        fit = self.query_one(FitBars)
-        found = fit.found.strategy if fit.found and fit.knows(values) else ""
-        return draft.strategy_note(values, found)
+        return draft.strategy_note(values, self.query_one(FitBars).strategy_of(values))
 
     @on(FitBars.Found)
     def _predicted(self) -> None:

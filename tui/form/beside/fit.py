@@ -109,6 +109,10 @@ class FitBars(Static):
         """Whether these values were predicted for, or cannot be."""
         return self.found is not None and self.found.values == values
 
+    def strategy_of(self, values: Mapping[str, Any]) -> str:
+        """The strategy that was predicted for these values, or ""."""
+        return self.found.strategy if self.found is not None and self.knows(values) else ""
+
     def doubt(self, values: Mapping[str, Any]) -> str:
         """Why these values do not fit, and what to change first; "" if they do, for all we know."""
         found, fit = self.found, self.found.worst if self.found else None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MOST_LINES = 3
 _LEAST_BAR = 12  # columns
 # What the next request to stop would do, by how often it was asked for.
-_ON_X = {0: " · x again: SIGTERM", 1: " · x again: SIGTERM", 2: " · x again: SIGKILL"}
+_ON_X = {0: " · x twice: SIGTERM", 1: " · x twice: SIGTERM", 2: " · x again: SIGKILL"}
 
 
 def activity_rows(view: JobView | None, width: int, now: float | None = None) -> tuple[Row, ...]:

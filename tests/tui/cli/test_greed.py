@@ -124,7 +124,7 @@ def test_a_caption_of_20_megabytes_is_a_finding(tmp_path: Path) -> None:
 
     picture = tmp_path / "a.png"
     picture.with_suffix(".txt").write_bytes(b"x" * (20 << 20))
-    assert _captions_of(picture, {}) == (None, "caption cannot be read (larger than 1 MiB)")
+    assert _captions_of(picture, {}, {}) == (None, "caption cannot be read (larger than 1 MiB)")
 
 
 def test_what_people_write_is_read() -> None:

@@ -12,6 +12,7 @@ _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         "toy",
         "doctor",
         "selftest",
+        "notify",
         "import",
         "families",
         "detect",

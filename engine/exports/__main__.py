@@ -140,6 +140,7 @@ class _Progress:
 
     def of(self, stage: str) -> Any:
         """What is called with the number of things done, and of how many."""
+        self._said = 0.0  # a stage's first word is always said
 
         def tell(done: int, total: int) -> None:
             if done == total or time.monotonic() - self._said >= _PROGRESS_EVERY:

@@ -317,13 +317,3 @@ def test_the_processes_of_a_run_and_what_becomes_of_it_without_some(untouched: B
     assert facts["state"] == "failed"
     assert facts["reason"].startswith("rank 1 was killed by SIGKILL")
     assert not bench.processes(job)
-
-
-def test_a_job_whose_pictures_are_all_broken_is_refused(bench: Bench, tmp_path: Path) -> None:
-    (tmp_path / "x.png").write_text("not an image")
-    (tmp_path / "x.txt").write_text("a caption")
-    before = len(bench.store.all())
-    done = bench.cli("run", str(bench.job_file(name="broken", dataset=str(tmp_path))))
-    assert done.returncode == 2
-    assert "no usable image" in done.stderr
-    assert len(bench.store.all()) == before

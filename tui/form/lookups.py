@@ -100,4 +100,4 @@ class Looks:
 
 def _key(name: str, values: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a look at a path depends on."""
-    return values.get(name), values.get("model_family"), values.get("missing_captions")
+    return tuple(values.get(key) for key in (name, "model_family", *draft.OF_IMAGES))

@@ -44,8 +44,9 @@ _NOT_OF_TEMPLATES: Final = (
     "num_processes",
     *FOLLOWING,
 )
-# Decide which images are left out for their size or shape.
-_OF_SIZES: Final = ("resolution", "max_upscale", "max_aspect_ratio")
+OF_IMAGES: Final = ("missing_captions", "resolution", "max_upscale", "max_aspect_ratio")
+"""Decide which images are left out."""
+
 _MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them
 _ROUNDS: Final = 3  # of keys that apply no more because others do not
 
@@ -302,8 +303,7 @@ def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
             "pretrained_model_name_or_path": text,
             "dataset": text,
             "model_family": values.get("model_family") or "flux",
-            "missing_captions": values.get("missing_captions") or "skip",
-            **{key: values[key] for key in _OF_SIZES if values.get(key)},
+            **{key: values[key] for key in OF_IMAGES if values.get(key)},
         }
     )
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-TRAINED = 400.0
+TRAINED = 400.0  # seconds; a slow machine under load, not an expectation
 STEPS = 60  # many more than are trained between the first one and the stop
 # The keys of what is typed, where they are not called as they are written.
 _KEYS = {" ": "space", "_": "underscore", ".": "full_stop", "-": "minus", "/": "slash"}

@@ -91,7 +91,10 @@ def stopped_twice(app: FsdpTui) -> int:
 
 _NEW: Final = ("n", sees("8 running"))  # drawn before something lies over it
 _COPY: Final = ("D", sees("8 running"))
-_FIND_RESOLUTION: Final = ("ctrl+f", *"resolution", sees("resolution "), "enter", has_left_palette)
+_FIND_BATCH: Final = (
+    *("ctrl+f", *"train_batch_size", sees("train_batch_size ")),
+    *("enter", has_left_palette),
+)
 _SAVE_TEMPLATE: Final = ("ctrl+t", *"save as", sees("Save as"), "enter", has_left_palette)
 
 SCENES: Final = (
@@ -128,7 +131,10 @@ SCENES: Final = (
     Scene("leave-question", (*_NEW, "x", "escape"), ("y",)),
     Scene(
         "too-large-question",
-        (*_COPY, *_FIND_RESOLUTION, "end", "ctrl+u", *"8192", does_not_fit, "ctrl+r"),
+        (
+            *(*_COPY, *_FIND_BATCH, "end", "ctrl+u", *"64", does_not_fit),
+            *("ctrl+r", sees("queue it anyway")),
+        ),
         ("n", "escape", "y"),
     ),
     Scene("edit-question", ("e",)),

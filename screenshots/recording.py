@@ -58,7 +58,7 @@ class Film:
             self.frames[-1] = picture, shown
 
     async def roll(self, end: Callable[[], bool], every: float) -> None:
-        """Take a frame every so many seconds until something is so."""
+        """Take a frame at a fixed interval until a condition holds."""
         while not end():
             await self.pilot.pause(every)
             self.shoot()

@@ -1,4 +1,4 @@
-"""accelerate's trackers: how each is told that a run continues, and how it takes images."""
+"""accelerate's trackers: how each one resumes a run and logs images."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from jobs.notify.deliver import deliver
 
 
 def main() -> int:
-    """Deliver it; a line for each thing that was told."""
+    """Deliver the notification and print a line for each destination."""
     facts = {key: value for key, value in os.environ.items() if key.startswith("FSDP_TUI_")}
     config = read_config()
     for what, wrong in deliver(config, facts) if config is not None else ():

@@ -23,7 +23,7 @@ def deliver(config: NotifyConfig, facts: Mapping[str, str]) -> Iterator[tuple[st
         facts: As `jobs.notify.announce.facts_of` makes them.
 
     Yields:
-        What was told, by kind and number, and what went wrong ("" if nothing); never an address.
+        Each destination by kind and number, with what went wrong ("" if nothing); never an address.
     """
     if config.command:
         yield "command", _run(config.command, facts)

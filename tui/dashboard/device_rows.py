@@ -71,7 +71,7 @@ def device_rows(
         snapshot: What to show.
         width: Cells of a line.
         room: Lines that can be seen.
-        selected: The job that is looked at; its memory is told from that of the others.
+        selected: The selected job, whose memory has its own color.
     """
     seats = [Seat(view, rank) for view in snapshot.jobs for rank in view.ranks]
     if not snapshot.gpus:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tui.dashboard.rank_lines import Seat
     from tui.look.snapshot import JobView
 
-_ROOMY: Final = 26  # cells in which a stranger's memory is told as well
+_ROOMY: Final = 26  # cells with room for the memory of another user's process too
 
 
 def tag_of(gpu: Gpu, seats: Sequence[Seat], jobs: Sequence[JobView], room: int = 40) -> Span:

@@ -1,4 +1,4 @@
-"""A person is told of a job's end or stall, by what they chose, and their secrets stay theirs."""
+"""Users are notified when a job ends or stalls, and no secret of theirs is leaked."""
 
 from __future__ import annotations
 

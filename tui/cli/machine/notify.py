@@ -24,9 +24,9 @@ _FACTS = {
 def notify() -> int:
     """Send a test notification to everything in notify.yaml.
 
-    Supervisors notify you when a job has completed, stopped, failed or made no progress for a
-    while. The file is in the configuration directory and may only be readable by you. Exit status:
-    0 if all were delivered, 1 if not.
+    Supervisors notify you when a job has completed, stopped, failed or stalled. The file is in the
+    configuration directory and must be readable only by you. Exit status: 0 if all were delivered,
+    1 if not.
 
     \b
     command: ~/bin/tell-me            # facts in $FSDP_TUI_EVENT, _JOB_NAME, _REASON, …

@@ -35,7 +35,7 @@ def gpus_rows(snapshot: Snapshot, width: int, height: int, selected: int | None)
         snapshot: What to show.
         width: Cells of a line.
         height: Lines that can be seen.
-        selected: The job whose memory is told from that of the others.
+        selected: The selected job, whose memory has its own color.
     """
     if not snapshot.gpus:
         return [(Span("no GPUs on this machine", "dim"),)]

@@ -46,7 +46,7 @@ class GpusScreen(Screen[None]):
         """
         Args:
             snapshot: The newest one.
-            selected: The job whose memory is told from that of the others.
+            selected: The selected job, whose memory has its own color.
         """
         super().__init__()
         self.panel = GpusPanel(fixed=1, id="gpus")

@@ -75,7 +75,13 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
     epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']}"
     held = f"; {report['held_out']} more held out" if report.get("held_out") else ""
     found = [
-        ("samples", str(report["samples"]) + held + (f"; {skipped} skipped" if skipped else "")),
+        (
+            "samples",
+            str(report["samples"])
+            + _of_images(report)
+            + held
+            + (f"; {skipped} skipped" if skipped else ""),
+        ),
         ("captions", captions + (f", up to {longest} tokens" if longest else "")),
         ("views", f"{report['views']} of each image" if report["views"] > 1 else ""),
         (
@@ -91,7 +97,7 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
     """The totals in two lines that fit 80 columns: the samples, and an epoch of them."""
     skipped, longest = len(report["skipped"]), report["longest"]
     samples = [
-        some(report["samples"], "sample"),
+        some(report["samples"], "sample") + _of_images(report),
         f"{report['held_out']} held out" if report.get("held_out") else "",
         f"{skipped} skipped" if skipped else "",
         some(report["texts"], "caption") + (f" up to {longest} tokens" if longest else ""),
@@ -104,6 +110,12 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
         " · ".join(filter(None, samples)),
         f"{epoch} · {epochs(report)} in {some(steps, 'step')}",
     )
+
+
+def _of_images(report: Mapping[str, Any]) -> str:
+    """How many images the samples show, where several resolutions make that fewer."""
+    images = report.get("images", report["samples"])
+    return f" of {some(images, 'image')}" if images != report["samples"] else ""
 
 
 def epochs(report: Mapping[str, Any]) -> str:

@@ -45,6 +45,7 @@ _SETTINGS: Final = {
     "sample_steps": "steps",
     "num_frames": "num_frames",
 }
+_RESOLUTION: Final = 512  # of a dataset that says none
 _NO_CONTROLS: Final = "control images and masks are not supported"
 
 
@@ -64,25 +65,20 @@ def read_datasets(draft: Draft, key: str, value: Any) -> None:
             part = data.Part(draft, f"{place}.", flatten({str(k): v for k, v in entry.items()}))
             part.apply(_DATASET, _DATASET_PREFIXES, ("folder_path", "resolution"))
             parts.append(part)
+    if any("resolution" in part.values for part in parts):
+        for part in parts:
+            part.values.setdefault("resolution", _RESOLUTION)
     data.settle(draft, parts)
 
 
 def _resolution(part: Draft, key: str, value: Any) -> None:
-    """One resolution; theirs trains every picture at each of several."""
+    """One resolution or several; both train every image at each that it is large enough for."""
     sides = [as_number(one) for one in (value if isinstance(value, list) else [value])]
     known = [int(side) for side in sides if side]
-    if not known:
-        part.unreadable(key, "not a number")
-    elif len(known) == 1:
-        part.take(key, "resolution", known[0])
+    if known:
+        part.take(key, "resolution", known)
     else:
-        part.take(
-            key,
-            "resolution",
-            max(known),
-            "the largest: a job has one resolution; smaller images "
-            "are upscaled up to max_upscale times",
-        )
+        part.unreadable(key, "not a number")
 
 
 def _caption_suffix(part: Draft, key: str, value: Any) -> None:
@@ -128,8 +124,9 @@ _DATASET: Final[dict[str, Rule]] = {
     "token_dropout_rate": without("caption_dropout_probability trains with empty captions"),
     **all_of("network_weight loss_multiplier", without("set a weight for all datasets", "1")),
     "scale": without("images are resized to fill their bucket", "1"),
+    "square_crop": unless_off("crop", "square"),
     **all_of(
-        "random_scale square_crop random_triggers augments augmentations standardize_images poi "
+        "random_scale random_triggers augments augmentations standardize_images poi "
         "use_short_captions replacements",
         without("images and captions are used unchanged"),
     ),

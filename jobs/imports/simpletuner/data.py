@@ -185,8 +185,11 @@ def _crop_style(part: Draft, key: str, value: Any) -> None:
 
 
 def _crop_aspect(part: Draft, key: str, value: Any) -> None:
-    if is_off(part.get("crop")) or str(value).strip().lower() in ("preserve", "closest"):
+    word = str(value).strip().lower()
+    if is_off(part.get("crop")) or word in ("preserve", "closest"):
         part.unneeded(key, training_keys.BUCKETS)
+    elif word == "square":
+        part.take(key, "crop", "square")
     else:
         part.unsupported(key, training_keys.BUCKETS)
 
@@ -251,10 +254,8 @@ _DATASET: Final[dict[str, Rule]] = {
         "crop maximum_image_size target_downsample_size crop_aspect_buckets max_upscale_threshold",
         needless(training_keys.BUCKETS),
     ),
-    **all_of(
-        "minimum_aspect_ratio maximum_aspect_ratio",
-        without("there are buckets for all shapes up to 2:1"),
-    ),
+    "minimum_aspect_ratio": without("max_aspect_ratio limits both shapes alike"),
+    "maximum_aspect_ratio": named("max_aspect_ratio"),
     "probability": without("set a weight for all datasets instead of repeats", "1"),
     "max_num_samples": without("put the samples into a separate folder"),
     **all_of("start_epoch start_step", without("datasets are used from the start", "1")),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
+from jobs.spec.values.resolutions import has_several
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -214,6 +215,23 @@ def _centred(spec: JobSpec) -> str:
     return "" if spec.crop == "random" else "needs crop: random"
 
 
+def _one_resolution(spec: JobSpec) -> str:
+    return "" if has_several(spec) else "needs several resolutions"
+
+
+def _no_regularization(spec: JobSpec) -> str:
+    known = spec.num_class_images or any(entry.regularization for entry in spec.datasets or [])
+    return "" if known else "needs num_class_images or regularization: true"
+
+
+def _unmasked(spec: JobSpec) -> str:
+    return "needs masked_loss" if spec.masked_loss == "none" else ""
+
+
+def _squared(spec: JobSpec) -> str:
+    return "crop: square has square buckets" if spec.crop == "square" else ""
+
+
 def _pictures(spec: JobSpec) -> str:
     family = _family(spec)
     return f"{family.title} trains on images" if family and not family.frame_step else ""
@@ -311,6 +329,10 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("train_guidance",), _takes_no_guidance),
     (("dataset",), _several_datasets),
     (("crop_variants",), _centred),
+    (("resolution_mode",), _one_resolution),
+    (("prior_loss_weight", "class_prompt"), _no_regularization),
+    (("unmasked_weight",), _unmasked),
+    (("max_bucket_aspect_ratio",), _squared),
     (("tracker_project_name", "tracker_run_name", "logging_dir"), _not_tracked),
     (("num_frames", "fps"), _pictures),
     (("caption_shuffles", "keep_tags"), _in_order),

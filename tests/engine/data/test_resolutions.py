@@ -54,7 +54,7 @@ def test_an_image_is_trained_at_each_resolution_that_it_is_large_enough_for(imag
         "middle": [(64, 64), (128, 128)],
         "nearly": [(64, 64), (128, 128)],  # by less than a tenth too small
         "large": [(64, 64), (128, 128), (256, 256)],
-        "wide": [(80, 48), (176, 80), (352, 176)],
+        "wide": [(80, 48), (160, 96), (352, 176)],
     }
     report = make_report(spec, build_index(spec), None)
     assert (report.images, report.samples) == (5, 11)
@@ -127,7 +127,7 @@ def test_what_is_no_resolution_is_refused(resolution: Any, said: str, tmp_path: 
 def test_buckets_are_as_wide_as_the_job_says_or_square(images: Path) -> None:
     wide = job(images, resolution=128, max_bucket_aspect_ratio=3)
     assert sides(wide)["wide"] == [(192, 80)]
-    assert max(w / h for w, h in sizes_of(wide)) > 2.5
+    assert max(w / h for w, h in sizes_of(wide)) == 2.4, "of those there are"
     square = job(images, resolution=128, crop="square")
     assert sizes_of(square) == [(128, 128)]
     assert bucket_sizes(1000, 16, 1.0) == [(992, 992)], "where no size of that area is square"

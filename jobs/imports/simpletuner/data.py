@@ -188,6 +188,8 @@ def _crop_aspect(part: Draft, key: str, value: Any) -> None:
     word = str(value).strip().lower()
     if is_off(part.get("crop")) or word in ("preserve", "closest"):
         part.unneeded(key, training_keys.BUCKETS)
+    elif word == "square" and str(part.get("crop_style")).strip().lower() == "random":
+        part.take(key, "max_bucket_aspect_ratio", 1.0, "square buckets, cropped at random")
     elif word == "square":
         part.take(key, "crop", "square")
     else:
@@ -261,11 +263,19 @@ _DATASET: Final[dict[str, Rule]] = {
     **all_of("start_epoch start_step", without("datasets are used from the start", "1")),
     **all_of("end_epoch end_step", without("datasets are used to the end")),
     **all_of(
-        "is_regularisation_data is_regularization_data slider_strength conditioning "
+        "slider_strength conditioning "
         "conditioning_data conditioning_type timestep_sampling_offset audio",
         without("all datasets are trained the same way"),
     ),
     **all_of("delete_unwanted_images delete_problematic_images delete_nsfw_images", _DELETING),
+    **all_of(
+        "is_regularisation_data is_regularization_data",
+        unless_off(
+            "regularization",
+            True,
+            "trained on its images; there the target is the base's own prediction",
+        ),
+    ),
     "video.num_frames": data.frames,
     "video.min_frames": needless("videos shorter than a sample are skipped and listed"),
     "video.max_frames": without("samples are cut from videos of any length"),

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from jobs.paths import exists, expand
 from jobs.spec.values.dataset_files import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
@@ -24,6 +31,9 @@ Layout = Literal["folder", "arrow", "parquet", "webdataset"]
 TRIGGER: Final = "[trigger]"
 _KOHYA: Final = re.compile(r"([1-9]\d{0,3})_\S")
 _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
+
+
+_RARE: Final = ("resolution", "regularization", "loss_weight", "loss_weight_column", "mask_path")
 
 
 class Dataset(BaseModel):
@@ -60,6 +70,13 @@ class Dataset(BaseModel):
     loss_weight: float = Field(1.0, gt=0, le=1000)
     loss_weight_column: str | None = None
     mask_path: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, as_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What few datasets say is left out where one does not say it."""
+        values = as_is(self)
+        usual = {name: type(self).model_fields[name].default for name in _RARE}
+        return {k: v for k, v in values.items() if k not in usual or v != usual[k]}
 
 
 def read_datasets(value: Any) -> Any:

@@ -49,7 +49,7 @@ class Dataset(BaseModel):
         caption_column: Column with captions, of metadata files and tables.
         image_column: Column with pictures, of tables.
         split: Which split of a table; `train`, or the only one, when left out.
-        regularization: Whether it shows what the model should go on knowing: its samples come as
+        regularization: Whether it shows what the model should keep knowing: its samples come as
             often as all others together, and `prior_loss_weight` weights their loss.
         loss_weight: Weight of the loss of its samples.
         loss_weight_column: Column with a weight for each, of metadata files and tables.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.paths import expand
-from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files
+from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files, without_masks
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 
 if TYPE_CHECKING:
@@ -36,8 +36,10 @@ def find_unusable(spec: JobSpec) -> list[str]:
         if find_layout(root) != "folder":
             continue
         files = list_files(root)
-        total = len(files.pictures)
-        seen = files.pictures[:: -(-total // MOST) or 1]
+        masked = spec.masked_loss == "file"
+        pictures = without_masks(files.pictures) if masked else files.pictures
+        total = len(pictures)
+        seen = pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)
         bare = 0
         if not files.metadata and spec.missing_captions == "skip" and not default:

@@ -18,6 +18,7 @@ from jobs.spec.values.dataset_files import (
     VIDEO_SUFFIXES,
     foreign_problem,
     list_files,
+    without_masks,
 )
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 
@@ -75,7 +76,9 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             )
         return 0  # rows are counted when they are looked at
     takes_videos = get_family(spec.model_family).frame_step > 0
-    wanted = files.videos + files.pictures if takes_videos else files.pictures
+    masked = spec.masked_loss == "file"
+    pictures = without_masks(files.pictures) if masked else files.pictures
+    wanted = files.videos + pictures if takes_videos else pictures
     if not wanted:
         what = "images or videos" if takes_videos else "images"
         kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES

@@ -7,7 +7,6 @@ White is trained, black is not. A mask is a file of its own, with the image's na
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +14,7 @@ from engine.data.read.folders import Source
 from engine.data.read.images import PictureError, decode, decode_opacity
 from jobs.errors import UserError
 from jobs.paths import expand
-from jobs.spec.values.dataset_files import list_files, same_name
+from jobs.spec.values.dataset_files import list_files, masked_stem, same_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 ALPHA: Final = "alpha"
 """What stands in place of the name of a mask that is a part of its image."""
 
-_NAMED: Final = re.compile(r"(?P<stem>.+)[-_]mask(?:label)?")  # OneTrainer writes `-masklabel`
 _ALIKE: Final = 0.02  # relative difference of aspect ratios that rounding may make
 
 
@@ -43,10 +41,10 @@ def separate_masks(source: Source, dataset: Dataset) -> tuple[Source, dict[Path,
     entries = source.entries
     known = {_stem(entry.path) for entry in entries}
     masks = {
-        _stem(entry.path, match["stem"]): entry.path
+        _stem(entry.path, stem): entry.path
         for entry in entries
-        if entry.row is None and (match := _NAMED.fullmatch(entry.path.stem))
-        if _stem(entry.path, match["stem"]) in known
+        if entry.row is None and (stem := masked_stem(entry.path.stem))
+        if _stem(entry.path, stem) in known
     }
     apart = set(masks.values())
     if dataset.mask_path:
@@ -64,8 +62,7 @@ def _of_folder(folder: Path, images: Path) -> dict[str, Path]:
         raise UserError(f"no such folder of masks: {folder}")
     found = {}
     for path in list_files(folder).pictures:
-        match = _NAMED.fullmatch(path.stem)
-        for stem in filter(None, (path.stem, match["stem"] if match else "")):
+        for stem in filter(None, (path.stem, masked_stem(path.stem))):
             found[_stem(images / path.relative_to(folder), stem)] = path
     return found
 
@@ -82,8 +79,7 @@ def names_mask(name: str, stems: Collection[str]) -> bool:
         stems: All paths without their suffixes.
     """
     stem, _ = os.path.splitext(name)
-    match = _NAMED.fullmatch(stem)
-    return match is not None and match["stem"] in stems
+    return masked_stem(stem) in stems
 
 
 def read_mask(content: bytes, *, alpha: bool) -> Image.Image | None:

@@ -245,6 +245,11 @@ def _no_samples(spec: JobSpec) -> str:
     return "" if spec.validation_prompts else _NO_PROMPTS
 
 
+def _nothing_made(spec: JobSpec) -> str:
+    """Class images are sampled too."""
+    return "" if spec.num_class_images else _no_samples(spec)
+
+
 def _no_frames(spec: JobSpec) -> str:
     return _no_samples(spec) or _pictures(spec).replace("trains on", "makes")
 
@@ -254,7 +259,7 @@ def _no_true_cfg(spec: JobSpec) -> str:
     fits = family is None or (
         family.true_cfg and family.guidance_of(spec.model_flavour) == "embedded"
     )
-    return _no_samples(spec) or ("" if fits else "only for guidance-distilled models")
+    return _nothing_made(spec) or ("" if fits else "only for guidance-distilled models")
 
 
 def _nothing_to_validate(spec: JobSpec) -> str:
@@ -340,11 +345,11 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
         (
             "validation_num_inference_steps",
             "validation_guidance",
-            "validation_resolution",
             "validation_negative_prompt",
         ),
-        _no_samples,
+        _nothing_made,
     ),
+    (("validation_resolution",), _no_samples),
     (("validation_num_frames",), _no_frames),
     (("validation_true_cfg_scale",), _no_true_cfg),
     (("validation_steps", "validation_on_startup", "validation_seed"), _nothing_to_validate),

@@ -90,6 +90,12 @@ def regularization(spec: JobSpec) -> Conflict | None:
             "num_class_images cannot be combined with weight in datasets; remove the weights, or "
             "add the images as a dataset",
         )
+    if spec.num_class_images and spec.swap_blocks:
+        return Conflict(
+            "num_class_images",
+            "num_class_images needs the full base on the GPU, without swap_blocks; make the images "
+            "in another job first",
+        )
     if known or spec.num_class_images:
         return None
     for key in ("prior_loss_weight", "class_prompt"):

@@ -80,19 +80,6 @@ class DataKeys(BaseModel):
     fps: float = field(16.0, "data", "Frame rate at which videos are read.", gt=0, le=240)
 
     # -- regularization and masks ----------------------------------------------------------
-    prior_loss_weight: float = field(
-        1.0,
-        "data",
-        "Weight of the loss of regularization samples: datasets with regularization: true, and "
-        "class images.",
-        gt=0,
-        le=1000,
-    )
-    class_prompt: OptionalText = field(
-        None,
-        "data",
-        "Prompt of class images; also the caption of regularization images that have none.",
-    )
     num_class_images: int = field(
         0,
         "data",
@@ -100,6 +87,19 @@ class DataKeys(BaseModel):
         "train as regularization.",
         ge=0,
         le=10_000,
+    )
+    class_prompt: OptionalText = field(
+        None,
+        "data",
+        "Prompt of class images; also the caption of regularization images that have none.",
+    )
+    prior_loss_weight: float = field(
+        1.0,
+        "data",
+        "Weight of the loss of regularization samples: datasets with regularization: true, and "
+        "class images.",
+        gt=0,
+        le=1000,
     )
     masked_loss: Annotated[MaskedLoss, choice(MaskedLoss)] = field(
         "none",

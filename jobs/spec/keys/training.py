@@ -34,8 +34,8 @@ class TrainingKeys(BaseModel):
     resolution: Resolutions = field(
         1024,
         "training",
-        "Images are resized to about this many pixels squared, in buckets of similar aspect ratio. "
-        "A list such as 512,768,1024 trains at several resolutions.",
+        "Images are resized to about this many pixels squared, in buckets of similar aspect "
+        "ratio; several: 512,768,1024.",
     )
     train_batch_size: int = field(1, "training", "Samples per rank in one forward.", ge=1)
     gradient_accumulation_steps: int = field(1, "training", "Forwards per optimizer step.", ge=1)

@@ -221,7 +221,7 @@ def _one_resolution(spec: JobSpec) -> str:
 
 def _no_regularization(spec: JobSpec) -> str:
     known = spec.num_class_images or any(entry.regularization for entry in spec.datasets or [])
-    return "" if known else "needs num_class_images or regularization: true"
+    return "" if known else "needs regularization images"
 
 
 def _unmasked(spec: JobSpec) -> str:

@@ -47,6 +47,8 @@ _OTHER: dict[str, Any] = {
     "sigma_max": 0.5,
     "mode_scale": 0.5,
     "validation_fraction": 0.25,
+    "resolution": [256, 512],
+    "unmasked_weight": 0.5,
     "fsdp_version": 1,
     "validation_resolution": 512,
     "model_family": "sdxl",

@@ -117,6 +117,7 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
         "lora_exclude_modules": ["to_k"],
     },
     **{scheme: {"base_precision": scheme} for scheme in QUANTIZED},
+    "scaled": {"base_precision": "fp8_scaled", "base_matmul": "scaled"},
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
 }
 
@@ -186,7 +187,7 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(
             Case("fsdp2 2", "full", "sgd", extra=extra)
             for extra in EXTRAS
-            if extra not in ("", "dora", *QUANTIZED)
+            if extra not in ("", "dora", "scaled", *QUANTIZED)
         ),
         *(
             Case(layout, "lora", "sgd", extra="dora")
@@ -203,7 +204,10 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
             Case(layout, "lora", "sgd", extra="int8")
             for layout in ("fsdp2 2, cpu offload", "fsdp2 2, activation checkpointing")
         ),
-        Case("fsdp2 2", "lora", "sgd", extra="fp8_scaled"),
+        *(
+            Case(layout, "lora", "sgd", extra="scaled")
+            for layout in ("fsdp2 2", "hsdp 2x2", "fsdp2 2, sharded lora")
+        ),
     ]
 
 

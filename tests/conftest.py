@@ -118,6 +118,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> str:
+    """All that is started from here, down to a job's ranks, has imported everything already.
+
+    See `tests.support.forks`. For what a process does, not for what it imports; the interpreter.
+    """
+    python = forks.python()
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv("PYTHON_EXEC", python)
+    return python
+
+
+@pytest.fixture
 def make_model(tmp_path: Path) -> Callable[..., Path]:
     """Writes directories that look like diffusers models and pass the preflight check.
 
@@ -200,6 +212,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("toy")
     write_small_toy(root, pictures=24)
     return root
+
+
+@pytest.fixture(scope="session")
+def toy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `cache_dir` of jobs on `toy`, for tests that look at something else than caching."""
+    return tmp_path_factory.mktemp("toy-cache")
 
 
 @pytest.fixture(scope="session", autouse=True)

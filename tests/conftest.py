@@ -27,8 +27,10 @@ from tests.support.waiting import PATIENCE
 # wait for each other on busy cores take many times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The hundreds of processes that tests start would each compile our modules anew, a third of the
-# time that a command line takes to start.
+# time that a command line takes to start; and pytest the tests, nearly half of its own.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until all is imported; see `pytest_collection_finish`
 
 from jobs.queue.store import Store
 from jobs.spec.file.load import load_spec
@@ -71,8 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: to look at it in each collection takes a fifth of the time."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 50)
 
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 Run = Callable[..., tuple[int, str, str]]
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 @pytest.fixture(scope="session")
 def saved(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

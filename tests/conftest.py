@@ -27,10 +27,8 @@ from tests.support.waiting import PATIENCE
 # wait for each other on busy cores take many times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The hundreds of processes that tests start would each compile our modules anew, a third of the
-# time that a command line takes to start; and pytest the tests, nearly half of its own.
+# time that a command line takes to start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-gc.disable()  # until all is imported; see `pytest_collection_finish`
 
 from jobs.queue.store import Store
 from jobs.spec.file.load import load_spec
@@ -45,6 +43,8 @@ if TYPE_CHECKING:
 
 def pytest_configure() -> None:
     """One server of forks for all workers; it starts when a test first needs it."""
+    sys.dont_write_bytecode = False  # else pytest compiles all tests anew, half of its start
+    gc.disable()  # until all is imported: see `pytest_collection_finish`
     # A shell has what it runs in the background ignore these two, and so would all that is started
     # here: what tests press Ctrl-C in would not notice.
     for number, handler in (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-STEPS: Final = 6
+STEPS: Final = 4
 
 
 TOLERANCE: Final = 1e-5
@@ -100,7 +100,7 @@ FULL_ONLY: Final[dict[str, dict[str, Any]]] = {
 # taken in between: a forward without backward leaves FSDP's root gathered.
 SAMPLES: Final = {
     "validation_prompts": ["a red circle", "a blue square"],
-    "validation_steps": 4,
+    "validation_steps": 2,
     "validation_num_inference_steps": 1,
 }
 
@@ -219,6 +219,11 @@ COVERED: Final = {
     Case("fsdp2 2, cpu offload", "full", "sgd"),  # by LoRA, and by full accumulated
     Case("fsdp2 2, activation checkpointing", "full", "sgd"),  # by LoRA, and by full selective
     Case("fsdp2 2, compiled", "full", "sgd"),  # by compiled with selective checkpointing
+    # Each scheme under whole and under sharded adapters, or among four and among two ranks.
+    Case("fsdp2 4", "lora", "sgd", extra="fp8_scaled"),  # by two ranks
+    Case("fsdp2 4", "lora", "sgd", extra="nf4"),  # by hsdp 2x2
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="fp8"),  # by the scaled one
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="int8"),  # by nf4, and by int8 on two ranks
 }
 
 

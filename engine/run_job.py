@@ -17,6 +17,7 @@ from engine.diffusion.objective import build_objective
 from engine.exports.live import export_trained
 from engine.model import adapters, lora_file, weights
 from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.base_matmul import settle_matmul
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
@@ -47,6 +48,7 @@ from jobs.spec.families import latent_step_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.strategy import checkpoints_activations
 from jobs.spec.values.buckets import sizes_of
 
@@ -104,7 +106,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     begun = begin_from_lora(spec, model, family, telemetry)
     training = start_training(spec, model, world)
     facts = data_facts(data.index, data.plan)
-    resume(training, spec, run_dir, world, telemetry, facts)
+    matmul = resume(training, spec, run_dir, world, telemetry, facts)
+    spec = settle_matmul(spec, model, world, telemetry, matmul)
     if not (begun or training.step):
         raise UserError(f"init_lora: there is no LoRA at {spec.init_lora}")
     saver = Saver(spec, run_dir, world, telemetry, facts)
@@ -123,6 +126,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         samples=len(data.index.samples),
         steps_per_epoch=data.plan.steps_per_epoch,
         trained_parameters=sum(p.numel() for p in training.trained().values()),
+        base_matmul=spec.base_matmul if may_scale(spec) else None,
     )
     trainer = Trainer(
         spec,

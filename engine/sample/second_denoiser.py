@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.model import weights
+from engine.model.base_matmul import set_scaled
 from engine.model.kernels import choose_attention
 from engine.model.quantized_linear import quantize_layers
 from engine.model.release import Watch, give_back
@@ -72,6 +73,7 @@ def _load(
         frozen = spec.model_copy(update={"model_type": "lora"})
     model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
     quantize_layers(model, frozen, family, stored)
+    set_scaled(model, scaled=spec.base_matmul == "scaled")
     choose_attention(model, spec)
     model.requires_grad_(False)
     if world.shards:

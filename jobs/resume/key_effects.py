@@ -83,6 +83,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "lora_exclude_modules": "ruled",
     "lora_experts": "ruled",
     "base_precision": "changes",
+    "base_matmul": "ruled",
     "swap_blocks": "same",
     "keep_in_full_precision": "changes",
     # devices

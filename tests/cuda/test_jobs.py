@@ -96,7 +96,12 @@ JOBS: Final = (
         "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
         "int8": Job(1, {"base_precision": "int8"}),
         "sharded nf4": Job(2, FSDP | {"base_precision": "nf4"} | SAMPLED),
-        "swapped blocks": Job(1, {"swap_blocks": 2, "base_precision": "fp8_scaled"} | SAMPLED),
+        "scaled fp8": Job(2, FSDP | {"base_precision": "fp8_scaled"} | SAMPLED),
+        "swapped blocks": Job(
+            1,
+            {"swap_blocks": 2, "base_precision": "fp8_scaled", "base_matmul": "dequantize"}
+            | SAMPLED,
+        ),
         "packed encoders": Job(2, FSDP | {"text_encoder_precision": "int8"}),
         "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
@@ -162,6 +167,7 @@ JOBS |= {
 WITH_BUDGET: Final = (
     *(f"{family} {kind}" for family in BUDGETED for kind in KINDS),
     "int8",
+    "scaled fp8",
     "swapped blocks",
     "sharded nf4",
     *(f"{family} {kind} on two" for family, kind in SHARDED.items()),

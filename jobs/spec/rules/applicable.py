@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
+from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
 from jobs.spec.values.resolutions import has_several
 
@@ -113,6 +114,10 @@ def _no_adapter(spec: JobSpec) -> str:
 
 def _not_quantized(spec: JobSpec) -> str:
     return "" if spec.base_precision != "none" else "needs base_precision"
+
+
+def _not_fp8(spec: JobSpec) -> str:
+    return "" if may_scale(spec) else "needs base_precision: fp8_scaled or fp8"
 
 
 def _not_adam(spec: JobSpec) -> str:
@@ -311,6 +316,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
         ),
         _no_adapter,
     ),
+    (("base_matmul",), lambda spec: _no_adapter(spec) or _not_fp8(spec)),
     (("keep_in_full_precision",), lambda spec: _no_adapter(spec) or _not_quantized(spec)),
     (("swap_blocks",), lambda spec: _no_adapter(spec) or _several(spec)),
     (("lora_experts",), lambda spec: _no_adapter(spec) or _no_experts(spec)),

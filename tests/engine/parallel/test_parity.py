@@ -1,6 +1,6 @@
 """The parity table: any strategy on any number of ranks trains what one process would.
 
-Six steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
+Four steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
 of four, of eight where four ranks accumulate, through the same code as a real job
 (`engine.run_job.run_job`). With SGD every loss and every trained tensor must agree; with AdamW,
 which turns the rounding of a gradient near zero into a whole step, every loss. SGD trains in every

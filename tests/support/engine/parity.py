@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-STEPS: Final = 6
+STEPS: Final = 4
 
 
 TOLERANCE: Final = 1e-5
@@ -102,7 +102,7 @@ FULL_ONLY: Final[dict[str, dict[str, Any]]] = {
 # taken in between: a forward without backward leaves FSDP's root gathered.
 SAMPLES: Final = {
     "validation_prompts": ["a red circle", "a blue square"],
-    "validation_steps": 4,
+    "validation_steps": 2,
     "validation_num_inference_steps": 1,
 }
 
@@ -119,6 +119,7 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
         "lora_exclude_modules": ["to_k"],
     },
     **{scheme: {"base_precision": scheme} for scheme in QUANTIZED},
+    "scaled": {"base_precision": "fp8_scaled", "base_matmul": "scaled"},
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
     # The datasets are `mixed_datasets`.
     "mixed data": {
@@ -229,7 +230,7 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(
             Case("fsdp2 2", "full", "sgd", extra=extra)
             for extra in EXTRAS
-            if extra not in ("", "dora", *QUANTIZED, *MIXED)
+            if extra not in ("", "dora", "scaled", *QUANTIZED, *MIXED)
         ),
         *(Case("fsdp2 2, accumulated", "lora", "sgd", extra=extra) for extra in MIXED),
         *(
@@ -247,7 +248,10 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
             Case(layout, "lora", "sgd", extra="int8")
             for layout in ("fsdp2 2, cpu offload", "fsdp2 2, activation checkpointing")
         ),
-        Case("fsdp2 2", "lora", "sgd", extra="fp8_scaled"),
+        *(
+            Case(layout, "lora", "sgd", extra="scaled")
+            for layout in ("fsdp2 2", "hsdp 2x2", "fsdp2 2, sharded lora")
+        ),
     ]
 
 
@@ -259,6 +263,11 @@ COVERED: Final = {
     Case("fsdp2 2, cpu offload", "full", "sgd"),  # by LoRA, and by full accumulated
     Case("fsdp2 2, activation checkpointing", "full", "sgd"),  # by LoRA, and by full selective
     Case("fsdp2 2, compiled", "full", "sgd"),  # by compiled with selective checkpointing
+    # Each scheme under whole and under sharded adapters, or among four and among two ranks.
+    Case("fsdp2 4", "lora", "sgd", extra="fp8_scaled"),  # by two ranks
+    Case("fsdp2 4", "lora", "sgd", extra="nf4"),  # by hsdp 2x2
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="fp8"),  # by the scaled one
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="int8"),  # by nf4, and by int8 on two ranks
 }
 
 

@@ -104,6 +104,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "num_frames": st.none(),
     "lr_warmup_steps": st.just(0),
     "keep_in_full_precision": st.none() | st.lists(_MODULE, max_size=2),
+    "base_matmul": st.sampled_from(["auto", "dequantize"]),
     "swap_blocks": st.just(0),
     "lora_alpha": st.none() | st.floats(1e-6, 1e6),
     "checkpoints_total_limit": st.none() | st.integers(1, 99),

@@ -18,13 +18,20 @@ from jobs.spec.rules.conflicts import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from jobs.hub.names import HubName
     from jobs.spec.job_spec import JobSpec
 
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
 
-def check(spec: JobSpec) -> int | list[str] | None:
+def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | None:
     """Check model, data, caches and devices.
+
+    Args:
+        spec: The job.
+        absent: What will be fetched before it starts, and is looked at then.
 
     Returns:
         What the job wants of the machine: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
@@ -36,10 +43,12 @@ def check(spec: JobSpec) -> int | list[str] | None:
     from jobs.preflight.wrap_policy import check_wrap_policy
     from jobs.preflight.wrapped_classes import check_block_names
 
-    check_model(spec, settings=True)
-    check_block_names(spec)
-    check_wrap_policy(spec)
-    check_dataset(spec)
+    if not any(name.kind == "model" for name in absent):
+        check_model(spec, settings=True)
+        check_block_names(spec)
+        check_wrap_policy(spec)
+    if not any(name.kind == "dataset" for name in absent):
+        check_dataset(spec)
     refuse_unwritable(cache_of(spec))
     wanted = check_devices(spec)
     check_compiler(spec, on_gpus=wanted is not None)

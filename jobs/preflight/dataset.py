@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
+from jobs.hub.names import HubName
 from jobs.paths import exists, expand
 from jobs.spec.families import get_family
 from jobs.spec.keys.prompts import requests_of
@@ -47,7 +48,11 @@ def check_dataset(spec: JobSpec) -> int:
 def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     root = expand(dataset.path)
     if not exists(root):
-        raise SpecError(f"no such dataset folder: {root}")
+        named = HubName.read("dataset", dataset.path)
+        raise SpecError(
+            f"no such dataset folder: {root}",
+            f"a dataset of the hub: `fsdp-tui fetch --dataset {named}` first" if named else None,
+        )
     if not root.is_dir():
         raise SpecError(f"the dataset {root} is a file, not a folder of images")
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import service
 from jobs.errors import StateError, UserError
+from jobs.hub import wanted as hub
 from jobs.queue.job import Terms
 from jobs.service.plan import plan_change
 from jobs.spec.file.load import dump_spec, load_spec
@@ -63,6 +64,7 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
         if dump_spec(load_spec(run_dir.job_file)) != old:
             raise StateError(f"job {job_id} was changed elsewhere in the meantime", "reload it")
         service.write_job_file(run_dir, new)
+        hub.note(run_dir, plan.absent)
         written = True
 
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from jobs.hub.names import HubName
 from jobs.paths import exists, expand
 from jobs.spec.values.dataset_files import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
@@ -61,8 +62,19 @@ def read_datasets(value: Any) -> Any:
 
 
 def datasets_of(spec: JobSpec) -> list[Dataset]:
-    """The job's datasets, in order; `dataset` alone is a list of one."""
-    return list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
+    """The job's datasets, in order; `dataset` alone is a list of one.
+
+    Those of the hub that were fetched have the path of their folder in its cache.
+    """
+    entries = list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
+    return [_with_place(entry) for entry in entries]
+
+
+def _with_place(dataset: Dataset) -> Dataset:
+    if exists(expand(dataset.path)) or (name := HubName.read("dataset", dataset.path)) is None:
+        return dataset
+    found = name.find()
+    return dataset.model_copy(update={"path": str(found)}) if found is not None else dataset
 
 
 def with_folder_repeats(spec: JobSpec) -> tuple[JobSpec, list[str]]:

@@ -18,6 +18,7 @@ _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         "detect",
         "templates",
         "keys",
+        "fetch",
     ),
     "Train": ("submit", "run", "data", "estimate", "resume", "export"),
     "Look": ("list", "show", "logs", "samples", "diff", "checkpoints", "gpus", "web"),

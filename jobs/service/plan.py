@@ -146,8 +146,8 @@ def plan_resume(
     )
 
 
-def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
-    """Check a change to a queued job.
+def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubName] = ()) -> Plan:
+    """Check a change to a queued job, which may wait for what is absent.
 
     Raises:
         StateError: It is no longer queued.
@@ -158,7 +158,8 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
         raise StateError(f"job {job_id} is {job.state}, not queued")
     begin = newest_whole(job.run_dir)
     if begin is None:
-        absent = find_missing(spec) if noted(job.run_dir) else []
+        if not absent and noted(job.run_dir):
+            absent = find_missing(spec)
         return replace(plan_submit(store, spec, absent), job=job, rewritten=True)
     gpus = check_job.check(spec)
     spec = settle(spec)

@@ -84,8 +84,7 @@ def write_card(spec: JobSpec, facts: CardFacts) -> str:
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
         f"# {facts.repo.rpartition('/')[2]}",
-        f"A {what} of {base}, trained for {facts.step:,} steps with "
-        "[fsdp-tui](https://pypi.org/project/fsdp-tui/).",
+        f"A {what} of {base}, trained for {facts.step:,} steps with fsdp-tui.",
         *(["<Gallery />"] if facts.pictures else []),
         *([f"## Trigger word\n\nUse `{trigger}` in the prompt."] if trigger else []),
         f"## Use\n\n```python\n{_usage(facts)}\n```",
@@ -121,7 +120,7 @@ def _data(spec: JobSpec, facts: CardFacts) -> str:
     what = "images or videos" if get_family(spec.model_family).frame_step else "images"
     if not facts.samples:
         return "Not published."
-    often = f", each seen about {facts.epochs:.3g} times" if facts.epochs else ""
+    often = f", each seen about {facts.epochs:.3g} times" if facts.epochs >= 1 else ""
     return f"{facts.samples:,} {what} with captions{often}. Neither is published here."
 
 

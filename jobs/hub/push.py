@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import NotFoundError, UserError
@@ -30,8 +29,8 @@ from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
-    from jobs.hub.trouble import HubError
     from jobs.queue.job import Job
     from jobs.run.rundir import RunDir
 
@@ -97,7 +96,6 @@ def follow(store: Store, job_id: int, pause: Callable[[float], None] = time.slee
         except (UserError, ToolError, OSError) as error:
             failures += 1
             problem = without_secrets(str(error))
-            Push.read(job.run_dir)  # what was pushed meanwhile
             replace(Push.read(job.run_dir), problem=problem).keep(job.run_dir)
             print(time.strftime("%Y-%m-%d %H:%M:%S"), f"step {steps[0]}: {problem}", flush=True)
             if not getattr(error, "passing", False) or failures > _GIVES_UP:
@@ -145,6 +143,8 @@ def push_step(
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
+    if repo is not None:  # by hand, elsewhere
+        return Push(name, [step] if step is not None else [], url)
     before = Push.read(job.run_dir)
     done = [*before.pushed, *([step] if step is not None and step not in before.pushed else [])]
     return Push(name, done, url).keep(job.run_dir)

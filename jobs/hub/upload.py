@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -47,6 +48,9 @@ def upload(
     ):
         os.environ["HF_HUB_DISABLE_XET"] = "1"
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # what matters is raised
 
     wanted = repo or spec.hub_model_id or job.name
     name = HubName("model", wanted)
@@ -82,10 +86,8 @@ def _facts(
     exported = export_facts(export) or {}
     step = int(exported.get("step") or 0)
     state: dict[str, Any] = {}
-    try:
+    with suppress(UserError):  # deleted since
         state = read_state(find_checkpoint(job.run_dir, step, "").path)
-    except UserError:  # deleted since
-        pass
     data = state.get("data") if isinstance(state.get("data"), dict) else {}
     per_epoch = (data or {}).get("steps_per_epoch") or 0
     samples = [sample for sample in list_samples(job.run_dir) if sample.step <= step]
@@ -117,8 +119,8 @@ def _base(spec: JobSpec) -> tuple[str, dict[str, Any]]:
     if not base and root.parent.name == _SNAPSHOT:
         base = root.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
     flavours = FAMILIES[spec.model_family].flavours
-    if not base and spec.model_flavour in flavours:
-        base = flavours[spec.model_flavour].hub_id
+    if not base and (flavour := flavours.get(spec.model_flavour or "")) is not None:
+        base = flavour.hub_id
     try:
         text = (root / "README.md").read_text(encoding="utf-8", errors="replace")
         _, head, _ = text.split("---\n", 2)

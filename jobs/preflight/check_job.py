@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.errors import SpecError
+from jobs.hub.names import is_offline
 from jobs.launch.trackers import check_trackers
 from jobs.machine import devices
 from jobs.memory.host_memory import check_host_memory
@@ -54,6 +55,7 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     check_compiler(spec, on_gpus=wanted is not None)
     _check_kernel(spec)
     check_trackers(spec)
+    _check_push(spec)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
 
@@ -78,6 +80,22 @@ def check_beginning(spec: JobSpec) -> None:
         raise SpecError(f"init_lora: {path} is not a .safetensors file")
     if path.is_dir() and not any(path.glob("*.safetensors")):
         raise SpecError(f"init_lora: {path} has no .safetensors file")
+
+
+def _check_push(spec: JobSpec) -> None:
+    """Refuse to train for days what cannot be pushed then. Nothing is asked of the network."""
+    if not spec.push_to_hub:
+        return
+    if is_offline():
+        raise SpecError(
+            "push_to_hub: HF_HUB_OFFLINE turns the hub off", "unset it, or remove push_to_hub"
+        )
+    from huggingface_hub import get_token  # 0.3 s, for those who push
+
+    if not get_token():
+        raise SpecError(
+            "push_to_hub: no token of the hub on this machine", "log in with `hf auth login`"
+        )
 
 
 def _check_kernel(spec: JobSpec) -> None:

@@ -40,6 +40,7 @@ from tui.cli.job.checkpoints import checkpoints, resume, tell
 from tui.cli.job.edit import edit
 from tui.cli.job.export import export
 from tui.cli.job.follow import follow_job, follow_log
+from tui.cli.job.push import push
 from tui.cli.job.queue import COMMANDS
 from tui.cli.job.samples import samples
 from tui.cli.job.watch import watch
@@ -344,6 +345,7 @@ for command in (
     resume,
     checkpoints,
     export,
+    push,
     import_job,
     keys,
     completion,

@@ -20,7 +20,7 @@ _SECTIONS: Final[dict[str, tuple[str, ...]]] = {
         "keys",
         "fetch",
     ),
-    "Train": ("submit", "run", "data", "estimate", "resume", "export"),
+    "Train": ("submit", "run", "data", "estimate", "resume", "export", "push"),
     "Look": ("list", "show", "logs", "samples", "diff", "checkpoints", "gpus", "web"),
     "Steer": ("edit", "stop", "save-now", "sample-now", "hold", "release", "move", "pause"),
     "Clean up": ("remove", "prune", "cache"),

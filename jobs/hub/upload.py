@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -48,9 +49,8 @@ def upload(
     ):
         os.environ["HF_HUB_DISABLE_XET"] = "1"
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # what matters is raised
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what matters is raised
 
     wanted = repo or spec.hub_model_id or job.name
     name = HubName("model", wanted)

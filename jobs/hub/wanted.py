@@ -29,11 +29,11 @@ def names_in(spec: JobSpec) -> list[HubName]:
     paths = [entry.path for entry in spec.datasets] if spec.datasets else [spec.dataset]
     texts = [("model", spec.pretrained_model_name_or_path), *(("dataset", path) for path in paths)]
     found = [
-        HubName.read(kind, text)  # type: ignore[arg-type]
+        name
         for kind, text in texts
-        if text and not exists(expand(text))
+        if (name := HubName.read(kind, text)) is not None and not exists(expand(text))  # type: ignore[arg-type]
     ]
-    return list(dict.fromkeys(name for name in found if name is not None))
+    return list(dict.fromkeys(found))
 
 
 def find_missing(spec: JobSpec) -> list[HubName]:

@@ -71,7 +71,8 @@ def datasets_of(spec: JobSpec) -> list[Dataset]:
 
 
 def _with_place(dataset: Dataset) -> Dataset:
-    if exists(expand(dataset.path)) or (name := HubName.read("dataset", dataset.path)) is None:
+    name = HubName.read("dataset", dataset.path)
+    if name is None or exists(expand(dataset.path)):
         return dataset
     found = name.find()
     return dataset.model_copy(update={"path": str(found)}) if found is not None else dataset

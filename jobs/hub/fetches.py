@@ -84,7 +84,7 @@ def look_at(name: HubName) -> Fetch | None:
 
 
 def is_cut_off(name: HubName) -> bool:
-    """Whether it was begun here, and not finished."""
+    """Whether it was started here, and not finished."""
     found = look_at(name)
     return found is not None and found.state != "done"
 

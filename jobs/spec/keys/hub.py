@@ -17,7 +17,7 @@ class HubKeys(BaseModel):
         "`hf auth login` first.",
     )
     push_checkpoints_to_hub: Bool = field(
-        False, "hub", "Also export and push each checkpoint, as a commit of its own."
+        False, "hub", "Also export and push each checkpoint, one commit each."
     )
     hub_model_id: OptionalText = field(
         None,

@@ -35,12 +35,12 @@ _INTERRUPTED: Final = 130
 @click.option(
     "--job",
     "job_file",
-    type=click.Path(exists=True, dir_okay=False),
+    type=click.Path(),
     metavar="JOB.yaml",
     help="Fetch what this job file names.",
 )
 @click.option("--dry-run", "--dry_run", is_flag=True, help="Only say how much would be fetched.")
-@click.option("--background", is_flag=True, help="Do not wait; `fsdp-tui fetch NAME` looks again.")
+@click.option("--background", is_flag=True, help="Do not wait for the end.")
 @JSON
 def fetch(
     names: tuple[str, ...],

@@ -75,6 +75,8 @@ _INDIFFERENT: Final = frozenset(
         "hub_model_id",
         "hub_private_repo",
         "trigger_word",
+        "prior_loss_weight",
+        "unmasked_weight",
         "keep_tags",
         "validation_seed",
         "validation_timesteps",

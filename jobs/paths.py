@@ -55,6 +55,11 @@ def exists(path: Path) -> bool:
         return False
 
 
+def nearest(place: Path) -> Path:
+    """The place, or what exists above it."""
+    return next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
+
+
 def ensure_private_dir(path: Path) -> Path:
     """Create `path` (mode 0700) if it is missing and check that it can be written.
 

@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from jobs.errors import UserError
+from jobs.hub.names import HubName
 from jobs.imports.ai_toolkit import config as ai_toolkit
 from jobs.imports.common.import_report import Kind, Report
 from jobs.imports.diffusers import script as diffusers_script
@@ -126,8 +127,15 @@ def _missing(spec: JobSpec) -> list[str]:
             found.append(f"pretrained_model_name_or_path: {error}")
     if spec.dataset or spec.datasets:
         paths = [dataset.path for dataset in datasets_of(spec)]
-        found += [f"dataset: no such folder: {path}" for path in paths if not _is_here(path)]
+        found += [f"dataset: {_where(path)}" for path in paths if not _is_here(path)]
     return found
+
+
+def _where(path: str) -> str:
+    named = HubName.read("dataset", path)
+    if named is None:
+        return f"no such folder: {path}"
+    return f"no such folder: {path}; of the hub: `fsdp-tui fetch --dataset {named}`"
 
 
 def _is_here(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Trackers of a run: whether they can be used, and the processes that report to them."""
+"""Processes beside a run that nothing waits for: its trackers, and the pushes to the hub."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from jobs.machine.bytecode import bytecode_variables
 from jobs.machine.processes import RUN_ID_VARIABLE
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.queue.job import Job
     from jobs.run.rundir import RunDir
     from jobs.spec.job_spec import JobSpec
 
@@ -45,20 +48,36 @@ def start_trackers(spec: JobSpec, run_dir: RunDir) -> list[subprocess.Popen[byte
     Raises:
         OSError: One could not be started.
     """
+    return [
+        _start_beside(
+            run_dir, ["engine.tracking", str(run_dir.root), name], run_dir.tracker_log(name)
+        )
+        for name in spec.report_to
+    ]
+
+
+def start_push(spec: JobSpec, job: Job) -> list[subprocess.Popen[bytes]]:
+    """Start the process that pushes a job's exports to the hub, if it asks for that.
+
+    Raises:
+        OSError: It could not be started.
+    """
+    if not spec.push_to_hub:
+        return []
+    log = job.run_dir.logs / "push.log"
+    return [_start_beside(job.run_dir, ["jobs.hub.push", str(job.id)], log)]
+
+
+def _start_beside(run_dir: RunDir, module: list[str], log: Path) -> subprocess.Popen[bytes]:
     environment = full_environment(Launch([], _ALONE | bytecode_variables()))
     environment.pop(RUN_ID_VARIABLE, None)
-    started = []
-    for name in spec.report_to:
-        with open(run_dir.tracker_log(name), "ab") as log:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "engine.tracking", str(run_dir.root), name],
-                    env=environment,
-                    cwd=run_dir.root,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-    return started
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *module],
+            env=environment,
+            cwd=run_dir.root,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )

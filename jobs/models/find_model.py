@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING
 
 from jobs.errors import SpecError
+from jobs.hub.names import HubName
 from jobs.models.damaged_weights import DamagedError, read_header
 from jobs.paths import exists, expand
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
-_HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def find_model(name_or_path: str) -> Path:
     """A local model directory, or the snapshot of a hub id in the local cache.
+
+    A hub id may have a revision: `ORG/NAME@REVISION`.
 
     Raises:
         SpecError: Neither exists.
@@ -27,17 +29,13 @@ def find_model(name_or_path: str) -> Path:
         return path
     if exists(path):
         raise SpecError(f"{path} is a file, not a model directory")
-    if _HUB_ID.match(name_or_path) and not name_or_path.startswith("."):
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(name_or_path, local_files_only=True))
-        except (LocalEntryNotFoundError, OSError, ValueError):
-            raise SpecError(
-                f"no such model: {name_or_path} is neither a directory nor in the hub cache",
-                f"check the path, or run `hf download {name_or_path}` first",
-            ) from None
+    if (name := HubName.read("model", name_or_path)) is not None:
+        if (found := name.find()) is not None:
+            return found
+        raise SpecError(
+            f"no such model: {name_or_path} is neither a directory nor in the hub cache",
+            f"check the path, or run `fsdp-tui fetch {name_or_path}` first",
+        )
     raise SpecError(f"no such model directory: {name_or_path}")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.errors import SpecError
+from jobs.hub.names import is_offline
 from jobs.launch.trackers import check_trackers
 from jobs.machine import devices
 from jobs.memory.host_memory import check_host_memory
@@ -18,13 +19,20 @@ from jobs.spec.rules.conflicts import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from jobs.hub.names import HubName
     from jobs.spec.job_spec import JobSpec
 
 __all__ = ["check", "check_dataset", "check_devices", "check_model"]
 
 
-def check(spec: JobSpec) -> int | list[str] | None:
+def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | None:
     """Check model, data, caches and devices.
+
+    Args:
+        spec: The job.
+        absent: What will be fetched before it starts, and is looked at then.
 
     Returns:
         What the job wants of the machine: GPU UUIDs, a count of any GPUs, or None for CPU ranks.
@@ -36,15 +44,18 @@ def check(spec: JobSpec) -> int | list[str] | None:
     from jobs.preflight.wrap_policy import check_wrap_policy
     from jobs.preflight.wrapped_classes import check_block_names
 
-    check_model(spec, settings=True)
-    check_block_names(spec)
-    check_wrap_policy(spec)
-    check_dataset(spec)
+    if not any(name.kind == "model" for name in absent):
+        check_model(spec, settings=True)
+        check_block_names(spec)
+        check_wrap_policy(spec)
+    if not any(name.kind == "dataset" for name in absent):
+        check_dataset(spec)
     refuse_unwritable(cache_of(spec))
     wanted = check_devices(spec)
     check_compiler(spec, on_gpus=wanted is not None)
     _check_kernel(spec)
     check_trackers(spec)
+    _check_push(spec)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
 
@@ -69,6 +80,22 @@ def check_beginning(spec: JobSpec) -> None:
         raise SpecError(f"init_lora: {path} is not a .safetensors file")
     if path.is_dir() and not any(path.glob("*.safetensors")):
         raise SpecError(f"init_lora: {path} has no .safetensors file")
+
+
+def _check_push(spec: JobSpec) -> None:
+    """Refuse to train for days what cannot be pushed then. Nothing is asked of the network."""
+    if not spec.push_to_hub:
+        return
+    if is_offline():
+        raise SpecError(
+            "push_to_hub: HF_HUB_OFFLINE turns the hub off", "unset it, or remove push_to_hub"
+        )
+    from huggingface_hub import get_token  # 0.3 s, for those who push
+
+    if not get_token():
+        raise SpecError(
+            "push_to_hub: no token of the hub on this machine", "log in with `hf auth login`"
+        )
 
 
 def _check_kernel(spec: JobSpec) -> None:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
+from jobs.hub.names import HubName
 from jobs.paths import exists, expand
 from jobs.spec.families import get_family
 from jobs.spec.keys.prompts import requests_of
@@ -52,7 +53,11 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     if dataset.mask_path and not expand(dataset.mask_path).is_dir():
         raise SpecError(f"no such folder of masks: {expand(dataset.mask_path)}")
     if not exists(root):
-        raise SpecError(f"no such dataset folder: {root}")
+        named = HubName.read("dataset", dataset.path)
+        raise SpecError(
+            f"no such dataset folder: {root}",
+            f"a dataset of the hub: `fsdp-tui fetch --dataset {named}` first" if named else None,
+        )
     if not root.is_dir():
         raise SpecError(f"the dataset {root} is a file, not a folder of images")
     try:

@@ -11,6 +11,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from jobs.errors import UserError
+from jobs.hub.wanted import forget, why_waiting
 from jobs.machine import devices, file_lock, processes
 from jobs.machine.processes import boot_id
 from jobs.machine.procfs import is_waiting_for_kernel, switches
@@ -19,7 +21,7 @@ from jobs.queue.placement import Request, Start, place
 from jobs.queue.states import ACTIVE, PAUSED, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from jobs.machine.processes import ProcessId
     from jobs.queue.store import Job, Store
@@ -53,11 +55,14 @@ def dispatch(store: Store) -> None:
             return
         paused = store.paused
         reasons = {job.id: "held until released" for job in queue if job.held}
+        absent = _find_absent(store, queue)
         if paused:
             reasons |= {job.id: PAUSED for job in queue if not job.held}
         # One for GPUs that has come since then is served by whoever queued it.
         ready = [
-            job for job in queue if not job.held and not paused and (asked or job.wanted is None)
+            job
+            for job in queue
+            if not (job.held or paused or job.id in absent) and (asked or job.wanted is None)
         ]
         gpus = [gpu for gpu in present if gpu.unusable is None]
         claims = store.claims()
@@ -78,7 +83,23 @@ def dispatch(store: Store) -> None:
                 reasons[job.id] = decision.reason
             elif store.claim(job.id, decision.gpus, _where(decision, indices), job):
                 _start_supervisor(store.get(job.id))
-        store.explain_all(reasons)
+        store.explain_all(absent | reasons)
+
+
+def _find_absent(store: Store, queue: Sequence[Job]) -> dict[int, str]:
+    """Jobs whose model or data is not here yet, and why; those that cannot get it have failed."""
+    waiting = {}
+    for job in queue:
+        try:
+            reason, failed = why_waiting(job.run_dir)
+        except (UserError, OSError) as error:
+            reason, failed = f"its model cannot be fetched: {error}", False
+        if not reason:
+            continue
+        waiting[job.id] = reason
+        if failed and store.change(job.id, State.FAILED, reason, only_from={State.QUEUED}):
+            forget(job.run_dir)
+    return waiting
 
 
 def has_work(store: Store) -> bool:

@@ -170,6 +170,11 @@ EFFECTS: Final[dict[str, Effect]] = {
     "tracker_project_name": "same",
     "tracker_run_name": "same",
     "logging_dir": "same",
+    # hub
+    "push_to_hub": "same",
+    "push_checkpoints_to_hub": "same",
+    "hub_model_id": "same",
+    "hub_private_repo": "same",
     # running
     "priority": "same",
     "stop_grace_seconds": "same",

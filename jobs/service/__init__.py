@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import StateError, UserError
+from jobs.hub import wanted as hub
 from jobs.paths import ensure_private_dir
 from jobs.preflight.check_job import cache_of
 from jobs.queue.dispatch import dispatch, has_work, needs_attention
@@ -29,6 +30,7 @@ from jobs.spec.file.load import dump_spec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from jobs.hub.names import HubName
     from jobs.machine.devices import Gpu
     from jobs.queue.job import Place
     from jobs.queue.store import Job, Store
@@ -70,13 +72,18 @@ def carry_out(store: Store, plan: Plan) -> Job:
             name=plan.spec.name,
             terms=Terms.of(plan.spec, plan.wanted),
             run_id=uuid.uuid4().hex,
-            prepare=lambda run_dir: write_job_file(run_dir, text),
+            prepare=partial(_write_files, text, plan.absent),
         )
     else:
         prepare = partial(_prepare, store, plan.job.run_dir, plan)
         terms = Terms.of(plan.spec, plan.wanted)
         job = store.requeue(plan.job.id, _how_it_goes_on(plan), terms, prepare)
     return start_if_free(store, job.id)
+
+
+def _write_files(text: str, absent: Sequence[HubName], run_dir: RunDir) -> None:
+    write_job_file(run_dir, text)
+    hub.note(run_dir, absent)
 
 
 def start_if_free(store: Store, job_id: int) -> Job:
@@ -130,6 +137,7 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
     if job.state is State.QUEUED and store.change(
         job_id, State.STOPPED, "removed from the queue", only_from={State.QUEUED}
     ):
+        hub.end_unwanted(job, store.in_states([State.QUEUED]))
         return f"job {job_id} was removed from the queue"
     job = store.get(job_id)
     if job.state.ended:

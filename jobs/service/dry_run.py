@@ -41,6 +41,7 @@ _WITHOUT: Final[Mapping[str, Any]] = {
     "max_restarts": 0,
     "auto_resume": False,
     "report_to": [],
+    "push_to_hub": False,
 }
 _NO_MEMORY: Final = (Cause.GPU_MEMORY, Cause.HOST_MEMORY)
 

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from jobs import service
 from jobs.errors import StateError, UserError
+from jobs.hub import wanted as hub
 from jobs.queue.job import Terms
 from jobs.service.plan import plan_change
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.strategy import world_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
+    from jobs.hub.names import HubName
     from jobs.queue.store import Job, Store
     from jobs.service.plan import Plan
     from jobs.spec.job_spec import JobSpec
@@ -37,7 +39,9 @@ _LAST_CHOICES = (
 )
 
 
-def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[Job, Plan]:
+def change(
+    store: Store, job_id: int, spec: JobSpec, before: JobSpec, absent: Sequence[HubName] = ()
+) -> tuple[Job, Plan]:
     """Change a queued job; it keeps its place in the queue.
 
     Args:
@@ -45,6 +49,7 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
         job_id: Which one.
         spec: What it is to be.
         before: The job as the user saw it, so that nobody else's changes are overwritten.
+        absent: What of the hub it is to wait for.
 
     Returns:
         The job, and the plan for how it will run.
@@ -53,7 +58,7 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
         StateError: It is no longer queued, or someone else has changed it.
         UserError: Something is wrong with the new description; nothing has changed.
     """
-    plan = plan_change(store, job_id, spec)
+    plan = plan_change(store, job_id, spec, absent)
     run_dir = store.get(job_id).run_dir
     old, new = dump_spec(before), dump_spec(plan.spec)
     written = False
@@ -63,6 +68,7 @@ def change(store: Store, job_id: int, spec: JobSpec, before: JobSpec) -> tuple[J
         if dump_spec(load_spec(run_dir.job_file)) != old:
             raise StateError(f"job {job_id} was changed elsewhere in the meantime", "reload it")
         service.write_job_file(run_dir, new)
+        hub.note(run_dir, plan.absent)
         written = True
 
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jobs.errors import StateError, UserError
+from jobs.hub.wanted import find_missing, noted
 from jobs.preflight import check_job
 from jobs.queue.states import ACTIVE, State
 from jobs.resume.resume_conflicts import find_resume_conflicts
@@ -16,8 +17,9 @@ from jobs.spec.rules.cascade import settle
 from jobs.spec.values.datasets import with_folder_repeats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from jobs.hub.names import HubName
     from jobs.queue.store import Job, Store
     from jobs.run.checkpoint_files import Checkpoint
     from jobs.spec.job_spec import JobSpec
@@ -37,6 +39,7 @@ class Plan:
         job: The job to resume or change; None for a new one.
         back_to: The step to go back to, if the user named one.
         rewritten: Whether its job file changes.
+        absent: What is fetched before it starts.
     """
 
     spec: JobSpec
@@ -48,20 +51,26 @@ class Plan:
     job: Job | None = None
     back_to: int | None = None
     rewritten: bool = False
+    absent: Sequence[HubName] = ()
 
 
-def plan_submit(store: Store, spec: JobSpec) -> Plan:
+def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> Plan:
     """Check a new job.
+
+    Args:
+        store: The jobs.
+        spec: The job.
+        absent: What of the hub it waits for, which is checked once it is there.
 
     Raises:
         UserError: The job is invalid, or cannot start from its checkpoint.
     """
     spec, notes = with_folder_repeats(spec)
-    gpus = check_job.check(spec)
+    gpus = check_job.check(spec, absent)
     check_job.check_beginning(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
-        return Plan(spec, gpus, warnings=notes)
+        return Plan(spec, gpus, warnings=notes, absent=absent)
     origin = find_origin(store, spec.resume_from_checkpoint)
     spec = spec.model_copy(update={KEY: str(origin.path.resolve())})
     changes = _compare(origin, spec)
@@ -71,7 +80,8 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
             f"steps that {origin.path} has already trained",
             "use a larger number",
         )
-    return Plan(spec, gpus, origin, changes=changes, warnings=[*notes, *_find_haste(store, origin)])
+    warnings = [*notes, *_find_haste(store, origin)]
+    return Plan(spec, gpus, origin, changes=changes, warnings=warnings, absent=absent)
 
 
 def plan_resume(
@@ -136,8 +146,8 @@ def plan_resume(
     )
 
 
-def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
-    """Check a change to a queued job.
+def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubName] = ()) -> Plan:
+    """Check a change to a queued job, which may wait for what is absent.
 
     Raises:
         StateError: It is no longer queued.
@@ -148,7 +158,9 @@ def plan_change(store: Store, job_id: int, spec: JobSpec) -> Plan:
         raise StateError(f"job {job_id} is {job.state}, not queued")
     begin = newest_whole(job.run_dir)
     if begin is None:
-        return replace(plan_submit(store, spec), job=job, rewritten=True)
+        if not absent and noted(job.run_dir):
+            absent = find_missing(spec)
+        return replace(plan_submit(store, spec, absent), job=job, rewritten=True)
     gpus = check_job.check(spec)
     spec = settle(spec)
     if begin.step > spec.max_train_steps:

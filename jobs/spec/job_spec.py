@@ -18,6 +18,7 @@ from jobs.spec.keys.data import DataKeys
 from jobs.spec.keys.devices import DeviceKeys
 from jobs.spec.keys.export import ExportKeys
 from jobs.spec.keys.fsdp import FsdpKeys
+from jobs.spec.keys.hub import HubKeys
 from jobs.spec.keys.job import JobKeys
 from jobs.spec.keys.lora import LoraKeys
 from jobs.spec.keys.output import OutputKeys
@@ -33,6 +34,7 @@ _WHOLE: Final = 100  # keys of a job that is written down whole, at the least
 class JobSpec(
     RunningKeys,
     TrackingKeys,
+    HubKeys,
     ExportKeys,
     ValidationKeys,
     OutputKeys,

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from jobs.hub.wanted import forget, noted
 from jobs.launch import local
 from jobs.machine import processes
 from jobs.machine.processes import ProcessId
 from jobs.memory.kept_prediction import keep
+from jobs.preflight.check_job import check
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.file.load import load_spec
 
@@ -67,6 +69,9 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
     processes.end(processes.with_run_id(job.run_id), grace=0)  # of a launch cut short
     run_dir.forget_attempt()
     spec = load_spec(run_dir.job_file)
+    if noted(run_dir):  # fetched since it was submitted, and not looked at by then
+        check(spec)
+        forget(run_dir)
     started = local.build(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(started.config, sort_keys=False))
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
-from jobs.launch.trackers import start_trackers
+from jobs.launch.trackers import start_push, start_trackers
 from jobs.machine import devices, processes
 from jobs.machine.gpu import still_held
 from jobs.machine.processes import ProcessId
@@ -134,6 +134,7 @@ class Supervisor:
         """Report the run to its trackers, each in a process that nobody waits for."""
         try:
             self.trackers += start_trackers(attempt.spec, self.job.run_dir)
+            self.trackers += start_push(attempt.spec, self.job)
         except OSError as error:
             self._say(f"cannot start a tracker: {error}")
 

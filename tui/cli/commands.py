@@ -11,9 +11,8 @@ import math
 import sqlite3
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -41,6 +40,7 @@ from tui.cli.job.checkpoints import checkpoints, resume, tell
 from tui.cli.job.edit import edit
 from tui.cli.job.export import export
 from tui.cli.job.follow import follow_job, follow_log
+from tui.cli.job.push import push
 from tui.cli.job.queue import COMMANDS
 from tui.cli.job.samples import samples
 from tui.cli.job.watch import watch
@@ -55,10 +55,11 @@ from tui.cli.prepare.detect import detect
 from tui.cli.prepare.diff import diff
 from tui.cli.prepare.estimate import estimate_job
 from tui.cli.prepare.families import families
+from tui.cli.prepare.fetch import FETCH, fetch, offer
 from tui.cli.prepare.import_job import import_job
 from tui.cli.prepare.keys import keys
 from tui.cli.prepare.templates import templates
-from tui.text.tables import describe, gpu_table, job_table
+from tui.text.tables import describe, gpu_facts, gpu_table, job_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,10 +159,13 @@ def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> Non
     is_flag=True,
     help="Validate and print the complete job; queue nothing.",
 )
+@FETCH
 @TEMPLATE
 @JSON
 @WORDS
-def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json: bool) -> None:
+def submit(
+    words: tuple[str, ...], template: str | None, fetch: bool, dry_run: bool, as_json: bool
+) -> None:
     """Queue a job and print its id.
 
     Every key of a job file is also a flag (`fsdp-tui keys` lists them); flags win over the file.
@@ -177,7 +181,7 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
     """
     spec = read_job(words, template=template)
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
-        plan = plan_submit(store, spec)
+        plan = plan_submit(store, spec, offer(spec, fetch=fetch, dry_run=dry_run))
     tell(plan)
     if dry_run:
         values = plan.spec.to_dict()
@@ -192,9 +196,10 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
 
 
 @cli.command(cls=JobCommand, context_settings=FLAGS)
+@FETCH
 @TEMPLATE
 @WORDS
-def run(words: tuple[str, ...], template: str | None) -> int:
+def run(words: tuple[str, ...], template: str | None, fetch: bool) -> int:
     """Queue a job and follow it until it ends.
 
     Takes the same flags as submit. Ctrl-C asks the job to stop; again forces it.
@@ -204,7 +209,7 @@ def run(words: tuple[str, ...], template: str | None) -> int:
     fsdp-tui run job.yaml --max_train_steps=10 && fsdp-tui list
     """
     store, spec = Store(), read_job(words, template=template)
-    plan = plan_submit(store, spec)
+    plan = plan_submit(store, spec, offer(spec, fetch=fetch))
     tell(plan)
     return follow_job(store, service.carry_out(store, plan).id)
 
@@ -324,7 +329,7 @@ def gpus(as_json: bool) -> None:
     service.refresh(store)
     present, claims = devices.gpus(), store.claims()
     if as_json:
-        echo(json.dumps([_gpu_facts(gpu, claims) for gpu in present]))
+        echo(json.dumps([gpu_facts(gpu, claims) for gpu in present]))
     else:
         echo(gpu_table(present, claims) if present else _no_gpus())
 
@@ -335,10 +340,12 @@ for command in (
     doctor,
     estimate_job,
     families,
+    fetch,
     cache,
     resume,
     checkpoints,
     export,
+    push,
     import_job,
     keys,
     completion,
@@ -367,26 +374,6 @@ def _looked_at() -> Iterator[Store]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _gpu_facts(gpu: devices.Gpu, claims: dict[str, int]) -> dict[str, Any]:
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid,
-        "name": gpu.name,
-        "memory_total": gpu.memory_total,
-        "memory_used": gpu.memory_used,
-        "utilisation": gpu.utilisation,
-        "temperature": gpu.temperature,
-        "power": gpu.power,
-        "power_limit": gpu.power_limit,
-        "clock": gpu.clock,
-        "throttle": gpu.throttle,
-        "problem": gpu.problem,
-        "mig": [asdict(instance) for instance in gpu.mig],
-        "job": claims.get(gpu.uuid),
-        "processes": [asdict(process) for process in gpu.processes],
-    }
 
 
 def _no_gpus() -> str:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.hub.wanted import question
 from tui.form.beside.fit import FitBars
+from tui.form.fields import draft
 from tui.form.fields.pages import first_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from jobs.hub.names import HubName
+    from tui.form.lookups import Looks
     from tui.form.screen import NewJobScreen
 
+_ASKS: Final = "Not on this machine; asking the hub how large it is …"
 _WAITS: Final = "Checking model, data and memory … ^r again queues without waiting."
 
 
@@ -26,6 +31,7 @@ class Gate:
     def __init__(self, form: NewJobScreen) -> None:
         self._form = form
         self._accepted: Mapping[str, Any] | None = None  # to be queued in spite of a doubt
+        self._fetched: tuple[Mapping[str, Any], list[HubName]] = ({}, [])  # for these values
         self._waiting: Mapping[str, Any] | None = None  # for what is not known of these yet
 
     def opens(self, values: Mapping[str, Any]) -> bool:
@@ -37,8 +43,12 @@ class Gate:
             form.tell(_WAITS)
             return False
         self._waiting = None
-        if form.looks.bad_paths:
-            form.call_later(form.go_to, first_of(form.looks.bad_paths))
+        if form.looks.bad_paths and not self.fetched_for(values):
+            if any(draft.names_hub(name, values) for name in form.looks.bad_paths):
+                form.tell(_ASKS)
+                form.looks.at_hub(values)
+            else:
+                form.call_later(form.go_to, first_of(form.looks.bad_paths))
             return False
         return values == self._accepted or not self._asks(values, fit)
 
@@ -49,6 +59,37 @@ class Gate:
         if values != self._form.values:  # typed on meanwhile
             self._waiting = None
         elif self._form.query_one(FitBars).knows(values) and not self._form.looks.under_way:
+            self._form.call_later(self._form.action_submit)
+
+    def fetched_for(self, values: Mapping[str, Any]) -> list[HubName]:
+        """What the person agreed to fetch for a job of these values."""
+        return self._fetched[1] if values == self._fetched[0] else []
+
+    def ask_to_fetch(self, answer: Looks.Absent) -> None:
+        """The hub has answered: ask whether to fetch."""
+        form = self._form
+        if answer.values != form.values:  # typed on meanwhile
+            return
+        if not answer.sizes:
+            form.tell("")
+            form.complain(answer.problem)
+            form.call_later(form.go_to, first_of(form.looks.bad_paths))
+            return
+        from tui.widgets.modals.confirm import ConfirmScreen
+
+        screen = ConfirmScreen(
+            question(answer.sizes),
+            "It is fetched in the background, also after you leave; the job waits in the queue.",
+            "fetch it and queue the job",
+            refuse="back",
+            harmful=False,
+        )
+        form.app.push_screen(screen, partial(self._agreed, answer))
+
+    def _agreed(self, answer: Looks.Absent, yes: bool | None) -> None:
+        self._form.tell("")
+        if yes:
+            self._fetched = answer.values, list(answer.sizes)
             self._form.call_later(self._form.action_submit)
 
     def _asks(self, values: Mapping[str, Any], fit: FitBars) -> bool:

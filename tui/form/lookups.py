@@ -7,9 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from textual.message import Message
+from textual.worker import get_current_worker
 
 from jobs.errors import UserError
+from jobs.hub.wanted import ask_sizes, find_missing
 from jobs.launch.replay import command_of, launch_facts, script_of
+from jobs.machine.engine_tools import Cancelled
 from tui.form.fields import draft
 from tui.form.fields.pages import PATHS
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from textual.screen import Screen
+
+    from jobs.hub.names import HubName
 
 
 class Looks:
@@ -42,6 +47,14 @@ class Looks:
 
         command: str
         script: str
+
+    @dataclass
+    class Absent(Message):
+        """A thread asked the hub for what is not on this machine."""
+
+        values: dict[str, Any]
+        sizes: dict[HubName, int]  # bytes to fetch
+        problem: str = ""
 
     def __init__(self, screen: Screen[Any], *, on_gpus: bool) -> None:
         self._screen = screen
@@ -69,6 +82,10 @@ class Looks:
             self._launched = dict(values)
             self._run(partial(self._make_launch, dict(values)), "launch")
 
+    def at_hub(self, values: Mapping[str, Any]) -> None:
+        """Ask the hub how large what these values name is."""
+        self._run(partial(self._ask_hub, dict(values)), "hub")
+
     def take(self, found: Checked) -> None:
         """Take note of what is wrong with a path, or may be."""
         self.under_way.discard(found.field)
@@ -85,6 +102,17 @@ class Looks:
         doubt = draft.doubt_of(name, values) if good else ""
         if self._checked.get(name) == _key(name, values):
             self._screen.post_message(self.Checked(name, good, text, doubt))
+
+    def _ask_hub(self, values: dict[str, Any]) -> None:
+        worker, sizes, problem = get_current_worker(), {}, ""
+        try:
+            missing = find_missing(draft.spec_of(values))
+            sizes = ask_sizes(missing, lambda: worker.is_cancelled)
+        except Cancelled:
+            return
+        except UserError as error:
+            problem = str(error)
+        self._screen.post_message(self.Absent(values, sizes, problem))
 
     def _make_launch(self, values: dict[str, Any]) -> None:
         try:

@@ -11,8 +11,9 @@ from jobs.service.plan import plan_submit
 from tui.text.checkpoint_text import plan_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from jobs.hub.names import HubName
     from jobs.queue.store import Store
     from jobs.spec.job_spec import JobSpec
 
@@ -54,8 +55,10 @@ class Purpose:
         """A name for what the form says, where the job can be changed no more."""
         return edit.free_name(str(values.get("name", "job")), [job.name for job in store.all()])
 
-    def carry_out(self, store: Store, spec: JobSpec) -> tuple[int, list[str]]:
-        """Queue or change the job.
+    def carry_out(
+        self, store: Store, spec: JobSpec, absent: Sequence[HubName] = ()
+    ) -> tuple[int, list[str]]:
+        """Queue or change the job, which waits for what is absent.
 
         Returns:
             Its number, and what the person should know, a line each.
@@ -64,9 +67,9 @@ class Purpose:
             UserError: It cannot be done; nothing has changed.
         """
         if self.job is None or self.before is None:
-            plan = plan_submit(store, spec)
+            plan = plan_submit(store, spec, absent)
             return service.carry_out(store, plan).id, plan_lines(plan)
-        job, plan = edit.change(store, self.job, spec, self.before)
+        job, plan = edit.change(store, self.job, spec, self.before, absent)
         return job.id, plan_lines(plan)
 
     @property

@@ -16,7 +16,7 @@ from jobs.errors import StateError, UserError
 from tui.form import files, subscreens
 from tui.form.all_pages import Fields
 from tui.form.beside.fit import FitBars
-from tui.form.beside.lines import Links, show
+from tui.form.beside.lines import Links, reveal, show
 from tui.form.beside.preview import KINDS, Preview
 from tui.form.earlier import Earlier
 from tui.form.fields import draft, field_texts
@@ -205,8 +205,7 @@ class NewJobScreen(Screen[int | None]):
     def _check(self) -> None:
         """Show what the values come to, and what is wrong beside each field."""
         followed, cascade = self.fields.follow(), self.query_one("#cascade", Static)
-        show(cascade, followed)
-        cascade.set_class(bool(followed), "-shown")
+        reveal(cascade, followed)
         values, self._reasons = draft.in_force(self.fields.said)
         self.looks.at_paths(values)
         self.preview.tell("yaml", draft.as_yaml(values))
@@ -249,6 +248,10 @@ class NewJobScreen(Screen[int | None]):
         self._check()
         self.gate.look_again()
 
+    @on(Looks.Absent)
+    def _hub_answered(self, message: Looks.Absent) -> None:
+        self.gate.ask_to_fetch(message)
+
     @on(Looks.Launch)
     def _launch_made(self, message: Looks.Launch) -> None:
         self.preview.tell("command", message.command, message.script)
@@ -282,7 +285,8 @@ class NewJobScreen(Screen[int | None]):
         """In a thread."""
         app = self.app  # a form that was left has none
         try:
-            job, told = purpose.carry_out(self.store, draft.spec_of(values))
+            absent = self.gate.fetched_for(values)
+            job, told = purpose.carry_out(self.store, draft.spec_of(values), absent)
             if not self.post_message(self.Submitted(job)):  # left meanwhile, which stops nothing
                 app.post_message(app.Said(f"job {job} {purpose.done}"))
             if told:
@@ -353,8 +357,7 @@ class NewJobScreen(Screen[int | None]):
         self._check()
 
     def action_copy(self) -> None:
-        text = self.preview.texts[self.preview.kind]
-        self.notify(clipboard.copy(self.app, text), markup=False)
+        self.notify(clipboard.copy(self.app, self.preview.texts[self.preview.kind]), markup=False)
 
     def action_leave(self) -> None:
         if draft.same(self.fields.said, self.opened):
@@ -389,12 +392,9 @@ class NewJobScreen(Screen[int | None]):
         """Show what is wrong, or worth knowing, and belongs to no field in sight."""
         error = self.query_one("#form-error", Static)
         error.set_class(warning, "-warning")
-        show(error, f"! {problem}" if problem else "")
-        error.set_class(bool(problem), "-shown")
+        reveal(error, f"! {problem}" if problem else "")
 
     def _show_carried(self, values: Mapping[str, Any]) -> None:
         """On the first page: what the others say."""
         text = draft.carried_line(values) if self.fields.page == 0 else ""
-        line = self.query_one("#carried", Static)
-        show(line, text)
-        line.set_class(bool(text), "-shown")
+        reveal(self.query_one("#carried", Static), text)

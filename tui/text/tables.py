@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jobs.machine.devices import foreign_users
@@ -153,3 +154,24 @@ def _where(job: Mapping[str, Any]) -> str:
 
 def _when(t: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
+
+
+def gpu_facts(gpu: Gpu, claims: Mapping[str, int]) -> dict[str, Any]:
+    """A GPU as scripts see it (`gpus --json`)."""
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "memory_total": gpu.memory_total,
+        "memory_used": gpu.memory_used,
+        "utilisation": gpu.utilisation,
+        "temperature": gpu.temperature,
+        "power": gpu.power,
+        "power_limit": gpu.power_limit,
+        "clock": gpu.clock,
+        "throttle": gpu.throttle,
+        "problem": gpu.problem,
+        "mig": [asdict(instance) for instance in gpu.mig],
+        "job": claims.get(gpu.uuid),
+        "processes": [asdict(process) for process in gpu.processes],
+    }

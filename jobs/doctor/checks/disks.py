@@ -7,18 +7,18 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
 
 from jobs.doctor.disk_needs import checkpoint_bytes, checkpoints_kept
 from jobs.doctor.finding import Finding, fail, ok, warn
-from jobs.paths import cache_home, expand, state_home
+from jobs.paths import cache_home, expand, nearest, state_home
 from jobs.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from jobs.doctor.patient import Patient
     from jobs.spec.job_spec import JobSpec
@@ -204,11 +204,6 @@ def look(place: Path) -> Disk:
         problem=problem,
         skew=skew,
     )
-
-
-def nearest(place: Path) -> Path:
-    """The place, or what exists above it."""
-    return next((path for path in (place, *place.parents) if path.is_dir()), Path("/"))
 
 
 def kind_of(path: Path) -> str:

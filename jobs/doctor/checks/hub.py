@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.doctor.checks.disks import nearest
 from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.paths import nearest
 from jobs.units import size
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import UserError
 from jobs.imports.ai_toolkit import data as ai_toolkit_data
 from jobs.imports.ai_toolkit import rules
-from jobs.imports.common import launch, models, trackers, training_keys
+from jobs.imports.common import hub, launch, models, trackers, training_keys
 from jobs.imports.common.draft import Draft, all_of, flatten, named, needless, same, without
 from jobs.imports.common.places import parse
 
@@ -260,9 +260,9 @@ _OUTPUT: Final[dict[str, Rule]] = {
     "save.save_every": named("checkpointing_steps"),
     "save.max_step_saves_to_keep": named("checkpoints_total_limit"),
     "save.save_format": needless("exports have the layout that other tools load"),
-    **all_of(
-        "save.push_to_hub save.hf_repo_id save.hf_private", needless(training_keys.NO_UPLOADS)
-    ),
+    "save.push_to_hub": hub.push,
+    "save.hf_repo_id": hub.of_push("hub_model_id"),
+    "save.hf_private": hub.of_push("hub_private_repo"),
     **all_of(
         "training_folder performance_log_every sqlite_db_path",
         needless(training_keys.OWN_DIRECTORIES),
@@ -281,6 +281,7 @@ _PREFIXES: Final[dict[str, Rule]] = {
 }
 
 _FIRST: Final = (
+    "save.push_to_hub",
     "logging.use_wandb",
     "model.arch",
     *rules.SWITCHES.split(),

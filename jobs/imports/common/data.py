@@ -24,7 +24,7 @@ _ONLY_CAPTION: Final = (
     "with missing_captions: empty it is the full caption of images without one; move any .txt "
     "files away"
 )
-_HUB: Final = "a hub dataset; first run `hf download --repo-type dataset {0} --local-dir {0}`"
+_HUB: Final = "a dataset of the hub"
 
 
 class Part(Draft):
@@ -56,9 +56,9 @@ def folder(draft: Draft, key: str, value: Any) -> None:
 
 
 def hub_id(draft: Draft, key: str, value: Any) -> None:
-    """A dataset of the hub, which is to be a directory of that name."""
+    """A dataset of the hub, or a directory of that name."""
     place = find_beside(draft.folder, str(value))
-    draft.take(key, "path", str(place) if place else str(value), _HUB.format(value))
+    draft.take(key, "path", str(place) if place else str(value), "" if place else _HUB)
 
 
 def only_caption(draft: Draft, key: str, value: Any) -> None:

@@ -88,7 +88,6 @@ NO_EFFECT: Final = "has no effect on training"
 BUCKETS: Final = "images are resized and cropped to buckets of similar shape"
 OWN_DIRECTORIES: Final = "every job has its own run directory; `fsdp-tui show ID` prints it"
 OWN_CACHES: Final = "caches are keyed by content and shared by all jobs (cache_dir)"
-NO_UPLOADS: Final = "no uploads; run `fsdp-tui export ID`, then `hf upload REPO DIR`"
 NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports.common import data, launch, models, trackers, training_keys
+from jobs.imports.common import data, hub, launch, models, trackers, training_keys
 from jobs.imports.common.draft import (
     Draft,
     all_of,
@@ -338,16 +338,17 @@ _RULES: Final[dict[str, Rule]] = {
         without(training_keys.NO_METHOD),
     ),
     "use_dora": unless_off("lora_variant", "dora"),
-    **all_of(
-        "revision variant pretrained_vae_model_name_or_path", without(training_keys.ONE_DIRECTORY)
-    ),
+    "revision": hub.revision,
+    **all_of("variant pretrained_vae_model_name_or_path", without(training_keys.ONE_DIRECTORY)),
     # -- output
     "output_dir": training_keys.job_name,
     "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS, "latest"),
     **all_of("validation_prompt validation_prompts final_validation_prompt", _prompt),
     "validation_epochs": without("set validation_steps; samples are always made at the end"),
     "num_validation_images": without("list a prompt several times with different seeds", "1"),
-    **all_of("push_to_hub hub_model_id hub_private_repo", needless(training_keys.NO_UPLOADS)),
+    "push_to_hub": hub.push,
+    "hub_model_id": hub.of_push("hub_model_id"),
+    "hub_private_repo": hub.of_push("hub_private_repo"),
     **trackers.RULES,
     **all_of(
         "cache_latents offload cache_dir remote_text_encoder skip_final_inference "
@@ -367,6 +368,7 @@ _PREFIXES: Final[dict[str, Rule]] = {
 _TAKE_SEVERAL: Final = ("validation_prompts", "report_to")
 _FIRST: Final = (
     "report_to",
+    "push_to_hub",
     "pretrained_model_name_or_path",
     *_FOLDERS,
     "with_prior_preservation",

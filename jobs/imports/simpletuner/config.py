@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports.common import launch, models, trackers, training_keys
+from jobs.imports.common import hub, launch, models, trackers, training_keys
 from jobs.imports.common.draft import (
     Draft,
     all_of,
@@ -110,8 +110,9 @@ _MODEL: Final[dict[str, Rule]] = {
     "attention_mechanism": chosen(
         "attention_backend", rules.KERNELS, "torch's kernels are used; others: flash, cudnn"
     ),
+    "revision": hub.revision,
     **all_of(
-        "revision variant pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path "
+        "variant pretrained_vae_model_name_or_path pretrained_t5_model_name_or_path "
         "pretrained_transformer_model_name_or_path pretrained_unet_model_name_or_path",
         without(training_keys.ONE_DIRECTORY),
     ),
@@ -198,11 +199,14 @@ _OUTPUT: Final[dict[str, Rule]] = {
     "resume_from_checkpoint": without(training_keys.OTHER_CHECKPOINTS, "latest"),
     "output_dir": training_keys.job_name,
     **trackers.RULES,
+    "push_to_hub": hub.push,
+    "push_checkpoints_to_hub": hub.of_push("push_checkpoints_to_hub"),
+    "hub_model_id": hub.of_push("hub_model_id"),
+    "model_card_private": hub.of_push("hub_private_repo"),
     **all_of(
-        "push_to_hub push_checkpoints_to_hub hub_model_id push_to_hub_background "
-        "model_card_private model_card_safe_for_work model_card_note publishing_config "
+        "push_to_hub_background model_card_safe_for_work model_card_note publishing_config "
         "post_upload_script post_checkpoint_script",
-        needless(training_keys.NO_UPLOADS),
+        needless("pushes do not delay training, and write a model card"),
     ),
     **all_of(
         "webhook_config webhook_reporting_interval",
@@ -302,6 +306,7 @@ _PREFIXES: Final[dict[str, Rule]] = {
 
 _FIRST: Final = (
     "report_to",
+    "push_to_hub",
     "model_family",
     "model_flavour",
     "pretrained_model_name_or_path",

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from jobs.imports.common.draft import Draft, Rule
 
 _CACHES: Final = ("text_embeds", "image_embeds", "conditioning_image_embeds")
-_STORES: Final = (
-    "only local folders are supported: copy it (`hf download`, `aws s3 sync`) and set the path"
-)
+_STORES: Final = "only local folders are supported: copy it (`aws s3 sync`) and set the path"
 _METADATA: Final = (
     'write a metadata.jsonl into the folder, a line {"file_name": …, "text": …} for each image'
 )

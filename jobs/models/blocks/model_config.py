@@ -148,7 +148,7 @@ def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any]
         raise SpecError(
             f"the config of {family.title} {flavour} ({known.hub_id}) is not available",
             "set pretrained_model_name_or_path to a directory or a config.json, or run "
-            f"`hf download {known.hub_id}` first",
+            f"`fsdp-tui fetch {known.hub_id}` first",
         ) from None
 
 

@@ -28,11 +28,11 @@ class JobKeys(BaseModel):
     )
     model_flavour: OptionalText = field(None, "job", "Published variant of the family.")
     pretrained_model_name_or_path: str = field(
-        "", "job", "Diffusers model directory, or a hub id in the local cache."
+        "", "job", "Diffusers model directory, or a hub id: ORG/NAME or ORG/NAME@REVISION."
     )
     dataset: str = field(
         "",
         "job",
         "Folder of images, each with a .txt caption of the same name or a row in metadata.jsonl "
-        "or .csv; or a directory of the `datasets` library.",
+        "or .csv; a directory of the `datasets` library; or a dataset of the hub: ORG/NAME.",
     )

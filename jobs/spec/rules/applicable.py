@@ -272,6 +272,10 @@ def _nothing_to_validate(spec: JobSpec) -> str:
     return "" if either else f"{_NO_PROMPTS} or validation_fraction"
 
 
+def _not_pushed(spec: JobSpec) -> str:
+    return "" if spec.push_to_hub else "needs push_to_hub"
+
+
 def _not_tracked(spec: JobSpec) -> str:
     return "" if spec.report_to else "needs report_to"
 
@@ -345,6 +349,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("unmasked_weight",), _unmasked),
     (("max_bucket_aspect_ratio",), _squared),
     (("tracker_project_name", "tracker_run_name", "logging_dir"), _not_tracked),
+    (("push_checkpoints_to_hub", "hub_model_id", "hub_private_repo"), _not_pushed),
     (("num_frames", "fps"), _pictures),
     (("caption_shuffles", "keep_tags"), _in_order),
     (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.rules.extra_args import extra_args
@@ -10,6 +11,9 @@ from jobs.spec.rules.strategy import shards
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
+
+
+_REPO: Final = re.compile(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
 def gpu_count(spec: JobSpec) -> Conflict | None:
@@ -61,4 +65,14 @@ def deepspeed(spec: JobSpec) -> Conflict | None:
     )
 
 
-LAUNCH_RULES = (gpu_count, machines, extra_args, deepspeed)
+def hub_model_id(spec: JobSpec) -> Conflict | None:
+    if spec.hub_model_id is None or _REPO.fullmatch(spec.hub_model_id):
+        return None
+    return Conflict(
+        "hub_model_id",
+        f'hub_model_id: "{spec.hub_model_id}" is not a repository; use ORG/NAME or NAME, of '
+        "letters, digits, - _ and .",
+    )
+
+
+LAUNCH_RULES = (gpu_count, machines, extra_args, deepspeed, hub_model_id)

@@ -14,6 +14,7 @@ from pydantic import (
     model_serializer,
 )
 
+from jobs.hub.names import HubName
 from jobs.paths import exists, expand
 from jobs.spec.values.dataset_files import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
 from jobs.spec.values.resolutions import OptionalResolutions
@@ -91,8 +92,20 @@ def read_datasets(value: Any) -> Any:
 
 
 def datasets_of(spec: JobSpec) -> list[Dataset]:
-    """The job's datasets, in order; `dataset` alone is a list of one."""
-    return list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
+    """The job's datasets, in order; `dataset` alone is a list of one.
+
+    Those of the hub that were fetched have the path of their folder in its cache.
+    """
+    entries = list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
+    return [_with_place(entry) for entry in entries]
+
+
+def _with_place(dataset: Dataset) -> Dataset:
+    name = HubName.read("dataset", dataset.path)
+    if name is None or exists(expand(dataset.path)):
+        return dataset
+    found = name.find()
+    return dataset.model_copy(update={"path": str(found)}) if found is not None else dataset
 
 
 def fallback_caption(spec: JobSpec, dataset: Dataset) -> str | None:

@@ -145,7 +145,7 @@ def test_no_secret_leaves_a_configuration(tool: str, name: str) -> None:
 def test_what_is_missing_is_said(tool: str, name: str) -> None:
     imported = example(tool, name)
     missing = "\n".join(imported.report.to_fill_in)
-    assert "hf download" in missing  # the model
+    assert "fsdp-tui fetch" in missing  # the model
     assert "no such folder: " in missing or "dataset is missing" in missing
 
 
@@ -470,7 +470,11 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"num_validation_images": 4}, Lost),
     ({"controlnet": False}, Needless),
     ({"controlnet": "true"}, Lost),
-    ({"push_to_hub": "true"}, Needless),
+    ({"push_to_hub": "true"}, {"push_to_hub": True}),
+    ({"push_to_hub": False}, Needless),
+    ({"hub_model_id": "a/b"}, Needless),
+    ({"hub_model_id": "a/b", "push_to_hub": "true"}, {"hub_model_id": "a/b"}),
+    ({"push_checkpoints_to_hub": 1, "push_to_hub": 1}, {"push_checkpoints_to_hub": True}),
     ({"model_flavour": "schnell"}, {"model_flavour": "schnell"}),
     ({"model_flavour": "libreflux"}, Lost),
     ({"fsdp_state_dict_type": "full"}, {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
@@ -704,7 +708,13 @@ SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
     ("--num_train_epochs=2", Lost),
     ("--num_train_epochs=2 --max_train_steps=10", Needless),
     ("--validation_epochs=3", Lost),
-    ("--push_to_hub", Needless),
+    ("--push_to_hub", {"push_to_hub": True}),
+    ("--hub_model_id=a/b --push_to_hub", {"hub_model_id": "a/b"}),
+    ("--revision=main", Needless),
+    (
+        "--revision=v2 --pretrained_model_name_or_path=a/b",
+        {"pretrained_model_name_or_path": "a/b@v2"},
+    ),
     ("--hub_token=abc", Needless),
     ("--resume_from_checkpoint=latest", Needless),
     ("--max_train_steps=many", Kind.UNREADABLE),

@@ -244,7 +244,7 @@ def test_a_config_without_a_class_is_that_of_the_family(model: Path) -> None:
         ({"model_family": "fluks"}, 'unknown model_family "fluks" .did you mean "flux"'),
         ({"model_family": "flux", "model_flavour": "def"}, 'did you mean "dev"'),
         ({"pretrained_model": "/no/such/place"}, "no such model directory: /no/such/place"),
-        ({"pretrained_model": "someone/something"}, "hf download someone/something"),
+        ({"pretrained_model": "someone/something"}, "fsdp-tui fetch someone/something"),
     ],
 )
 def test_what_cannot_be_found_is_told(words: dict[str, str], told: str, home: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_flavour_without_a_published_config_says_what_to_give(
 ) -> None:
     new = Family("new", "New", (), "NewModel", ("NewBlock",), {"one": Flavour("someone/new-one")})
     monkeypatch.setitem(FAMILIES, "new", new)
-    with pytest.raises(SpecError, match=r"config of New one .* not available; set .*hf download"):
+    with pytest.raises(SpecError, match=r"config of New one .* not available; .*fsdp-tui fetch"):
         find_target("new")
 
 

@@ -71,7 +71,7 @@ def test_a_hub_id_that_is_not_in_the_local_cache(job_values: dict[str, Any]) -> 
     spec = read(job_values, pretrained_model_name_or_path="nobody-at-all/no-such-model")
     text = complaint(spec)
     assert "nobody-at-all/no-such-model is neither a directory nor in the hub cache" in text
-    assert "hf download nobody-at-all/no-such-model" in text
+    assert "fsdp-tui fetch nobody-at-all/no-such-model" in text
 
 
 def test_a_model_that_is_a_file(job_values: dict[str, Any], tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_every_field_explains_itself(name: str) -> None:
         "output",
         "validation",
         "export",
+        "hub",
         "tracking",
         "running",
     }

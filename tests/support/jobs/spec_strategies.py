@@ -120,6 +120,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "tracker_project_name": _TEXT.filter(lambda text: text == text.strip()),
     "tracker_run_name": st.none() | st.just("a run"),
     "logging_dir": st.sampled_from([None, "/no/such place"]),
+    "hub_model_id": st.none() | st.sampled_from(["a/b", "b"]),
     "validation_loss_steps": st.none() | st.integers(1, 10**6),
 }
 
@@ -152,4 +153,5 @@ REQUIRED: dict[str, Any] = {
     "crop": "random",
     "shuffle_captions": True,
     "report_to": ["tensorboard"],
+    "push_to_hub": True,
 }

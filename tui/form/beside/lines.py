@@ -12,6 +12,12 @@ class Links(Static):
         self.auto_links = False
 
 
+def reveal(place: Static, text: str) -> None:
+    """Show a line that takes no room while it says nothing."""
+    show(place, text)
+    place.set_class(bool(text), "-shown")
+
+
 def show(place: Static, text: str) -> None:
     """Compared before it is written: Textual repaints what it is given."""
     if place.content != text:

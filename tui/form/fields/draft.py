@@ -8,6 +8,8 @@ import yaml
 from pydantic import ValidationError
 
 from jobs.errors import SpecError, UserError
+from jobs.hub.names import HubName, is_offline
+from jobs.hub.wanted import find_missing
 from jobs.preflight import check_job
 from jobs.preflight.data_glance import find_unusable
 from jobs.preflight.dataset import check_dataset
@@ -286,9 +288,23 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         check_job.check_model(spec)
         return True, f"a {spec.model_family} model"
     except UserError as error:
+        if names_hub(name, values) and not is_offline():
+            if name == "dataset":
+                return False, f"no such dataset folder: {text}; if it is on the hub, ^r fetches it"
+            return False, f"{text} is not on this machine; ^r offers to fetch it from the hub"
         return False, str(error)
     except ValidationError:  # told as what is wrong with the field
         return True, ""
+
+
+def names_hub(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether the model or the dataset is one of the hub that is not here, or not whole."""
+    text = str(values.get(name) or "")
+    try:
+        found = HubName.read("dataset" if name == "dataset" else "model", text)
+        return found is not None and found in find_missing(_of_path(text, values))
+    except (UserError, ValidationError):
+        return False
 
 
 def doubt_of(name: str, values: Mapping[str, Any]) -> str:

@@ -72,7 +72,7 @@ _GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "devices": ("devices",),
     "training": ("training",),
     "data": ("job", "data"),
-    "output": ("lora", "output", "export"),
+    "output": ("lora", "output", "export", "hub"),
     "samples": ("validation",),
     "running": ("running", "tracking"),
 }

@@ -1,0 +1,209 @@
+"""`python -m jobs.hub.fetch KIND NAME`: fetch a model or a dataset into the hub's cache.
+
+It outlives whoever started it. How far it has come stands in a file, see `jobs.hub.fetches`. Files
+that are complete are never fetched again; a broken connection is resumed where it broke.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from glob import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from jobs.hub.fetches import Fetch, lock_of
+from jobs.hub.listing import check_room, list_files
+from jobs.hub.names import HubName, Kind
+from jobs.hub.trouble import HubError, explain
+from jobs.machine import file_lock
+from jobs.machine.start_detached import leave_starter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.hub.listing import Listing
+_LOOK_EVERY: Final = 0.5  # seconds between two looks at how far it is
+_FIRST_PAUSE: Final = 1.0  # seconds after a failure that may pass; each further pause is longer
+_LONGEST_PAUSE: Final = 60.0
+_GIVES_UP: Final = 20  # failures in a row, about 15 minutes, without a file that came through
+_STALE: Final = 3600.0  # seconds since the last byte of a file that nobody goes on with
+_PARTIAL: Final = ".incomplete"  # what `huggingface_hub` appends to files under way
+
+
+def fetch(
+    name: HubName, tell: Callable[[Fetch], None], pause: Callable[[float], None] = time.sleep
+) -> Path:
+    """Fetch what a job reads, whatever the network does.
+
+    Args:
+        name: What.
+        tell: Called with every change of how far it is.
+        pause: Waits for these seconds before another try.
+
+    Returns:
+        The folder in the hub's cache.
+
+    Raises:
+        HubError: It cannot be fetched.
+    """
+    failures, best = 0, 0
+    while True:
+        try:
+            listing = list_files(name)
+            check_room(listing, name)
+            return _download(name, listing, tell)
+        except Exception as error:
+            trouble = explain(error, name)
+            done = _bytes_there(name)
+            failures = 1 if done > best else failures + 1
+            best = max(best, done)
+            if not trouble.passing or failures > _GIVES_UP:
+                raise trouble from error
+            tell(Fetch(state="waiting", reason=str(trouble)))
+            pause(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1)))
+
+
+def _download(name: HubName, listing: Listing, tell: Callable[[Fetch], None]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    _remove_stale(_blobs(name))
+    before, over = listing.total - listing.missing, threading.Event()
+
+    def look() -> Fetch:
+        done = before + _bytes_under_way() + _bytes_there(name) - there
+        return Fetch("fetching", min(done, listing.total), listing.total)
+
+    def watch() -> None:
+        while not over.wait(_LOOK_EVERY):
+            tell(look())
+
+    there = _bytes_there(name)
+    tell(look())
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        folder = snapshot_download(
+            name.repo,
+            repo_type=name.kind,
+            revision=name.revision,
+            allow_patterns=[escape(path) for path in listing.files],
+        )
+    finally:
+        over.set()
+        watcher.join()
+    # Where the listing cannot be read, the library returns what is there, whole or not.
+    for path, count in listing.files.items():
+        if not _has(Path(folder, path), count):
+            raise HubError(f"{path} of {name.repo} did not come through", passing=True)
+    return Path(folder, name.folder)
+
+
+def _has(path: Path, count: int) -> bool:
+    try:
+        return path.stat().st_size == count
+    except OSError:
+        return False
+
+
+def _blobs(name: HubName) -> Path:
+    """Where the cache keeps the contents of a repository's files."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=name.repo, repo_type=name.kind)
+    return Path(constants.HF_HUB_CACHE, folder, "blobs")
+
+
+def _bytes_there(name: HubName) -> int:
+    """Bytes of complete files of the repository."""
+    with suppress(OSError):
+        return sum(
+            os.stat(path).st_size
+            for path in _blobs(name).iterdir()
+            if not path.name.endswith(_PARTIAL)
+        )
+    return 0
+
+
+def _under_way() -> set[str]:
+    """The files that this process is writing."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if path.endswith(_PARTIAL):
+                found.add(path)
+    return found
+
+
+def _bytes_under_way() -> int:
+    total = 0
+    for path in _under_way():
+        with suppress(OSError):
+            status = os.stat(path)
+            total += min(
+                status.st_size, status.st_blocks * 512
+            )  # of a file with holes, what is there
+    return total
+
+
+def _remove_stale(blobs: Path) -> None:
+    """Remove what killed processes left: nobody goes on with it."""
+    with suppress(OSError):
+        for path in blobs.glob(f"*{_PARTIAL}"):
+            if time.time() - path.stat().st_mtime > _STALE:
+                path.unlink()
+
+
+def _leave(number: int, _: Any) -> None:
+    """End at once, without the threads' leave, and leave nothing that takes room."""
+    for path in _under_way():
+        with suppress(OSError):
+            os.unlink(path)
+    os._exit(128 + number)
+
+
+def main() -> int:
+    """Fetch, unless another process does; the exit status."""
+    leave_starter()
+    kind, text = sys.argv[1:]
+    assert kind in get_args(Kind)
+    name = HubName.read(kind, text)  # type: ignore[arg-type]
+    assert name is not None
+    with open(lock_of(name), "a") as lock:
+        if not file_lock.take(lock):
+            return 0
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _leave)
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        return _run(name)
+
+
+def _run(name: HubName) -> int:
+    latest = Fetch("fetching")
+
+    def tell(now: Fetch) -> None:
+        nonlocal latest
+        # What waits for the network is no less far than it was.
+        latest = now if now.total else now.of(latest.done, latest.total)
+        with suppress(OSError):
+            latest.write(name)
+
+    tell(latest)
+    try:
+        folder = fetch(name, tell)
+    except HubError as error:
+        tell(Fetch("failed", reason=str(error)))
+        return 2
+    tell(Fetch("done", latest.total, latest.total, path=str(folder)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

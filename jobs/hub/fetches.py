@@ -1,0 +1,168 @@
+"""Fetches under way: who starts them, looks at how far they are, and ends them.
+
+Nothing here imports `huggingface_hub`, or asks the network in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from jobs.machine.engine_tools import ask
+from jobs.machine.processes import ProcessId
+from jobs.machine.start_detached import start_detached
+from jobs.paths import ensure_private_dir, ensure_state_home, state_home
+from jobs.run.rundir import read_json, write_atomic
+from jobs.units import size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.hub.names import HubName
+
+Stage = Literal["fetching", "waiting", "failed", "done"]
+_STARTS_WITHIN: Final = 20.0  # seconds
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How far a fetch is.
+
+    Attributes:
+        state: `waiting` is for the network.
+        done: Bytes that are there.
+        total: Bytes of all files; 0 while that is not known.
+        reason: What it waits for, or why it failed.
+        path: Where it is, once it is done.
+        pid: The process that wrote this.
+        started: When that began, in seconds since the boot.
+    """
+
+    state: Stage
+    done: int = 0
+    total: int = 0
+    reason: str = ""
+    path: str = ""
+    pid: int = 0
+    started: float = 0.0
+
+    def of(self, done: int, total: int) -> Fetch:
+        """The same with other numbers."""
+        return replace(self, done=done, total=total)
+
+    def write(self, name: HubName) -> None:
+        """Keep it for others to read."""
+        me = ProcessId.of(os.getpid())
+        assert me is not None
+        values = asdict(self) | {"pid": me.pid, "started": me.started}
+        write_atomic(_file_of(name), json.dumps(values) + "\n")
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process still runs."""
+        return ProcessId(self.pid, self.started).alive()
+
+    def __str__(self) -> str:
+        """`12.4 GiB of 31.4 GiB`."""
+        far = f"{size(self.done)} of {size(self.total)}" if self.total else "asking the hub"
+        return f"{far}; {self.reason}" if self.state == "waiting" else far
+
+
+def look_at(name: HubName) -> Fetch | None:
+    """How far a fetch is, or was when its process ended; None if there never was one."""
+    found = read_json(_file_of(name))
+    try:
+        return Fetch(**found) if found else None
+    except TypeError:  # of another version
+        return None
+
+
+def is_cut_off(name: HubName) -> bool:
+    """Whether it was started here, and not finished."""
+    found = look_at(name)
+    return found is not None and found.state != "done"
+
+
+def start(name: HubName) -> None:
+    """Fetch it in a process that outlives this one, unless one does.
+
+    Raises:
+        UserError: The state directory cannot be written.
+    """
+    found = look_at(name)
+    if found is not None and found.alive:
+        return
+    ensure_state_home()
+    place = ensure_private_dir(_home())
+    _file_of(name).unlink(missing_ok=True)  # it says why the last one failed
+    start_detached(
+        "jobs.hub.fetch",
+        name.kind,
+        str(name),
+        home=state_home(),
+        cwd=place,
+        log=place / f"{name.slug}.log",
+    )
+
+
+def end(name: HubName) -> bool:
+    """End a fetch; what is complete stays. Whether there was one."""
+    found = look_at(name)
+    return found is not None and ProcessId(found.pid, found.started).signal(signal.SIGTERM)
+
+
+def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> Fetch:
+    """Wait for a fetch that was started, until it is done or its process is gone."""
+    until = time.monotonic() + _STARTS_WITHIN
+    while True:
+        now = look_at(name)
+        if now is not None:
+            tell(now)
+            if now.state in ("done", "failed"):
+                return now
+        if now is None or now.alive:
+            until = max(until, time.monotonic() + (1.0 if now else 0.0))
+        if time.monotonic() > until:
+            return replace(now or Fetch("failed"), state="failed", reason="its process was ended")
+        time.sleep(every)
+
+
+def ask_size(name: HubName, cancelled: Callable[[], bool] = lambda: False) -> tuple[int, int]:
+    """Ask the hub, in a process of its own, how much would be fetched.
+
+    Returns:
+        Bytes that are missing here, and bytes of all files.
+
+    Raises:
+        UserError: It cannot be fetched, in a sentence.
+        ToolError: The process failed.
+        Cancelled: `cancelled` returned True.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as folder:
+        answer: dict[str, Any] = ask(
+            "jobs.hub.listing",
+            [name.kind, str(name)],
+            Path(folder, "answer"),
+            lambda line: None,
+            cancelled,
+        )
+    return int(answer["missing"]), sum(answer["files"].values())
+
+
+def lock_of(name: HubName) -> Path:
+    """Taken by the process that fetches it."""
+    return _home() / f"{name.slug}.lock"
+
+
+def _home() -> Path:
+    return state_home() / "fetches"
+
+
+def _file_of(name: HubName) -> Path:
+    return _home() / f"{name.slug}.json"

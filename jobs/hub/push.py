@@ -1,0 +1,181 @@
+"""`python -m jobs.hub.push JOB`: push what a job exports, beside its supervisor.
+
+A process of its own: nothing waits for it, and a network that fails delays no step. How far it is
+stands in `hub/push.json` of the run directory, so that another one goes on where it left off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import NotFoundError, UserError
+from jobs.hub.upload import upload
+from jobs.machine import file_lock
+from jobs.machine.engine_tools import ToolError
+from jobs.queue.states import State
+from jobs.queue.store import SERVICE, Store
+from jobs.run.checkpoint_files import list_checkpoints
+from jobs.run.export_places import export_facts
+from jobs.run.rundir import read_json, write_atomic
+from jobs.service.exports import export_checkpoint
+from jobs.spec.file.load import load_spec
+from jobs.untrusted.secrets import without_secrets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from jobs.queue.job import Job
+    from jobs.run.rundir import RunDir
+
+LOOK_EVERY: Final = 5.0  # seconds
+_NICE: Final = 10
+_FIRST_PAUSE: Final = 5.0  # seconds after a failure that may pass; each further pause is longer
+_LONGEST_PAUSE: Final = 600.0
+_GIVES_UP: Final = 40  # failures in a row, about five hours
+
+
+@dataclass(frozen=True)
+class Push:
+    """How far the pushes of a job are.
+
+    Attributes:
+        repo: Where to, once that is known.
+        pushed: Steps of the checkpoints that are there.
+        url: Of the latest commit.
+        problem: Why the latest try failed; "" once one went well.
+    """
+
+    repo: str = ""
+    pushed: list[int] = field(default_factory=list)
+    url: str = ""
+    problem: str = ""
+
+    @classmethod
+    def read(cls, run_dir: RunDir) -> Push:
+        """What was kept, or the beginning where it cannot be used."""
+        found: dict[str, Any] = read_json(_file(run_dir)) or {}
+        try:
+            steps = [int(step) for step in found["pushed"]]
+            return cls(str(found["repo"]), steps, str(found["url"]), str(found["problem"]))
+        except (LookupError, TypeError, ValueError):
+            return cls()
+
+    def keep(self, run_dir: RunDir) -> Push:
+        """Write it down."""
+        _file(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(_file(run_dir), json.dumps(asdict(self)) + "\n", durable=True)
+        return self
+
+
+def follow(store: Store, job_id: int, pause: Callable[[float], None] = time.sleep) -> int:
+    """Push what the job asks for as it appears, until it has ended; the exit status."""
+    failures = 0
+    while True:
+        try:
+            job = store.get(job_id)
+        except NotFoundError:  # removed
+            return 0
+        spec = load_spec(job.run_dir.job_file)
+        if not spec.push_to_hub:
+            return 0
+        steps = _pending(job, checkpoints=spec.push_checkpoints_to_hub)
+        if not steps and (job.state.ended or job.state is State.QUEUED):
+            return 0
+        if not steps:
+            pause(LOOK_EVERY)
+            continue
+        try:
+            push_step(job, steps[0])
+        except (UserError, ToolError, OSError) as error:
+            failures += 1
+            problem = without_secrets(str(error))
+            replace(Push.read(job.run_dir), problem=problem).keep(job.run_dir)
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), f"step {steps[0]}: {problem}", flush=True)
+            if not getattr(error, "passing", False) or failures > _GIVES_UP:
+                return 1
+            pause(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1)))
+        else:
+            failures = 0
+
+
+def push_step(
+    job: Job,
+    step: int | None = None,
+    *,
+    repo: str | None = None,
+    private: bool | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Push:
+    """Push an export, made first if there is none.
+
+    Args:
+        job: Whose.
+        step: Of which checkpoint; by default the job's export, or its newest checkpoint.
+        repo: Where to; by default what the job says.
+        private: Whether a new repository is private; by default what the job says.
+        progress: Called with how far the export is, and 100.
+
+    Raises:
+        HubError: The hub refuses it, or cannot be reached.
+        UserError: There is nothing to export.
+        ToolError: The export failed.
+    """
+    spec = load_spec(job.run_dir.job_file)
+    export, made = job.run_dir.export, None
+    ready = (export_facts(export) or {}).get("step")
+    if step is None:
+        newest = [saved.step for saved in list_checkpoints(job.run_dir)][-1:]
+        step = ready if ready is not None else next(iter(newest), None)
+    if ready is None or ready != step:
+        made = job.run_dir.root / "hub" / f"step-{step}"
+        shutil.rmtree(made, ignore_errors=True)  # of a try that was killed
+        made.parent.mkdir(mode=0o700, exist_ok=True)
+        export = export_checkpoint(job, step, output=made, progress=progress).path
+    try:
+        name, url = upload(job, spec, export, repo=repo, private=private)
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+    if repo is not None:  # by hand, elsewhere
+        return Push(name, [step] if step is not None else [], url)
+    before = Push.read(job.run_dir)
+    done = [*before.pushed, *([step] if step is not None and step not in before.pushed else [])]
+    return Push(name, done, url).keep(job.run_dir)
+
+
+def _pending(job: Job, *, checkpoints: bool) -> list[int]:
+    """Steps to push, the earliest first; what training ends with is last."""
+    before = Push.read(job.run_dir).pushed
+    steps = [saved.step for saved in list_checkpoints(job.run_dir)] if checkpoints else []
+    final = (export_facts(job.run_dir.export) or {}).get("step")
+    if isinstance(final, int) and job.state is State.COMPLETED:
+        steps = [*(step for step in steps if step < final), final]
+    newest = max(before, default=0)
+    return [step for step in steps if step > newest]
+
+
+def _file(run_dir: RunDir) -> Path:
+    return run_dir.root / "hub" / "push.json"
+
+
+def main() -> int:
+    """Run the command; another process that does the same is left alone."""
+    job = Store(patience=SERVICE).get(int(sys.argv[1]))
+    place = job.run_dir.root / "hub"
+    place.mkdir(mode=0o700, exist_ok=True)
+    with open(place / "push.lock", "a") as lock:
+        if not file_lock.take(lock):
+            return 0
+        os.nice(_NICE)
+        return follow(Store(patience=SERVICE), job.id)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,148 @@
+"""What of the hub a job names, and what of that is not on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UserError
+from jobs.hub import fetches
+from jobs.hub.names import HubName, is_offline
+from jobs.machine.engine_tools import ToolError
+from jobs.paths import exists, expand
+from jobs.run.rundir import read_json, write_atomic
+from jobs.units import size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from jobs.queue.job import Job
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
+
+_WHAT: Final = {"model": "its model", "dataset": "its dataset"}
+
+
+def names_in(spec: JobSpec) -> list[HubName]:
+    """The model and the datasets that can only be of the hub: nothing lies at such a path."""
+    paths = [entry.path for entry in spec.datasets] if spec.datasets else [spec.dataset]
+    texts = [("model", spec.pretrained_model_name_or_path), *(("dataset", path) for path in paths)]
+    found = [
+        name
+        for kind, text in texts
+        if (name := HubName.read(kind, text)) is not None and not exists(expand(text))  # type: ignore[arg-type]
+    ]
+    return list(dict.fromkeys(found))
+
+
+def find_missing(spec: JobSpec) -> list[HubName]:
+    """Those that are not in the cache, or not whole as far as can be told without the network."""
+    return [name for name in names_in(spec) if not _is_whole(name)]
+
+
+def _is_whole(name: HubName) -> bool:
+    root = name.find()
+    if root is None or fetches.is_cut_off(name):
+        return False
+    if name.kind == "dataset":
+        return True
+    index = read_json(root / "model_index.json") or {}
+    parts = [part for part, entry in index.items() if isinstance(entry, list) and all(entry)]
+    return bool(index) and all((root / part).is_dir() for part in parts)
+
+
+def ask_sizes(
+    names: Iterable[HubName], cancelled: Callable[[], bool] = lambda: False
+) -> dict[HubName, int]:
+    """Ask the hub how much of each is missing here; what turns out to be whole is left out.
+
+    Empty where the hub is turned off or does not answer: then the job is checked without it.
+
+    Raises:
+        UserError: One cannot be fetched, in a sentence.
+        Cancelled: `cancelled` returned True.
+    """
+    if is_offline():
+        return {}
+    sizes = {}
+    for name in names:
+        try:
+            sizes[name] = fetches.ask_size(name, cancelled)[0]
+        except ToolError:  # no network
+            return {}
+        except UserError as error:
+            if name.kind == "dataset":  # more likely a folder that is not there
+                raise UserError(f"no such dataset folder: {name}; and {error}") from None
+            raise
+    return {name: count for name, count in sizes.items() if count}
+
+
+def question(sizes: Mapping[HubName, int]) -> str:
+    """`FLUX.1-dev is not on this machine: fetch 31.4 GiB?`."""
+    names = " and ".join(name.repo.partition("/")[2] for name in sizes)
+    verb = "is" if len(sizes) == 1 else "are"
+    return f"{names} {verb} not on this machine: fetch {size(sum(sizes.values()))}?"
+
+
+# -- jobs that wait ------------------------------------------------------------------------
+
+
+def note(run_dir: RunDir, names: Iterable[HubName]) -> None:
+    """Keep what a queued job waits for; nothing waits without names."""
+    values = [{"kind": name.kind, "name": str(name)} for name in names]
+    if values:
+        write_atomic(_file(run_dir), json.dumps({"waits_for": values}) + "\n", durable=True)
+    else:
+        forget(run_dir)
+
+
+def forget(run_dir: RunDir) -> None:
+    """It waits no more."""
+    _file(run_dir).unlink(missing_ok=True)
+
+
+def noted(run_dir: RunDir) -> list[HubName]:
+    """What a queued job waits for."""
+    path = _file(run_dir)
+    values: Any = (read_json(path) or {}).get("waits_for") if path.exists() else None
+    found = [
+        HubName.read("dataset" if one.get("kind") == "dataset" else "model", str(one.get("name")))
+        for one in (values if isinstance(values, list) else [])
+        if isinstance(one, dict)
+    ]
+    return [name for name in found if name is not None]
+
+
+def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
+    """Why a queued job cannot start yet; a fetch that was cut off by a reboot goes on.
+
+    Returns:
+        The reason, "" if there is none, and whether the job has failed for it.
+
+    Raises:
+        UserError: A fetch cannot be started.
+    """
+    for name in noted(run_dir):
+        now = fetches.look_at(name)
+        if now is None or (now.state in ("fetching", "waiting") and not now.alive):
+            fetches.start(name)
+            return f"waiting for {_WHAT[name.kind]}: asking the hub", False
+        if now.state == "failed":
+            return f"{_WHAT[name.kind]} could not be fetched: {now.reason}", True
+        if now.state != "done":
+            return f"waiting for {_WHAT[name.kind]}: {now}", False
+    return "", False
+
+
+def end_unwanted(job: Job, queue: Iterable[Job]) -> None:
+    """End the fetches of a job that left the queue, unless another one waits for the same."""
+    needed = {name for other in queue if other.id != job.id for name in noted(other.run_dir)}
+    for name in noted(job.run_dir):
+        if name not in needed:
+            fetches.end(name)
+    forget(job.run_dir)
+
+
+def _file(run_dir: RunDir) -> Path:
+    return run_dir.root / "fetch.json"

@@ -1,0 +1,47 @@
+"""What becomes of other tools' keys about the Hugging Face hub: revisions, and uploads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.hub.names import HubName
+from jobs.imports.common.draft import is_off, named
+from jobs.paths import exists, expand
+
+if TYPE_CHECKING:
+    from jobs.imports.common.draft import Draft, Rule
+
+_MODEL: Final = "pretrained_model_name_or_path"
+
+
+def push(draft: Draft, key: str, value: Any) -> None:
+    """The switch; after it, what else is said of uploads."""
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+    else:
+        draft.take(key, "push_to_hub", True)
+
+
+def of_push(ours: str) -> Rule:
+    """A key that means something only where something is pushed."""
+    take = named(ours)
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if draft.values.get("push_to_hub"):
+            take(draft, key, value)
+        else:
+            draft.unneeded(key, "nothing is pushed")
+
+    return rule
+
+
+def revision(draft: Draft, key: str, value: Any) -> None:
+    """A part of the model's name; after that."""
+    text = str(draft.values.get(_MODEL) or "")
+    name = HubName.read("model", text)
+    if is_off(value) or str(value) == "main":
+        draft.unneeded(key, "the main revision is the default")
+    elif name is None or exists(expand(text)):
+        draft.unneeded(key, "the model is a directory")
+    else:
+        draft.take(key, _MODEL, f"{name.repo}@{value}", "a part of the model's name")

@@ -1,0 +1,64 @@
+"""A model that is not on this machine: one question, and the job waits for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs.hub import fetches
+from jobs.hub.names import HubName
+from jobs.hub.wanted import noted
+from jobs.queue.states import State
+from tests.support.tui.driven_app import error_of, field, form
+from tests.support.tui.pilot import until
+from tui.form.screen import NewJobScreen
+from tui.widgets.modals.confirm import ConfirmScreen
+
+if TYPE_CHECKING:
+    from jobs.queue.store import Store
+
+pytestmark = pytest.mark.usefixtures("no_processes")
+
+MODEL = HubName("model", "someone/FLUX.1-dev")
+
+
+async def test_a_missing_model_is_fetched_after_one_question(
+    store: Store, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, started: list[int]
+) -> None:
+    begun: list[HubName] = []
+    sizes = {MODEL: 33_700_000_000}
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("tui.form.lookups.ask_sizes", lambda names, cancelled: sizes)
+    monkeypatch.setattr(fetches, "start", begun.append)
+    async with form(store) as (app, pilot):
+        app.screen.fields.put(job_values | {"resolution": 64})  # type: ignore[attr-defined]
+        field(app, "pretrained_model_name_or_path").put(str(MODEL))
+        await until(
+            pilot,
+            lambda: (
+                error_of(app, "pretrained_model_name_or_path")
+                == f"! {MODEL} is not on this machine; ^r offers to fetch it from the hub"
+            ),
+        )
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert isinstance(app.screen, ConfirmScreen)
+        assert app.screen.question == "FLUX.1-dev is not on this machine: fetch 31.4 GiB?"
+        await pilot.press("n")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        assert store.all() == []
+        # Where the hub has nothing to offer, the field is led to, as ever.
+        offered = dict(sizes)
+        sizes.clear()
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: field(app, "pretrained_model_name_or_path").control.has_focus)
+        sizes |= offered
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("y")
+        await until(pilot, lambda: len(store.all()) == 1)
+        (job,) = store.all()
+        assert job.state is State.QUEUED
+        assert noted(job.run_dir) == [MODEL]
+        await until(pilot, lambda: set(begun) == {MODEL})

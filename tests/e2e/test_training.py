@@ -1,7 +1,8 @@
 """Real jobs with real ranks over gloo, through the command line, as a person runs them.
 
-The first, what it is compared with, and the one whose processes are looked at have nothing of the
-tests in them; the ranks of the others are forked (see `tests.support.jobs.real_jobs`).
+The first, which is what others are compared with, has nothing of the tests in it; the ranks of the
+one whose processes are looked at are forked, and all processes of the others (see
+`tests.support.jobs.real_jobs`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Bench
 def untouched(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> Iterator[Bench]:
     """Launches of which nothing is forked."""
     bench = Bench(tmp_path_factory.mktemp("untouched"), toy, forked=False)
+    yield bench
+    end_all(bench)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, toy: Path) -> Iterator[Bench]:
+    """Launches whose processes are each other's children as they should be."""
+    bench = Bench(tmp_path, toy, above=False)
     yield bench
     end_all(bench)
 
@@ -293,8 +302,8 @@ def test_a_killed_rank_costs_steps_and_changes_nothing(bench: Bench, straight: R
 
 
 @pytest.mark.slow
-def test_the_processes_of_a_run_and_what_becomes_of_it_without_some(untouched: Bench) -> None:
-    bench = untouched
+def test_the_processes_of_a_run_and_what_becomes_of_it_without_some(tree: Bench) -> None:
+    bench = tree
     job = bench.submit(name="family", max_train_steps=5000)
     bench.wait_for_step(job, 1)
     supervisor = bench.store.get(job).supervisor

@@ -38,15 +38,17 @@ class Bench:
         forked: Whether the command line, and all that it starts, down to the ranks, is forked from
             the server that has imported everything (see `tests.support.forks`). The process tree is
             then another; all else is real.
+        above: Whether what is above the ranks is forked as well.
     """
 
     home: Path
     toy: Path
     forked: bool = True
+    above: bool = True
 
     @property
     def python(self) -> str:
-        return forks.python() if self.forked else sys.executable
+        return forks.python() if self.forked and self.above else sys.executable
 
     @property
     def environment(self) -> dict[str, str]:

@@ -19,6 +19,7 @@ from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
+from jobs.spec.keys.prompts import class_prompts
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.strategy import SHARDING, world_size
 
@@ -62,6 +63,9 @@ class Estimator:
         Raises:
             UserError: The job cannot run like that, or its model is not known.
         """
+        if spec.num_class_images:  # made with the base alone: counted as a sample, which is more
+            prompts = [*spec.validation_prompts, *class_prompts(spec, [0])]
+            spec = spec.model_copy(update={"validation_prompts": prompts})
         ranks = ranks or world_size(spec)
         strategy = strategy or strategy_of(spec, ranks)
         sharded = strategy in SHARDING

@@ -25,9 +25,8 @@ from engine.ranks.file_barrier import FileBarrier
 from engine.sample.sampler import Sampler
 from engine.sample.second_denoiser import frozen_denoiser
 from jobs.errors import UserError
-from jobs.spec.keys.prompts import ValidationPrompt, requests_of
+from jobs.spec.keys.prompts import class_prompts, requests_of
 from jobs.spec.rules.cascade import settle
-from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,13 +108,8 @@ def _agree(folder: Path, count: int, place: str, team: Team) -> list[int]:
 
 
 def _sampled(spec: JobSpec, numbers: Sequence[int]) -> JobSpec:
-    """The job with nothing but these images to sample; the number of one is its seed."""
-    side = all_resolutions(spec)[-1]
-    prompt = spec.class_prompt or ""
-    prompts = [
-        ValidationPrompt(prompt=prompt, seed=number, resolution=side, num_frames=1)
-        for number in numbers
-    ]
+    """The job with nothing but these images to sample."""
+    prompts = class_prompts(spec, numbers)
     return settle(spec).model_copy(update={"validation_prompts": prompts, "use_ema": False})
 
 

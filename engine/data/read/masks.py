@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from PIL import Image
+
 from engine.data.read.folders import Source
 from engine.data.read.images import PictureError, decode, decode_opacity
 from jobs.errors import UserError
@@ -18,8 +20,6 @@ from jobs.spec.values.dataset_files import list_files, masked_stem, same_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from PIL import Image
 
     from jobs.spec.values.datasets import Dataset
 
@@ -85,10 +85,18 @@ def names_mask(name: str, stems: Collection[str]) -> bool:
 def read_mask(content: bytes, *, alpha: bool) -> Image.Image | None:
     """A mask in 8-bit grey, as displayed; None where a picture has no transparency.
 
+    Where the file of a mask is transparent, it is black.
+
     Raises:
         PictureError: It cannot be read.
     """
-    return decode_opacity(content) if alpha else decode(content).convert("L")
+    opacity = decode_opacity(content)
+    if alpha:
+        return opacity
+    mask = decode(content).convert("L")
+    if opacity is None:
+        return mask
+    return Image.composite(mask, Image.new("L", mask.size), opacity)
 
 
 def look_at_mask(content: bytes, digest: str, *, alpha: bool) -> dict[str, Any] | str:

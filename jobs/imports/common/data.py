@@ -113,7 +113,9 @@ def count_samples(draft: Draft) -> int | None:
         if not root.is_dir() or find_layout(root) != "folder":
             return None
         files = list_files(root)
-        total += (len(files.pictures) + len(files.videos)) * (entry.get("repeats") or 1)
+        asked = entry.get("resolution") or draft.values.get("resolution") or 0
+        times = len(sides_of(asked)) * (entry.get("repeats") or 1)
+        total += (len(files.pictures) + len(files.videos)) * times
     return total or None
 
 

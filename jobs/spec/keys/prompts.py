@@ -10,10 +10,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serial
 from pydantic_core import PydanticCustomError
 
 from jobs.spec.families import FAMILIES, latent_step_of
-from jobs.spec.values.resolutions import largest_resolution
+from jobs.spec.values.resolutions import all_resolutions, largest_resolution
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from jobs.spec.job_spec import JobSpec
 
 LARGEST_SEED: Final = 2**63 - 1
@@ -119,6 +121,15 @@ class SampleRequest:
 def requests_of(spec: JobSpec) -> list[SampleRequest]:
     """The pictures that a job samples, in the order of its prompts."""
     return [_request(entry, spec) for entry in spec.validation_prompts]
+
+
+def class_prompts(spec: JobSpec, numbers: Iterable[int]) -> list[ValidationPrompt]:
+    """The class images with these numbers, as prompts to sample; the number of one is its seed."""
+    prompt, side = spec.class_prompt or "", all_resolutions(spec)[-1]
+    return [
+        ValidationPrompt(prompt=prompt, seed=number, resolution=side, num_frames=1)
+        for number in numbers
+    ]
 
 
 def validation_seed_of(spec: JobSpec) -> int:

@@ -17,6 +17,7 @@ from engine.data.index.data_index import build_index
 from engine.data.index.held_out import hold_out
 from engine.data.index.loss_weights import weights_of
 from engine.data.read.images import decode_opacity
+from engine.data.read.masks import read_mask
 from engine.data.report.data_report import make_plan, make_report, sample_texts, summary
 from engine.diffusion.objective import Problem, loss_of
 from jobs.errors import SpecError, UserError
@@ -133,6 +134,15 @@ def test_an_alpha_channel_is_a_mask_and_turns_with_its_image(tmp_path: Path) -> 
     assert shown is not None
     assert shown.size == (32, 64)
     assert (shown.getpixel((5, 5)), shown.getpixel((5, 60))) == (255, 0)
+
+
+def test_where_the_file_of_a_mask_is_transparent_it_is_black(tmp_path: Path) -> None:
+    mask = Image.new("RGBA", (4, 2), "white")
+    mask.putalpha(Image.linear_gradient("L").resize((4, 2)).point(lambda v: 255 * (v > 127)))
+    mask.save(tmp_path / "m.png")
+    read = read_mask((tmp_path / "m.png").read_bytes(), alpha=False)
+    assert read is not None
+    assert [read.getpixel((0, row)) for row in (0, 1)] == [0, 255]
 
 
 def test_flips_and_crops_of_the_image_are_those_of_its_mask(tmp_path: Path) -> None:

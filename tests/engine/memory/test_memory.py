@@ -300,6 +300,10 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
     assert [phase.name for phase in found.phases] == list(PHASES)
     assert all(phase.peak > 0 for phase in found.phases)
     assert any(note.startswith("torch_compile: true would") for note in found.notes)
+    with_class = estimator.estimate(spec_of(toy, class_prompt="a circle", num_class_images=3))
+    assert "sample" in [phase.name for phase in with_class.phases], "class images are samples"
+    several = estimator.estimate(spec_of(toy, resolution=[32, 128]))
+    assert several.peak == estimator.estimate(spec_of(toy, resolution=128)).peak, "the largest"
 
 
 # -- what is answered ----------------------------------------------------------------------

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from jobs.queue.store import Store
     from tests.support.hub.server import Hub
 
+pytest_plugins = ["tests.support.hub.fixture"]
+
 MODEL = HubName("model", "someone/FLUX.1-dev")
 DATA = HubName("dataset", "someone/cats")
 

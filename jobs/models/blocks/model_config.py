@@ -154,7 +154,8 @@ def _published(family: Family, flavour: str | None) -> tuple[str, dict[str, Any]
 
 def _of_hub_id(hub_id: str) -> dict[str, Any] | None:
     """A published config that comes with us, so that nothing need be downloaded to look at it."""
-    file = files("jobs") / "models" / "published" / f"{hub_id.replace('/', '--')}.json"
+    name = hub_id.partition("@")[0].replace("/", "--")  # of any revision
+    file = files("jobs") / "models" / "published" / f"{name}.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -93,10 +93,10 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
         return None
     # The hub's cache keeps a model in models--ORG--NAME/snapshots/REVISION.
     cached = parts[-3] if parts[-2:-1] == ["snapshots"] and len(parts) > 2 else ""
-    found = []
+    last, found = parts[-1].partition("@")[0], []  # without a revision
     for name, flavour in known.flavours.items():
         owner, _, repository = flavour.hub_id.casefold().partition("/")
-        if parts[-1] == repository or cached == f"models--{owner}--{repository}":
+        if last == repository or cached == f"models--{owner}--{repository}":
             found.append(name)
     return found[0] if len(found) == 1 else None
 

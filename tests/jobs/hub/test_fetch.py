@@ -17,10 +17,12 @@ from jobs.hub.choose import choose
 from jobs.hub.names import HubName
 from jobs.hub.trouble import HubError
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, noted, question
+from jobs.models.blocks.model_config import find_target
 from jobs.models.find_model import find_model
 from jobs.preflight.dataset import check_dataset
 from jobs.queue.states import State
 from jobs.service.plan import plan_submit
+from jobs.spec.families import flavour_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.datasets import datasets_of
 from tests.conftest import plain_png
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from jobs.hub.fetches import Fetch
     from jobs.queue.store import Store
     from tests.support.hub.server import Hub
+
+pytest_plugins = ["tests.support.hub.fixture"]
 
 MODEL = HubName("model", "someone/FLUX.1-dev")
 DATA = HubName("dataset", "someone/cats")
@@ -62,6 +66,13 @@ def test_names() -> None:
     assert str(HubName("dataset", "a/b", "v1", "x/y")) == "a/b@v1/x/y"
     for text in ("", "a", "/a/b", "./a/b", "../a", "~/a/b", "a/../b", "a/b/c", "a/b@", "a b/c"):
         assert HubName.read("model", text) is None, text
+
+
+def test_a_revision_is_of_the_same_flavour_and_blocks() -> None:
+    for revision in ("", "@v1"):
+        name = f"black-forest-labs/FLUX.1-schnell{revision}"
+        assert flavour_of("flux", name) == "schnell"
+        assert find_target("flux", pretrained_model=name).config["num_layers"] == 19
 
 
 def test_only_what_a_job_reads_is_chosen() -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from tests.support.hub.server import Hub
 
+pytest_plugins = ["tests.support.hub.fixture"]
+
 TOKEN = "hf_" + "t" * 34
 FILES = {"pytorch_lora_weights.safetensors": safetensors(5000, 1), "x-kohya.safetensors": b"small"}
 

@@ -102,6 +102,13 @@ def test_dropped_captions_change_the_losses(table: Table, case: Case) -> None:
     assert table.losses(case) != table.losses(replace(case, extra=""))
 
 
+@of_each([Case("one process", "lora", "sgd", extra="mixed data")])
+def test_masks_weights_and_regularization_change_the_losses(table: Table, case: Case) -> None:
+    losses = table.losses(case)
+    assert len(losses) == STEPS
+    assert losses != table.losses(replace(case, extra=""))
+
+
 @of_each(sorted({c.reference for c in CASES}, key=lambda c: c.folder))
 def test_the_reference_trains_and_is_clipped(table: Table, case: Case) -> None:
     """Else the table would show that doing nothing is the same everywhere."""

@@ -157,9 +157,10 @@ def test_a_familys_shift_is_that_of_height_width_and_frames() -> None:
 
 
 def test_sigmas_stay_within_those_that_the_model_is_for() -> None:
-    def drawn(low: float, high: float, **values: Any) -> torch.Tensor:
+    def drawn(low: float, high: float, count: int = 256, **values: Any) -> torch.Tensor:
         limited = Flow(JobSpec(**values), lambda height, width, frames: 1.0, (low, high))
-        return limited.draw(torch.zeros(256, 1, 1, 1), sample_generators(0, 0, range(256))).level
+        draws = sample_generators(0, 0, range(count))
+        return limited.draw(torch.zeros(count, 1, 1, 1), draws).level
 
     within = drawn(0.4, 0.6)
     assert within.min() >= 0.4
@@ -167,7 +168,7 @@ def test_sigmas_stay_within_those_that_the_model_is_for() -> None:
     assert within.unique().numel() > 200, "drawn again, not cut off"
     kept = drawn(0.0, 1.0)
     assert torch.equal(within[(kept >= 0.4) & (kept <= 0.6)], kept[(kept >= 0.4) & (kept <= 0.6)])
-    assert drawn(0.9, 1.0, logit_mean=-30.0, logit_std=0.1).unique().tolist() == [
+    assert drawn(0.9, 1.0, 8, logit_mean=-30.0, logit_std=0.1).unique().tolist() == [
         pytest.approx(0.9)
     ], "one that lies elsewhere is cut off"
 

@@ -118,9 +118,9 @@ def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Pa
     [
         ({}, (2, 64)),
         pytest.param({"lora_placement": "sharded"}, (64,), marks=pytest.mark.slow),
-        ({"gradient_checkpointing": True}, (2,)),
+        pytest.param(CHECKPOINTED, (2,), marks=pytest.mark.slow),
         (FULL, (2, 64)),
-        (FULL | BF16 | {"gradient_checkpointing": True}, (64,)),
+        pytest.param(FULL | BF16 | CHECKPOINTED, (64,), marks=pytest.mark.slow),
         pytest.param(
             FULL | BF16 | CHECKPOINTED | {"gradient_checkpointing_interval": 2},
             (2,),

@@ -327,10 +327,10 @@ def test_missing_forwards_are_made_with_the_last_inputs_and_hooks_are_gone_after
 
 
 @pytest.fixture
-def train(toy: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def train(toy: Path, toy_cache: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     def run(name: str = "run", request: str = "", **changes: Any) -> list[dict[str, Any]]:
         """The events of a job on one rank."""
-        settings = {"cache_dir": str(tmp_path / "cache"), "validation_num_inference_steps": 1}
+        settings = {"cache_dir": str(toy_cache), "validation_num_inference_steps": 1}
         run_dir = RunDir(tmp_path / name)
         run_dir.create()
         if request:

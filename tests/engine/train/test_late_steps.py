@@ -38,18 +38,17 @@ def _signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def train(root: Path, toy: Path, **values: Any) -> list[dict[str, Any]]:
+def train(root: Path, toy: Path, cache: Path) -> list[dict[str, Any]]:
     """Run a job in this process; its events."""
     files = RunDir(root)
     files.create()
     spec = toy_spec(
         toy,
-        cache_dir=str(root.parent / "cache"),
+        cache_dir=str(cache),
         max_train_steps=5,
         checkpointing_steps=2,
         optimizer="adamw",
         checkpoints_total_limit=9,
-        **values,
     )
     telemetry = Telemetry(files, 0)
     try:
@@ -71,9 +70,9 @@ def places(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 @pytest.mark.usefixtures("late")
 def test_every_step_is_reported_once_and_before_a_checkpoint_of_it(
-    toy: Path, tmp_path: Path
+    toy: Path, toy_cache: Path, tmp_path: Path
 ) -> None:
-    found = places(train(tmp_path / "late", toy))
+    found = places(train(tmp_path / "late", toy, toy_cache))
     assert [place for place in found if place[0] == "step"] == [("step", n) for n in range(1, 6)]
     for saved in (2, 4, 5):
         assert found.index(("step", saved)) < found.index(("checkpoint", saved))
@@ -82,7 +81,7 @@ def test_every_step_is_reported_once_and_before_a_checkpoint_of_it(
 
 @pytest.mark.usefixtures("late")
 def test_no_checkpoint_holds_a_step_that_was_not_finite(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Path, toy_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even one of the very step: saving waits until the step is judged."""
     asked: list[int] = []
@@ -94,7 +93,7 @@ def test_no_checkpoint_holds_a_step_that_was_not_finite(
 
     monkeypatch.setattr(Flux, "predict", spoil)
     with pytest.raises(UserError, match="not finite at step 4"):
-        train(tmp_path / "spoilt", toy)
+        train(tmp_path / "spoilt", toy, toy_cache)
     files = RunDir(tmp_path / "spoilt")
     assert [step for step, _ in files.complete_checkpoints()] == [2]
     events = [json.loads(line) for line in files.events.read_text().splitlines()]
@@ -102,7 +101,7 @@ def test_no_checkpoint_holds_a_step_that_was_not_finite(
 
 
 def test_garbage_is_collected_at_the_same_steps_on_all_ranks(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Path, toy_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected: list[int] = []
     by_itself: set[bool] = set()
@@ -126,7 +125,7 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(
     monkeypatch.setattr(Stepper, "run", run_step)
     monkeypatch.setattr(Flux, "predict", look)
     monkeypatch.setattr(training_loop.gc, "collect", note)
-    train(tmp_path / "collected", toy)
+    train(tmp_path / "collected", toy, toy_cache)
     assert by_itself == {False}
     assert [n for n in collected if n] == [2, 4]
     assert gc.isenabled()

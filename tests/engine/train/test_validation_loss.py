@@ -211,10 +211,10 @@ def test_denoising_problems_are_those_of_the_scheduler_and_have_no_weights(kind:
 
 
 @pytest.fixture
-def train(toy: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def train(toy: Path, toy_cache: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     def run(name: str, **changes: Any) -> list[dict[str, Any]]:
         """The events of a job on one rank."""
-        settings = {"cache_dir": str(tmp_path / "cache"), "train_batch_size": 2}
+        settings = {"cache_dir": str(toy_cache), "train_batch_size": 2}
         run_dir = RunDir(tmp_path / name)
         run_dir.create()
         telemetry = Telemetry(run_dir, 0)

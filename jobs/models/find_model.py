@@ -13,6 +13,9 @@ from jobs.models.damaged_weights import DamagedError, read_header
 from jobs.paths import exists, expand
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
+GGUF_HINT: Final = (
+    "GGUF files are not read; use the model's bf16 weights, which base_precision: int8 or nf4 packs"
+)
 _HUB_ID: Final = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -26,7 +29,10 @@ def find_model(name_or_path: str) -> Path:
     if exists(path) and path.is_dir():
         return path
     if exists(path):
-        raise SpecError(f"{path} is a file, not a model directory")
+        raise SpecError(
+            f"{path} is a file, not a model directory",
+            GGUF_HINT if path.suffix == ".gguf" else None,
+        )
     if _HUB_ID.match(name_or_path) and not name_or_path.startswith("."):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError

@@ -36,6 +36,7 @@ from engine.ranks.file_barrier import FileBarrier
 from engine.ranks.flight_dump import write_flight
 from engine.ranks.peaks import Peaks
 from engine.ranks.world import World, leave_world, start_world
+from engine.sample.class_images import add_class_images
 from engine.train.ema import Ema
 from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.optimizer_step import Stepper
@@ -91,8 +92,11 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     if world.context_size > 1:
         check_context(spec, family, world)
     try:
+        with_class = add_class_images(
+            spec, family, model_root, run_dir, world, telemetry, control.wants_stop
+        )
         data = prepare(
-            spec, family, model_root, run_dir, world, barrier, telemetry, control.wants_stop
+            with_class, family, model_root, run_dir, world, barrier, telemetry, control.wants_stop
         )
     except StoppedError as stopped:
         telemetry.say(f"stopped while preparing data ({stopped}); cached files are kept")

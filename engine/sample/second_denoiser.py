@@ -45,11 +45,21 @@ def second_denoisers(
     if family.second_denoiser is None:
         yield {}
         return
-    model = _load(spec, family, root / family.second_denoiser, world, telemetry)
-    others = {family.second_denoiser: model}
-    watch = Watch(others)
-    yield others
-    others.clear()
+    with frozen_denoiser(spec, family, family.second_denoiser, root, world, telemetry) as model:
+        others = {family.second_denoiser: model}
+        del model
+        yield others
+        others.clear()
+
+
+@contextmanager
+def frozen_denoiser(
+    spec: JobSpec, family: Family, name: str, root: Path, world: World, telemetry: Telemetry
+) -> Iterator[Any]:
+    """A denoiser to sample with, as the model has it; a collective."""
+    model = _load(spec, family, root / name, world, telemetry)
+    watch = Watch({name: model})
+    yield model
     del model
     if left := watch.still_held():
         telemetry.warn(left)

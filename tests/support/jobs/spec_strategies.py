@@ -91,6 +91,13 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "unload_text_encoder": st.none() | st.booleans(),
     "shard_text_encoders": st.none() | st.booleans(),
     "datasets": st.none(),
+    "resolution": st.integers(16, 8192)
+    | st.lists(st.integers(16, 8192), min_size=2, max_size=4, unique=True),
+    "resolution_mode": st.just("each"),
+    "prior_loss_weight": st.just(1.0),
+    "class_prompt": st.none(),
+    "num_class_images": st.just(0),
+    "unmasked_weight": st.just(0.0),
     "trigger_word": st.none() | st.text(min_size=1, max_size=8).filter(lambda t: as_none(t)),
     "crop": st.just("random"),
     "shuffle_captions": st.just(True),

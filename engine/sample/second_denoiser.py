@@ -1,7 +1,7 @@
 """The other denoiser of a model that has two, each for some of the noise levels.
 
 It is not trained, and is in memory only while samples are made: read again each time, sharded over
-the ranks as the trained one is.
+the ranks, or with blocks in host memory, as the trained one is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from engine.model.base_matmul import set_scaled
 from engine.model.kernels import choose_attention
 from engine.model.quantized_linear import quantize_layers
 from engine.model.release import Watch, give_back
+from engine.parallel.block_swap import swap_blocks
 from engine.parallel.sharding import shard
 
 if TYPE_CHECKING:
@@ -76,9 +77,13 @@ def _load(
     set_scaled(model, scaled=spec.base_matmul == "scaled")
     choose_attention(model, spec)
     model.requires_grad_(False)
+    swaps = spec.swap_blocks > 0 and spec.model_type == "lora"
+    if swaps:
+        swap_blocks(model, frozen, family, world)
     if world.shards:
         shard(model, frozen, world)
-    offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
+    offloads = swaps or (world.shards and spec.fsdp_cpu_offload)
+    offload = torch.device("cpu") if offloads else None
     weights.materialise(model, world.device, parameters_on=offload)
     read = weights.stream(model, stored, progress=lambda done: telemetry.moved())
     telemetry.say(f"read {read / 2**20:.1f} MiB of {directory.name} to sample with")

@@ -15,6 +15,10 @@ from jobs.untrusted.files import LARGEST_JSON, read_regular
 if TYPE_CHECKING:
     from pathlib import Path
 
+GGUF_HINT: Final = (
+    "GGUF files are not read; use the model's bf16 weights, which base_precision: int8 or nf4 packs"
+)
+
 
 def find_model(name_or_path: str) -> Path:
     """A local model directory, or the snapshot of a hub id in the local cache.
@@ -28,7 +32,10 @@ def find_model(name_or_path: str) -> Path:
     if exists(path) and path.is_dir():
         return path
     if exists(path):
-        raise SpecError(f"{path} is a file, not a model directory")
+        raise SpecError(
+            f"{path} is a file, not a model directory",
+            GGUF_HINT if path.suffix == ".gguf" else None,
+        )
     if (name := HubName.read("model", name_or_path)) is not None:
         if (found := name.find()) is not None:
             return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.errors import SpecError
 from jobs.models.damaged_weights import find_damage
-from jobs.models.find_model import find_model
+from jobs.models.find_model import GGUF_HINT, find_model
 from jobs.models.weight_variants import variant_of
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
@@ -82,13 +82,12 @@ def _check_part(root: Path, part: str) -> None:
         raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
     names = [path.name for path in (root / part).glob("*.safetensors")]
     if not names:
-        pickled = list((root / part).glob("*.bin"))
-        raise SpecError(
-            f"{root / part} has no .safetensors weights",
-            "convert the .bin files to safetensors; pickled weights are not loaded"
-            if pickled
-            else None,
-        )
+        hints = {
+            "*.bin": "convert the .bin files to safetensors; pickled weights are not loaded",
+            "*.gguf": GGUF_HINT,
+        }
+        fits = [hint for kind, hint in hints.items() if any((root / part).glob(kind))]
+        raise SpecError(f"{root / part} has no .safetensors weights", fits[0] if fits else None)
     _check_plain(root, part, names, "diffusion_pytorch_model.safetensors")
 
 

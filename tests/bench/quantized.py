@@ -5,6 +5,7 @@ gradients, against the same toy in fp32: in bf16 without packing, and packed wit
 are drawn as wide-tailed as trained models: Student's t with 5 degrees of freedom, rows of
 log-normal size (sd 0.5), and one column in 64 five times as large. With `--steps`, a second
 table: the loss of a LoRA on FLUX.1's toy over a run, mean of each tenth, for each scheme.
+`scaled` is `base_matmul: scaled`; all others dequantize.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model import adapters, weights
+from engine.model.base_matmul import set_scaled
 from engine.model.precision import compute_dtype, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
 from engine.ranks.telemetry import Telemetry
@@ -39,7 +41,7 @@ from tests.support.engine.toy_jobs import toy_values
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
-SCHEMES: Final = ("none", "int8", "fp8_scaled", "fp8", "nf4")
+SCHEMES: Final = ("none", "int8", "fp8_scaled", "fp8", "nf4", "fp8_scaled, scaled")
 CPU: Final = torch.device("cpu")
 
 
@@ -71,10 +73,16 @@ def row(case: Case) -> str:
     exact = run(case, case.spec(lora_rank=4))
     cells = []
     for scheme in SCHEMES:
-        found = run(case, case.spec(lora_rank=4, mixed_precision="bf16", base_precision=scheme))
+        found = run(case, case.spec(lora_rank=4, mixed_precision="bf16", **keys_of(scheme)))
         errors = (error(mine, true) for mine, true in zip(found, exact, strict=True))
         cells.append("{:12.2%}{:10.2%}".format(*errors))
     return "".join(cells)
+
+
+def keys_of(scheme: str) -> dict[str, str]:
+    """The job's keys of a scheme."""
+    packing, _, matmul = scheme.partition(", ")
+    return {"base_precision": packing, "base_matmul": matmul or "dequantize"}
 
 
 def redraw(case: Case) -> None:
@@ -101,6 +109,7 @@ def run(case: Case, spec: JobSpec) -> tuple[torch.Tensor, torch.Tensor]:
     with quiet():
         denoiser, stored = weights.build_on_meta(case.family.transformer_class(), directory, spec)
     quantize_layers(denoiser, spec, case.family)
+    set_scaled(denoiser, scaled=spec.base_matmul == "scaled")
     adapters.add_lora(denoiser, spec, case.family.LORA_TARGETS)
     weights.materialise(denoiser, CPU)
     weights.stream(denoiser, stored, names=adapters.adapted_name(denoiser).__getitem__)
@@ -139,7 +148,7 @@ def losses(case: Case, scratch: Path, scheme: str, steps: int) -> list[float]:
     values = toy_values(scratch) | toy
     values |= {
         "mixed_precision": "bf16",
-        "base_precision": scheme,
+        **keys_of(scheme),
         "max_train_steps": steps,
         "train_batch_size": 4,
         "learning_rate": 1e-3,

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from engine.families import load
-from engine.model import weights
+from engine.model import base_matmul, weights
+from engine.model.packing import Packing, round_rows
 from engine.toy import write_toy
 from jobs.launch import local
 from jobs.run.checkpoint_files import find_damage, list_checkpoints
@@ -64,6 +66,35 @@ def test_a_bf16_base_is_cast_on_the_way(toy: Path) -> None:
     for name, tensor in build(toy, toy_spec(toy, mixed_precision="bf16")).state_dict().items():
         if tensor.is_floating_point():
             assert torch.equal(tensor.cpu(), expected[name].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("rows", [1, 77, 4608])
+def test_products_in_fp8_are_those_of_dequantized_weights(rows: int) -> None:
+    gpu = torch.device("cuda", 0)
+    if lacks := base_matmul._lacks_here(gpu, torch.bfloat16):
+        pytest.skip(f"base_matmul: scaled {lacks}")
+    generator = torch.Generator(gpu).manual_seed(0)
+    x = torch.randn(rows, 3072, device=gpu, generator=generator).bfloat16()
+    bias = torch.randn(12288, device=gpu, generator=generator).bfloat16()
+    weight = torch.randn(12288, 3072, device=gpu, generator=generator) * 0.02
+    for packing in (Packing("fp8"), Packing("fp8_scaled")):
+        packed, scale = packing.pack(weight)
+        whole = packing.product(x, packed, scale, None, bias).float()
+        found = replace(packing, scaled=True).product(x, packed, scale, None, bias).float()
+        rounded, scale_x = round_rows(x)
+        exact = rounded.float() * scale_x
+        wanted = exact @ packing.unpack(packed, scale, None, torch.float32).t() + bias.float()
+        assert (found - wanted).norm() < 0.005 * wanted.norm(), "the same factors"
+        assert 0.005 * whole.norm() < (found - whole).norm() < 0.04 * whole.norm()
+
+
+def test_an_fp8_base_trains_with_products_in_fp8(toy: Path, tmp_path: Path) -> None:
+    fp8 = {"mixed_precision": "bf16", "base_precision": "fp8_scaled"}
+    losses = {}
+    for matmul in ("dequantize", "auto"):
+        run_dir = run(toy, tmp_path, 1, **fp8, base_matmul=matmul)
+        losses[matmul] = [step.loss for step in EventLog(run_dir.events).read_all().steps]
+    assert losses["auto"] == pytest.approx(losses["dequantize"], rel=0.05)
 
 
 def run(toy: Path, root: Path, ranks: int, **changes: Any) -> RunDir:

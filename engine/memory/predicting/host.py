@@ -51,7 +51,8 @@ def host_of(
         found["offloaded_gradients"] = sum(_power_of_two(4 * one.numel) for one in trained)
         found["offloaded_optimizer"] = state_bytes(spec, trained)
     if swapped := swapped_of(trace.units, 0 if layout.shards else spec.swap_blocks)[0]:
-        found["swapped_blocks"] = swapped
+        several = trace.second_denoiser and spec.validation_prompts
+        found["swapped_blocks"] = 2 * swapped if several else swapped
     if spec.use_ema and spec.ema_device == "cpu" and not on_cpu:
         found["ema"] = sum(one.size for one in trained)
     if spec.checkpointing_async is not False and spec.fsdp_state_dict_type != "FULL_STATE_DICT":

@@ -120,9 +120,8 @@ def predict(
         walk.micro_batch()
         parts = replace(walk.peaks["sample"], gathered=walk.peaks["sample"].gathered + moving)
         if sample.second_denoiser:
-            parts = replace(
-                parts, parameters=parts.parameters + _second_denoiser(spec, trace, layout)
-            )
+            other = _second_denoiser(spec, trace, layout) - swapped
+            parts = replace(parts, parameters=parts.parameters + other)
         phases["sample"] = Phase("sample", parts, "denoising")
     for phase in beside:
         if phase.name not in phases or phase.peak > phases[phase.name].peak:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from torch.distributed.tensor import DTensor
 
+from engine.ranks.world import World, leave_world
+from engine.sample.second_denoiser import second_denoisers
 from engine.toy.components.weights import one_thread
-from tests.support.engine.families import PROMPT, Case, Spied, batch_of
+from tests.support.engine.families import DEVICE, PROMPT, Case, Spied, batch_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,3 +108,29 @@ def test_one_timestep_says_the_same_as_one_for_each_token(root: Path) -> None:
         return_dict=False,
     )[0]
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_other_expert_keeps_as_many_blocks_in_host_memory(root: Path) -> None:
+    case = Case(HIGH, root)
+    noisy = torch.randn(1, 16, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+    condition = batch_of(case.encoded(PROMPT))
+    world = World(0, 1, DEVICE, "single", "t")
+    found = []
+    try:
+        for swapped in (0, 1):
+            spec = case.spec(swap_blocks=swapped)
+            with second_denoisers(spec, case.family, case.paths.model, world, Mock()) as others:
+                (expert,) = others.values()
+                blocks = {
+                    name.partition(".attn")[0].partition(".ffn")[0]
+                    for name, one in expert.named_parameters()
+                    if isinstance(one, DTensor) and (".attn" in name or ".ffn" in name)
+                }
+                assert len(blocks) == swapped
+                level = torch.tensor([0.4])
+                found.append(case.family.predict(expert, noisy, level, condition, 1.0))
+                del expert
+    finally:
+        leave_world()
+    assert torch.equal(*found)

@@ -81,6 +81,19 @@ def test_a_model_that_is_a_file(job_values: dict[str, Any], tmp_path: Path) -> N
     assert complaint(spec) == f"{file} is a file, not a model directory"
 
 
+def test_gguf_files_are_refused_with_what_to_use_instead(
+    job_values: dict[str, Any], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "flux1-dev-Q4_K_S.gguf"
+    file.touch()
+    for model in (file, make_model("packed", suffix=".gguf")):
+        text = complaint(read(job_values, pretrained_model_name_or_path=str(model)))
+        assert text.endswith(
+            "GGUF files are not read; use the model's bf16 weights, which base_precision: int8 or "
+            "nf4 packs"
+        )
+
+
 @pytest.mark.parametrize("text", [None, "", "{torn", "[]"])
 def test_a_directory_that_is_no_model(
     job_values: dict[str, Any], tmp_path: Path, text: str | None

@@ -14,6 +14,8 @@ from jobs.paths import cache_home, exists, expand, refuse_unwritable
 from jobs.preflight.compiler import check_compiler
 from jobs.preflight.dataset import check_dataset
 from jobs.preflight.model_files import check_model
+from jobs.queue.job import SLURM
+from jobs.slurm.commands import installed
 from jobs.spec.rules.conflicts import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
 
@@ -36,17 +38,35 @@ def check(spec: JobSpec) -> int | list[str] | None:
     from jobs.preflight.wrap_policy import check_wrap_policy
     from jobs.preflight.wrapped_classes import check_block_names
 
+    on_slurm = spec.launcher == "slurm"
     check_model(spec, settings=True)
     check_block_names(spec)
     check_wrap_policy(spec)
     check_dataset(spec)
     refuse_unwritable(cache_of(spec))
+    if on_slurm:  # what this machine has says nothing about the nodes
+        check_trackers(spec)
+        return check_slurm()
     wanted = check_devices(spec)
     check_compiler(spec, on_gpus=wanted is not None)
     _check_kernel(spec)
     check_trackers(spec)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
+
+
+def check_slurm() -> list[str]:
+    """What a Slurm job wants of this machine.
+
+    Raises:
+        SpecError: It has no Slurm.
+    """
+    if not installed():
+        raise SpecError(
+            "launcher: slurm needs Slurm's commands; sbatch is not installed on this machine",
+            "submit on a login node of the cluster, or set launcher: local",
+        )
+    return SLURM
 
 
 def cache_of(spec: JobSpec) -> Path:

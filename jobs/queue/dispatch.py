@@ -41,14 +41,15 @@ def dispatch(store: Store) -> None:
     """
     # Before the queue is taken: a driver that does not answer holds nobody up but who asks it.
     asked = not store.paused and any(
-        job.wanted is not None and not job.held for job in store.in_states([State.QUEUED])
+        job.wanted is not None and not job.held and not job.on_slurm
+        for job in store.in_states([State.QUEUED])
     )
     present = devices.gpus() if asked else []
     with _one_at_a_time(store) as free:
         if not free:
             return
         _mend(store)
-        queue = store.in_states([State.QUEUED])
+        queue = [job for job in store.in_states([State.QUEUED]) if not job.on_slurm]
         if not queue:
             return
         paused = store.paused
@@ -62,7 +63,7 @@ def dispatch(store: Store) -> None:
         gpus = [gpu for gpu in present if gpu.unusable is None]
         claims = store.claims()
         indices = {gpu.uuid: gpu.index for gpu in gpus}
-        active = store.in_states(ACTIVE)
+        active = [job for job in store.in_states(ACTIVE) if not job.on_slurm]
         decisions = place(
             [Request(job.id, job.wanted, job.shares) for job in ready],
             claims,
@@ -89,7 +90,7 @@ def has_work(store: Store) -> bool:
 def needs_attention(store: Store) -> bool:
     """Whether a `dispatch` could change anything; cheap enough to ask every second."""
     return any(
-        job.state is State.QUEUED or _needs_mending(job)
+        not job.on_slurm and (job.state is State.QUEUED or _needs_mending(job))
         for job in store.in_states([State.QUEUED, *ACTIVE])
     )
 
@@ -98,6 +99,8 @@ def _mend(store: Store) -> None:
     """Give jobs without a supervisor a new one; mark jobs of an earlier boot as lost."""
     now_boot = boot_id()
     for job in store.in_states(ACTIVE):
+        if job.on_slurm:
+            continue
         if job.boot_id is not None and now_boot is not None and job.boot_id != now_boot:
             lost = store.change(job.id, State.LOST, "the machine rebooted", only_from=ACTIVE)
             if lost and job.auto_resume and not job.stop_level:

@@ -19,7 +19,7 @@ import click
 
 from jobs import service
 from jobs.errors import UserError
-from jobs.launch.replay import FORMS, Form, replay, replay_facts
+from jobs.launch.replay import FORMS, Form, replay, replay_facts, resolved
 from jobs.machine import devices
 from jobs.machine.engine_tools import ToolError
 from jobs.memory.kept_prediction import facts as predicted_facts
@@ -30,7 +30,6 @@ from jobs.queue.summaries import report_of
 from jobs.queue.tables import trouble
 from jobs.run.disk_space import directory_size
 from jobs.service.plan import plan_submit
-from jobs.spec.file.load import dump_spec
 from jobs.untrusted.text import one_line
 from tui.app.start import open_dashboard
 from tui.cli.common.echo import echo
@@ -181,7 +180,7 @@ def submit(words: tuple[str, ...], template: str | None, dry_run: bool, as_json:
     tell(plan)
     if dry_run:
         values = plan.spec.to_dict()
-        echo(json.dumps(values) if as_json else dump_spec(plan.spec), nl=as_json)
+        echo(json.dumps(values) if as_json else resolved(plan.spec), nl=as_json)
         return
     job = service.carry_out(store, plan)
     if as_json:

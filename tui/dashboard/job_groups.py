@@ -38,6 +38,8 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
         names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
         if job.state.ended:
             title, place = _ENDED, 1 << 30
+        elif job.on_slurm:
+            title, place = "Slurm", 1 << 21
         elif job.wanted is None and not names:
             title, place = "CPU", -1
         elif not names:

@@ -291,6 +291,8 @@ def where_of(job: Job, gpus: Sequence[Gpu]) -> str:
     """The job's devices in a few characters: `0-3`, `any 2`, `cpu×2`."""
     if job.wanted is None:
         return f"cpu×{job.ranks}"
+    if job.on_slurm:
+        return f"slurm×{job.ranks}"
     index = {gpu.uuid: gpu.index for gpu in gpus}
     names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
     if not names:

@@ -63,13 +63,14 @@ _CASED: Final = {
         "FPS",
         "TF32",
         "CFG",
+        "QOS",
     )
 }
 
 # The others: page → groups of the job's keys.
 _GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "fsdp": ("fsdp",),
-    "devices": ("devices",),
+    "devices": ("devices", "slurm"),
     "training": ("training",),
     "data": ("job", "data"),
     "output": ("lora", "output", "export"),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from jobs.machine import devices, file_lock, processes
-from jobs.machine.processes import boot_id
+from jobs.machine.processes import boot_id, is_of_another_machine
 from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.machine.start_detached import start_detached
 from jobs.queue.placement import Request, Start, place
@@ -90,7 +90,9 @@ def has_work(store: Store) -> bool:
 def needs_attention(store: Store) -> bool:
     """Whether a `dispatch` could change anything; cheap enough to ask every second."""
     return any(
-        not job.on_slurm and (job.state is State.QUEUED or _needs_mending(job))
+        not job.on_slurm
+        and (job.state is State.QUEUED or _needs_mending(job))
+        and not is_of_another_machine(job.boot_id, store.home)
         for job in store.in_states([State.QUEUED, *ACTIVE])
     )
 
@@ -99,9 +101,10 @@ def _mend(store: Store) -> None:
     """Give jobs without a supervisor a new one; mark jobs of an earlier boot as lost."""
     now_boot = boot_id()
     for job in store.in_states(ACTIVE):
-        if job.on_slurm:
+        if job.on_slurm or is_of_another_machine(job.boot_id, store.home):
             continue
-        if job.boot_id is not None and now_boot is not None and job.boot_id != now_boot:
+        recorded = (job.boot_id or "").partition("@")[0]
+        if recorded and now_boot is not None and recorded != now_boot:
             lost = store.change(job.id, State.LOST, "the machine rebooted", only_from=ACTIVE)
             if lost and job.auto_resume and not job.stop_level:
                 store.requeue(job.id, "resumed after a reboot")

@@ -17,11 +17,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.machine import file_lock, processes
+from jobs.machine.file_systems import is_shared
 from jobs.machine.processes import ProcessId, boot_id
 from jobs.preflight.check_job import check_devices
 from jobs.queue.job import Terms
 from jobs.queue.states import State
-from jobs.queue.tables import TABLES, VERSION, insert, is_locked
+from jobs.queue.tables import (
+    TABLES,
+    VERSION,
+    choose_journal,
+    insert,
+    is_locked,
+    journal_of,
+    leave_wal,
+)
 from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
@@ -68,6 +77,7 @@ def repair(home: Path) -> Repaired:
         if not file_lock.take(lock, _WAITS):
             raise UserError("another process holds the queue; try again")
         if path.exists() and _is_sound(path):
+            _fit_journal(path)
             return Repaired(None)
         rows = {name: list(_readable(path, name)) for name in _TABLES}
         readable = {row["id"] for row in rows["jobs"]}
@@ -81,6 +91,13 @@ def repair(home: Path) -> Repaired:
                 os.replace(f"{path}{side}", f"{kept}{side}")
         os.replace(new, path)
     return Repaired(kept, tuple(sorted(readable)), tuple(row["id"] for row in restored))
+
+
+def _fit_journal(path: Path) -> None:
+    """Leave the write-ahead log where machines share the file and none of them uses it now."""
+    if is_shared(path.parent) and journal_of(path) == "wal":
+        with closing(sqlite3.connect(path, timeout=_WAITS, isolation_level=None)) as db:
+            leave_wal(db)
 
 
 def _is_sound(path: Path) -> bool:
@@ -214,7 +231,7 @@ def _changed(path: Path) -> float | None:
 
 def _write(path: Path, rows: dict[str, list[Row]], restored: list[Row]) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode=WAL")
+        choose_journal(db, path.parent)
         db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
         db.execute("BEGIN IMMEDIATE")
         jobs = [*rows["jobs"], *restored]

@@ -23,7 +23,7 @@ from jobs.run.diagnosis.hang import Watch, find_hang
 from jobs.run.diagnosis.rank_exits import rank_exits
 from jobs.run.failure import keep_failure
 from jobs.run.fence import raise_fence
-from jobs.run.rundir import FLIGHT, REQUESTS
+from jobs.run.rundir import FLIGHT, REQUESTS, event
 from jobs.slurm import commands
 from jobs.slurm.commands import AwayError
 from jobs.slurm.records import (
@@ -138,6 +138,7 @@ class Warden:
             except Exception:  # a mistake of ours must not end the training
                 self._log(f"monitoring failed: {traceback.format_exc()}")
             self._nap(attempt)
+        self._add_errors()
         return judge(
             self.run_dir,
             attempt,
@@ -145,6 +146,14 @@ class Warden:
             hang=self.hang,
             ended_by_us=self.ended_by_us,
         )
+
+    def _add_errors(self) -> None:
+        """Add to the events what ranks other than the first left: no rank writes any more."""
+        errors = [error for error in self.run_dir.rank_errors() if error["rank"]]
+        with suppress(OSError), open(self.run_dir.events, "a", encoding="utf-8") as file:
+            for error in errors:
+                dropped = ("t", "kind", "trace")
+                file.write(event("error", **{k: v for k, v in error.items() if k not in dropped}))
 
     def _nap(self, attempt: Attempt) -> None:
         with suppress(subprocess.TimeoutExpired):

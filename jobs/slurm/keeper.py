@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
@@ -22,6 +23,7 @@ from jobs.queue.states import PAUSED, State
 from jobs.queue.summaries import keep_summary
 from jobs.run.rundir import read_tail, write_atomic
 from jobs.slurm import commands
+from jobs.slurm.answer import KEPT
 from jobs.slurm.commands import AwayError
 from jobs.slurm.records import (
     HandedIn,
@@ -51,8 +53,8 @@ ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
 ASK_SOON: Final = 2.0  # seconds, after an action and while something is about to change
 FRESH: Final = 60.0  # seconds in which a live warden says something
 IDLE_SECONDS: Final = 60.0
-_KEPT: Final = "slurm-answer.json"
 _ANNOUNCED: Final[dict[State, Event]] = {State.COMPLETED: "completed", State.STOPPED: "stopped"}
+_CODE_EVERY: Final = 30.0  # seconds
 _EVENTS: Final = 1 << 20  # bytes of the newest events
 _SAVES_TAKE: Final = 2  # times the longest save that was measured
 
@@ -134,7 +136,7 @@ class Keeper:
             "jobs": {one.id: vars(one) for one in self._listed.values()},
         }
         with suppress(OSError):
-            write_atomic(self.store.home / _KEPT, json.dumps(said) + "\n")
+            write_atomic(self.store.home / KEPT, json.dumps(said) + "\n")
 
     def _changing(self, jobs: list[Job]) -> bool:
         """Whether a warden says that its job has ended, and Slurm has not said so yet."""
@@ -316,7 +318,7 @@ def _over(listed: Listed) -> bool:
 
 
 def _last_line(run_dir: RunDir) -> str:
-    lines = read_tail(run_dir.logs / "slurm.log", 4096).splitlines()
+    lines = read_tail(run_dir.supervisor_log, 4096).splitlines()
     return one_line(next((line for line in reversed(lines) if line.strip()), ""))[:300]
 
 
@@ -330,7 +332,13 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS, ask_every: float = AS
             return
         _say(f"started by process {os.getppid()}")
         keeper, busy_at = Keeper(store, ask_every), time.monotonic()
+        code, looked_at = newest_code(), time.monotonic()
         while store.path.exists():
+            if time.monotonic() - looked_at >= _CODE_EVERY:
+                looked_at = time.monotonic()
+                if newest_code() != code:  # what people run now may disagree with this process
+                    _say("fsdp-tui was updated; exiting for a newer one")
+                    return
             work = True
             try:
                 work = keeper.look()
@@ -342,6 +350,11 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS, ask_every: float = AS
                 break
             time.sleep(LOOK_EVERY)
         _say("no Slurm jobs left; exiting")
+
+
+def newest_code() -> float:
+    """When a file of this package was last changed, in Unix seconds."""
+    return max(path.stat().st_mtime for path in Path(__file__).parent.glob("*.py"))
 
 
 def _say(text: str) -> None:

@@ -39,7 +39,7 @@ def script_of(
         home: The state directory.
         signal_seconds: Before the time limit, if the job does not say.
     """
-    log = run_dir.logs / "slurm.log"
+    log = run_dir.supervisor_log
     lines = _head(spec, name, str(log), signal_seconds)
     lines += ["", *(spec.slurm_setup or []), *_exports(home)]
     return "\n".join([*lines, _start(python, str(run_dir.root)), ""])

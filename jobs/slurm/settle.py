@@ -197,4 +197,4 @@ def _resume(facts: Facts) -> str:
 
 
 def _last(facts: Facts) -> str:
-    return f": {facts.log}" if facts.log else "; see logs/slurm.log"
+    return f": {facts.log}" if facts.log else "; see logs/supervisor.log"

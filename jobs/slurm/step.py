@@ -99,8 +99,8 @@ def srun_command(spec: JobSpec, run_dir: RunDir, environment: Mapping[str, str])
         "--distribution=block",  # ranks of a machine are neighbors
         "--gpu-bind=none",  # each rank sees all GPUs of its node, and takes that of its number
         "--kill-on-bad-exit=0",  # the others may still have to say why, or to save
+        # No --unbuffered: it gives tasks a terminal, and ranks without one write logs.
         "--wait=0",  # rank 0 may have more to write than the others
-        "--unbuffered",
         *(spec.slurm_srun_args or []),
         *python,
         "-m",

@@ -30,6 +30,7 @@ from jobs.queue.summaries import report_of
 from jobs.queue.tables import trouble
 from jobs.run.disk_space import directory_size
 from jobs.service.plan import plan_submit
+from jobs.slurm.answer import slurm_facts
 from jobs.untrusted.text import one_line
 from tui.app.start import open_dashboard
 from tui.cli.common.echo import echo
@@ -266,7 +267,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     if form is not None:
         echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
         return
-    facts = service.as_dict(store, job, devices.gpus())
+    facts = service.as_dict(store, job, devices.gpus()) | slurm_facts(store, job)
     changes = store.history(job_id)
     facts["history"] = [
         {"t": c.t, "from": c.before and str(c.before), "to": str(c.after), "reason": c.reason}

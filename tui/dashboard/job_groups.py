@@ -57,9 +57,11 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
 
 
 def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
-    """Job → `1st`, `2nd`, … for what waits and is not held, in the order in which it is served."""
+    """Job → `1st`, `2nd`, … for what waits here and is not held, as it is served."""
     waiting = [
-        view.job.id for view in views if view.job.state is State.QUEUED and not view.job.held
+        view.job.id
+        for view in views
+        if view.job.state is State.QUEUED and not view.job.held and not view.job.on_slurm
     ]
     return {job: ordinal(place) for place, job in enumerate(waiting, 1)}
 

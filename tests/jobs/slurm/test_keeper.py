@@ -11,6 +11,7 @@ from jobs.errors import SpecError, StateError
 from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
 from jobs.slurm import settle
+from jobs.slurm.answer import slurm_facts
 from jobs.slurm.keeper import Keeper
 from jobs.slurm.records import (
     Allocation,
@@ -25,6 +26,8 @@ from jobs.slurm.records import (
 )
 from jobs.spec.file.load import load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.waiting import PATIENCE
+from tui.text.tables import slurm_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +68,10 @@ def test_a_job_from_the_queue_to_its_end(
     says(job, State.RUNNING, "all ranks are up")
     keeper.look()
     assert store.get(job.id).state is State.RUNNING
+    facts = slurm_facts(store, job)["slurm"]
+    assert (facts["job"], facts["state"], facts["nodes"]) == ("1", "RUNNING", "n[1-2]")
+    assert 0 <= facts["age"] < PATIENCE
+    assert slurm_line(facts | {"age": 12.0}) == "job 1, RUNNING on n[1-2], asked 12 s ago"
     says(job, State.COMPLETED, "trained 6 steps")
     slurm.set("1", "COMPLETED")
     keeper.look()
@@ -134,7 +141,7 @@ def test_how_slurm_ends_jobs(
     says(job, State.RUNNING, "all ranks are up")
     keeper.look()
     save_checkpoint(job.run_dir, 4)
-    (job.run_dir.logs / "slurm.log").write_text("no module named jobs\n")
+    (job.run_dir.supervisor_log).write_text("no module named jobs\n")
     slurm.set("1", state)
     keeper.look()
     assert store.get(job.id).state is ends

@@ -52,7 +52,7 @@ DONE = said(State.COMPLETED, "trained 6 steps")
          "rank 1 …"),
         (Facts("7", listed("CANCELLED"), outcome=DONE), State.COMPLETED, "trained 6 steps"),
         (Facts("7", listed("COMPLETED", restarts=1), outcome=DONE), State.FAILED,
-         "ended without a result; see logs/slurm.log"),
+         "ended without a result; see logs/supervisor.log"),
         (Facts("7", listed("CANCELLED")), State.STOPPED, "stopped; no checkpoint"),
         (Facts("7", listed("CANCELLED"), saved=4), State.STOPPED, "resume continues after step 4"),
         (Facts("7", listed("TIMEOUT"), saved=4), State.LOST, "the time limit ended the job"),

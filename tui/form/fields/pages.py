@@ -45,6 +45,15 @@ _LABELS: Final = {
     BLOCKS: "blocks",
     "checkpointing_steps": "save every",
     "validation_prompts": "prompts",
+    "slurm_partition": "partition",
+    "slurm_account": "account",
+    "slurm_qos": "QOS",
+    "slurm_time": "time limit",
+    "slurm_signal_seconds": "save before limit",
+    "slurm_requeue": "requeue",
+    "slurm_extra_args": "sbatch options",
+    "slurm_setup": "setup lines",
+    "slurm_srun_args": "srun options",
 }
 
 # Short forms that are read as such.
@@ -63,7 +72,6 @@ _CASED: Final = {
         "FPS",
         "TF32",
         "CFG",
-        "QOS",
     )
 }
 

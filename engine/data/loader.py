@@ -38,12 +38,15 @@ class MicroBatch:
         latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalised, fp32.
         drawn: Levels and noise.
         condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them.
+        weight: Of the errors, `(B,)`, or `(B, 1, h, w)` in a job with masks; None where all
+            count alike.
     """
 
     positions: range
     latents: torch.Tensor
     drawn: Drawn
     condition: dict[str, torch.Tensor]
+    weight: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class _Read:
     texts: list[Text]
     pictures: list[Shown]
     condition: dict[str, torch.Tensor] | None
+    weight: torch.Tensor | None
 
 
 class Loader:
@@ -119,7 +123,9 @@ class Loader:
         if condition is not None:
             condition = {name: tensor.pin_memory() for name, tensor in condition.items()}
         drawn = Drawn(*(tensor.pin_memory() for tensor in batch.drawn))
-        return replace(batch, latents=batch.latents.pin_memory(), drawn=drawn, condition=condition)
+        weight = None if batch.weight is None else batch.weight.pin_memory()
+        latents = batch.latents.pin_memory()
+        return replace(batch, latents=latents, drawn=drawn, condition=condition, weight=weight)
 
     def _read(self, step: int) -> list[_Read]:
         draws = self._data.plan.draws(step)
@@ -132,12 +138,19 @@ class Loader:
         return [self._micro_batch(step, draws, positions) for positions in parts]
 
     def _micro_batch(self, step: int, draws: tuple[Draw, ...], positions: range) -> _Read:
-        latents = torch.stack([self._data.latents_of(draws[position]) for position in positions])
+        each = [self._data.latents_of(draws[position]) for position in positions]
+        latents = torch.stack(each)
+        weights = [
+            self._data.weight_of(draws[position], own)
+            for position, own in zip(positions, each, strict=True)
+        ]
+        known = [weight for weight in weights if weight is not None]
         drawn = self._objective.draw(latents, sample_generators(self._spec.seed, step, positions))
         texts = [self._text(step, position, draws[position]) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
         condition = self._encoded(texts, pictures) if self._data.texts.ahead else None
-        return _Read(positions, latents, drawn, texts, pictures, condition)
+        weight = torch.stack(known) if known else None
+        return _Read(positions, latents, drawn, texts, pictures, condition, weight)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""
@@ -160,4 +173,5 @@ class Loader:
             batch.latents.to(device, non_blocking=True),
             Drawn(*(tensor.to(device, non_blocking=True) for tensor in batch.drawn)),
             {name: tensor.to(device, non_blocking=True) for name, tensor in condition.items()},
+            None if batch.weight is None else batch.weight.to(device, non_blocking=True),
         )

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.data.read.archives import read_archives
+from engine.data.read.class_images import cache_root, only_of_job
 from engine.data.read.folders import Entry, read_folder
 from engine.data.read.images import DECODER, PictureError, look
+from engine.data.read.masks import look_at_mask, separate_masks, why_mask_unfit
 from engine.data.read.memo import Memo, stamp_of
 from engine.data.read.tables import RowError, read_table, table_of
 from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_video
 from jobs.errors import UserError
-from jobs.paths import cache_home
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.families import Family, get_family
-from jobs.spec.values.buckets import nearest_bucket, sizes_of, why_unfit
-from jobs.spec.values.datasets import datasets_of, find_layout
+from jobs.spec.values.buckets import Buckets
+from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -45,6 +47,9 @@ class Sample:
         path: Its file, or the directory of its table.
         row: Its row in the table.
         is_video: Whether its file is a video; in its bucket it may have a single frame.
+        loss_weight: Its own, from a column; see `engine.data.index.loss_weights`.
+        mask: sha256 of the file with its mask; "" where it has none.
+        mask_path: The mask's file; "" where that is the image's transparency.
         dataset: Number of its dataset.
         captions: As written, possibly of several lines each; empty when it has none.
         width: Pixels, as displayed.
@@ -65,6 +70,9 @@ class Sample:
     notes: tuple[str, ...] = ()
     row: int | None = None
     is_video: bool = False
+    loss_weight: float = 1.0
+    mask: str = ""
+    mask_path: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,11 +127,11 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
         UserError: Nothing usable is left in one of the datasets, or one cannot be read.
     """
     family = get_family(spec.model_family)
-    fit = Fitting(spec, family)
     samples: list[Sample] = []
     skipped: list[Skipped] = []
     others: list[dict[str, int]] = []
     for number, dataset in enumerate(datasets_of(spec)):
+        fit = Fitting(spec, family, dataset)
         if not Path(dataset.path).is_dir():  # gone since the job was queued
             raise UserError(f"no such dataset folder: {dataset.path}")
         layout = find_layout(Path(dataset.path))
@@ -133,27 +141,55 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             source = read_archives(dataset, cache_root(spec), videos=family.frame_step > 0)
         else:
             source = read_table(dataset)
+        masks: dict[Path, Path] = {}
+        if spec.masked_loss == "file":
+            if layout in ("arrow", "parquet"):
+                raise UserError(
+                    f"{dataset.path} is a table, which has no mask files",
+                    "use masked_loss: alpha, or a folder of images",
+                )
+            source, masks = separate_masks(source, dataset)
+        if spec.num_class_images:
+            source = only_of_job(source, dataset, spec)
         # What decides which picture a name means.
         place = f"{dataset.path}:{dataset.split}:{dataset.image_column}"
         memo = Memo(cache_root(spec) / "index", place, _MEMO)
         before, total = len(samples) + len(skipped), len(source.entries)
 
-        def take(entry: Entry, dataset: Dataset = dataset, memo: Memo = memo) -> _Facts | str:
+        default = fallback_caption(spec, dataset)
+
+        def take(
+            entry: Entry,
+            dataset: Dataset = dataset,
+            memo: Memo = memo,
+            masks: dict[Path, Path] = masks,
+            default: str | None = default,
+        ) -> tuple[_Facts | str, tuple[str, str]]:
+            none = ("", "")
             if entry.problem:
-                return entry.problem
-            if entry.captions is None and spec.missing_captions == "skip":
-                return "no caption"
-            return _look(entry, dataset, memo)
+                return entry.problem, none
+            if entry.captions is None and default is None and spec.missing_captions == "skip":
+                return "no caption", none
+            facts = _look(entry, dataset, memo)
+            if isinstance(facts, str) or spec.masked_loss == "none" or entry.is_video:
+                return facts, none
+            mask = _look_at_mask(entry, facts, dataset, memo, spec, masks.get(entry.path))
+            return (mask, none) if isinstance(mask, str) else (facts, mask)
 
         usable = len(samples)
         with ThreadPoolExecutor(max_workers=_READERS) as pool:
-            for done, facts in enumerate(pool.map(take, source.entries), start=1):
+            for done, (facts, mask) in enumerate(pool.map(take, source.entries), start=1):
                 entry = source.entries[done - 1]
+                if entry.captions is None and default is not None:
+                    entry = replace(entry, captions=(default,))
                 outcome = fit(entry, number, facts)
-                if isinstance(outcome, Sample):
-                    samples.append(outcome)
-                else:
+                if isinstance(outcome, str):
                     skipped.append(Skipped(number, entry.name, outcome))
+                else:
+                    samples += [
+                        replace(one, loss_weight=entry.weight, mask=mask[0], mask_path=mask[1])
+                        for one in outcome
+                    ]
                 progress(before + done, before + total)
                 memo.save_sometimes()
         memo.save()
@@ -165,11 +201,6 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
                 f"{first.name}: {first.why}" if first else "it is empty",
             )
     return DataIndex(samples, skipped, others)
-
-
-def cache_root(spec: JobSpec) -> Path:
-    """Where the job keeps what it prepares."""
-    return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 
 def read_content(sample: Sample, spec: JobSpec) -> bytes:
@@ -199,43 +230,41 @@ class _Facts:
 
 
 class Fitting:
-    """Finds the bucket of each sample, or why it fits none."""
+    """Finds the buckets of what a dataset offers, or why it fits none."""
 
-    def __init__(self, spec: JobSpec, family: Family) -> None:
+    def __init__(self, spec: JobSpec, family: Family, dataset: Dataset) -> None:
         self._spec = spec
         self._step = family.frame_step
-        self._sizes = sizes_of(spec)
-        self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # of many, few sizes differ
+        self._buckets = Buckets(spec, dataset)
 
-    def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> Sample | str:
-        """The sample, or why it is left out."""
+    def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
+        """A sample for each resolution that it is trained at, or why it is left out."""
         if isinstance(facts, str):
             return facts
-        shape = (facts.width, facts.height)
-        if shape not in self._nearest:
-            self._nearest[shape] = nearest_bucket(*shape, self._sizes)
-        size = self._nearest[shape]
-        if why := why_unfit(facts.width, facts.height, size, self._spec):
+        if why := self._buckets.why_unfit(facts.width, facts.height):
             return why
-        bucket: tuple[int, ...] = size
+        frames: tuple[int, ...] = ()
         if self._step:
-            frames = self._frames(facts)
-            if isinstance(frames, str):
-                return frames
-            bucket = (*size, frames)
-        return Sample(
-            entry.name,
-            str(entry.path),
-            dataset,
-            entry.captions or (),
-            facts.width,
-            facts.height,
-            facts.digest,
-            bucket,
-            facts.notes,
-            entry.row,
-            entry.is_video,
-        )
+            length = self._frames(facts)
+            if isinstance(length, str):
+                return length
+            frames = (length,)
+        return [
+            Sample(
+                entry.name,
+                str(entry.path),
+                dataset,
+                entry.captions or (),
+                facts.width,
+                facts.height,
+                facts.digest,
+                (*size, *frames),
+                facts.notes,
+                entry.row,
+                entry.is_video,
+            )
+            for size in self._buckets.find(facts.width, facts.height).values()
+        ]
 
     def _frames(self, facts: _Facts) -> int | str:
         if not facts.frames:
@@ -265,6 +294,36 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     if isinstance(known, str):
         return known
     return _Facts(**{**known, "notes": tuple(known["notes"])})
+
+
+def _look_at_mask(
+    entry: Entry, facts: _Facts, dataset: Dataset, memo: Memo, spec: JobSpec, file: Path | None
+) -> tuple[str, str] | str:
+    """The mask's digest and file, both "" if there is none; or why it cannot be used."""
+    alpha = spec.masked_loss == "alpha"
+    if not alpha and file is None:
+        return "", ""
+    name, path = f"{entry.name} mask", entry.path if alpha or file is None else file
+    try:
+        row = entry.row
+        stamp = stamp_of(path) if row is None else table_of(dataset).stamp_of(row)
+        stamp += f":{spec.masked_loss}:{os.fspath(path)}" if stamp else ""
+        known = memo.get(name, stamp) if stamp else None
+        if known is None:
+            if row is None:
+                content = read_regular(path, LARGEST_PICTURE)
+            else:
+                content = table_of(dataset).content(row)
+            known = look_at_mask(content, hashlib.sha256(content).hexdigest(), alpha=alpha)
+            if isinstance(known, str):
+                return known
+            memo.put(name, stamp, known)
+    except (OSError, RowError) as error:
+        return f"mask: cannot be read ({getattr(error, 'strerror', None) or error})"
+    counts = spec.unmasked_weight > 0
+    if why := why_mask_unfit(known, facts.width, facts.height, empty_counts=counts):
+        return why
+    return known["digest"], "" if alpha or not known["digest"] else str(path)
 
 
 def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:

@@ -170,7 +170,12 @@ def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
             update[key] = path
     if spec.datasets:
         update["datasets"] = [
-            entry.model_copy(update={"path": _absolute(entry.path, roots) or entry.path})
+            entry.model_copy(
+                update={
+                    key: _absolute(getattr(entry, key) or "", roots) or getattr(entry, key)
+                    for key in ("path", "mask_path")
+                }
+            )
             for entry in spec.datasets
         ]
     for key in ("cache_dir", "logging_dir"):

@@ -45,6 +45,9 @@ class Data:
         draws = torch.stack([torch.rand(3, generator=one) for one in generators])
         return Drawn(draws[:, 0], draws[:, 1:])
 
+    def weight_of(self, draw: Draw, latents: torch.Tensor) -> None:
+        return None
+
     def shown_of(self, draw: Draw) -> Shown:
         return Shown((draw.sample + 1, 8), 0, 0, (8, 8))
 

@@ -335,6 +335,17 @@ def test_the_average_may_be_turned_on_and_off() -> None:
     assert "the moving average stops" in off
 
 
+def test_auto_goes_on_as_the_checkpoint_computed() -> None:
+    fp8 = {"base_precision": "fp8_scaled"}
+    scaled, dequantized = (fp8 | {"base_matmul": one} for one in ("scaled", "dequantize"))
+    assert conflicts(scaled, dequantized).changes == ["base_matmul: scaled → dequantize"]
+    assert conflicts(dequantized, scaled).changes == ["base_matmul: dequantize → scaled"]
+    for before in (scaled, dequantized, fp8):
+        assert conflicts(before, fp8) == conflicts()
+    assert conflicts(fp8, scaled).changes, "a version without the key dequantized"
+    assert conflicts({"base_matmul": "dequantize"}, {"base_matmul": "auto"}) == conflicts()
+
+
 # -- the data --------------------------------------------------------------------------------
 
 

@@ -318,8 +318,10 @@ def _over(listed: Listed) -> bool:
 
 
 def _last_line(run_dir: RunDir) -> str:
+    """The last line of the batch script's log that its warden did not write; those have times."""
     lines = read_tail(run_dir.supervisor_log, 4096).splitlines()
-    return one_line(next((line for line in reversed(lines) if line.strip()), ""))[:300]
+    foreign = (one for one in reversed(lines) if one.strip() and not one[:2].isdecimal())
+    return one_line(next(foreign, ""))[:300]
 
 
 def keep(store: Store, idle_seconds: float = IDLE_SECONDS, ask_every: float = ASK_EVERY) -> None:

@@ -258,7 +258,8 @@ class Warden:
         """What an end means that no person asked for."""
         if outcome.state is State.COMPLETED:
             return outcome
-        if outcome.state is not State.STOPPED:
+        retries = outcome.worth_retrying and spec.max_restarts > 0 and spec.slurm_requeue
+        if outcome.state is not State.STOPPED and not (self.time_up and retries):
             if self.told_to_end or self._is_ending():
                 self._await_verdict()
             return outcome
@@ -274,9 +275,12 @@ class Warden:
         if newest is None or newest == begun:
             reason = "the time limit came before the job got to a new checkpoint; raise slurm_time"
             return Outcome(State.FAILED, reason)
-        if not spec.slurm_requeue:
-            return Outcome(State.STOPPED, f"time limit; {outcome.reason}")
-        self._say(State.STOPPING, f"time limit; {outcome.reason}; requeueing")
+        stopped = Outcome(State.STOPPED, f"time limit; {outcome.reason}")
+        return self._requeue(stopped) if spec.slurm_requeue else stopped
+
+    def _requeue(self, stopped: Outcome) -> Outcome:
+        """Go back into Slurm's queue, which ends this process; if that fails, it has stopped."""
+        self._say(State.STOPPING, f"{stopped.reason}; requeueing")
         while True:
             try:
                 commands.requeue(self.allocation.id)
@@ -284,11 +288,11 @@ class Warden:
                 self._log(f"cannot requeue yet: {error}")
                 time.sleep(_ASK_EVERY)
             except UserError as error:
-                reason = f"time limit; {outcome.reason}; Slurm refused to requeue: {error}"
+                reason = f"{stopped.reason}; Slurm refused to requeue: {error}"
                 return Outcome(State.STOPPED, reason)
             else:
-                self._await_verdict()  # which ends this process
-                return Outcome(State.STOPPED, f"time limit; {outcome.reason}")
+                self._await_verdict()
+                return stopped
 
     def _is_ending(self) -> bool:
         """Whether Slurm ends this allocation, so that ranks were killed for that reason."""

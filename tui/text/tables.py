@@ -82,7 +82,7 @@ def describe(job: Mapping[str, Any]) -> str:
 
 
 def slurm_line(facts: Mapping[str, Any]) -> str:
-    """Where a Slurm job is: `job 17, RUNNING on n[1-2], asked 12 s ago`."""
+    """Where a Slurm job is: `job 17, RUNNING on n[1-2], asked 0:12 ago`."""
     parts = [f"job {facts['job']}"]
     if state := facts.get("state"):
         parts.append(f"{state} on {facts['nodes']}" if facts.get("nodes") else str(state))

@@ -71,7 +71,7 @@ def test_a_job_from_the_queue_to_its_end(
     facts = slurm_facts(store, job)["slurm"]
     assert (facts["job"], facts["state"], facts["nodes"]) == ("1", "RUNNING", "n[1-2]")
     assert 0 <= facts["age"] < PATIENCE
-    assert slurm_line(facts | {"age": 12.0}) == "job 1, RUNNING on n[1-2], asked 12 s ago"
+    assert slurm_line(facts | {"age": 12.0}) == "job 1, RUNNING on n[1-2], asked 0:12 ago"
     says(job, State.COMPLETED, "trained 6 steps")
     slurm.set("1", "COMPLETED")
     keeper.look()

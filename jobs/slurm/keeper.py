@@ -318,10 +318,10 @@ def _over(listed: Listed) -> bool:
 
 
 def _last_line(run_dir: RunDir) -> str:
-    """The last line of the batch script's log that its warden did not write; those have times."""
+    """The last line of the batch script's log, unless its warden wrote it: those have times."""
     lines = read_tail(run_dir.supervisor_log, 4096).splitlines()
-    foreign = (one for one in reversed(lines) if one.strip() and not one[:2].isdecimal())
-    return one_line(next(foreign, ""))[:300]
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return "" if last[:2].isdecimal() or "slurmstepd" in last else one_line(last)[:300]
 
 
 def keep(store: Store, idle_seconds: float = IDLE_SECONDS, ask_every: float = ASK_EVERY) -> None:

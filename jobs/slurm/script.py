@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 SIGNAL_SECONDS: Final = 300  # before the time limit, where no save was measured yet
+# The signal before the time limit would end the shell while it still sets things up.
+_WAIT_FOR_WARDEN: Final = "trap '' USR2"
 PYTHON_VARIABLE: Final = "FSDP_TUI_PYTHON"
 _PLAIN: Final = frozenset("-_./,:=+@%[]")
 
@@ -41,7 +43,7 @@ def script_of(
     """
     log = run_dir.supervisor_log
     lines = _head(spec, name, str(log), signal_seconds)
-    lines += ["", *(spec.slurm_setup or []), *_exports(home)]
+    lines += ["", _WAIT_FOR_WARDEN, *(spec.slurm_setup or []), *_exports(home)]
     return "\n".join([*lines, _start(python, str(run_dir.root)), ""])
 
 
@@ -49,7 +51,7 @@ def script_by_hand(spec: JobSpec, *, python: str = "python") -> str:
     """A script for `sbatch` that brings its job along: no queue, its own directory."""
     folder = f"{spec.name}-by-hand"
     lines = _head(spec, spec.name, f"{spec.name}-%j.log", spec.slurm_signal_seconds)
-    lines += ["", f"mkdir -p {shlex.quote(folder)}"]
+    lines += ["", _WAIT_FOR_WARDEN, f"mkdir -p {shlex.quote(folder)}"]
     lines += [f"cat > {shlex.quote(folder)}/job.yaml <<'END_OF_FILE'"]
     lines += [dump_spec(spec, only_set=True).rstrip("\n"), "END_OF_FILE"]
     lines += [*(spec.slurm_setup or []), *_exports(None)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING, Final
 
 from jobs.machine import file_lock
 from jobs.machine.start_detached import start_detached
+from jobs.queue.job import SLURM
 from jobs.queue.states import ACTIVE, State
 from jobs.queue.tables import insert, update
 from jobs.untrusted.text import harmless
@@ -24,8 +26,18 @@ def slurm_jobs(store: Store) -> list[Job]:
 
 
 def look_after_slurm_jobs(store: Store) -> None:
-    """See that the process that asks Slurm runs while there are jobs for it."""
-    if slurm_jobs(store):
+    """See that the process that asks Slurm runs while there are jobs for it.
+
+    Asked every second, beside whatever local jobs there are: no row of theirs is read.
+    """
+    states = [State.QUEUED, *ACTIVE]
+    marks = ",".join("?" * len(states))
+    with store.connect() as db:
+        found = db.execute(
+            f"SELECT 1 FROM jobs WHERE state IN ({marks}) AND wanted=? LIMIT 1",
+            [*states, json.dumps(SLURM)],
+        ).fetchone()
+    if found is not None:
         ensure_keeper(store)
 
 

@@ -24,6 +24,7 @@ from jobs.slurm.records import (
     write_handed_in,
     write_said,
 )
+from jobs.slurm.rows import look_after_slurm_jobs
 from jobs.spec.file.load import load_spec
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.waiting import PATIENCE
@@ -331,6 +332,23 @@ def test_a_stopped_job_that_slurm_preempts_does_not_come_back(
     keeper.look()
     assert store.get(job.id).state is State.STOPPED
     assert slurm.get("1", "state") == "CANCELLED"
+
+
+def test_the_runner_sees_that_somebody_asks_slurm(
+    store: Store, submit: Submit, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Store] = []
+    monkeypatch.setattr("jobs.slurm.rows.ensure_keeper", asked.append)
+    store.pause(True)
+    service.submit(store, load_spec(None, job_values))
+    look_after_slurm_jobs(store)
+    assert asked == [], "local jobs need nobody who does"
+    job = submit()
+    look_after_slurm_jobs(store)
+    assert asked == [store]
+    service.stop(store, job.id)
+    look_after_slurm_jobs(store)
+    assert asked == [store]
 
 
 def test_one_question_for_many_jobs(slurm: FakeSlurm, submit: Submit, keeper: Keeper) -> None:

@@ -81,6 +81,7 @@ def test_a_rank_fails_and_the_step_starts_again(
     assert record["slurm"] == {"job": "1", "restart": 0}
 
 
+@pytest.mark.slow
 def test_a_person_stops_it_and_resumes_it(
     store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
 ) -> None:
@@ -149,7 +150,8 @@ def test_scancel_is_no_reason_to_requeue(
     assert slurm.calls("scontrol") == 0
 
 
-def test_no_allocation_without_a_checkpoint_is_requeued(
+@pytest.mark.slow
+def test_a_job_that_was_never_up_is_killed_at_its_limit(
     store: Store,
     slurm: FakeSlurm,
     submit: Submit,

@@ -20,7 +20,7 @@ from jobs.machine import file_lock, processes
 from jobs.machine.file_systems import is_shared
 from jobs.machine.processes import ProcessId, boot_id
 from jobs.preflight.check_job import check_devices
-from jobs.queue.job import Terms
+from jobs.queue.job import SLURM, Terms
 from jobs.queue.states import State
 from jobs.queue.tables import (
     TABLES,
@@ -34,6 +34,7 @@ from jobs.queue.tables import (
 from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
+from jobs.slurm.records import outcome_file, read_handed_in, read_said
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
 
@@ -178,7 +179,20 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
         "supervisor_started": supervisor and supervisor.started,
         "boot_id": boot_id() if alive else None,
     }
-    return row | _terms(run_dir)
+    return row | _terms(run_dir) | _on_slurm(run_dir)
+
+
+def _on_slurm(run_dir: RunDir) -> Row:
+    """What else there is to know of a Slurm job: it may run while nothing of it does here."""
+    handed = read_handed_in(run_dir)
+    if handed is None:
+        return {}
+    outcome = read_said(outcome_file(run_dir))
+    if outcome is not None and outcome.allocation.id == handed.id:
+        ended = {"state": str(outcome.state), "reason": outcome.reason, "held": False}
+        return ended | {"attempt": handed.attempt}
+    waits = {"state": str(State.QUEUED), "reason": "restored; Slurm is asked", "ended": None}
+    return waits | {"attempt": handed.attempt, "held": False}
 
 
 def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, str]:
@@ -205,7 +219,7 @@ def _terms(run_dir: RunDir) -> Row:
     except UserError:
         return Terms(1, None, 0).columns()
     try:
-        gpus = check_devices(spec)
+        gpus = SLURM if spec.launcher == "slurm" else check_devices(spec)
     except UserError:  # a GPU that is not there today
         gpus = world_size(spec)
     return Terms.of(spec, gpus).columns()

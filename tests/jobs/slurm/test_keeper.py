@@ -10,6 +10,7 @@ from jobs import service
 from jobs.errors import SpecError, StateError
 from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
+from jobs.service.repair import repair
 from jobs.slurm import settle
 from jobs.slurm.answer import slurm_facts
 from jobs.slurm.keeper import Keeper
@@ -349,6 +350,26 @@ def test_the_runner_sees_that_somebody_asks_slurm(
     service.stop(store, job.id)
     look_after_slurm_jobs(store)
     assert asked == [store]
+
+
+def test_a_rebuilt_database_finds_its_jobs_in_slurm(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """One runs, one has ended meanwhile; neither is handed in again."""
+    runs, done = submit(), submit(name="done")
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    slurm.set("2", "COMPLETED")
+    says(runs, State.RUNNING, "all ranks are up")
+    says(done, State.COMPLETED, "trained 6 steps", slurm_id="2")
+    store.path.write_bytes(b"no database")
+    for side in ("-wal", "-shm"):
+        store.path.with_name(f"jobs.db{side}").unlink(missing_ok=True)
+    assert repair(store.home).restored == (1, 2)
+    Keeper(store, ask_every=0.0).look()
+    assert store.get(runs.id).state is State.RUNNING
+    assert store.get(done.id).state is State.COMPLETED
+    assert slurm.ids() == ["1", "2"]
 
 
 def test_one_question_for_many_jobs(slurm: FakeSlurm, submit: Submit, keeper: Keeper) -> None:

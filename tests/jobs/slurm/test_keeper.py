@@ -11,6 +11,7 @@ from jobs.errors import SpecError, StateError
 from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
 from jobs.service.repair import repair
+from jobs.slurm import keeper as keeping
 from jobs.slurm import settle
 from jobs.slurm.answer import slurm_facts
 from jobs.slurm.keeper import Keeper
@@ -370,6 +371,32 @@ def test_a_rebuilt_database_finds_its_jobs_in_slurm(
     assert store.get(runs.id).state is State.RUNNING
     assert store.get(done.id).state is State.COMPLETED
     assert slurm.ids() == ["1", "2"]
+
+
+def test_only_the_keeper_asks_slurm(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """Whoever lists jobs reads what it wrote: a controller that hangs holds nobody up."""
+    job = submit()
+    keeper.look()
+    slurm.away()
+    asked = (slurm.root / "calls").read_text()
+    service.refresh(store)
+    service.as_dicts(store, store.all(), [])
+    slurm_facts(store, store.get(job.id))
+    assert (slurm.root / "calls").read_text() == asked
+
+
+def test_a_keeper_of_older_code_makes_way(
+    store: Store, slurm: FakeSlurm, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit()
+    changed = iter([1.0, 1.0, 2.0])
+    monkeypatch.setattr(keeping, "newest_code", lambda: next(changed))
+    monkeypatch.setattr(keeping, "_CODE_EVERY", 0.0)
+    monkeypatch.setattr(keeping, "LOOK_EVERY", 0.0)
+    keeping.keep(store)
+    assert slurm.ids() == ["1"], "it worked until then, and left the job to the next"
 
 
 def test_one_question_for_many_jobs(slurm: FakeSlurm, submit: Submit, keeper: Keeper) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -107,8 +109,6 @@ def test_the_time_limit_saves_and_requeues(
     store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
 ) -> None:
     """USR2 to the batch script alone; the same Slurm job goes on after the checkpoint."""
-    import signal
-
     job, batch = begin(slurm, submit, keeper, max_train_steps=100_000)
     eventually(lambda: running(job))
     batch.send_signal(signal.SIGUSR2)
@@ -136,8 +136,6 @@ def test_scancel_is_no_reason_to_requeue(
     store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
 ) -> None:
     """SIGTERM to all: ranks save; the batch script waits for Slurm to say what it was."""
-    import signal
-
     job, batch = begin(slurm, submit, keeper, max_train_steps=100_000)
     eventually(lambda: running(job))
     batch.send_signal(signal.SIGTERM)
@@ -158,8 +156,6 @@ def test_a_job_that_was_never_up_is_killed_at_its_limit(
     keeper: Keeper,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import signal
-
     monkeypatch.setenv("FAKE_RANKS", "never-up ignore-stop")
     job, batch = begin(slurm, submit, keeper, slurm_requeue=False)
     eventually(lambda: len(job.run_dir.rank_statuses()) == 4)
@@ -169,6 +165,30 @@ def test_a_job_that_was_never_up_is_killed_at_its_limit(
     ended = finished(store, slurm, keeper, job)
     assert ended.state is State.STOPPED
     assert slurm.calls("scontrol") == 0
+
+
+@pytest.mark.slow
+def test_a_preemption_signals_only_the_ranks(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped though nobody asked: Slurm is asked, and the job is not taken for ended."""
+    monkeypatch.setenv("FAKE_LOCKSTEP", "1")
+    job, batch = begin(slurm, submit, keeper, max_train_steps=100_000)
+    eventually(lambda: running(job))
+    for status in job.run_dir.rank_statuses():
+        os.kill(status.pid, signal.SIGTERM)
+    eventually(lambda: "waiting for Slurm" in (read_said(warden_file(job.run_dir)) or batch).reason)
+    assert read_said(outcome_file(job.run_dir)) is None
+    assert job.run_dir.latest_checkpoint() is not None
+    os.killpg(batch.pid, signal.SIGKILL)
+    batch.wait()
+    slurm.set("1", "PENDING", restarts=1)
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED
 
 
 def test_a_run_belongs_to_one_slurm_job(tmp_path: Path) -> None:

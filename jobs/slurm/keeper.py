@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 LOOK_EVERY: Final = 1.0  # seconds between two looks at the run directories
 ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
 ASK_SOON: Final = 2.0  # seconds, after an action and while something is about to change
+BACK_WITHIN: Final = 10.0  # seconds for Slurm to put a preempted job back into its queue
 FRESH: Final = 60.0  # seconds in which a live warden says something
 IDLE_SECONDS: Final = 60.0
 _ANNOUNCED: Final[dict[State, Event]] = {State.COMPLETED: "completed", State.STOPPED: "stopped"}
@@ -66,6 +67,7 @@ class _Seen:
     warden: Said | None = None
     beaten_at: float = 0.0
     missing_since: float | None = None
+    preempted_at: float | None = None
 
 
 @dataclass
@@ -220,15 +222,12 @@ class Keeper:
 
     def _final(self, job: Job, verdict: Verdict) -> bool:
         """Whether an end is one: a preempted job may be back in Slurm's queue a moment later."""
-        preempted = verdict.state is State.LOST and "preempt" in verdict.reason
-        return not preempted or self._twice(job)
-
-    def _twice(self, job: Job) -> bool:
-        seen = self._seen.setdefault(job.id, _Seen())
-        if seen.missing_since is None:
-            seen.missing_since = time.monotonic()
-        self._soon = True
-        return time.monotonic() - seen.missing_since >= ASK_SOON
+        if not (verdict.state is State.LOST and "preempt" in verdict.reason):
+            return True
+        seen, self._soon = self._seen.setdefault(job.id, _Seen()), True
+        if seen.preempted_at is None:
+            seen.preempted_at = time.monotonic()
+        return time.monotonic() - seen.preempted_at >= BACK_WITHIN
 
     # -- handing in ------------------------------------------------------------------------
 

@@ -167,7 +167,11 @@ def test_a_lost_job_is_handed_in_again_where_it_asks_for_that(
 
 
 def test_a_preempted_job_is_not_lost_while_slurm_puts_it_back(
-    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = submit()
     keeper.look()
@@ -178,6 +182,10 @@ def test_a_preempted_job_is_not_lost_while_slurm_puts_it_back(
     keeper.look()
     assert store.get(job.id).state is State.QUEUED
     assert "requeued 1 time" in store.get(job.id).reason
+    monkeypatch.setattr(keeping, "BACK_WITHIN", 0.0)
+    slurm.set("1", "PREEMPTED", restarts=1)
+    keeper.look()
+    assert store.get(job.id).state is State.LOST, "this cluster does not put it back"
 
 
 def test_the_controller_is_away(

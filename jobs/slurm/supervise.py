@@ -112,7 +112,7 @@ class Warden:
 
     def _train(self, spec: JobSpec) -> Outcome:
         if self._persons_wish():
-            return Outcome(State.STOPPED, "stopped before it started")
+            return Outcome(State.STOPPED, "stopped before the ranks started")
         restarts = 0
         while True:
             self._say(State.STARTING, "starting ranks")

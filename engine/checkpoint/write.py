@@ -15,6 +15,7 @@ from engine.checkpoint import full, sharded
 from engine.checkpoint.contents import SCHEMA
 from engine.checkpoint.together import together
 from jobs.run.checkpoint_files import STATE_FILE, delete, sha256
+from jobs.run.fence import check_fence
 from jobs.run.rundir import MANIFEST, sync, write_atomic
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def _complete(contents: Contents, aside: Path, final: Path, hashes: list[Hashes]
     }
     write_atomic(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n", durable=True)
     sync(aside)
+    check_fence(final.parent.parent)
     shutil.rmtree(final, ignore_errors=True)  # of an attempt that was cut off before its manifest
     os.replace(aside, final)
     sync(final.parent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 import time
 import traceback
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from jobs.errors import DiskFullError, NotFiniteError, UserError
 from jobs.run.failure import Cause
+from jobs.run.fence import FENCE_VARIABLE
 from jobs.run.rundir import event, write_atomic
 
 if TYPE_CHECKING:
@@ -53,8 +55,10 @@ def record_failure(run_dir: RunDir, rank: int, error: BaseException, telemetry: 
         print(text, file=sys.stderr, flush=True)
     try:
         write_atomic(run_dir.rank_error(rank), json.dumps(record | {"trace": text}) + "\n")
-        with open(run_dir.events, "a", encoding="utf-8") as file:
-            file.write(event("error", **{k: v for k, v in record.items() if k != "t"}))
+        # Appending is atomic on one machine only. Elsewhere the warden adds it afterwards.
+        if rank == 0 or FENCE_VARIABLE not in os.environ:
+            with open(run_dir.events, "a", encoding="utf-8") as file:
+                file.write(event("error", **{k: v for k, v in record.items() if k != "t"}))
     except OSError as problem:  # a full disk must not hide the first failure
         with suppress(OSError):
             print(f"could not record the failure: {problem}", flush=True)

@@ -94,12 +94,17 @@ class FileBarrier:
         """
         pause = _SHORTEST_PAUSE
         while self.arrived(place) < (self._size if ranks is None else ranks):
-            if any(self._run_dir.rank_error(rank).exists() for rank in range(self._size)):
+            if self._one_failed():
                 raise StrandedError(f"another rank failed while this one waited for it at {place}")
             if waiting is not None:
                 waiting()
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE, pause * 1.5)
+
+    def _one_failed(self) -> bool:
+        """Whether a rank has left an error; see `RunDir.requested` for why by listing."""
+        names = set(os.listdir(self._run_dir.ranks))
+        return any(self._run_dir.rank_error(rank).name in names for rank in range(self._size))
 
     def close(self) -> None:
         """Forget all markers; only after all ranks have met for the last time."""

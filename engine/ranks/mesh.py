@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from jobs.spec.rules.strategy import SHARDING
+from jobs.spec.rules.strategy import SHARDING, replicas_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +32,7 @@ def build_mesh(spec: JobSpec, strategy: str, ranks: int, device_type: str) -> De
     """
     if strategy not in SHARDING:
         return None
-    replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
+    replicas = replicas_of(spec, strategy)
     context = spec.context_parallel_size
     shape = [replicas, ranks // (replicas * context)]
     names = [REPLICATE, SHARD]

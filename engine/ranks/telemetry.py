@@ -13,6 +13,7 @@ import psutil
 
 from engine.ranks.progress import Progress
 from jobs.machine.procfs import started_at
+from jobs.run.fence import FENCE_VARIABLE
 from jobs.run.rundir import FLIGHT, PHASES, RankStatus, event, write_atomic
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Telemetry:
         self._process = psutil.Process()
         self._started = started_at(os.getpid()) or 0.0
         self._progressed = time.time()
+        self._shared = FENCE_VARIABLE in os.environ  # machines share the run directory
         self._ended = threading.Event()
         self._one_at_a_time = threading.Lock()
         # Line-buffered, so that each event is one write and a reader sees whole lines.
@@ -150,6 +152,7 @@ class Telemetry:
             self._write_status()
             if self.rank == 0:
                 self._pass_on()
+                self._sync()
             if self.record_flight is not None and self.run_dir.requested(FLIGHT):
                 with suppress(OSError, ValueError):
                     self.record_flight()
@@ -162,6 +165,12 @@ class Telemetry:
                 text = path.read_text(encoding="utf-8").strip()
                 path.unlink()
                 self.warn(text)
+
+    def _sync(self) -> None:
+        """Let other machines see the events: an open file's bytes may stay here for a minute."""
+        if self._shared and self._events is not None:
+            with suppress(OSError, ValueError):
+                os.fsync(self._events.fileno())
 
     def _write_status(self) -> None:
         try:

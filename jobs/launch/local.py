@@ -95,6 +95,29 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
     command += [*more, "-m", "engine", str(run_dir.root)]
 
     environment = {
+        **rank_variables(run_dir, run_id, strategy, reason, on_gpus=bool(gpus)),
+        # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
+        **loopback_variables(os.environ),
+        # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
+    }
+    return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus), strategy)
+
+
+def rank_variables(
+    run_dir: RunDir, run_id: str, strategy: str, reason: str, *, on_gpus: bool
+) -> dict[str, str]:
+    """What every rank finds in its environment, whoever launches it.
+
+    Args:
+        run_dir: Where the ranks write.
+        run_id: Marks every process of the run.
+        strategy: What runs.
+        reason: Why.
+        on_gpus: Whether the ranks have GPUs.
+    """
+    environment = {
         RUN_ID_VARIABLE: run_id,
         # What `strategy: auto` came to, so that all ranks run what this command line says.
         STRATEGY_VARIABLE: strategy,
@@ -109,19 +132,14 @@ def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
-        # Not SIGHUP: its launcher would end the ranks, which a new session is there to prevent.
-        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
         **flight_records.environment(run_dir),
-        **loopback_variables(os.environ),
-        # Elastic kills ranks 30 s after SIGTERM by default, in the middle of a large save.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(spec.stop_grace_seconds)),
     }
-    if gpus:
+    if on_gpus:
         if not ALLOCATOR_VARIABLES & os.environ.keys():  # the person's own choice stays
             environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    return Launch(command, environment, accelerate_config(spec, strategy, gpus=gpus), strategy)
+    return environment
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:

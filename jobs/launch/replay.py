@@ -12,6 +12,7 @@ from jobs.launch import local
 from jobs.machine import bytecode
 from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.run.rundir import RunDir, read_json
+from jobs.slurm.script import script_by_hand
 from jobs.spec.file.flags import to_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.strategy import launched_strategy, world_size
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job
     from jobs.spec.job_spec import JobSpec
 
-Form = Literal["yaml", "flags", "accelerate"]
+Form = Literal["yaml", "flags", "accelerate", "sbatch"]
 FORMS: Final = get_args(Form)
 
 
@@ -31,6 +32,8 @@ def replay(job: Job, form: Form) -> str:
         UserError: Its job file cannot be read.
     """
     facts = replay_facts(job, form)
+    if form == "sbatch":
+        return str(facts).rstrip("\n")
     if form == "yaml":
         return yaml_of(job).rstrip("\n")
     return shlex.join(facts) if form == "flags" else script_of(facts, f"Job {job.id} “{job.name}”")
@@ -43,7 +46,14 @@ def replay_facts(job: Job, form: Form) -> Any:
         return spec.to_dict()
     if form == "flags":
         return to_flags(spec)
+    if form == "sbatch":
+        return script_by_hand(spec)
     return launch_facts(_settled(job, spec), spec, on_gpus=job.wanted is not None)
+
+
+def resolved(spec: JobSpec) -> str:
+    """A job that was not submitted, complete: a job file, or for Slurm a script with one inside."""
+    return script_by_hand(spec) if spec.launcher == "slurm" else dump_spec(spec)
 
 
 def yaml_of(job: Job) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from jobs.machine.file_systems import is_shared
 from jobs.machine.procfs import is_being_killed, is_suspended, started_at
 
 if TYPE_CHECKING:
@@ -157,6 +159,27 @@ def kernel_oom_kills() -> int:
         except (OSError, ValueError):
             continue
     return 0
+
+
+def is_of_another_machine(recorded: str | None, folder: Path) -> bool:
+    """Whether a job that was recorded with this boot runs on a machine that shares the folder.
+
+    Its processes cannot be judged from here: their ids mean something else, or nothing.
+
+    Args:
+        recorded: What `boot_here` was where the job started.
+        folder: The state directory; on a local disk, no other machine has it.
+    """
+    boot, _, host = (recorded or "").partition("@")
+    if not host or host == socket.gethostname() or boot == boot_id():
+        return False
+    return is_shared(folder)
+
+
+def boot_here(folder: Path) -> str | None:
+    """This boot, to be recorded; with the machine's name where others share the folder."""
+    boot = boot_id()
+    return f"{boot}@{socket.gethostname()}" if boot and is_shared(folder) else boot
 
 
 def boot_id() -> str | None:

@@ -14,7 +14,7 @@ from jobs.memory.predicted import Predicted
 from jobs.models.blocks.model_config import find_target
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import settle
-from jobs.spec.rules.strategy import SHARDING, world_size
+from jobs.spec.rules.strategy import SHARDING, replicas_of, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
         "gpus": None,
         "fsdp_enable": None,
         "device": "cuda" if on_gpus else "cpu",
-        "dp_replicate_size": (spec.dp_replicate_size or 2) if strategy == "hsdp" else None,
+        "dp_replicate_size": max(2, replicas_of(spec, strategy)) if strategy == "hsdp" else None,
     }
     if not sharding:
         changes |= {"lora_placement": "replicated", "context_parallel_size": 1}

@@ -15,6 +15,8 @@ from jobs.paths import cache_home, exists, expand, refuse_unwritable
 from jobs.preflight.compiler import check_compiler
 from jobs.preflight.dataset import check_dataset
 from jobs.preflight.model_files import check_model
+from jobs.queue.job import SLURM
+from jobs.slurm.commands import installed
 from jobs.spec.rules.conflicts import GPU_KERNELS
 from jobs.spec.rules.strategy import world_size
 
@@ -44,6 +46,13 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     from jobs.preflight.wrap_policy import check_wrap_policy
     from jobs.preflight.wrapped_classes import check_block_names
 
+    on_slurm = spec.launcher == "slurm"
+    if on_slurm and absent:
+        name = next(iter(absent))
+        raise SpecError(
+            f"{name} is not on this machine",
+            f"run `fsdp-tui fetch {name}` first: a Slurm job cannot wait for it",
+        )
     if not any(name.kind == "model" for name in absent):
         check_model(spec, settings=True)
         check_block_names(spec)
@@ -51,6 +60,9 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     if not any(name.kind == "dataset" for name in absent):
         check_dataset(spec)
     refuse_unwritable(cache_of(spec))
+    if on_slurm:  # what this machine has says nothing about the nodes
+        check_trackers(spec)
+        return check_slurm()
     wanted = check_devices(spec)
     check_compiler(spec, on_gpus=wanted is not None)
     _check_kernel(spec)
@@ -58,6 +70,20 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     _check_push(spec)
     check_host_memory(spec, on_gpus=wanted is not None)
     return wanted
+
+
+def check_slurm() -> list[str]:
+    """What a Slurm job wants of this machine.
+
+    Raises:
+        SpecError: It has no Slurm.
+    """
+    if not installed():
+        raise SpecError(
+            "launcher: slurm needs Slurm's commands; sbatch is not installed on this machine",
+            "submit on a login node of the cluster, or set launcher: local",
+        )
+    return SLURM
 
 
 def cache_of(spec: JobSpec) -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import UserError
 from jobs.hub.wanted import forget, why_waiting
 from jobs.machine import devices, file_lock, processes
-from jobs.machine.processes import boot_id
+from jobs.machine.processes import boot_id, is_of_another_machine
 from jobs.machine.procfs import is_waiting_for_kernel, switches
 from jobs.machine.start_detached import start_detached
 from jobs.queue.placement import Request, Start, place
@@ -43,14 +43,15 @@ def dispatch(store: Store) -> None:
     """
     # Before the queue is taken: a driver that does not answer holds nobody up but who asks it.
     asked = not store.paused and any(
-        job.wanted is not None and not job.held for job in store.in_states([State.QUEUED])
+        job.wanted is not None and not job.held and not job.on_slurm
+        for job in store.in_states([State.QUEUED])
     )
     present = devices.gpus() if asked else []
     with _one_at_a_time(store) as free:
         if not free:
             return
         _mend(store)
-        queue = store.in_states([State.QUEUED])
+        queue = [job for job in store.in_states([State.QUEUED]) if not job.on_slurm]
         if not queue:
             return
         paused = store.paused
@@ -67,7 +68,7 @@ def dispatch(store: Store) -> None:
         gpus = [gpu for gpu in present if gpu.unusable is None]
         claims = store.claims()
         indices = {gpu.uuid: gpu.index for gpu in gpus}
-        active = store.in_states(ACTIVE)
+        active = [job for job in store.in_states(ACTIVE) if not job.on_slurm]
         decisions = place(
             [Request(job.id, job.wanted, job.shares) for job in ready],
             claims,
@@ -110,7 +111,9 @@ def has_work(store: Store) -> bool:
 def needs_attention(store: Store) -> bool:
     """Whether a `dispatch` could change anything; cheap enough to ask every second."""
     return any(
-        job.state is State.QUEUED or _needs_mending(job)
+        not job.on_slurm
+        and (job.state is State.QUEUED or _needs_mending(job))
+        and not is_of_another_machine(job.boot_id, store.home)
         for job in store.in_states([State.QUEUED, *ACTIVE])
     )
 
@@ -119,7 +122,10 @@ def _mend(store: Store) -> None:
     """Give jobs without a supervisor a new one; mark jobs of an earlier boot as lost."""
     now_boot = boot_id()
     for job in store.in_states(ACTIVE):
-        if job.boot_id is not None and now_boot is not None and job.boot_id != now_boot:
+        if job.on_slurm or is_of_another_machine(job.boot_id, store.home):
+            continue
+        recorded = (job.boot_id or "").partition("@")[0]
+        if recorded and now_boot is not None and recorded != now_boot:
             lost = store.change(job.id, State.LOST, "the machine rebooted", only_from=ACTIVE)
             if lost and job.auto_resume and not job.stop_level:
                 store.requeue(job.id, "resumed after a reboot")

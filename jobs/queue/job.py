@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 Place = Literal["first", "up", "down", "last"]
+SLURM: Final = ["slurm"]
+"""What a Slurm job wants of this machine: a device that no machine has."""
 _APART: Final = 1e-3  # seconds between two jobs that were queued at the same time
 
 
@@ -29,7 +31,8 @@ class Job:
     """A row of the database. Times in Unix seconds; `gpus` are UUIDs, empty on CPU ranks.
 
     `wanted` is what the job asks for: None for CPU ranks, a count, or UUIDs. The queue is ordered
-    by descending `priority`, then by `queued`; `held` jobs are skipped.
+    by descending `priority`, then by `queued`; `held` jobs are skipped. A job for
+    Slurm wants `SLURM`.
     """
 
     id: int
@@ -54,6 +57,11 @@ class Job:
     auto_resume: bool
     supervisor: ProcessId | None
     boot_id: str | None
+
+    @property
+    def on_slurm(self) -> bool:
+        """Whether Slurm runs it; this machine then neither places nor supervises it."""
+        return self.wanted == SLURM
 
     @property
     def request(self) -> tuple[object, ...]:

@@ -37,6 +37,7 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
     Returns at once if another runner holds the lock.
     """
     from jobs.queue.dispatch import dispatch, has_work
+    from jobs.slurm.rows import look_after_slurm_jobs
 
     with open(store.home / "runner.lock", "a") as lock:
         if not file_lock.take(lock):
@@ -48,6 +49,7 @@ def keep(store: Store, idle_seconds: float = IDLE_SECONDS) -> None:
             try:
                 if work := has_work(store):
                     dispatch(store)
+                    look_after_slurm_jobs(store)
             except Exception as error:  # one bad look must not end the keeping
                 _say(f"{type(error).__name__}: {error}")
             # After a look: a process that was paused for longer may have work all the same.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from jobs.errors import NotFoundError, StateError, UserError
-from jobs.machine.processes import boot_id
+from jobs.machine.processes import boot_here
 from jobs.paths import ensure_state_home
 from jobs.queue.job import Change, Job, Terms, job_of_row, moved
 from jobs.queue.states import State, may_follow
@@ -24,6 +24,7 @@ from jobs.queue.tables import (
     VERSION,
     create_tables,
     insert,
+    leave_wal_where_it_fails,
     opened,
     trouble,
     update,
@@ -58,17 +59,25 @@ class Store:
         self.read_only = False  # someone only looks: what would change a job is refused
         self.path = self.home / "jobs.db"
         try:
-            with self.connect("rwc") as db:
-                version = db.execute("PRAGMA user_version").fetchone()[0]
-                if version > VERSION:
-                    raise UserError(
-                        f"{self.path} was written by a newer version of fsdp-tui",
-                        "upgrade, or point FSDP_TUI_HOME elsewhere",
-                    )
-                if version < VERSION:
-                    create_tables(db, self.home / "jobs.lock")
+            try:
+                self._open()
+            except sqlite3.OperationalError as error:
+                if not leave_wal_where_it_fails(self.path, error):
+                    raise
+                self._open()
         except (sqlite3.Error, OSError) as error:
             raise UserError(trouble(error, self.path)) from error
+
+    def _open(self) -> None:
+        with self.connect("rwc") as db:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version > VERSION:
+                raise UserError(
+                    f"{self.path} was written by a newer version of fsdp-tui",
+                    "upgrade, or point FSDP_TUI_HOME elsewhere",
+                )
+            if version < VERSION:
+                create_tables(db, self.home / "jobs.lock")
 
     # -- reading ---------------------------------------------------------------------------
 
@@ -222,7 +231,7 @@ class Store:
                     insert(db, "claims", {"device": device, "job": job_id})
                 self._change(db, job, State.STARTING, reason)
                 row = {"gpus": json.dumps(list(gpus)), "started": time.time()}
-                update(db, job_id, row | {"boot_id": boot_id()})
+                update(db, job_id, row | {"boot_id": boot_here(self.home)})
                 return True
         except sqlite3.IntegrityError:
             return False

@@ -66,7 +66,7 @@ def progress_of(store: Store, jobs: Sequence[Job], most: int | None = None) -> d
     by_job: dict[int, Progress] = {}
     read: list[tuple[Job, Progress, str]] = []
     for job in jobs:
-        if job.state is State.QUEUED and job.attempt == 0:
+        if job.state is State.QUEUED and job.attempt == 0 and job.started is None:
             by_job[job.id] = Progress()
         elif job.state.ended and job.id in kept and kept[job.id][0] == job.ended:
             by_job[job.id] = kept[job.id][1]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import sqlite3
 from contextlib import closing, contextmanager
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
+
+from jobs.machine.file_systems import is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -96,9 +99,62 @@ def create_tables(db: sqlite3.Connection, lock: Path) -> None:
     """
     with lock.open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        db.execute("PRAGMA journal_mode=WAL")
+        choose_journal(db, lock.parent)
         db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
         db.execute(f"PRAGMA user_version={VERSION}")
+
+
+def choose_journal(db: sqlite3.Connection, folder: Path) -> None:
+    """WAL, which lets readers and a writer work at once, where one machine has the file.
+
+    It needs memory that all processes share: across machines there is none, and some mounts do not
+    even offer it to one machine (`disk I/O error`). There, a rollback journal.
+    """
+    wal = not is_shared(folder) and _can_share_memory(folder)
+    db.execute(f"PRAGMA journal_mode={'WAL' if wal else 'TRUNCATE'}")
+
+
+def _can_share_memory(folder: Path) -> bool:
+    """Try it with a database that is thrown away: one that has failed cannot be used any more."""
+    with TemporaryDirectory(prefix=".fsdp-tui-", dir=folder) as place:
+        try:
+            with closing(sqlite3.connect(f"{place}/probe.db", isolation_level=None)) as db:
+                db.execute("PRAGMA synchronous=OFF")
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("CREATE TABLE probe (x)")
+        except sqlite3.OperationalError as error:
+            return _code(error) != sqlite3.SQLITE_IOERR
+    return True
+
+
+def leave_wal(db: sqlite3.Connection) -> None:
+    """Give a database a rollback journal, on a mount that has no memory to share too.
+
+    A process that has the file alone needs none.
+    """
+    db.execute("PRAGMA locking_mode=EXCLUSIVE")
+    db.execute("PRAGMA journal_mode=TRUNCATE")
+    db.execute("PRAGMA locking_mode=NORMAL")
+    db.execute("PRAGMA user_version").fetchone()
+
+
+def journal_of(path: Path) -> str:
+    """The journal that the file asks for: `wal`, or `rollback`. Nothing is opened by SQLite."""
+    with path.open("rb") as file:
+        return "wal" if file.read(20)[18:] == b"\x02\x02" else "rollback"
+
+
+def leave_wal_where_it_fails(path: Path, error: sqlite3.Error) -> bool:
+    """Give a database that was made elsewhere a journal that its mount can do.
+
+    Returns:
+        Whether it was that, and is done.
+    """
+    if _code(error) != sqlite3.SQLITE_IOERR or not path.exists() or journal_of(path) != "wal":
+        return False
+    with closing(sqlite3.connect(path, timeout=PERSON, isolation_level=None)) as db:
+        leave_wal(db)
+    return journal_of(path) != "wal"
 
 
 def insert(db: sqlite3.Connection, table: str, row: Mapping[str, object]) -> int:

@@ -278,7 +278,15 @@ class RunDir:
         (self.control / name).touch()
 
     def requested(self, name: str) -> bool:
-        return (self.control / name).exists()
+        """Whether someone asks for it.
+
+        By listing the directory: of a file that another machine has just made, a network file
+        system may say for a minute that there is none.
+        """
+        try:
+            return name in os.listdir(self.control)
+        except OSError:
+            return False
 
     def clear_request(self, name: str) -> None:
         (self.control / name).unlink(missing_ok=True)

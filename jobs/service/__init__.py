@@ -25,6 +25,9 @@ from jobs.run import checkpoint_files
 from jobs.run.checkpoint_list import find_listed, list_all
 from jobs.run.rundir import write_atomic
 from jobs.service.plan import plan_resume, plan_submit
+from jobs.slurm.records import read_handed_in
+from jobs.slurm.rows import ensure_keeper
+from jobs.slurm.stop import stop_slurm_job
 from jobs.spec.file.load import dump_spec
 
 if TYPE_CHECKING:
@@ -90,6 +93,8 @@ def start_if_free(store: Store, job_id: int) -> Job:
     """Start a queued job if it may start now; otherwise make sure that the runner will."""
     dispatch(store)
     ensure_runner(store)
+    if store.get(job_id).on_slurm:
+        ensure_keeper(store)
     return store.get(job_id)
 
 
@@ -134,6 +139,8 @@ def stop(store: Store, job_id: int, *, now: bool = False) -> str:
         StateError: The job has already ended.
     """
     job = store.get(job_id)
+    if job.on_slurm and (job.state.active or read_handed_in(job.run_dir, job.attempt)):
+        return stop_slurm_job(store, job, now=now)
     if job.state is State.QUEUED and store.change(
         job_id, State.STOPPED, "removed from the queue", only_from={State.QUEUED}
     ):
@@ -187,6 +194,8 @@ def hold(store: Store, job_id: int, held: bool = True) -> Job:
     Raises:
         StateError: It is not queued.
     """
+    if read_handed_in(store.get(job_id).run_dir, store.get(job_id).attempt):
+        raise StateError(f"job {job_id} is in Slurm's queue", "`scontrol hold` keeps it there")
     store.hold(job_id, held)
     dispatch(store)
     return store.get(job_id)

@@ -17,14 +17,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.machine import file_lock, processes
+from jobs.machine.file_systems import is_shared
 from jobs.machine.processes import ProcessId, boot_id
 from jobs.preflight.check_job import check_devices
-from jobs.queue.job import Terms
+from jobs.queue.job import SLURM, Terms
 from jobs.queue.states import State
-from jobs.queue.tables import TABLES, VERSION, insert, is_locked
+from jobs.queue.tables import (
+    TABLES,
+    VERSION,
+    choose_journal,
+    insert,
+    is_locked,
+    journal_of,
+    leave_wal,
+)
 from jobs.run.diagnosis.why_failed import why_failed
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir, read_json
+from jobs.slurm.records import outcome_file, read_handed_in, read_said
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import world_size
 
@@ -68,6 +78,7 @@ def repair(home: Path) -> Repaired:
         if not file_lock.take(lock, _WAITS):
             raise UserError("another process holds the queue; try again")
         if path.exists() and _is_sound(path):
+            _fit_journal(path)
             return Repaired(None)
         rows = {name: list(_readable(path, name)) for name in _TABLES}
         readable = {row["id"] for row in rows["jobs"]}
@@ -81,6 +92,13 @@ def repair(home: Path) -> Repaired:
                 os.replace(f"{path}{side}", f"{kept}{side}")
         os.replace(new, path)
     return Repaired(kept, tuple(sorted(readable)), tuple(row["id"] for row in restored))
+
+
+def _fit_journal(path: Path) -> None:
+    """Leave the write-ahead log where machines share the file and none of them uses it now."""
+    if is_shared(path.parent) and journal_of(path) == "wal":
+        with closing(sqlite3.connect(path, timeout=_WAITS, isolation_level=None)) as db:
+            leave_wal(db)
 
 
 def _is_sound(path: Path) -> bool:
@@ -161,7 +179,20 @@ def _of_run(job_id: int, name: str, run_dir: RunDir) -> Row:
         "supervisor_started": supervisor and supervisor.started,
         "boot_id": boot_id() if alive else None,
     }
-    return row | _terms(run_dir)
+    return row | _terms(run_dir) | _on_slurm(run_dir)
+
+
+def _on_slurm(run_dir: RunDir) -> Row:
+    """What else there is to know of a Slurm job: it may run while nothing of it does here."""
+    handed = read_handed_in(run_dir)
+    if handed is None:
+        return {}
+    outcome = read_said(outcome_file(run_dir))
+    if outcome is not None and outcome.allocation.id == handed.id:
+        ended = {"state": str(outcome.state), "reason": outcome.reason, "held": False}
+        return ended | {"attempt": handed.attempt}
+    waits = {"state": str(State.QUEUED), "reason": "restored; Slurm is asked", "ended": None}
+    return waits | {"attempt": handed.attempt, "held": False}
 
 
 def _state_of(run_dir: RunDir, *, launched: bool, alive: bool) -> tuple[State, str]:
@@ -188,7 +219,7 @@ def _terms(run_dir: RunDir) -> Row:
     except UserError:
         return Terms(1, None, 0).columns()
     try:
-        gpus = check_devices(spec)
+        gpus = SLURM if spec.launcher == "slurm" else check_devices(spec)
     except UserError:  # a GPU that is not there today
         gpus = world_size(spec)
     return Terms.of(spec, gpus).columns()
@@ -214,7 +245,7 @@ def _changed(path: Path) -> float | None:
 
 def _write(path: Path, rows: dict[str, list[Row]], restored: list[Row]) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode=WAL")
+        choose_journal(db, path.parent)
         db.executescript(f"BEGIN IMMEDIATE; {TABLES} COMMIT;")
         db.execute("BEGIN IMMEDIATE")
         jobs = [*rows["jobs"], *restored]

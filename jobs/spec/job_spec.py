@@ -23,6 +23,7 @@ from jobs.spec.keys.job import JobKeys
 from jobs.spec.keys.lora import LoraKeys
 from jobs.spec.keys.output import OutputKeys
 from jobs.spec.keys.running import RunningKeys
+from jobs.spec.keys.slurm import SlurmKeys
 from jobs.spec.keys.tracking import TrackingKeys
 from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys
@@ -32,6 +33,7 @@ _WHOLE: Final = 100  # keys of a job that is written down whole, at the least
 
 # Pydantic takes the fields of the last base first.
 class JobSpec(
+    SlurmKeys,
     RunningKeys,
     TrackingKeys,
     HubKeys,

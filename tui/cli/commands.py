@@ -18,7 +18,7 @@ import click
 
 from jobs import service
 from jobs.errors import UserError
-from jobs.launch.replay import FORMS, Form, replay, replay_facts
+from jobs.launch.replay import FORMS, Form, replay, replay_facts, resolved
 from jobs.machine import devices
 from jobs.machine.engine_tools import ToolError
 from jobs.memory.kept_prediction import facts as predicted_facts
@@ -29,7 +29,7 @@ from jobs.queue.summaries import report_of
 from jobs.queue.tables import trouble
 from jobs.run.disk_space import directory_size
 from jobs.service.plan import plan_submit
-from jobs.spec.file.load import dump_spec
+from jobs.slurm.answer import slurm_facts
 from jobs.untrusted.text import one_line
 from tui.app.start import open_dashboard
 from tui.cli.common.echo import echo
@@ -185,7 +185,7 @@ def submit(
     tell(plan)
     if dry_run:
         values = plan.spec.to_dict()
-        echo(json.dumps(values) if as_json else dump_spec(plan.spec), nl=as_json)
+        echo(json.dumps(values) if as_json else resolved(plan.spec), nl=as_json)
         return
     job = service.carry_out(store, plan)
     if as_json:
@@ -272,7 +272,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     if form is not None:
         echo(json.dumps(replay_facts(job, form)) if as_json else replay(job, form))
         return
-    facts = service.as_dict(store, job, devices.gpus())
+    facts = service.as_dict(store, job, devices.gpus()) | slurm_facts(store, job)
     changes = store.history(job_id)
     facts["history"] = [
         {"t": c.t, "from": c.before and str(c.before), "to": str(c.after), "reason": c.reason}

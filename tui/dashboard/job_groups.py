@@ -38,6 +38,8 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
         names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
         if job.state.ended:
             title, place = _ENDED, 1 << 30
+        elif job.on_slurm:
+            title, place = "Slurm", 1 << 21
         elif job.wanted is None and not names:
             title, place = "CPU", -1
         elif not names:
@@ -55,9 +57,11 @@ def job_groups(views: Sequence[JobView], gpus: Sequence[Gpu]) -> list[Group]:
 
 
 def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
-    """Job → `1st`, `2nd`, … for what waits and is not held, in the order in which it is served."""
+    """Job → `1st`, `2nd`, … for what waits here and is not held, as it is served."""
     waiting = [
-        view.job.id for view in views if view.job.state is State.QUEUED and not view.job.held
+        view.job.id
+        for view in views
+        if view.job.state is State.QUEUED and not view.job.held and not view.job.on_slurm
     ]
     return {job: ordinal(place) for place, job in enumerate(waiting, 1)}
 

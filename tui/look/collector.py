@@ -17,6 +17,7 @@ from jobs.queue.summaries import progress_of
 from jobs.queue.tables import trouble
 from jobs.run.eventlog import EventLog
 from jobs.run.run_report import RunReport
+from jobs.slurm.clocks import Clocks
 from tui.look.gpu_history import History
 from tui.look.snapshot import Curve, JobView, Snapshot, in_order, in_step
 from tui.text.format import ranges
@@ -64,6 +65,7 @@ class Collector:
         self._behind = False  # a log has more than was read of it
         self._history = History()
         self._list = JobList(store)
+        self._clocks = Clocks()
         self._listed: list[Job] | None = None  # as it was listed, and in the order of the screen
         self._jobs: list[Job] = []
         self._ids: set[int] = set()
@@ -201,7 +203,7 @@ class Collector:
             log = self._follow(job)
             progress = self._progress(job, log)
             training = not log.behind and log.phase is None
-            said = job.run_dir.rank_statuses()
+            said = self._clocks.of(job, time.time())
             ranks = in_step(said, progress, time.time(), training=training)
             report = RunReport.of(log)
             strategy = f"{report.strategy}: {report.reason}" if report.strategy else ""
@@ -261,6 +263,7 @@ class Collector:
         """Drop what belongs to jobs that are gone or that nobody has looked at for long."""
         present = {job.id for job in jobs}
         active = {job.id for job in jobs if job.state.active}
+        self._clocks.forget(active)
         for known in [job_id for job_id in self._ended if job_id not in present]:
             del self._ended[known]
         for gone in [job_id for job_id in self._resting if job_id not in present]:
@@ -291,6 +294,8 @@ def where_of(job: Job, gpus: Sequence[Gpu]) -> str:
     """The job's devices in a few characters: `0-3`, `any 2`, `cpu×2`."""
     if job.wanted is None:
         return f"cpu×{job.ranks}"
+    if job.on_slurm:
+        return f"slurm×{job.ranks}"
     index = {gpu.uuid: gpu.index for gpu in gpus}
     names = job.gpus or (job.wanted if isinstance(job.wanted, list) else [])
     if not names:

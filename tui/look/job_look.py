@@ -16,6 +16,7 @@ from jobs.run.failure import read_failure
 from jobs.run.run_report import RunReport
 from jobs.run.samples import Samples
 from jobs.run.timeline import Timeline
+from jobs.slurm.clocks import Clocks
 from tui.look.snapshot import Curve, JobView, in_step
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Looker:
         self._job = job
         self._log = Timeline(job.run_dir.events)
         self._samples = Samples(job.run_dir)
+        self._clocks = Clocks()
         self._moments: tuple[Moment, ...] = ()
         self._curve = Curve(-1)
         self._predicted: tuple[int | None, Predicted | None] = (None, None)  # when, and what
@@ -136,7 +138,10 @@ class Looker:
             progress,
             phase=log.phase if job.state.active else None,
             ranks=in_step(
-                job.run_dir.rank_statuses(), progress, time.time(), training=log.phase is None
+                self._clocks.of(job, time.time()),
+                progress,
+                time.time(),
+                training=log.phase is None,
             ),
             strategy=strategy,
         )

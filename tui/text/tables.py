@@ -63,6 +63,8 @@ def describe(job: Mapping[str, Any]) -> str:
     ]
     if job["strategy"]:
         lines.insert(6, f"strategy     {job['strategy']}: {job['strategy_reason']}")
+    if job.get("slurm"):
+        lines.insert(6, f"slurm        {slurm_line(job['slurm'])}")
     if job["validation"]:
         lines.insert(4, f"validation   {validation_line(job['validation'])}")
     if job["memory"]["peaks"]:
@@ -78,6 +80,18 @@ def describe(job: Mapping[str, Any]) -> str:
         for change in job["history"]
     ]
     return "\n".join(lines)
+
+
+def slurm_line(facts: Mapping[str, Any]) -> str:
+    """Where a Slurm job is: `job 17, RUNNING on n[1-2], asked 0:12 ago`."""
+    parts = [f"job {facts['job']}"]
+    if state := facts.get("state"):
+        parts.append(f"{state} on {facts['nodes']}" if facts.get("nodes") else str(state))
+    if facts.get("reason"):
+        parts.append(str(facts["reason"]))
+    if facts.get("age") is not None:
+        parts.append(f"asked {duration(facts['age'])} ago")
+    return ", ".join(parts)
 
 
 def validation_line(measured: Sequence[Sequence[Any]]) -> str:

@@ -30,6 +30,8 @@ _SCHEMA: Final = 2
 _SAMPLED_BLOCKS: Final = 64
 _BLOCK: Final = 64 << 10
 _CHECKSUM: Final = "crc32"
+_SEEN_WITHIN: Final = 90.0  # seconds; NFS believes what it remembers for up to 60
+_LOOK_EVERY: Final = 0.5  # seconds
 _ABANDONED: Final = 3600.0  # seconds after which an unfinished file has no writer any more
 
 
@@ -103,7 +105,7 @@ class TensorCache:
 
         path = self.path(key)
         try:
-            content = path.read_bytes()
+            content = _read_again(path)
         except OSError as error:
             raise CacheError(
                 f"{path} cannot be read ({error.strerror}) although the job cached it; resume the "
@@ -125,6 +127,25 @@ class TensorCache:
                     path.unlink()
             except OSError:  # another job sweeps as well
                 continue
+
+
+def _read_again(path: Path) -> bytes:
+    """The bytes of a file that is there, though another machine may have written it just now.
+
+    A network file system may remember for a minute that there was none. Listing the directory asks
+    the server; a file that is listed is waited for.
+
+    Raises:
+        OSError: It is not there, or cannot be read.
+    """
+    until = time.monotonic() + _SEEN_WITHIN
+    while True:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            if path.name not in os.listdir(path.parent) or time.monotonic() > until:
+                raise
+            time.sleep(_LOOK_EVERY)
 
 
 def fingerprint(directory: Path) -> str:

@@ -9,46 +9,20 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import psutil
-
 from jobs.doctor.disk_needs import checkpoint_bytes, checkpoints_kept
 from jobs.doctor.finding import Finding, fail, ok, warn
+from jobs.machine.file_systems import NETWORK, kind_of
 from jobs.paths import cache_home, expand, nearest, state_home
+from jobs.queue.tables import journal_of
 from jobs.units import size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from jobs.doctor.patient import Patient
     from jobs.spec.job_spec import JobSpec
 
-# File systems that several machines may share, or that only look like one.
-_DISTANT: Final = frozenset(
-    {
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "fuse.ceph",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.goofys",
-        "fuse.juicefs",
-        "fuse.s3fs",
-        "fuse.sshfs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "nfs",
-        "nfs4",
-        "panfs",
-        "smb3",
-        "smbfs",
-        "wekafs",
-    }
-)
 _VOLATILE: Final = frozenset({"tmpfs", "ramfs"})
 _GIB: Final = 2**30
 _FULL: Final = 1 * _GIB
@@ -83,13 +57,8 @@ def check_state_disk(_: Patient) -> Iterator[Finding]:
     """Where the database and the run directories are, with checkpoints and exports."""
     disk = look(state_home())
     yield from judge_disk("state", state_home(), disk)
-    if disk.kind in _DISTANT:
-        yield warn(
-            "database",
-            f"{state_home()} is on a network file system ({disk.kind}), where SQLite's "
-            "write-ahead log is not safe across machines",
-            "point FSDP_TUI_HOME at a local disk, or use it from one machine only",
-        )
+    if disk.kind in NETWORK:
+        yield from judge_journal(disk.kind)
     elif disk.kind in _VOLATILE:
         yield warn(
             "state",
@@ -97,6 +66,21 @@ def check_state_disk(_: Patient) -> Iterator[Finding]:
             "point FSDP_TUI_HOME at a disk",
         )
     yield from judge_clock(disk)
+
+
+def judge_journal(kind: str) -> Iterator[Finding]:
+    """Whether the database's journal fits a network file system of this kind."""
+    path = state_home() / "jobs.db"
+    where = f"{state_home()} is on a network file system ({kind})"
+    if path.exists() and (mode := journal_of(path)) == "wal":
+        yield warn(
+            "database",
+            f"{where}, where SQLite's write-ahead log is not safe across machines",
+            "stop jobs and dashboards, then `fsdp-tui doctor --repair` uses a rollback journal",
+            journal=mode,
+        )
+    else:
+        yield ok("database", f"{where}; it uses a rollback journal, which is safe there")
 
 
 def check_cache_disk(patient: Patient) -> Iterator[Finding]:
@@ -204,21 +188,6 @@ def look(place: Path) -> Disk:
         problem=problem,
         skew=skew,
     )
-
-
-def kind_of(path: Path) -> str:
-    """The type of the file system at a path."""
-    mounted = [(one.mountpoint, one.fstype) for one in psutil.disk_partitions(all=True)]
-    return kind_among(path.resolve(), mounted)
-
-
-def kind_among(real: Path, mounted: Sequence[tuple[str, str]]) -> str:
-    """The type of the innermost file system above a path. Pure; `mounted` is in mounting order."""
-    best, kind = -1, "?"
-    for point, one in mounted:
-        if real.is_relative_to(point) and len(point) >= best:  # the later one lies over the other
-            best, kind = len(point), one
-    return kind
 
 
 def _write(folder: Path) -> float:

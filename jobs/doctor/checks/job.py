@@ -11,7 +11,7 @@ from jobs.errors import UserError
 from jobs.launch.trackers import check_trackers
 from jobs.machine.gpu import foreign_users
 from jobs.memory.host_memory import check_host_memory
-from jobs.preflight.check_job import check_devices, check_model
+from jobs.preflight.check_job import check_devices, check_model, check_slurm
 from jobs.preflight.compiler import check_compiler
 from jobs.preflight.dataset import check_dataset
 from jobs.preflight.wrap_policy import check_wrap_policy
@@ -66,7 +66,9 @@ def check_job(patient: Patient) -> Iterator[Finding]:
     yield from _tried("wrap policy", check_wrap_policy, spec)
     yield from _tried("dataset", check_dataset, spec, "{} images and videos")
     yield from _tried("trackers", check_trackers, spec)
-    if patient.nvml is not None:  # else the driver hangs, and would again
+    if spec.launcher == "slurm":  # this machine's devices say nothing of the nodes
+        yield from _tried("slurm", lambda _: check_slurm() and "sbatch is there", spec)
+    elif patient.nvml is not None:  # else the driver hangs, and would again
         yield from check_job_gpus(spec, patient.nvml.gpus)
         on_gpus = spec.device != "cpu" and bool(patient.nvml.gpus)
         yield from _tried("compiler", partial(check_compiler, on_gpus=on_gpus), spec)

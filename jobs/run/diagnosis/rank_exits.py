@@ -24,10 +24,23 @@ _ROOT: Final = "Root Cause (first observed failure):"
 # Elastic ends the ranks that are left after a failure, and kills the stubborn ones.
 _ENDED: Final = re.compile(r"(?:Sending process|Unable to shutdown process) (\d+) ")
 _SIGNALED: Final = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+# Of a step of Slurm: `srun: error: n1: tasks 0-1,3: Exited with exit code 1`.
+_TASKS: Final = re.compile(
+    r"^srun: error: [^\n:]+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|([^\n]+?))(?: \(core"
+    r" dumped\))?$",
+    re.MULTILINE,
+)
 _ALONE: Final = re.compile(
     r"CalledProcessError: Command .* (?:died with <Signals\.\w+: (\d+)>"
     r"|returned non-zero exit status (\d+))"
 )
+
+
+# Signals as the C library describes them, and Slurm's words for a task that its memory ended.
+_NUMBERS: Final = {
+    **{text: one for one in signal.Signals if (text := signal.strsignal(one))},
+    "Out Of Memory": signal.SIGKILL,
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,8 @@ class RankExit:
 def rank_exits(run_dir: RunDir) -> list[RankExit]:
     """The ranks that did not end well: the first that failed, then others, then those ended."""
     text = read_tail(run_dir.launcher_log)
+    if tasks := _TASKS.findall(text):
+        return _of_slurm(tasks)
     if alone := _ALONE.search(text):
         number, status = alone.groups()
         return [RankExit(0, -int(number) if number else int(status))]
@@ -58,6 +73,23 @@ def rank_exits(run_dir: RunDir) -> list[RankExit]:
         if int(code) != 0:
             found.setdefault(int(rank), RankExit(int(rank), int(code), pid in ended))
     return sorted(found.values(), key=lambda one: one.ended)
+
+
+def _of_slurm(tasks: list[tuple[str, str, str]]) -> list[RankExit]:
+    """Ranks by what srun says of its tasks; once it says that it ends the step, the rest is told.
+
+    Args:
+        tasks: Numbers such as `0-1,3`, an exit status or "", a signal's description or "".
+    """
+    found: dict[int, RankExit] = {}
+    for numbers, status, words in tasks:
+        code = int(status) if status else -_NUMBERS.get(words, signal.SIGKILL)
+        for part in numbers.split(","):
+            first, _, last = part.partition("-")
+            for rank in range(int(first), int(last or first) + 1):
+                found.setdefault(rank, RankExit(rank, code))
+    # What killed a rank says more than how those ended that missed it.
+    return sorted(found.values(), key=lambda one: one.code >= 0)
 
 
 def launcher_signal(run_dir: RunDir) -> str | None:

@@ -46,7 +46,7 @@ class DeviceKeys(BaseModel):
         None,
         "devices",
         "hsdp: number of replicas of the sharded model; each is sharded over num_processes / "
-        "dp_replicate_size ranks.",
+        "dp_replicate_size ranks (default: one replica per machine).",
         ge=1,
         le=4096,
     )
@@ -71,11 +71,13 @@ class DeviceKeys(BaseModel):
         None, "devices", "Extra flags for `accelerate launch`, such as --debug."
     )
     num_machines: int = field(
-        1, "devices", "Number of machines; only 1 is supported.", ge=1, le=4096
+        1, "devices", "Number of machines; more than 1 needs launcher: slurm.", ge=1, le=4096
     )
     machine_rank: int = field(0, "devices", "Index of this machine.", ge=0, le=4095)
     main_process_ip: OptionalText = field(
-        None, "devices", "Address of the machine with rank 0; unused on one machine."
+        None,
+        "devices",
+        "Address of the machine with rank 0 (default: its host name); unused on one machine.",
     )
     main_process_port: Annotated[int | None, BeforeValidator(as_none)] = field(
         None, "devices", "Rendezvous port (default: any free port).", ge=0, le=65535

@@ -90,7 +90,19 @@ def _on_cpu(spec: JobSpec) -> str:
 
 
 def _one_machine(spec: JobSpec) -> str:
-    return "a job runs on one machine"
+    return "" if spec.launcher == "slurm" else "a local job runs on one machine"
+
+
+def _by_slurm(spec: JobSpec) -> str:
+    return "Slurm decides" if spec.launcher == "slurm" else ""
+
+
+def _no_accelerate(spec: JobSpec) -> str:
+    return "Slurm starts ranks itself" if spec.launcher == "slurm" else ""
+
+
+def _local(spec: JobSpec) -> str:
+    return "" if spec.launcher == "slurm" else "needs launcher: slurm"
 
 
 def _no_deepspeed(spec: JobSpec) -> str:
@@ -290,6 +302,12 @@ def _sharding_keys() -> tuple[str, ...]:
     return tuple(key for key in FsdpKeys.model_fields if key not in _OF_ANY_STRATEGY)
 
 
+def _slurm_keys() -> tuple[str, ...]:
+    from jobs.spec.keys.slurm import SlurmKeys
+
+    return tuple(key for key in SlurmKeys.model_fields if key != "launcher")
+
+
 _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (_OF_ANY_STRATEGY, _alone),
     (_sharding_keys(), _not_sharded),
@@ -301,7 +319,11 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("context_parallel_comm_strategy",), _not_context_parallel),
     (("attention_backend",), _context_parallel),
     (("gpus", "share_gpus"), _on_cpu),
-    (("num_machines", "machine_rank", "main_process_ip"), _one_machine),
+    (("num_machines", "main_process_ip"), _one_machine),
+    (("machine_rank",), lambda spec: _one_machine(spec) or "Slurm sets it"),
+    (("gpus", "share_gpus", "priority"), _by_slurm),
+    (("accelerate_extra_args",), _no_accelerate),
+    (_slurm_keys(), _local),
     (("main_process_port", "shard_text_encoders"), _alone),
     (("deepspeed_config",), _no_deepspeed),
     (

@@ -13,6 +13,7 @@ from jobs.spec.rules.strategy import (
     SHARDING,
     checkpoints_activations,
     chosen_strategy,
+    replicas_of,
     shards,
     world_size,
 )
@@ -130,6 +131,8 @@ def _hsdp(spec: JobSpec) -> Conflict | None:
     ranks = world_size(spec)
     if ranks < 2:
         return None  # said already
+    if replicas is None and spec.num_machines > 1:
+        replicas = spec.num_machines
     if replicas is None:
         return Conflict(
             key, f"strategy: hsdp needs {key}, the number of replicas, such as one per machine"
@@ -198,7 +201,7 @@ def _reshard(spec: JobSpec) -> Conflict | None:
     number, key = spec.fsdp_reshard_after_forward, "fsdp_reshard_after_forward"
     if isinstance(number, bool) or not shards(spec):
         return None
-    ranks = world_size(spec) // (spec.dp_replicate_size or 1)
+    ranks = world_size(spec) // replicas_of(spec)
     if not 1 < number < ranks or ranks % number:
         return Conflict(
             key,

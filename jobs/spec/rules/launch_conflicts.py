@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.rules.extra_args import extra_args
+from jobs.spec.rules.slurm_conflicts import SLURM_RULES
 from jobs.spec.rules.strategy import shards
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ def gpu_count(spec: JobSpec) -> Conflict | None:
 
 def machines(spec: JobSpec) -> Conflict | None:
     """A job's supervisor knows ranks by their process ids, which are those of its own machine."""
-    if spec.num_machines > 1:
+    if spec.num_machines > 1 and spec.launcher == "local":
         return Conflict(
             "num_machines",
-            f"num_machines: {spec.num_machines} is not supported: a job runs on one machine; set "
-            "num_machines: 1",
+            f"num_machines: {spec.num_machines} is not supported: a local job runs on one machine; "
+            "set launcher: slurm, or num_machines: 1",
         )
+    if spec.machine_rank and spec.launcher == "slurm":
+        return Conflict("machine_rank", "machine_rank is set by Slurm; remove it")
     if spec.machine_rank:
         return Conflict(
             "machine_rank",
@@ -75,4 +78,4 @@ def hub_model_id(spec: JobSpec) -> Conflict | None:
     )
 
 
-LAUNCH_RULES = (gpu_count, machines, extra_args, deepspeed, hub_model_id)
+LAUNCH_RULES = (gpu_count, machines, *SLURM_RULES, extra_args, deepspeed, hub_model_id)

@@ -17,6 +17,7 @@ SHARDING: Final = ("fsdp2", "hsdp")
 STRATEGY_VARIABLE: Final = "FSDP_TUI_STRATEGY"
 REASON_VARIABLE: Final = "FSDP_TUI_STRATEGY_REASON"
 AS_ASKED: Final = "set in job"
+_ENABLED: Final = "fsdp_enable is on"
 
 # Names the person's wrap policies that may be imported before a job runs; see `may_import`.
 POLICIES_VARIABLE: Final = "FSDP_TUI_WRAP_POLICIES"
@@ -67,6 +68,18 @@ def world_size(spec: JobSpec) -> int:
     return len(spec.gpus) if spec.gpus else 1
 
 
+def replicas_of(spec: JobSpec, strategy: str | None = None) -> int:
+    """How many replicas of the model are sharded: under HSDP one per machine by default, else 1.
+
+    Args:
+        spec: The job.
+        strategy: What it runs; what it asks for when left out.
+    """
+    if (strategy or chosen_strategy(spec)[0]) != "hsdp":
+        return 1
+    return spec.dp_replicate_size or spec.num_machines
+
+
 def data_parallel_size(spec: JobSpec) -> int:
     """How many ranks, or groups of ranks under context parallelism, train on different samples."""
     return max(1, world_size(spec) // spec.context_parallel_size)
@@ -86,6 +99,8 @@ def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
     if settled is not None:
         return settled
     ranks = world_size(spec)
+    if room is None and _has_replicas(spec):
+        return "hsdp", _per_machine(spec)
     if room is None:
         return "fsdp2", f"{ranks} ranks, each holds 1/{ranks} of the weights"
     if room.whole is not None:
@@ -100,7 +115,23 @@ def chosen_strategy(spec: JobSpec, room: Room | None = None) -> tuple[str, str]:
     )
     if needed <= _ROOM_FOR_WEIGHTS * room.gpu_bytes:
         return "ddp", f"a full copy fits on every GPU ({share}), which is faster"
+    if _has_replicas(spec) and needed * spec.num_machines <= (
+        ranks * _ROOM_FOR_WEIGHTS * room.gpu_bytes
+    ):
+        return "hsdp", f"{_per_machine(spec)} ({share})"
     return "fsdp2", f"a full copy would fill a GPU ({share})"
+
+
+def _has_replicas(spec: JobSpec) -> bool:
+    """Whether `auto` may give each machine a replica of its own, sharded over its ranks.
+
+    Across machines FSDP2 moves all weights in every step, HSDP only the gradients.
+    """
+    return spec.num_machines > 1 and world_size(spec) >= 2 * spec.num_machines
+
+
+def _per_machine(spec: JobSpec) -> str:
+    return f"{spec.num_machines} machines, each holds a replica; only gradients cross the network"
 
 
 def launched_strategy(environment: Mapping[str, str]) -> tuple[str, str]:
@@ -122,9 +153,9 @@ def _settled(spec: JobSpec) -> tuple[str, str] | None:
     """The strategy and the reason, where the job's own settings decide."""
     if spec.strategy != "auto":
         return spec.strategy, AS_ASKED
-    if spec.fsdp_enable:
-        return "fsdp2", "fsdp_enable is on"
     ranks = world_size(spec)
+    if spec.fsdp_enable:
+        return ("hsdp", _per_machine(spec)) if _has_replicas(spec) else ("fsdp2", _ENABLED)
     if ranks <= 1:
         return "single", "1 rank"
     if spec.fsdp_enable is False:

@@ -59,6 +59,7 @@ ResolutionMode = Literal["each", "largest"]
 MaskedLoss = Literal["none", "alpha", "file"]
 CaptionLines = Literal["variants", "joined"]
 MissingCaptions = Literal["skip", "empty"]
+Launcher = Literal["local", "slurm"]
 
 SAID: Final = "said"
 """The type of errors whose message is a whole sentence and names the value."""
@@ -68,6 +69,7 @@ _V1_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _FLASH_3: Final = ("flash_3", "flash_attn_3", "flash_attention_3", "fa3")
 _GPU: Final = re.compile(r"(?:GPU|MIG)-\S*")
 _CUDA: Final = re.compile(r"cuda:(\d+)", re.IGNORECASE)
+_SLURM_TIME: Final = re.compile(r"\d+(?::[0-5]?\d(?::[0-5]?\d)?)?|\d+-\d+(?::[0-5]?\d){0,2}")
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
 
 
@@ -212,6 +214,16 @@ def read_words(value: Any) -> Any:
         raise refuse(value, (), f"a list of words ({str(error).lower()})") from None
 
 
+def read_slurm_time(value: Any) -> Any:
+    """A time limit as Slurm spells it; a bare number is minutes."""
+    value = as_none(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if value is None or (isinstance(value, str) and _SLURM_TIME.fullmatch(unquoted(value))):
+        return value and unquoted(value)
+    raise refuse(value, (), "a time; write minutes, 12:00:00 or 2-00:00:00")
+
+
 def read_settings(value: Any) -> Any:
     """A mapping, also as JSON in one text; any other text is the path of a file."""
     found = as_none(value)
@@ -260,6 +272,7 @@ OptionalSettings = Annotated[str | dict[str, Any] | None, BeforeValidator(read_s
 OptionalNumbers = Annotated[
     dict[str, Annotated[float, Field(gt=0)]] | None, BeforeValidator(read_numbers)
 ]
+SlurmTime = Annotated[str | None, BeforeValidator(read_slurm_time)]
 OptionalWords = Annotated[list[str] | None, BeforeValidator(read_words), BeforeValidator(as_none)]
 
 

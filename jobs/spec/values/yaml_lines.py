@@ -108,6 +108,8 @@ class _Limited(yaml.SafeLoader):
             digits = len(node.value)
             if digits > _LONGEST_NUMBER:
                 raise ValueError(f"a number of {digits} characters")
+            if ":" in node.value:  # YAML 1.1 reads a time, 1:30:00, as 5400
+                node.tag = "tag:yaml.org,2002:str"
         return node
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.data.encode.tensor_cache import CacheError, TensorCache, fingerprint
 from jobs.errors import UserError
 from jobs.spec.values.buckets import bucket_sizes, nearest_bucket
+from tests.support.bindfs import mounted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,3 +124,26 @@ def test_a_full_disk_is_told_with_its_place(
     with pytest.raises(UserError, match=r"cache .*text \(No space left.*set cache_dir"):
         cache.write("a" * 40, {"x": torch.zeros(1)})
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_file_that_another_machine_has_just_cached_is_read(tmp_path: Path) -> None:
+    """This client remembers for two seconds that it was not there."""
+    (tmp_path / "disk").mkdir()
+    remembers = "attr_timeout=2,entry_timeout=2,negative_timeout=2"
+    with mounted(tmp_path / "disk", tmp_path / "mount", remembers) as mount:
+        here, there = TensorCache(tmp_path / "disk", "text"), TensorCache(mount, "text")
+        key = here.key(caption="a")
+        here.write(here.key(caption="b"), {"x": torch.zeros(1)})
+        here.path(key).parent.mkdir(exist_ok=True)
+        assert there.check(key) == "missing"
+        here.write(key, {"x": torch.ones(2)})
+        assert not there.path(key).exists(), "else this mount remembers nothing"
+        assert there.read(key)["x"].tolist() == [1.0, 1.0]
+
+
+def test_a_file_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    cache = TensorCache(tmp_path, "text")
+    key = cache.key(caption="a")
+    cache.path(key).parent.mkdir()
+    with pytest.raises(CacheError, match="although the job cached it"):
+        cache.read(key)

@@ -209,7 +209,7 @@ def test_a_supervisor_that_never_came_is_replaced_after_a_while(
 
 def reboot(monkeypatch: pytest.MonkeyPatch) -> None:
     """No supervisor of the earlier boot is alive, and the kernel gives another id."""
-    for module in ("jobs.queue.dispatch", "jobs.queue.store"):
+    for module in ("jobs.queue.dispatch", "jobs.machine.processes"):
         monkeypatch.setattr(f"{module}.boot_id", lambda: "another-boot")
 
 

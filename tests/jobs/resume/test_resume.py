@@ -29,6 +29,8 @@ BASE: dict[str, Any] = {
 }
 _OTHER: dict[str, Any] = {
     "report_to": ["wandb"],
+    "slurm_time": "90",
+    "slurm_signal_seconds": 60,
     "gpus": [0],
     "fsdp_reshard_after_forward": 2,
     "torch_compile_backend": "eager",

@@ -48,7 +48,7 @@ FSDP = TWO | {"strategy": "fsdp2"}
             "context parallelism chooses its own",
         ),
         ({"device": "cpu"}, "gpus", "needs GPUs, not device: cpu"),
-        ({}, "main_process_ip", "a job runs on one machine"),
+        ({}, "main_process_ip", "a local job runs on one machine"),
         ({}, "shard_text_encoders", "no effect on 1 rank"),
         ({"model_type": "full"}, "lora_rank", "needs model_type: lora"),
         (TWO | {"strategy": "ddp"}, "lora_placement", "needs strategy: fsdp2 or hsdp"),

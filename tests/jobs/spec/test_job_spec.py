@@ -41,6 +41,7 @@ def test_every_field_explains_itself(name: str) -> None:
         "lora",
         "devices",
         "fsdp",
+        "slurm",
         "data",
         "output",
         "validation",

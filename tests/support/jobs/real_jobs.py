@@ -24,6 +24,8 @@ from tests.support.forks import client as forks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from jobs.run.eventlog import StepRecord
+
 
 PATIENCE = 400.0  # seconds; a slow machine under load, not an expectation
 
@@ -131,6 +133,10 @@ class Run:
 
     job: int
     files: RunDir
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        return list(EventLog(self.files.events).read_all().steps)
 
     @property
     def losses(self) -> list[float]:

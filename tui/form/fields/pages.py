@@ -45,6 +45,15 @@ _LABELS: Final = {
     BLOCKS: "blocks",
     "checkpointing_steps": "save every",
     "validation_prompts": "prompts",
+    "slurm_partition": "partition",
+    "slurm_account": "account",
+    "slurm_qos": "QOS",
+    "slurm_time": "time limit",
+    "slurm_signal_seconds": "save before limit",
+    "slurm_requeue": "requeue",
+    "slurm_extra_args": "sbatch options",
+    "slurm_setup": "setup lines",
+    "slurm_srun_args": "srun options",
 }
 
 # Short forms that are read as such.
@@ -69,7 +78,7 @@ _CASED: Final = {
 # The others: page → groups of the job's keys.
 _GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "fsdp": ("fsdp",),
-    "devices": ("devices",),
+    "devices": ("devices", "slurm"),
     "training": ("training",),
     "data": ("job", "data"),
     "output": ("lora", "output", "export", "hub"),

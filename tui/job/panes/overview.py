@@ -125,6 +125,8 @@ class OverviewPane(Pane):
         job, present = look.job, self.app.dashboard.snapshot.gpus
         if job.wanted is None:
             return "the CPU"
+        if job.on_slurm:
+            return "Slurm's nodes"
         names = {gpu.name for gpu in present if gpu.uuid in job.gpus}
         kind = f" ({', '.join(sorted(names))})" if names else ""
         return f"GPUs {where_of(job, present)}{kind}"

@@ -409,7 +409,7 @@ REFUSED: list[tuple[str, str]] = [
         'unknown key "stepps" (did you mean "steps"?)',
     ),
     # the launch
-    ("--num_machines=2", "num_machines: 2 is not supported: a job runs on one machine"),
+    ("--num_machines=2", "num_machines: 2 is not supported: a local job runs on one machine"),
     ("--machine_rank=1", "machine_rank: 1 is not valid with 1 machine"),
     (
         "--accelerate_extra_args=--num_processes=8",

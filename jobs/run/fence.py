@@ -1,0 +1,45 @@
+"""Which allocation of a job may complete checkpoints: the one that began last.
+
+A node that lost its network goes on computing while Slurm has already started the job elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import UserError
+from jobs.run.rundir import read_json, write_atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FENCE_VARIABLE: Final = "FSDP_TUI_FENCE"
+
+
+def raise_fence(run: Path, allocation: str) -> None:
+    """From here on only this allocation may complete checkpoints of the run."""
+    write_atomic(_file(run), json.dumps({"allocation": allocation}) + "\n", durable=True)
+
+
+def check_fence(run: Path) -> None:
+    """Refuse to complete a checkpoint of a run that another allocation has taken over.
+
+    Nothing is looked at in a process that belongs to no allocation.
+
+    Raises:
+        UserError: Another one has.
+    """
+    own = os.environ.get(FENCE_VARIABLE)
+    if not own:
+        return
+    found = (read_json(_file(run)) or {}).get("allocation", own)
+    if found != own:
+        raise UserError(
+            f"allocation {found} of this job has taken over from {own}; this checkpoint is dropped"
+        )
+
+
+def _file(run: Path) -> Path:
+    return run / "fence.json"

@@ -1,0 +1,187 @@
+"""What is asked of Slurm: one `squeue` for all jobs, `sbatch`, `scancel`, `scontrol`.
+
+Columns and no JSON, whose schema has changed with nearly every version.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import UserError
+from jobs.untrusted.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+PATIENCE: Final = 20.0  # seconds for an answer; a controller that is away keeps us for longer
+_COLUMNS: Final = ("JobID", "Name", "State", "Reason", "RestartCnt", "StartTime", "NodeList")
+_APART: Final = "\x1f"  # in no name of a node, and in no name that we give
+_ID: Final = re.compile(r"\d+")
+# What Slurm says of itself, and not of a job: asked again, it may answer.
+_AWAY: Final = re.compile(
+    r"Unable to contact slurm controller|Connection refused|Connection timed out|timed out"
+    r"|Communication connection failure|Zero Bytes|Socket timed out|Transport endpoint"
+    r"|slurm_load_jobs error|Protocol authentication error|Controller busy|backup controller"
+    r"|temporarily unavailable|Resource temporarily",
+    re.IGNORECASE,
+)
+_GONE: Final = re.compile(r"Invalid job id|already completed|Job/step already", re.IGNORECASE)
+
+
+class AwayError(Exception):
+    """Slurm did not answer, or not in words that say anything about a job."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A Slurm job as `squeue` lists it.
+
+    Attributes:
+        id: Slurm's.
+        name: Ours.
+        state: Such as PENDING.
+        reason: Why it waits, or why it ended so; "" if Slurm says nothing.
+        restarts: How often Slurm has put it back into its queue.
+        starts: When it started, or is expected to; "" if unknown.
+        nodes: Such as `n[1-2]`; "" while there are none.
+    """
+
+    id: str
+    name: str
+    state: str
+    reason: str = ""
+    restarts: int = 0
+    starts: str = ""
+    nodes: str = ""
+
+
+def installed() -> bool:
+    """Whether this machine has Slurm's commands."""
+    return shutil.which("sbatch") is not None
+
+
+def queue() -> dict[str, Listed]:
+    """All our jobs that Slurm still knows, by id.
+
+    Raises:
+        AwayError: It did not answer.
+    """
+    columns = ",".join(f"{name}:{_APART}" for name in _COLUMNS)
+    text = _run(["squeue", "--noheader", "--me", "--states=all", "-O", columns])
+    return {one.id: one for line in text.splitlines() if (one := _listed(line)) is not None}
+
+
+def state_of(slurm_id: str) -> str:
+    """The state of one job, for its own warden; "" if Slurm does not know it.
+
+    Raises:
+        AwayError: It did not answer.
+    """
+    try:
+        return _run(["squeue", "--noheader", "--jobs", slurm_id, "-o", "%T"]).strip()
+    except UserError:
+        return ""
+
+
+def submit(script: Path, *, inherit: Sequence[int] = ()) -> str:
+    """Hand a script in; its id.
+
+    Args:
+        script: The file.
+        inherit: File descriptors that stay open for as long as `sbatch` runs.
+
+    Raises:
+        AwayError: Slurm did not answer, and may have the job or not.
+        UserError: It refuses the job; the message says why.
+    """
+    said = _run(["sbatch", "--parsable", str(script)], inherit=inherit)
+    found = _ID.match(said.strip().splitlines()[-1] if said.strip() else "")
+    if found is None:
+        raise AwayError(f"sbatch said {one_line(said)[:200]!r} and no job id")
+    return found[0]
+
+
+def cancel(slurm_id: str) -> None:
+    """End a job, or take it out of Slurm's queue; one that has ended stays as it is.
+
+    Raises:
+        AwayError: Slurm did not answer.
+    """
+    try:
+        _run(["scancel", slurm_id])
+    except UserError as error:
+        if not _GONE.search(str(error)):
+            raise AwayError(str(error)) from error
+
+
+def requeue(slurm_id: str) -> None:
+    """Put a running job back into Slurm's queue, which ends this allocation.
+
+    Raises:
+        AwayError: Slurm did not answer.
+        UserError: It refuses.
+    """
+    _run(["scontrol", "requeue", slurm_id])
+
+
+def signal_step(step: str, name: str) -> None:
+    """Send a signal to the ranks of a step.
+
+    Raises:
+        AwayError: Slurm did not answer.
+        UserError: It refuses.
+    """
+    _run(["scancel", f"--signal={name}", step])
+
+
+def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=PATIENCE,
+            check=False,
+            pass_fds=tuple(inherit),
+        )
+    except FileNotFoundError:
+        raise AwayError(f"{command[0]} is not installed on this machine") from None
+    except subprocess.TimeoutExpired:
+        raise AwayError(f"{command[0]} did not respond in {PATIENCE:g} s") from None
+    except OSError as error:
+        raise AwayError(f"{command[0]}: {error.strerror}") from error
+    if done.returncode == 0:
+        return done.stdout
+    said = one_line(" ".join((done.stderr or done.stdout).split()))[:500]
+    if not said or (_AWAY.search(said) and not _GONE.search(said)):
+        raise AwayError(said or f"{command[0]} ended with status {done.returncode}")
+    raise UserError(_plain(said))
+
+
+def _plain(said: str) -> str:
+    """Slurm's words, less the names of its commands."""
+    return re.sub(r"\b(sbatch|scancel|scontrol|squeue|slurm_\w+): (error: |fatal: )?", "", said)
+
+
+def _listed(line: str) -> Listed | None:
+    parts = [part.strip() for part in line.split(_APART)]
+    if len(parts) < len(_COLUMNS) or not _ID.fullmatch(parts[0]):
+        return None
+    name, state, reason, restarts, starts, nodes = (one_line(part) for part in parts[1:7])
+    none = ("None", "N/A", "(null)", "Unknown")
+    return Listed(
+        parts[0],
+        name,
+        state.split()[0].upper() if state else "",
+        "" if reason in none else reason,
+        int(restarts) if restarts.isdecimal() else 0,
+        "" if starts in none else starts,
+        "" if nodes in none else nodes,
+    )

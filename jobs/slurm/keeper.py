@@ -1,0 +1,363 @@
+"""Hand jobs in to Slurm, and keep the database in agreement with it.
+
+One process per state directory asks Slurm, once for all jobs; everybody else reads what it wrote
+down. Nothing is lost while it does not run: the next one begins with what stands in the run
+directories.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import UserError
+from jobs.machine import file_lock
+from jobs.notify.announce import Announcer
+from jobs.queue.states import PAUSED, State
+from jobs.queue.summaries import keep_summary
+from jobs.run.rundir import read_tail, write_atomic
+from jobs.slurm import commands
+from jobs.slurm.answer import KEPT
+from jobs.slurm.commands import AwayError
+from jobs.slurm.records import (
+    HandedIn,
+    Said,
+    forget_wishes,
+    handed_in_file,
+    outcome_file,
+    read_handed_in,
+    read_said,
+    warden_file,
+    write_handed_in,
+)
+from jobs.slurm.rows import LOCK, move, slurm_jobs
+from jobs.slurm.script import SIGNAL_SECONDS, script_of
+from jobs.slurm.settle import ALIVE, Facts, Verdict, settle
+from jobs.spec.file.load import load_spec
+from jobs.untrusted.text import one_line
+
+if TYPE_CHECKING:
+    from jobs.notify.config import Event
+    from jobs.queue.store import Job, Store
+    from jobs.run.rundir import RunDir
+    from jobs.slurm.commands import Listed
+
+LOOK_EVERY: Final = 1.0  # seconds between two looks at the run directories
+ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
+ASK_SOON: Final = 2.0  # seconds, after an action and while something is about to change
+BACK_WITHIN: Final = 10.0  # seconds for Slurm to put a preempted job back into its queue
+FRESH: Final = 60.0  # seconds in which a live warden says something
+IDLE_SECONDS: Final = 60.0
+_ANNOUNCED: Final[dict[State, Event]] = {State.COMPLETED: "completed", State.STOPPED: "stopped"}
+_CODE_EVERY: Final = 30.0  # seconds
+_EVENTS: Final = 1 << 20  # bytes of the newest events
+_SAVES_TAKE: Final = 2  # times the longest save that was measured
+
+
+@dataclass
+class _Seen:
+    """A job as it was seen before, by the clock of this process."""
+
+    warden: Said | None = None
+    beaten_at: float = 0.0
+    missing_since: float | None = None
+    preempted_at: float | None = None
+
+
+@dataclass
+class Keeper:
+    """Looks after all Slurm jobs of a state directory.
+
+    Attributes:
+        store: The jobs.
+        ask_every: Seconds between two questions to Slurm.
+    """
+
+    store: Store
+    ask_every: float = ASK_EVERY
+    _listed: dict[str, Listed] = field(default_factory=dict)
+    _answered_at: float | None = None
+    _away_since: float | None = None
+    _asked_at: float = float("-inf")
+    _soon: bool = True
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+
+    def look(self) -> bool:
+        """Hand in what waits, carry out stops, ask if it is time, and settle every job.
+
+        Returns:
+            Whether there is any job to look after.
+        """
+        jobs = slurm_jobs(self.store)
+        if not jobs:
+            return False
+        now = time.monotonic()
+        pause = ASK_SOON if self._soon or self._changing(jobs) else self.ask_every
+        if now - self._asked_at >= min(pause, self.ask_every):
+            self._ask(now)
+        paused = self.store.paused
+        self._cancel_strays(jobs)
+        for job in jobs:
+            try:
+                self._look_after(job, paused=paused)
+            except AwayError as error:
+                self._note_away(str(error))
+            except (OSError, ValueError) as error:
+                _say(f"job {job.id}: {error}")
+        self._seen = {job.id: self._seen[job.id] for job in jobs if job.id in self._seen}
+        return True
+
+    def _ask(self, now: float) -> None:
+        self._asked_at, self._soon = now, False
+        try:
+            self._listed = commands.queue()
+        except (AwayError, UserError) as error:
+            self._note_away(str(error))
+        else:
+            if self._away_since is not None:
+                _say("Slurm responds again")
+            self._answered_at, self._away_since = time.monotonic(), None
+        self._write_down()
+
+    def _note_away(self, why: str) -> None:
+        if self._away_since is None:
+            _say(f"Slurm does not respond: {why}")
+            self._away_since = time.monotonic()
+
+    def _write_down(self) -> None:
+        """What Slurm said, for everybody who only looks."""
+        said = {
+            "t": time.time(),
+            "age": None if self._answered_at is None else time.monotonic() - self._answered_at,
+            "jobs": {one.id: vars(one) for one in self._listed.values()},
+        }
+        with suppress(OSError):
+            write_atomic(self.store.home / KEPT, json.dumps(said) + "\n")
+
+    def _changing(self, jobs: list[Job]) -> bool:
+        """Whether a warden says that its job has ended, and Slurm has not said so yet."""
+        return any(
+            (said := read_said(outcome_file(job.run_dir))) is not None and said.state.ended
+            for job in jobs
+            if job.state.active
+        )
+
+    def _cancel_strays(self, jobs: list[Job]) -> None:
+        """A job that Slurm took though `sbatch` had given up was handed in again since."""
+        for job in jobs:
+            record = read_handed_in(job.run_dir, job.attempt)
+            if record is None or not record.id:
+                continue
+            for one in self._listed.values():
+                if one.name == record.name and one.id != record.id and not _over(one):
+                    _say(f"job {job.id} is Slurm job {record.id}; cancelling {one.id}")
+                    with suppress(AwayError):
+                        commands.cancel(one.id)
+
+    # -- one job ---------------------------------------------------------------------------
+
+    def _look_after(self, job: Job, *, paused: bool) -> None:
+        record = read_handed_in(job.run_dir, job.attempt)
+        if record is None or not record.id:
+            if job.state is not State.QUEUED:
+                return
+            if job.held or paused:
+                self.store.explain(job.id, PAUSED if paused else "held until released")
+            elif self._away_since is None and self._answered_at is not None:
+                self._hand_in(job, record)
+            else:
+                self.store.explain(job.id, "Slurm does not respond; the job is handed in later")
+            return
+        listed = self._listed.get(record.id)
+        facts = self._facts(job, record, listed)
+        if job.stop_level and self._must_cancel(job, listed):
+            commands.cancel(record.id)
+            self._soon = True
+        verdict = settle(Verdict(job.state, job.reason), facts)
+        if verdict.state.ended and not self._final(job, verdict):
+            return
+        if move(self.store, job, verdict):
+            _say(f"job {job.id}: {verdict.state}: {verdict.reason}")
+            if verdict.state.ended:
+                self._end(job, record, verdict, facts)
+
+    def _facts(self, job: Job, record: HandedIn, listed: Listed | None) -> Facts:
+        now, seen = time.monotonic(), self._seen.setdefault(job.id, _Seen())
+        warden = read_said(warden_file(job.run_dir))
+        if warden != seen.warden:
+            seen.warden, seen.beaten_at = warden, now
+        if listed is not None:
+            seen.missing_since = None
+        elif seen.missing_since is None:
+            seen.missing_since = now
+        silent = None
+        if self._away_since is not None:
+            silent = now - (self._answered_at or self._away_since)
+        newest = job.run_dir.latest_checkpoint() if listed is None or _over(listed) else None
+        mine = warden is not None and warden.allocation.id == record.id
+        return Facts(
+            id=record.id,
+            listed=listed,
+            silent=silent,
+            missing=now - seen.missing_since if seen.missing_since is not None else 0.0,
+            warden=warden,
+            fresh=mine and now - seen.beaten_at < FRESH,
+            outcome=read_said(outcome_file(job.run_dir)),
+            stopping=job.stop_level > 0,
+            saved=newest[0] if newest else None,
+            log=_last_line(job.run_dir) if listed is not None and _over(listed) else "",
+        )
+
+    def _must_cancel(self, job: Job, listed: Listed | None) -> bool:
+        """Whether Slurm has to end it: it waits there, or a person wants it killed."""
+        if listed is None or _over(listed):
+            return False
+        return job.stop_level >= 3 or listed.state not in ("RUNNING", "COMPLETING")
+
+    def _final(self, job: Job, verdict: Verdict) -> bool:
+        """Whether an end is one: a preempted job may be back in Slurm's queue a moment later."""
+        if not (verdict.state is State.LOST and "preempt" in verdict.reason):
+            return True
+        seen, self._soon = self._seen.setdefault(job.id, _Seen()), True
+        if seen.preempted_at is None:
+            seen.preempted_at = time.monotonic()
+        return time.monotonic() - seen.preempted_at >= BACK_WITHIN
+
+    # -- handing in ------------------------------------------------------------------------
+
+    def _hand_in(self, job: Job, record: HandedIn | None) -> None:
+        """Give a job to Slurm, exactly once, whatever ends this process on the way."""
+        run_dir = job.run_dir
+        with open(run_dir.root / ".handing-in", "a") as lock:
+            if not file_lock.take(lock):
+                return  # an earlier keeper is gone, but its sbatch still runs
+            if record is not None and (found := self._find(record)):
+                self._record(job, replace(record, id=found))
+                return
+            spec = load_spec(run_dir.job_file)
+            newest = run_dir.latest_checkpoint()
+            name = f"fsdp-tui-{job.id}-{job.run_id[:8]}-{job.attempt}"
+            record = HandedIn(name, job.attempt, step=newest[0] if newest else 0)
+            for path in (warden_file(run_dir), outcome_file(run_dir)):
+                path.unlink(missing_ok=True)
+            forget_wishes(run_dir)
+            script = run_dir.root / "job.sbatch"
+            text = script_of(
+                spec,
+                run_dir,
+                name=name,
+                python=sys.executable,
+                home=self.store.home,
+                signal_seconds=signal_seconds(run_dir),
+            )
+            run_dir.create()
+            write_atomic(script, text, durable=True)
+            write_handed_in(run_dir, record)
+            if self.store.get(job.id).state is not State.QUEUED:
+                handed_in_file(run_dir).unlink(missing_ok=True)
+                return
+            try:
+                slurm_id = commands.submit(script, inherit=[lock.fileno()])
+            except UserError as error:
+                handed_in_file(run_dir).unlink(missing_ok=True)
+                reason = f"Slurm refused the job: {error}"
+                self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
+                return
+            self._record(job, replace(record, id=slurm_id))
+            self.store.explain(job.id, f"Slurm job {slurm_id}: handed in")
+        _say(f"job {job.id} is Slurm job {slurm_id}")
+        self._soon = True
+        if self.store.get(job.id).state.ended:  # removed from the queue meanwhile
+            commands.cancel(slurm_id)
+
+    def _find(self, record: HandedIn) -> str:
+        """The job that an earlier keeper handed in before it was killed; "" if it did not."""
+        return next((one.id for one in self._listed.values() if one.name == record.name), "")
+
+    def _record(self, job: Job, record: HandedIn) -> None:
+        write_handed_in(job.run_dir, record)
+        self._seen.pop(job.id, None)
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def _end(self, job: Job, record: HandedIn, verdict: Verdict, facts: Facts) -> None:
+        ended = self.store.get(job.id)
+        Announcer(ended, _say).announce(_ANNOUNCED.get(verdict.state, "failed"), verdict.reason)
+        with suppress(Exception):  # who looks reads it instead
+            keep_summary(self.store, ended)
+        lost = verdict.state is State.LOST
+        if lost and job.auto_resume and not job.stop_level and self._worth_it(record, facts):
+            self.store.requeue(job.id, f"resumed after: {verdict.reason}")
+
+    def _worth_it(self, record: HandedIn, facts: Facts) -> bool:
+        """Not again and again where no allocation is long enough for a new checkpoint."""
+        outside = facts.listed is not None and facts.listed.state not in ("TIMEOUT", "DEADLINE")
+        return outside or (facts.saved or 0) > record.step
+
+
+def signal_seconds(run_dir: RunDir) -> int:
+    """Seconds before the time limit at which to save: twice the longest save, and a minute."""
+    longest = 0.0
+    for line in read_tail(run_dir.events, _EVENTS).splitlines():
+        if '"checkpoint"' in line:
+            with suppress(ValueError, TypeError, LookupError):
+                longest = max(longest, float(json.loads(line)["seconds"]))
+    return max(SIGNAL_SECONDS, int(_SAVES_TAKE * longest + 60))
+
+
+def _over(listed: Listed) -> bool:
+    """Whether Slurm has finished with it."""
+    return listed.state not in ALIVE
+
+
+def _last_line(run_dir: RunDir) -> str:
+    """The last line of the batch script's log, unless its warden wrote it: those have times."""
+    lines = read_tail(run_dir.supervisor_log, 4096).splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return "" if last[:2].isdecimal() or "slurmstepd" in last else one_line(last)[:300]
+
+
+def keep(store: Store, idle_seconds: float = IDLE_SECONDS, ask_every: float = ASK_EVERY) -> None:
+    """Look after Slurm jobs until there have been none for `idle_seconds`.
+
+    Returns at once if another keeper holds the lock.
+    """
+    with open(store.home / LOCK, "a") as lock:
+        if not file_lock.take(lock):
+            return
+        _say(f"started by process {os.getppid()}")
+        keeper, busy_at = Keeper(store, ask_every), time.monotonic()
+        code, looked_at = newest_code(), time.monotonic()
+        while store.path.exists():
+            if time.monotonic() - looked_at >= _CODE_EVERY:
+                looked_at = time.monotonic()
+                if newest_code() != code:  # what people run now may disagree with this process
+                    _say("fsdp-tui was updated; exiting for a newer one")
+                    return
+            work = True
+            try:
+                work = keeper.look()
+            except Exception as error:  # one bad look must not end the keeping
+                _say(f"{type(error).__name__}: {error}")
+            if work:
+                busy_at = time.monotonic()
+            elif time.monotonic() - busy_at >= idle_seconds:
+                break
+            time.sleep(LOOK_EVERY)
+        _say("no Slurm jobs left; exiting")
+
+
+def newest_code() -> float:
+    """When a file of this package was last changed, in Unix seconds."""
+    return max(path.stat().st_mtime for path in Path(__file__).parent.glob("*.py"))
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), f"[{os.getpid()}]", text, flush=True)

@@ -1,0 +1,160 @@
+"""What stands in the run directory of a Slurm job besides what every run has.
+
+    slurm.json      by the queue: which Slurm job this is
+    warden.json     by the supervisor in the allocation: what it sees, about every five seconds
+    outcome.json    by the same, once: how the job ended
+    fence.json      by the same, first: which allocation may write checkpoints
+
+Slurm puts a job back into its queue under the same id, so (id, restart count) names an allocation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.queue.states import State
+from jobs.run.rundir import read_json, write_atomic
+from jobs.untrusted.text import one_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.run.rundir import RunDir
+
+STOPS: Final = (1, 2, 3)  # levels
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """Which Slurm job a job is.
+
+    Attributes:
+        name: Of the Slurm job; no other has it.
+        attempt: Ours, for which it was handed in.
+        id: Slurm's; "" from before `sbatch` is called until its answer is written down.
+        step: Of the newest checkpoint at that time.
+    """
+
+    name: str
+    attempt: int
+    id: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """An allocation: a Slurm job, and how often it was put back into the queue before."""
+
+    id: str
+    restart: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.id}.{self.restart}"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a warden says, as its present view or as the outcome.
+
+    Attributes:
+        allocation: Whose warden it is.
+        state: Of the job.
+        reason: One line.
+        host: Where the warden runs.
+        beat: Grows for as long as it lives.
+        worth_retrying: Of an outcome: whether another attempt could help.
+    """
+
+    allocation: Allocation
+    state: State
+    reason: str
+    host: str = ""
+    beat: int = 0
+    worth_retrying: bool = False
+
+
+def handed_in_file(run_dir: RunDir) -> Path:
+    return run_dir.root / "slurm.json"
+
+
+def warden_file(run_dir: RunDir) -> Path:
+    return run_dir.root / "warden.json"
+
+
+def outcome_file(run_dir: RunDir) -> Path:
+    return run_dir.root / "outcome.json"
+
+
+def read_handed_in(run_dir: RunDir, attempt: int | None = None) -> HandedIn | None:
+    """Which Slurm job it is; None while it is none, or only of another attempt."""
+    found = read_json(handed_in_file(run_dir)) or {}
+    try:
+        said = HandedIn(
+            str(found["name"]), int(found["attempt"]), str(found["id"]), int(found["step"])
+        )
+    except (LookupError, TypeError, ValueError):
+        return None
+    return said if attempt in (None, said.attempt) else None
+
+
+def write_handed_in(run_dir: RunDir, said: HandedIn) -> None:
+    write_atomic(handed_in_file(run_dir), json.dumps(asdict(said)) + "\n", durable=True)
+
+
+def read_said(path: Path) -> Said | None:
+    """What a warden wrote; None where there is nothing, or nothing that can be read."""
+    found = read_json(path) or {}
+    try:
+        return Said(
+            Allocation(str(found["slurm_id"]), int(found["restart"])),
+            State(found["state"]),
+            one_line(str(found["reason"])),
+            one_line(str(found.get("host", ""))),
+            int(found.get("beat", 0)),
+            bool(found.get("worth_retrying", False)),
+        )
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def write_said(path: Path, said: Said, *, durable: bool = False) -> None:
+    values: dict[str, Any] = asdict(replace(said)) | {
+        "slurm_id": said.allocation.id,
+        "restart": said.allocation.restart,
+        "state": str(said.state),
+    }
+    del values["allocation"]
+    write_atomic(path, json.dumps(values) + "\n", durable=durable)
+
+
+def ask_to_stop(run_dir: RunDir, attempt: int, level: int) -> None:
+    """Leave a person's wish for the warden of this attempt, whichever allocation it has."""
+    run_dir.control.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for lower in range(1, level + 1):
+        (run_dir.control / _wish(attempt, lower)).touch()
+
+
+def asked_to_stop(run_dir: RunDir, attempt: int) -> int:
+    """How firmly a person asked this attempt to stop; 0 if nobody did.
+
+    By listing the directory: of a file that another host has just made, a network file system may
+    say for a minute that there is none.
+    """
+    try:
+        there = set(os.listdir(run_dir.control))
+    except OSError:
+        return 0
+    return max((level for level in STOPS if _wish(attempt, level) in there), default=0)
+
+
+def forget_wishes(run_dir: RunDir) -> None:
+    """Remove what earlier attempts were asked."""
+    for path in run_dir.control.glob("slurm-stop-*"):
+        path.unlink(missing_ok=True)
+
+
+def _wish(attempt: int, level: int) -> str:
+    return f"slurm-stop-{attempt}-{level}"

@@ -1,0 +1,371 @@
+"""The supervisor of a job, inside its allocation (`python -m jobs.slurm.warden RUNDIR`).
+
+The batch step becomes this process: it starts the ranks, watches them, restarts them, saves before
+the time limit, and writes what it sees into the run directory. It never opens the database, and
+nothing on the login node has to run for it.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import UserError
+from jobs.launch.trackers import start_trackers
+from jobs.queue.states import State
+from jobs.run.diagnosis.hang import Watch, find_hang
+from jobs.run.diagnosis.rank_exits import rank_exits
+from jobs.run.failure import keep_failure
+from jobs.run.fence import raise_fence
+from jobs.run.rundir import FLIGHT, REQUESTS, event
+from jobs.slurm import commands
+from jobs.slurm.commands import AwayError
+from jobs.slurm.records import (
+    Allocation,
+    Said,
+    asked_to_stop,
+    outcome_file,
+    warden_file,
+    write_said,
+)
+from jobs.slurm.step import start_step
+from jobs.spec.file.load import load_spec
+from jobs.spec.rules.strategy import world_size
+from jobs.supervise.outcome import Outcome, judge
+
+if TYPE_CHECKING:
+    from jobs.run.rundir import RankStatus, RunDir
+    from jobs.spec.job_spec import JobSpec
+    from jobs.supervise.attempt import Attempt
+
+LOOK_EVERY: Final = 0.5  # seconds
+BEAT_EVERY: Final = 5.0  # seconds between two signs of life
+FAILURE_GRACE: Final = 10.0  # seconds that ranks get to end by themselves after one has failed
+TERM_GRACE: Final = 60.0  # seconds after SIGTERM before the ranks are killed
+STACKS_TAKE: Final = 3.0  # seconds for every rank to write its stack
+KILL_TAKES: Final = 40.0  # seconds for srun to end its tasks
+TRACKERS_TAKE: Final = 60.0  # seconds for trackers to report the end
+VERDICT_TAKES: Final = 600.0  # seconds for Slurm to carry out what it began with a SIGTERM
+_ASK_EVERY: Final = 5.0  # seconds
+_SAVING: Final = {"save": "writing a checkpoint", "export": "writing the export"}
+_NOT_UP: Final = ("start", "import")  # phases of a rank
+
+
+@dataclass
+class Warden:
+    """Owns a job for as long as it has this allocation.
+
+    Attributes:
+        run_dir: Of the job.
+        allocation: Slurm's job id and restart count.
+        attempt: Ours, by which a person's requests are known; None for a job handed in by hand.
+        time_up: Whether the time limit is near.
+        told_to_end: Whether Slurm sent SIGTERM: a cancellation, or a preemption.
+    """
+
+    run_dir: RunDir
+    allocation: Allocation
+    attempt: int | None = None
+    time_up: bool = False
+    told_to_end: bool = False
+    up: bool = False  # all ranks have been, in this launch
+    stop_level: int = 0
+    deadline: float | None = None
+    failed_at: float | None = None
+    hang: str | None = None
+    watch: Watch = field(default_factory=Watch)
+    ended_by_us: set[int] = field(default_factory=set)
+    _said: tuple[State, str] = (State.STARTING, "")
+    _beat: int = 0
+    _beaten_at: float = 0.0
+
+    def run(self) -> int:
+        """Stay until the job has ended, or Slurm ends the allocation.
+
+        Returns:
+            The exit status of the batch script.
+        """
+        raise_fence(self.run_dir.root, str(self.allocation))
+        begun = self._newest()
+        try:
+            spec = load_spec(self.run_dir.job_file)
+            outcome = self._train(spec)
+        except UserError as error:
+            outcome = Outcome(State.FAILED, f"could not start: {error}")
+        except Exception as error:
+            self._log(traceback.format_exc())
+            reason = f"its supervisor failed: {type(error).__name__}: {error}"
+            outcome = Outcome(State.FAILED, reason)
+        else:
+            if not self._persons_wish():
+                outcome = self._not_asked(outcome, spec, begun)
+        self._finish(outcome)
+        return int(outcome.state not in (State.COMPLETED, State.STOPPED))
+
+    # -- training --------------------------------------------------------------------------
+
+    def _train(self, spec: JobSpec) -> Outcome:
+        if self._persons_wish():
+            return Outcome(State.STOPPED, "stopped before the ranks started")
+        restarts = 0
+        while True:
+            self._say(State.STARTING, "starting ranks")
+            attempt = start_step(spec, self.run_dir, self.allocation, self._run_id(), restarts)
+            self._log(f"started {attempt.command}")
+            self.failed_at, self.hang, self.ended_by_us, self.up = None, None, set(), False
+            trackers = self._trackers(spec)
+            outcome = self._watch(attempt)
+            ending = self.time_up or self.told_to_end or self._persons_wish()
+            if not outcome.worth_retrying or restarts >= spec.max_restarts or ending:
+                for tracker in trackers:
+                    with suppress(subprocess.TimeoutExpired):
+                        tracker.wait(TRACKERS_TAKE)
+                return outcome
+            restarts += 1
+            self._log(f"restart {restarts} of {spec.max_restarts} after: {outcome.reason}")
+
+    def _watch(self, attempt: Attempt) -> Outcome:
+        self.watch = Watch(attempt.spec.hang_timeout)
+        while attempt.alive():
+            try:
+                self._look(attempt)
+            except Exception:  # a mistake of ours must not end the training
+                self._log(f"monitoring failed: {traceback.format_exc()}")
+            self._nap(attempt)
+        self._add_errors()
+        return judge(
+            self.run_dir,
+            attempt,
+            stop_level=self.stop_level,
+            hang=self.hang,
+            ended_by_us=self.ended_by_us,
+        )
+
+    def _add_errors(self) -> None:
+        """Add to the events what ranks other than the first left: no rank writes any more."""
+        errors = [error for error in self.run_dir.rank_errors() if error["rank"]]
+        with suppress(OSError), open(self.run_dir.events, "a", encoding="utf-8") as file:
+            for error in errors:
+                dropped = ("t", "kind", "trace")
+                file.write(event("error", **{k: v for k, v in error.items() if k not in dropped}))
+
+    def _nap(self, attempt: Attempt) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            if attempt.child is not None:
+                attempt.child.wait(LOOK_EVERY)
+
+    def _look(self, attempt: Attempt) -> None:
+        statuses, _ = self.run_dir.read_ranks()
+        ranks = self.watch.look(statuses, time.monotonic())
+        everyone = len(statuses) == world_size(attempt.spec)
+        if self.stop_level:
+            self._say(State.STOPPING, self._said[1])
+        elif everyone and all(status.phase not in _NOT_UP for status in statuses):
+            saving = [_SAVING[s.phase] for s in statuses if s.phase in _SAVING]
+            state, self.up = State.SAVING if saving else State.RUNNING, True
+            self._say(state, saving[0] if saving else "all ranks are up")
+        elif not self.up:
+            self._say(State.STARTING, "starting ranks")
+        self._end_the_stranded(attempt, statuses)
+        if everyone and not (self.hang or self.failed_at or self.stop_level):
+            found = find_hang(ranks, attempt.spec.hang_timeout)
+            if found is not None:
+                self._end_a_hang(attempt, found.reason)
+        self._carry_out_stops(attempt)
+
+    def _end_the_stranded(self, attempt: Attempt, statuses: list[RankStatus]) -> None:
+        """When a rank has failed, the others may wait in a collective until its timeout.
+
+        Ranks on other nodes cannot be judged by their pids: what srun and they say counts.
+        """
+        if self.failed_at is None:
+            if self.run_dir.rank_errors() or self._one_left():
+                self.failed_at = time.monotonic()
+            return
+        if time.monotonic() - self.failed_at >= FAILURE_GRACE and not self.ended_by_us:
+            failed = {error["rank"] for error in self.run_dir.rank_errors()}
+            failed |= {one.rank for one in rank_exits(self.run_dir)}
+            self.ended_by_us = {s.rank for s in statuses if s.rank not in failed}
+            self._log("a rank has failed; ending the others")
+            self._kill(attempt)
+
+    def _one_left(self) -> bool:
+        """Whether srun says that a rank did not end well."""
+        return bool(rank_exits(self.run_dir))
+
+    def _end_a_hang(self, attempt: Attempt, reason: str) -> None:
+        self.hang = reason
+        self._log(f"hang: {reason}")
+        self.run_dir.request(FLIGHT)
+        with suppress(AwayError, UserError):
+            commands.signal_step(f"{self.allocation.id}.{self._step(attempt)}", "USR1")
+        time.sleep(STACKS_TAKE)
+        self._kill(attempt)
+
+    # -- stopping --------------------------------------------------------------------------
+
+    def _persons_wish(self) -> int:
+        return asked_to_stop(self.run_dir, self.attempt) if self.attempt is not None else 0
+
+    def _carry_out_stops(self, attempt: Attempt) -> None:
+        """A person's wish, the time limit, or Slurm's SIGTERM, which ranks may have got or not."""
+        wish = max(self._persons_wish(), int(self.time_up or self.told_to_end))
+        late = self.deadline is not None and time.monotonic() > self.deadline
+        level = min(3, max(wish, self.stop_level + 1 if late and self._persons_wish() else 0))
+        if level <= self.stop_level:
+            return
+        self.stop_level = level
+        if level == 1:
+            self.run_dir.request("stop")
+            why = "the time limit is near: " if self.time_up and not self._persons_wish() else ""
+            self._say(State.STOPPING, f"{why}stops after the current step, with a checkpoint")
+            self.deadline = time.monotonic() + attempt.spec.stop_grace_seconds
+        elif level == 2:
+            self.run_dir.request("stop")
+            self._say(State.STOPPING, "SIGTERM sent")
+            self.deadline = time.monotonic() + TERM_GRACE
+            with suppress(AwayError, UserError):
+                commands.signal_step(f"{self.allocation.id}.{self._step(attempt)}", "TERM")
+        else:
+            self._say(State.STOPPING, "SIGKILL sent")
+            self.deadline = None
+            self._kill(attempt)
+
+    def _kill(self, attempt: Attempt) -> None:
+        """End all tasks: srun does it when it gets SIGTERM, and says so."""
+        child = attempt.child
+        if child is None:
+            return
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(KILL_TAKES)
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+    def _step(self, attempt: Attempt) -> int:
+        """Slurm counts the steps of an allocation from 0; ours are its only ones."""
+        return attempt.restarts
+
+    # -- ending ----------------------------------------------------------------------------
+
+    def _not_asked(self, outcome: Outcome, spec: JobSpec, begun: int | None) -> Outcome:
+        """What an end means that no person asked for."""
+        if outcome.state is State.COMPLETED:
+            return outcome
+        retries = outcome.worth_retrying and spec.max_restarts > 0 and spec.slurm_requeue
+        if outcome.state is not State.STOPPED and not (self.time_up and retries):
+            if self.told_to_end or self._is_ending():
+                self._await_verdict()
+            return outcome
+        if self.told_to_end or not self.time_up:
+            # A cancellation, or a preemption, which signals only the ranks. To exit now would
+            # look to Slurm like an end in order, and a preempted job would not go on.
+            self._say(State.STOPPING, f"{outcome.reason}; waiting for Slurm")
+            if not self._await_verdict():
+                reason = f"someone sent SIGTERM to the ranks; {outcome.reason}"
+                return Outcome(State.STOPPED, reason)
+            return outcome
+        newest = self._newest()
+        if newest is None or newest == begun:
+            reason = "the time limit came before the job got to a new checkpoint; raise slurm_time"
+            return Outcome(State.FAILED, reason)
+        stopped = Outcome(State.STOPPED, f"time limit; {outcome.reason}")
+        return self._requeue(stopped) if spec.slurm_requeue else stopped
+
+    def _requeue(self, stopped: Outcome) -> Outcome:
+        """Go back into Slurm's queue, which ends this process; if that fails, it has stopped."""
+        self._say(State.STOPPING, f"{stopped.reason}; requeueing")
+        while True:
+            try:
+                commands.requeue(self.allocation.id)
+            except AwayError as error:  # it has until the time limit to come back
+                self._log(f"cannot requeue yet: {error}")
+                time.sleep(_ASK_EVERY)
+            except UserError as error:
+                reason = f"{stopped.reason}; Slurm refused to requeue: {error}"
+                return Outcome(State.STOPPED, reason)
+            else:
+                self._await_verdict()
+                return stopped
+
+    def _is_ending(self) -> bool:
+        """Whether Slurm ends this allocation, so that ranks were killed for that reason."""
+        with suppress(AwayError):
+            return commands.state_of(self.allocation.id) not in ("RUNNING", "")
+        return False
+
+    def _await_verdict(self) -> bool:
+        """Stay until Slurm ends this process; False if it does not in a long time."""
+        until = time.monotonic() + VERDICT_TAKES
+        while time.monotonic() < until:
+            self._say(*self._said)
+            if self._persons_wish():
+                return True
+            with suppress(AwayError):
+                if commands.state_of(self.allocation.id) == "CANCELLED":
+                    return True
+            time.sleep(_ASK_EVERY)
+        return False
+
+    def _finish(self, outcome: Outcome) -> None:
+        for request in (*REQUESTS, FLIGHT):
+            with suppress(OSError):
+                self.run_dir.clear_request(request)
+        keep_failure(self.run_dir, outcome.failure)
+        self._log(f"{outcome.state}: {outcome.reason}")
+        said = Said(
+            self.allocation,
+            outcome.state,
+            outcome.reason,
+            socket.gethostname(),
+            self._beat,
+            outcome.worth_retrying,
+        )
+        while True:
+            try:
+                write_said(outcome_file(self.run_dir), said, durable=True)
+            except OSError as error:  # a full disk; else the state would lie
+                self._log(f"could not record the end: {error}")
+                time.sleep(_ASK_EVERY)
+            else:
+                return
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _trackers(self, spec: JobSpec) -> list[subprocess.Popen[bytes]]:
+        try:
+            return start_trackers(spec, self.run_dir)
+        except OSError as error:
+            self._log(f"cannot start a tracker: {error}")
+            return []
+
+    def _newest(self) -> int | None:
+        newest = self.run_dir.latest_checkpoint()
+        return newest[0] if newest else None
+
+    def _run_id(self) -> str:
+        return f"slurm-{self.allocation}"
+
+    def _say(self, state: State, reason: str) -> None:
+        """Write the state down, at once if it changed, else from time to time."""
+        now = time.monotonic()
+        if (state, reason) == self._said and now - self._beaten_at < BEAT_EVERY:
+            return
+        if (state, reason) != self._said:
+            self._log(f"{state}: {reason}")
+        self._said, self._beaten_at = (state, reason), now
+        self._beat += 1
+        said = Said(self.allocation, state, reason, socket.gethostname(), self._beat)
+        with suppress(OSError):
+            write_said(warden_file(self.run_dir), said)
+
+    def _log(self, text: str) -> None:
+        """A line of the batch script's log."""
+        with suppress(OSError):
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)

@@ -1,0 +1,437 @@
+"""The process that asks Slurm, against a fake one: every state, and what goes wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs import service
+from jobs.errors import SpecError, StateError
+from jobs.queue.dispatch import dispatch, needs_attention
+from jobs.queue.states import State
+from jobs.service.repair import repair
+from jobs.slurm import keeper as keeping
+from jobs.slurm import settle
+from jobs.slurm.answer import slurm_facts
+from jobs.slurm.keeper import Keeper
+from jobs.slurm.records import (
+    Allocation,
+    HandedIn,
+    Said,
+    asked_to_stop,
+    outcome_file,
+    read_handed_in,
+    warden_file,
+    write_handed_in,
+    write_said,
+)
+from jobs.slurm.rows import look_after_slurm_jobs
+from jobs.spec.file.load import load_spec
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.waiting import PATIENCE
+from tui.text.tables import slurm_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.queue.store import Job, Store
+    from tests.support.jobs.fake_slurm import FakeSlurm
+
+    Submit = Callable[..., Job]
+
+
+def says(job: Job, state: State, reason: str, *, restart: int = 0, slurm_id: str = "1") -> None:
+    """What the warden in the allocation would write."""
+    said = Said(Allocation(slurm_id, restart), state, reason)
+    job.run_dir.create()
+    write_said(outcome_file(job.run_dir) if state.ended else warden_file(job.run_dir), said)
+
+
+def path(store: Store, job: Job) -> list[str]:
+    return [str(change.after) for change in store.history(job.id)]
+
+
+def test_a_job_from_the_queue_to_its_end(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    job = submit()
+    dispatch(store)
+    assert not needs_attention(store), "dashboards need not take the queue for it every second"
+    keeper.look()
+    assert slurm.ids() == ["1"]
+    keeper.look()
+    assert store.get(job.id).reason == "Slurm job 1 waits"
+    assert slurm.calls("sbatch") == 1
+    slurm.set("1", "RUNNING", nodes="n[1-2]")
+    keeper.look()
+    assert store.get(job.id).state is State.STARTING
+    assert "on n[1-2]" in store.get(job.id).reason
+    assert store.get(job.id).started is not None
+    says(job, State.RUNNING, "all ranks are up")
+    keeper.look()
+    assert store.get(job.id).state is State.RUNNING
+    facts = slurm_facts(store, job)["slurm"]
+    assert (facts["job"], facts["state"], facts["nodes"]) == ("1", "RUNNING", "n[1-2]")
+    assert 0 <= facts["age"] < PATIENCE
+    assert slurm_line(facts | {"age": 12.0}) == "job 1, RUNNING on n[1-2], asked 0:12 ago"
+    says(job, State.COMPLETED, "trained 6 steps")
+    slurm.set("1", "COMPLETED")
+    keeper.look()
+    assert store.get(job.id).state is State.COMPLETED
+    assert path(store, job) == ["queued", "starting", "running", "completed"]
+    asked = slurm.calls("squeue")
+    assert not keeper.look()
+    assert slurm.calls("squeue") == asked, "nothing is left to ask about"
+
+
+def test_a_job_that_was_faster_than_we_looked(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    job = submit()
+    keeper.look()
+    says(job, State.COMPLETED, "trained 6 steps")
+    slurm.set("1", "COMPLETED")
+    keeper.look()
+    assert path(store, job) == ["queued", "starting", "completed"]
+
+
+def test_slurm_puts_a_job_back_into_its_queue(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """After the time limit, a preemption, or a node failure: the same job, not ended."""
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    says(job, State.STOPPING, "time limit; stopped at step 4, saved; requeueing")
+    keeper.look()
+    assert store.get(job.id).state is State.STOPPING
+    slurm.set("1", "PENDING", restarts=1, reason="BeginTime")
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED
+    slurm.set("1", "RUNNING")
+    keeper.look()
+    assert store.get(job.id).state is State.STARTING, "the warden's word is of the time before"
+    says(job, State.RUNNING, "all ranks are up", restart=1)
+    keeper.look()
+    assert store.get(job.id).state is State.RUNNING
+    assert slurm.calls("sbatch") == 1
+    assert store.get(job.id).attempt == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "ends", "words"),
+    [
+        ("CANCELLED", State.STOPPED, "stopped; resume continues after step 4"),
+        ("TIMEOUT", State.LOST, "the time limit ended the job; resume continues after step 4"),
+        ("NODE_FAIL", State.LOST, "a node failed"),
+        ("OUT_OF_MEMORY", State.FAILED, "a node ran out of memory"),
+        ("FAILED", State.FAILED, "the batch script failed: no module named jobs"),
+    ],
+)
+def test_how_slurm_ends_jobs(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    state: str,
+    ends: State,
+    words: str,
+) -> None:
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    says(job, State.RUNNING, "all ranks are up")
+    keeper.look()
+    save_checkpoint(job.run_dir, 4)
+    (job.run_dir.supervisor_log).write_text("no module named jobs\n")
+    slurm.set("1", state)
+    keeper.look()
+    assert store.get(job.id).state is ends
+    assert words in store.get(job.id).reason
+
+
+def test_a_lost_job_is_handed_in_again_where_it_asks_for_that(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    job = submit(auto_resume=True, slurm_requeue=False)
+    keeper.look()
+    slurm.set("1", "NODE_FAIL")
+    keeper.look()
+    keeper.look()
+    assert slurm.ids() == ["1", "2"]
+    slurm.set("2", "TIMEOUT")
+    keeper.look()
+    assert store.get(job.id).state is State.LOST, "no allocation is long enough for a checkpoint"
+    assert slurm.ids() == ["1", "2"]
+
+
+def test_a_preempted_job_is_not_lost_while_slurm_puts_it_back(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = submit()
+    keeper.look()
+    slurm.set("1", "PREEMPTED")
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED
+    slurm.set("1", "PENDING", restarts=1)
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED
+    assert "requeued 1 time" in store.get(job.id).reason
+    monkeypatch.setattr(keeping, "BACK_WITHIN", 0.0)
+    slurm.set("1", "PREEMPTED", restarts=1)
+    keeper.look()
+    assert store.get(job.id).state is State.LOST, "this cluster does not put it back"
+
+
+def test_the_controller_is_away(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    job, later = submit(), submit(name="later")
+    store.hold(later.id, True)
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    says(job, State.RUNNING, "all ranks are up")
+    keeper.look()
+    slurm.away()
+    store.hold(later.id, False)
+    keeper.look()
+    assert store.get(job.id).state is State.RUNNING
+    assert "all ranks are up; Slurm has not responded for" in store.get(job.id).reason
+    assert "handed in later" in store.get(later.id).reason
+    slurm.away(away=False)
+    keeper.look()
+    assert store.get(job.id).reason == "all ranks are up"
+    assert slurm.ids() == ["1", "2"]
+
+
+def test_slurm_forgets_a_job(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = submit()
+    keeper.look()
+    slurm.forget("1")
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED
+    monkeypatch.setattr(settle, "UNKNOWN_FOR", 0.0)
+    keeper.look()
+    assert store.get(job.id).state is State.LOST
+    assert "Slurm no longer knows job 1" in store.get(job.id).reason
+
+
+def test_slurm_refuses_a_job(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    slurm.say("refuse", "sbatch: error: Batch job submission failed: Invalid account\n")
+    job = submit()
+    keeper.look()
+    assert store.get(job.id).state is State.FAILED
+    assert "Slurm refused the job: Batch job submission failed: Invalid" in store.get(job.id).reason
+    slurm.say("refuse", None)
+    service.resume(store, job.id)
+    keeper.look()
+    assert slurm.ids() == ["1"]
+
+
+def test_a_job_whose_keeper_was_killed_is_handed_in_once(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """It died between sbatch and the record; the name says whose job it is."""
+    job = submit()
+    keeper.look()
+    handed = read_handed_in(job.run_dir)
+    assert handed is not None
+    write_handed_in(job.run_dir, HandedIn(handed.name, handed.attempt))
+    Keeper(store, ask_every=0.0).look()
+    assert slurm.ids() == ["1"]
+    assert read_handed_in(job.run_dir) == handed
+
+
+def test_sbatch_gives_up_but_slurm_has_the_job(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    slurm.say("mute", "")
+    job = submit()
+    keeper.look()
+    slurm.say("mute", None)
+    keeper.look()
+    keeper.look()
+    assert slurm.ids() == ["1"]
+    assert store.get(job.id).reason == "Slurm job 1 waits"
+
+
+def test_a_second_slurm_job_of_the_same_name_is_cancelled(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    submit()
+    keeper.look()
+    slurm.root.joinpath("jobs/2").mkdir()
+    for column in ("name", "reason", "restarts", "starts", "nodes"):
+        slurm.root.joinpath("jobs/2", column).write_text(slurm.get("1", column))
+    slurm.set("2", "PENDING")
+    keeper.look()
+    assert [slurm.get(one, "state") for one in slurm.ids()] == ["PENDING", "CANCELLED"]
+
+
+def test_stop_before_it_is_handed_in(store: Store, slurm: FakeSlurm, submit: Submit) -> None:
+    job = submit()
+    assert "removed from the queue" in service.stop(store, job.id)
+    assert store.get(job.id).state is State.STOPPED
+    Keeper(store).look()
+    assert slurm.ids() == []
+
+
+def test_stop_while_it_waits_in_slurm(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    job = submit()
+    keeper.look()
+    with pytest.raises(StateError, match="scontrol hold"):
+        service.hold(store, job.id)
+    assert "taken out of Slurm's queue" in service.stop(store, job.id)
+    keeper.look()
+    keeper.look()
+    assert store.get(job.id).state is State.STOPPED
+
+
+def test_stop_in_three_levels(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    says(job, State.RUNNING, "all ranks are up")
+    keeper.look()
+    for level, words in enumerate(("after the current step", "SIGTERM", "is cancelled"), 1):
+        assert words in service.stop(store, job.id)
+        assert asked_to_stop(job.run_dir, 0) == level
+        keeper.look()
+        assert slurm.get("1", "state") == ("CANCELLED" if level == 3 else "RUNNING")
+    keeper.look()
+    assert store.get(job.id).state is State.STOPPED
+    service.resume(store, job.id)
+    keeper.look()
+    assert asked_to_stop(store.get(job.id).run_dir, 1) == 0, "the next attempt was not asked"
+    assert slurm.ids() == ["1", "2"]
+    service.stop(store, job.id, now=True)
+    keeper.look()
+    keeper.look()
+    service.remove(store, job.id)
+    assert not job.run_dir.root.exists()
+
+
+def test_a_stopped_job_that_slurm_preempts_does_not_come_back(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    job = submit()
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    says(job, State.RUNNING, "all ranks are up")
+    keeper.look()
+    service.stop(store, job.id)
+    slurm.set("1", "PENDING", restarts=1)
+    keeper.look()
+    keeper.look()
+    assert store.get(job.id).state is State.STOPPED
+    assert slurm.get("1", "state") == "CANCELLED"
+
+
+def test_the_runner_sees_that_somebody_asks_slurm(
+    store: Store, submit: Submit, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Store] = []
+    monkeypatch.setattr("jobs.slurm.rows.ensure_keeper", asked.append)
+    store.pause(True)
+    service.submit(store, load_spec(None, job_values))
+    look_after_slurm_jobs(store)
+    assert asked == [], "local jobs need nobody who does"
+    job = submit()
+    look_after_slurm_jobs(store)
+    assert asked == [store]
+    service.stop(store, job.id)
+    look_after_slurm_jobs(store)
+    assert asked == [store]
+
+
+def test_a_rebuilt_database_finds_its_jobs_in_slurm(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """One runs, one has ended meanwhile; neither is handed in again."""
+    runs, done = submit(), submit(name="done")
+    keeper.look()
+    slurm.set("1", "RUNNING")
+    slurm.set("2", "COMPLETED")
+    says(runs, State.RUNNING, "all ranks are up")
+    says(done, State.COMPLETED, "trained 6 steps", slurm_id="2")
+    store.path.write_bytes(b"no database")
+    for side in ("-wal", "-shm"):
+        store.path.with_name(f"jobs.db{side}").unlink(missing_ok=True)
+    assert repair(store.home).restored == (1, 2)
+    Keeper(store, ask_every=0.0).look()
+    assert store.get(runs.id).state is State.RUNNING
+    assert store.get(done.id).state is State.COMPLETED
+    assert slurm.ids() == ["1", "2"]
+
+
+def test_only_the_keeper_asks_slurm(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """Whoever lists jobs reads what it wrote: a controller that hangs holds nobody up."""
+    job = submit()
+    keeper.look()
+    slurm.away()
+    asked = (slurm.root / "calls").read_text()
+    service.refresh(store)
+    service.as_dicts(store, store.all(), [])
+    slurm_facts(store, store.get(job.id))
+    assert (slurm.root / "calls").read_text() == asked
+
+
+def test_a_keeper_of_older_code_makes_way(
+    store: Store, slurm: FakeSlurm, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit()
+    changed = iter([1.0, 1.0, 2.0])
+    monkeypatch.setattr(keeping, "newest_code", lambda: next(changed))
+    monkeypatch.setattr(keeping, "_CODE_EVERY", 0.0)
+    monkeypatch.setattr(keeping, "LOOK_EVERY", 0.0)
+    keeping.keep(store)
+    assert slurm.ids() == ["1"], "it worked until then, and left the job to the next"
+
+
+def test_one_question_for_many_jobs(slurm: FakeSlurm, submit: Submit, keeper: Keeper) -> None:
+    for number in range(5):
+        submit(name=f"job{number}")
+    keeper.look()
+    keeper.look()
+    assert len(slurm.ids()) == 5
+    assert slurm.calls("squeue") == 2
+
+
+def test_what_a_slurm_job_may_not_say(
+    job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, store: Store
+) -> None:
+    more = job_values | {"launcher": "slurm", "num_machines": 2, "num_processes": 4}
+    for changes, words in (
+        ({"gpus": 4}, "Slurm chooses the GPUs"),
+        ({"accelerate_extra_args": ["--debug"]}, "use slurm_srun_args"),
+        ({"num_processes": 3}, "cannot be divided evenly"),
+        ({"machine_rank": 1}, "machine_rank is set by Slurm"),
+        ({"slurm_extra_args": "--nodes=3"}, "--nodes is set by num_machines"),
+        ({"slurm_extra_args": "-p gpu"}, "-p is set by slurm_partition"),
+        ({"slurm_srun_args": "--kill-on-bad-exit"}, "is set by the launcher"),
+        ({"slurm_time": "soon"}, "is not a time"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            load_spec(None, more | changes)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SpecError, match="sbatch is not installed"):
+        service.submit(store, load_spec(None, more))

@@ -1,0 +1,236 @@
+"""The supervisor in an allocation, with fake ranks: what it writes, and what Slurm then says."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from jobs import service
+from jobs.errors import UserError
+from jobs.queue.states import State
+from jobs.run.fence import FENCE_VARIABLE, check_fence, raise_fence
+from jobs.run.rundir import RunDir, read_json
+from jobs.slurm.records import (
+    Allocation,
+    HandedIn,
+    outcome_file,
+    read_said,
+    warden_file,
+    write_handed_in,
+)
+from jobs.slurm.task import rank_environment
+from jobs.slurm.warden import warden_of
+from tests.support.waiting import eventually
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from jobs.queue.store import Job, Store
+    from jobs.slurm.keeper import Keeper
+    from tests.support.jobs.fake_slurm import FakeSlurm
+
+    Submit = Callable[..., Job]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.01")
+
+
+def begin(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, **changes: object
+) -> tuple[Job, subprocess.Popen[bytes]]:
+    """A job in its allocation."""
+    job = submit(**changes)
+    keeper.look()
+    return job, slurm.start("1")
+
+
+def running(job: Job) -> bool:
+    said = read_said(warden_file(job.run_dir))
+    return said is not None and said.state is State.RUNNING
+
+
+def finished(store: Store, slurm: FakeSlurm, keeper: Keeper, job: Job) -> Job:
+    """After its batch script has ended, and Slurm has said so."""
+    slurm.end("1")
+    keeper.look()
+    return store.get(job.id)
+
+
+@pytest.mark.slow
+def test_a_rank_fails_and_the_step_starts_again(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that vanishes: the others are ended, and the step goes on after the checkpoint."""
+    monkeypatch.setenv("FAKE_RANKS", "once save@3 1:exit@4")
+    monkeypatch.setenv("FAKE_LOCKSTEP", "1")
+    job, _ = begin(slurm, submit, keeper, max_restarts=1, max_train_steps=8)
+    ended = finished(store, slurm, keeper, job)
+    assert ended.state is State.COMPLETED, ended.reason
+    log = (slurm.root / "jobs/1/log").read_text()
+    assert "restart 1 of 1 after: rank 1 exited with status 7" in log
+    record = read_json(job.run_dir.launch_file) or {}
+    assert record["slurm"] == {"job": "1", "restart": 0}
+
+
+@pytest.mark.slow
+def test_a_person_stops_it_and_resumes_it(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    job, _ = begin(slurm, submit, keeper, max_train_steps=100_000)
+    eventually(lambda: running(job))
+    keeper.look()
+    service.stop(store, job.id)
+    ended = finished(store, slurm, keeper, job)
+    assert ended.state is State.STOPPED
+    assert "saved" in ended.reason
+    assert slurm.calls("scontrol") == 0
+    step = job.run_dir.latest_checkpoint()
+    assert step is not None
+    service.resume(store, job.id, {"max_train_steps": step[0] + 2})
+    keeper.look()
+    slurm.start("2")
+    slurm.end("2")
+    keeper.look()
+    assert store.get(job.id).state is State.COMPLETED
+
+
+def test_the_time_limit_saves_and_requeues(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """USR2 to the batch script alone; the same Slurm job goes on after the checkpoint."""
+    job, batch = begin(slurm, submit, keeper, max_train_steps=100_000)
+    eventually(lambda: running(job))
+    batch.send_signal(signal.SIGUSR2)
+    eventually(lambda: slurm.get("1", "state") == "PENDING")
+    batch.wait()
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED
+    assert read_said(outcome_file(job.run_dir)) is None
+    saved = job.run_dir.latest_checkpoint()
+    assert saved is not None
+    again = slurm.start("1")
+    eventually(lambda: (said := read_said(warden_file(job.run_dir))) and said.allocation.restart)
+    eventually(lambda: running(job))
+    service.stop(store, job.id)
+    again.wait()
+    slurm.set("1", "COMPLETED")
+    keeper.look()
+    assert store.get(job.id).state is State.STOPPED
+    newest = job.run_dir.latest_checkpoint()
+    assert newest is not None
+    assert newest[0] > saved[0], "it went on where the first allocation had saved"
+
+
+def test_scancel_is_no_reason_to_requeue(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    """SIGTERM to all: ranks save; the batch script waits for Slurm to say what it was."""
+    job, batch = begin(slurm, submit, keeper, max_train_steps=100_000)
+    eventually(lambda: running(job))
+    batch.send_signal(signal.SIGTERM)
+    eventually(lambda: "waiting for Slurm" in (read_said(warden_file(job.run_dir)) or batch).reason)
+    assert batch.poll() is None
+    slurm.set("1", "CANCELLED")
+    batch.wait()
+    keeper.look()
+    assert store.get(job.id).state is State.STOPPED
+    assert slurm.calls("scontrol") == 0
+
+
+@pytest.mark.slow
+def test_a_job_that_was_never_up_is_killed_at_its_limit(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_RANKS", "never-up ignore-stop")
+    job, batch = begin(slurm, submit, keeper, slurm_requeue=False)
+    eventually(lambda: len(job.run_dir.rank_statuses()) == 4)
+    batch.send_signal(signal.SIGUSR2)
+    eventually(lambda: job.run_dir.requested("stop"))
+    service.stop(store, job.id, now=True)
+    ended = finished(store, slurm, keeper, job)
+    assert ended.state is State.STOPPED
+    assert slurm.calls("scontrol") == 0
+
+
+@pytest.mark.slow
+def test_a_preemption_signals_only_the_ranks(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped though nobody asked: Slurm is asked, and the job is not taken for ended."""
+    monkeypatch.setenv("FAKE_LOCKSTEP", "1")
+    job, batch = begin(slurm, submit, keeper, max_train_steps=100_000)
+    eventually(lambda: running(job))
+    for status in job.run_dir.rank_statuses():
+        os.kill(status.pid, signal.SIGTERM)
+    eventually(lambda: "waiting for Slurm" in (read_said(warden_file(job.run_dir)) or batch).reason)
+    assert read_said(outcome_file(job.run_dir)) is None
+    assert job.run_dir.latest_checkpoint() is not None
+    os.killpg(batch.pid, signal.SIGKILL)
+    batch.wait()
+    slurm.set("1", "PENDING", restarts=1)
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED
+
+
+def test_a_run_belongs_to_one_slurm_job(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "ours", "SLURM_RESTART_COUNT": "2"}
+    assert warden_of(run_dir, environment).allocation == Allocation("7", 2), "handed in by hand"
+    write_handed_in(run_dir, HandedIn("ours", 1))
+    assert warden_of(run_dir, environment).attempt == 1, "before its id was written down"
+    write_handed_in(run_dir, HandedIn("ours", 1, "8"))
+    with pytest.raises(UserError, match=r"belongs to Slurm job ours \(8\)"):
+        warden_of(run_dir, environment)
+    with pytest.raises(UserError, match="not in a Slurm job"):
+        warden_of(run_dir, {})
+
+
+def test_a_checkpoint_of_an_earlier_allocation_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_fence(tmp_path)
+    monkeypatch.setenv(FENCE_VARIABLE, "7.0")
+    check_fence(tmp_path)
+    raise_fence(tmp_path, "7.0")
+    check_fence(tmp_path)
+    raise_fence(tmp_path, "7.1")
+    with pytest.raises(UserError, match=r"allocation 7\.1 of this job has taken over from 7\.0"):
+        check_fence(tmp_path)
+
+
+def test_a_task_becomes_a_rank() -> None:
+    task = {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURM_NODEID": "1",
+        "SLURM_CPUS_ON_NODE": "32",
+        "FSDP_TUI_LOCAL_RANKS": "4",
+        "PMI_RANK": "5",
+        "MASTER_ADDR": "node1",
+    }
+    rank = rank_environment(task)
+    wanted = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    assert rank.items() >= (wanted | {"OMP_NUM_THREADS": "8", "MASTER_ADDR": "node1"}).items()
+    assert "PMI_RANK" not in rank
+    with pytest.raises(KeyError):
+        rank_environment({})

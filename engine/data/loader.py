@@ -37,7 +37,8 @@ class MicroBatch:
         positions: Places of its samples in the global batch; draws are keyed by them.
         latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalised, fp32.
         drawn: Levels and noise.
-        condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them.
+        condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them; and latents of
+            conditioning images (`engine.families.shared.references`).
     """
 
     positions: range
@@ -55,6 +56,7 @@ class _Read:
     drawn: Drawn
     texts: list[Text]
     pictures: list[Shown]
+    references: dict[str, torch.Tensor]
     condition: dict[str, torch.Tensor] | None
 
 
@@ -136,8 +138,11 @@ class Loader:
         drawn = self._objective.draw(latents, sample_generators(self._spec.seed, step, positions))
         texts = [self._text(step, position, draws[position]) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
-        condition = self._encoded(texts, pictures) if self._data.texts.ahead else None
-        return _Read(positions, latents, drawn, texts, pictures, condition)
+        references = collate([self._data.references_of(draws[place]) for place in positions])
+        condition = None
+        if self._data.texts.ahead:
+            condition = self._encoded(texts, pictures) | references
+        return _Read(positions, latents, drawn, texts, pictures, references, condition)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""
@@ -154,7 +159,7 @@ class Loader:
         device = self._world.device
         condition = batch.condition
         if condition is None:  # by encoders that share the device with the training
-            condition = self._encoded(batch.texts, batch.pictures)
+            condition = self._encoded(batch.texts, batch.pictures) | batch.references
         return MicroBatch(
             batch.positions,
             batch.latents.to(device, non_blocking=True),

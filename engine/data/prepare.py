@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.data.encode.latents import LatentKeys, prepare_latents
@@ -14,7 +14,9 @@ from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
 from engine.data.index.captions import prompt_text
 from engine.data.index.data_index import DataIndex, build_index, cache_root
 from engine.data.index.held_out import hold_out
+from engine.data.index.references import fit_whole
 from engine.data.index.views import count_views, shown, view_of
+from engine.data.read.images import PictureError, decode
 from engine.data.report.data_report import (
     changed_since,
     make_plan,
@@ -22,16 +24,22 @@ from engine.data.report.data_report import (
     sample_texts,
     summary,
 )
+from engine.families.shared.references import REFERENCE
 from engine.ranks.control import StoppedError
+from jobs.errors import UserError
+from jobs.paths import expand
 from jobs.run.rundir import write_atomic
+from jobs.spec.families import references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.cascade import settle
+from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
+    from PIL.Image import Image
 
     from engine.data.index.data_index import Sample
     from engine.data.index.views import Shown
@@ -57,6 +65,7 @@ class Prepared:
         latent_keys: Sample and view → key in it; what is held out is numbered after the others.
         texts: Encoded captions and prompts.
         held: The samples that are held out (`engine.data.index.held_out`).
+        pictures: The conditioning images of prompts, by their paths, as pipelines take them.
     """
 
     spec: JobSpec
@@ -67,11 +76,16 @@ class Prepared:
     latent_keys: LatentKeys
     texts: Texts
     held: Sequence[Sample] = ()
+    pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
         """`(C, h, w)`, for videos `(C, f, h, w)`; normalised, fp32."""
         view = view_number(draw, self.spec)
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
+
+    def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
+        """The conditioning images of a draw, as `Family.predict` names them."""
+        return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
 
     def shown_of(self, draw: Draw) -> Shown:
         """What a draw shows of its picture."""
@@ -90,6 +104,22 @@ class Prepared:
         """The first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
         key = self.latent_keys(len(self.index.samples) + number, 0)
         return self.latents.read(key)["latents"]
+
+    def held_references(self, number: int) -> dict[str, torch.Tensor]:
+        """The conditioning images of what is held out."""
+        offset = len(self.index.samples)
+        return self._references(number, 0, self.held, offset)
+
+    def _references(
+        self, number: int, view: int, samples: Sequence[Sample], offset: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """`reference_0` and so on, each `(C, h, w)` or `(C, 1, h, w)`; normalised, fp32."""
+        return {
+            f"{REFERENCE}{place}": self.latents.read(
+                self.latent_keys.reference(offset + number, view, place)
+            )["latents"]
+            for place in range(len(samples[number].references))
+        }
 
     def held_shown(self, number: int) -> Shown:
         """What the first view of what is held out shows of its picture."""
@@ -141,7 +171,8 @@ def prepare(
     cache = TensorCache(directory, "latents")
     everything = replace(index, samples=[*index.samples, *held])
     keys = prepare_latents(spec, family, model_root, cache, everything, views, team)
-    return Prepared(spec, index, plan, captions, cache, keys, encoded, held)
+    pictures = read_pictures(spec)
+    return Prepared(spec, index, plan, captions, cache, keys, encoded, held, pictures)
 
 
 def view_number(draw: Draw, spec: JobSpec) -> int:
@@ -180,6 +211,26 @@ def _prompts(spec: JobSpec) -> list[Text]:
         *(Text(prompt_text(request.prompt, spec)) for request in requests),
         *(Text(prompt_text(words, spec), negative=True) for words in negative),
     ]
+
+
+def read_pictures(spec: JobSpec) -> dict[str, Image]:
+    """The conditioning images of prompts by their paths, at the size that the model wants.
+
+    Read once, so that no sample fails because a file is gone by then.
+
+    Raises:
+        UserError: One cannot be read.
+    """
+    takes = references_of(spec)
+    found: dict[str, Image] = {}
+    for path in {path for request in requests_of(spec) for path in request.conditioning}:
+        assert takes is not None, "a conflict otherwise"
+        try:
+            picture = decode(read_regular(expand(path), LARGEST_PICTURE))
+        except (OSError, PictureError) as error:
+            raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
+        found[path] = fit_whole(picture, takes, spec.conditioning_resolution)
+    return found
 
 
 def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> DataIndex:

@@ -26,7 +26,7 @@ from engine.sample.second_denoiser import second_denoisers
 from jobs.spec.keys.prompts import SampleRequest, requests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
@@ -151,7 +151,8 @@ class Sampler:
         number = numbers[-1] if number is None else number
         request, moved = requests[number], self.telemetry.moved
         with Forwards(studio.denoisers, moved) as forwards, autocast(self.spec, studio.device):
-            latents = studio.denoise(request, *self._texts(request))
+            pictures = [self.data.pictures[path] for path in request.conditioning]
+            latents = studio.denoise(request, *self._texts(request), pictures)
             forwards.check(planned[number], studio.pipeline)
             if self.world.shards:
                 forwards.fill_up(planned[numbers[0]])
@@ -197,6 +198,7 @@ class Sampler:
             "true_cfg_scale": request.true_cfg_scale,
             "guidance_embedded": self.family.facts.guidance_of(flavour) == "embedded",
             **({"frames": request.frames, "fps": self.spec.fps} if request.frames > 1 else {}),
+            **({"conditioning": list(request.conditioning)} if request.conditioning else {}),
             "step": step,
             "family": self.spec.model_family,
             "ema": self.spec.use_ema,
@@ -244,10 +246,21 @@ class _Studio:
                 f"but the transformer on {device}"
             )
 
-    def denoise(self, request: SampleRequest, condition: Any, negative: Any) -> torch.Tensor:
-        """The latents of a picture, as the pipeline returns them."""
+    def denoise(
+        self, request: SampleRequest, condition: Any, negative: Any, pictures: Sequence[Image]
+    ) -> torch.Tensor:
+        """The latents of a picture, as the pipeline returns them.
+
+        Args:
+            request: The picture.
+            condition: Its encoded prompt.
+            negative: Its encoded negative prompt, if that has an effect.
+            pictures: Its conditioning images; the VAE is on the device from then on.
+        """
+        beside = self._family.reference_arguments(pictures) if pictures else {}
         return self.pipeline(
             **self._family.sample_arguments(request, condition, negative),
+            **beside,
             width=request.width,
             height=request.height,
             num_inference_steps=request.steps,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,7 @@ class ValidationLoss:
         latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
         batch = self.family.arrange(collate(texts, multiple=self.world.context_size))
         batch |= self.family.sizes(self.spec, [self.data.held_shown(n) for n in samples])
+        batch |= collate([self.data.held_references(number) for number in samples])
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
     def _errors(
@@ -165,9 +166,9 @@ class ValidationLoss:
 
 def batches_of(held: Sequence[Sample], spec: JobSpec) -> list[Batch]:
     """All forwards of a measurement, in an order that reads each sample once. Pure."""
-    by_bucket: dict[tuple[int, ...], list[int]] = {}
+    by_bucket: dict[tuple[Any, ...], list[int]] = {}
     for number, sample in enumerate(held):
-        by_bucket.setdefault(sample.bucket, []).append(number)
+        by_bucket.setdefault(sample.group, []).append(number)
     size = spec.train_batch_size
     return [
         Batch(tuple(numbers[first : first + size]), level)

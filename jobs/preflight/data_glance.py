@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.paths import expand
+from jobs.preflight.conditioning import tell_missing
 from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files
 from jobs.spec.values.datasets import datasets_of, find_layout
 
@@ -36,6 +37,7 @@ def find_unusable(spec: JobSpec) -> list[str]:
         if find_layout(root) != "folder":
             continue
         files = list_files(root)
+        told += tell_missing(dataset, files.pictures)
         total = len(files.pictures)
         seen = files.pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)

@@ -116,6 +116,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "datasets": "ruled",
     "resolution": "changes",
     "max_upscale": "changes",
+    "conditioning_resolution": "changes",
     "max_aspect_ratio": "changes",
     "crop": "changes",
     "crop_variants": "changes",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.errors import StateError, UserError
 from jobs.preflight import check_job
+from jobs.preflight.conditioning import missing_partners
 from jobs.queue.states import ACTIVE, State
 from jobs.resume.resume_conflicts import find_resume_conflicts
 from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
@@ -59,6 +60,7 @@ def plan_submit(store: Store, spec: JobSpec) -> Plan:
     spec, notes = with_folder_repeats(spec)
     gpus = check_job.check(spec)
     check_job.check_beginning(spec)
+    notes += missing_partners(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
         return Plan(spec, gpus, warnings=notes)

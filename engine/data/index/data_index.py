@@ -6,20 +6,22 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from engine.data.index.references import Reference, placed
 from engine.data.read.archives import read_archives
 from engine.data.read.folders import Entry, read_folder
 from engine.data.read.images import DECODER, PictureError, look
 from engine.data.read.memo import Memo, stamp_of
+from engine.data.read.pairs import pair
 from engine.data.read.tables import RowError, read_table, table_of
 from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_video
 from jobs.errors import UserError
 from jobs.paths import cache_home
 from jobs.run.rundir import read_json, write_atomic
-from jobs.spec.families import Family, get_family
+from jobs.spec.families import Family, get_family, references_of
 from jobs.spec.values.buckets import nearest_bucket, sizes_of, why_unfit
 from jobs.spec.values.datasets import datasets_of, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
@@ -52,6 +54,7 @@ class Sample:
         digest: sha256 of the file.
         bucket: `(width, height)` it is fitted to; for videos `(width, height, frames)`.
         notes: What was done to read it; keys of `engine.data.read.images.NOTES`.
+        references: Its conditioning images.
     """
 
     name: str
@@ -65,6 +68,13 @@ class Sample:
     notes: tuple[str, ...] = ()
     row: int | None = None
     is_video: bool = False
+    references: tuple[Reference, ...] = ()
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What samples of a batch have in common: the bucket, and sizes of conditioning images."""
+        sizes = tuple(reference.size for reference in self.references)
+        return (self.bucket, sizes) if sizes else self.bucket
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             source = read_archives(dataset, cache_root(spec), videos=family.frame_step > 0)
         else:
             source = read_table(dataset)
+        source = pair(source, dataset)
         # What decides which picture a name means.
         place = f"{dataset.path}:{dataset.split}:{dataset.image_column}"
         memo = Memo(cache_root(spec) / "index", place, _MEMO)
@@ -143,7 +154,8 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
                 return entry.problem
             if entry.captions is None and spec.missing_captions == "skip":
                 return "no caption"
-            return _look(entry, dataset, memo)
+            facts = _look(entry, dataset, memo)
+            return facts if isinstance(facts, str) else _look_beside(facts, entry, dataset, memo)
 
         usable = len(samples)
         with ThreadPoolExecutor(max_workers=_READERS) as pool:
@@ -172,15 +184,24 @@ def cache_root(spec: JobSpec) -> Path:
     return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 
-def read_content(sample: Sample, spec: JobSpec) -> bytes:
-    """The sample's file.
+def read_reference(reference: Reference, sample: Sample, spec: JobSpec) -> bytes:
+    """The file of a sample's conditioning image.
+
+    Raises:
+        OSError: It is gone or cannot be read.
+    """
+    return read_content(replace(sample, path=reference.path), spec, reference.column)
+
+
+def read_content(sample: Sample, spec: JobSpec, column: str | None = None) -> bytes:
+    """The sample's file, or what its row has in another column.
 
     Raises:
         OSError: It is gone or cannot be read.
     """
     if sample.row is not None:
         try:
-            return table_of(datasets_of(spec)[sample.dataset]).content(sample.row)
+            return table_of(datasets_of(spec)[sample.dataset], column).content(sample.row)
         except RowError as error:  # it had a picture when it was looked at
             raise FileNotFoundError(str(error)) from None
     return read_regular(Path(sample.path), LARGEST_PICTURE)
@@ -196,6 +217,7 @@ class _Facts:
     notes: tuple[str, ...] = ()
     frames: int = 0
     fps: float = 0.0
+    beside: tuple[_Facts, ...] = ()  # of its conditioning images
 
 
 class Fitting:
@@ -205,6 +227,7 @@ class Fitting:
         self._spec = spec
         self._step = family.frame_step
         self._sizes = sizes_of(spec)
+        self._takes = references_of(spec)
         self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # of many, few sizes differ
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> Sample | str:
@@ -235,6 +258,24 @@ class Fitting:
             facts.notes,
             entry.row,
             entry.is_video,
+            self._references(entry, facts, bucket),
+        )
+
+    def _references(
+        self, entry: Entry, facts: _Facts, bucket: tuple[int, ...]
+    ) -> tuple[Reference, ...]:
+        if self._takes is None:
+            return ()
+        return tuple(
+            placed(
+                place,
+                (found.width, found.height, found.digest),
+                (facts.width, facts.height),
+                bucket,
+                self._takes,
+                self._spec.conditioning_resolution,
+            )
+            for place, found in zip(entry.references, facts.beside, strict=True)
         )
 
     def _frames(self, facts: _Facts) -> int | str:
@@ -267,6 +308,19 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     return _Facts(**{**known, "notes": tuple(known["notes"])})
 
 
+def _look_beside(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
+    """The same with what is in its conditioning images, or why one cannot be used."""
+    beside = []
+    for place in entry.references:
+        name = f"{entry.name}:{place.column}" if place.column else place.path
+        column = dataset.model_copy(update={"image_column": place.column or dataset.image_column})
+        found = _look(Entry(name, Path(place.path), row=entry.row), column, memo)
+        if isinstance(found, str):
+            return f"its conditioning image cannot be used: {Path(place.path).name}: {found}"
+        beside.append(found)
+    return replace(facts, beside=tuple(beside))
+
+
 def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
     """As JSON values, to be kept in the memo."""
     try:
@@ -288,4 +342,9 @@ def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
 def _sample(**values: Any) -> Sample:
     for name in ("captions", "bucket", "notes"):
         values[name] = tuple(values[name])
+    pairs = ("scaled", "size")
+    values["references"] = tuple(
+        Reference(**one | {name: tuple(one[name]) for name in pairs})
+        for one in values.get("references", ())
+    )
     return Sample(**values)

@@ -29,7 +29,16 @@ class DataKeys(BaseModel):
         None,
         "data",
         "Several datasets instead of one: a list of paths, or of mappings with path, repeats or "
-        "weight, trigger_word, caption_column, image_column, split.",
+        "weight, trigger_word, caption_column, image_column, split, and one of conditioning_path, "
+        "conditioning_suffix, conditioning_column.",
+    )
+    conditioning_resolution: Annotated[int | None, BeforeValidator(as_none)] = field(
+        None,
+        "data",
+        "Side in pixels of the square whose area conditioning images are resized to (default: "
+        "1024, as the model's pipeline does).",
+        ge=64,
+        le=4096,
     )
     max_upscale: float = field(
         2.0, "data", "Skip images that would have to be upscaled more than this.", ge=1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.spec.families import FAMILIES
+from jobs.spec.families import FAMILIES, references_of
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
 
 if TYPE_CHECKING:
@@ -214,6 +214,13 @@ def _centred(spec: JobSpec) -> str:
     return "" if spec.crop == "random" else "needs crop: random"
 
 
+def _takes_no_references(spec: JobSpec) -> str:
+    family = _family(spec)
+    if family is None or references_of(spec) is not None:
+        return ""
+    return f"{family.title} {spec.model_flavour or ''}".strip() + " takes no conditioning images"
+
+
 def _pictures(spec: JobSpec) -> str:
     family = _family(spec)
     return f"{family.title} trains on images" if family and not family.frame_step else ""
@@ -313,6 +320,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("crop_variants",), _centred),
     (("tracker_project_name", "tracker_run_name", "logging_dir"), _not_tracked),
     (("num_frames", "fps"), _pictures),
+    (("conditioning_resolution",), _takes_no_references),
     (("caption_shuffles", "keep_tags"), _in_order),
     (
         (

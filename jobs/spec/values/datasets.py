@@ -23,6 +23,30 @@ TRIGGER: Final = "[trigger]"
 _KOHYA: Final = re.compile(r"([1-9]\d{0,3})_\S")
 _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
 
+# Where conditioning images are; a dataset has one of them. Beside them what others call them.
+CONDITIONING: Final = ("conditioning_path", "conditioning_suffix", "conditioning_column")
+_OTHER_NAMES: Final = {
+    "control_path": "conditioning_path",
+    "control_directory": "conditioning_path",
+    "control_suffix": "conditioning_suffix",
+    "control_column": "conditioning_column",
+    "cond_image_column": "conditioning_column",
+    "conditioning_image_column": "conditioning_column",
+}
+
+
+def _read_texts(value: Any) -> Any:
+    """A list of texts; one is a list of one."""
+    value = as_none(value)
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[
+    list[Annotated[str, Field(min_length=1)]] | None,
+    Field(min_length=1),
+    BeforeValidator(_read_texts),
+]
+
 
 class Dataset(BaseModel):
     """One source of samples.
@@ -36,6 +60,11 @@ class Dataset(BaseModel):
         caption_column: Column with captions, of metadata files and tables.
         image_column: Column with pictures, of tables.
         split: Which split of a table; `train`, or the only one, when left out.
+        conditioning_path: Folders with a conditioning image for each sample, of the same name.
+        conditioning_suffix: What stands behind a sample's name in that of its conditioning image,
+            such as `_control`: both lie in the same folder.
+        conditioning_column: Columns with conditioning images, of tables; of metadata files, with
+            their paths.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -47,6 +76,14 @@ class Dataset(BaseModel):
     caption_column: str | None = None
     image_column: str | None = None
     split: str | None = None
+    conditioning_path: Texts = None
+    conditioning_suffix: Texts = None
+    conditioning_column: Texts = None
+
+    @property
+    def references(self) -> int:
+        """How many conditioning images each sample has."""
+        return max(len(one or ()) for one in (getattr(self, name) for name in CONDITIONING))
 
 
 def read_datasets(value: Any) -> Any:
@@ -129,5 +166,6 @@ def _entry(entry: Any) -> Any:
             return {"path": match["path"], "repeats": int(match["repeats"])}
         return {"path": entry.strip()}
     if isinstance(entry, dict):
-        return {normal_key(str(key)): v for key, v in entry.items() if v is not None}
+        named = {normal_key(str(key)): v for key, v in entry.items() if v is not None}
+        return {_OTHER_NAMES.get(key, key): value for key, value in named.items()}
     return entry

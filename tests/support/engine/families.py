@@ -13,6 +13,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 
 from engine import families
+from engine.data.prepare import read_pictures
 from engine.families.shared.collate import collate
 from engine.toy import write_toy
 from jobs.spec.families import FAMILIES
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from PIL.Image import Image
+
     from engine.families import Family
+    from jobs.spec.families import References
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -124,8 +128,25 @@ class Case:
             "validation_num_inference_steps": 2,
             "validation_guidance": FAMILIES[name].guided_above,
             "checkpointing_steps": 0,
+            **({"conditioning_resolution": self.side} if self.takes is not None else {}),
             **changes,
         }
+
+    @property
+    def takes(self) -> References | None:
+        """How its model takes conditioning images."""
+        return FAMILIES[self._names[0]].references_of(self._names[1])
+
+    def conditioned(self) -> dict[str, Any]:
+        """Keys of a job that trains with conditioning images; none for most."""
+        if self.takes is None:
+            return {}
+        entry = {"path": str(self.paths.data), "conditioning_path": str(self.paths.control)}
+        return {"dataset": "", "datasets": [entry]}
+
+    def pictures(self, request: SampleRequest) -> list[Image]:
+        """The conditioning images of a request, as the model takes them."""
+        return list(read_pictures(self.spec(validation_prompts=[asked(request)])).values())
 
     def request(self, **changes: Any) -> SampleRequest:
         (request,) = requests_of(self.spec(validation_prompts=[{"prompt": PROMPT} | changes]))
@@ -166,6 +187,8 @@ class Case:
                 text = self.encoded(request.negative_prompt or "", negative=True)
                 words["negative_prompt_embeds"] = text["prompt_embeds"].unsqueeze(0)
         others = self.family.sample_arguments(request, {}, {} if request.guided else None)
+        if request.conditioning:
+            others |= self.family.reference_arguments(self.pictures(request))
         with torch.no_grad():
             return pipeline(
                 **{name: value for name, value in words.items() if name in known},
@@ -176,6 +199,11 @@ class Case:
                 generator=torch.Generator("cpu").manual_seed(request.seed),
                 **options,
             )[0]
+
+
+def asked(request: SampleRequest) -> dict[str, Any]:
+    """An entry of `validation_prompts` with the conditioning images of a request."""
+    return {"prompt": request.prompt, "conditioning_image": list(request.conditioning)}
 
 
 def batch_of(*texts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -75,7 +75,6 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
         assert case.paths.control is not None
         prompt["conditioning_image"] = str(min(case.paths.control.glob("*.png")))
     return case.values(
-        **case.conditioned(),
         model_type=kind,
         num_processes=RANKS,
         strategy="fsdp2",

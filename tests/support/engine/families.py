@@ -120,7 +120,7 @@ class Case:
             "model_family": name,
             "model_flavour": flavour,
             "pretrained_model_name_or_path": str(self.paths.model),
-            "dataset": str(self.paths.data),
+            **self._data(),
             "device": "cpu",
             "resolution": self.side,
             "max_sequence_length": 64,
@@ -128,7 +128,6 @@ class Case:
             "validation_num_inference_steps": 2,
             "validation_guidance": FAMILIES[name].guided_above,
             "checkpointing_steps": 0,
-            **({"conditioning_resolution": self.side} if self.takes is not None else {}),
             **changes,
         }
 
@@ -137,12 +136,11 @@ class Case:
         """How its model takes conditioning images."""
         return FAMILIES[self._names[0]].references_of(self._names[1])
 
-    def conditioned(self) -> dict[str, Any]:
-        """Keys of a job that trains with conditioning images; none for most."""
+    def _data(self) -> dict[str, Any]:
         if self.takes is None:
-            return {}
+            return {"dataset": str(self.paths.data)}
         entry = {"path": str(self.paths.data), "conditioning_path": str(self.paths.control)}
-        return {"dataset": "", "datasets": [entry]}
+        return {"datasets": [entry], "conditioning_resolution": self.side}
 
     def pictures(self, request: SampleRequest) -> list[Image]:
         """The conditioning images of a request, as the model takes them."""

@@ -229,7 +229,13 @@ def read_pictures(spec: JobSpec) -> dict[str, Image]:
             picture = decode(read_regular(expand(path), LARGEST_PICTURE))
         except (OSError, PictureError) as error:
             raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
-        found[path] = fit_whole(picture, takes, spec.conditioning_resolution)
+        fitted = fit_whole(picture, takes, spec.conditioning_resolution)
+        if min(fitted.size) < takes.least or max(fitted.size) > takes.widest * min(fitted.size):
+            raise UserError(
+                f"the conditioning image {path} is {fitted.width}x{fitted.height}; the pipeline "
+                f"takes sides from {takes.least} pixels on, and at most {takes.widest:g}:1"
+            )
+        found[path] = fitted
     return found
 
 

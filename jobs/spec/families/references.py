@@ -55,11 +55,15 @@ class References:
             usual one → what becomes of it.
         most: How many a sample may have.
         required: Whether the model makes nothing without one.
+        least: Pixels of a side, below which pipelines refuse an image.
+        widest: How many times longer one side may be than the other, in pipelines.
     """
 
     fit: Callable[[int, int, int | None], Fit]
     most: int = 1
     required: bool = False
+    least: int = 1
+    widest: float = math.inf
 
 
 def to_preferred(width: int, height: int, side: int | None) -> Fit:

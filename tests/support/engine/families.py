@@ -49,6 +49,9 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 
 
 # A flow that is not video, a flow that is, and a U-Net that predicts noise: all others are slow.
+# Layouts whose jobs train with conditioning images, which some models take or leave.
+PAIRED: Final = frozenset({"flux:kontext", "flux2:klein-base-4b"})
+
 FAST: Final = frozenset({"flux", "wan", "sdxl"})
 
 
@@ -133,7 +136,9 @@ class Case:
 
     @property
     def takes(self) -> References | None:
-        """How its model takes conditioning images."""
+        """How its model takes conditioning images, if its jobs have some."""
+        if self.name not in PAIRED:
+            return None
         return FAMILIES[self._names[0]].references_of(self._names[1])
 
     def _data(self) -> dict[str, Any]:
@@ -144,7 +149,13 @@ class Case:
 
     def pictures(self, request: SampleRequest) -> list[Image]:
         """The conditioning images of a request, as the model takes them."""
-        return list(read_pictures(self.spec(validation_prompts=[asked(request)])).values())
+        spec = self.spec(
+            validation_prompts=[
+                {"prompt": request.prompt, "conditioning_image": list(request.conditioning)}
+            ],
+            conditioning_resolution=self.side,
+        )
+        return list(read_pictures(spec).values())
 
     def request(self, **changes: Any) -> SampleRequest:
         (request,) = requests_of(self.spec(validation_prompts=[{"prompt": PROMPT} | changes]))
@@ -197,11 +208,6 @@ class Case:
                 generator=torch.Generator("cpu").manual_seed(request.seed),
                 **options,
             )[0]
-
-
-def asked(request: SampleRequest) -> dict[str, Any]:
-    """An entry of `validation_prompts` with the conditioning images of a request."""
-    return {"prompt": request.prompt, "conditioning_image": list(request.conditioning)}
 
 
 def batch_of(*texts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -36,6 +36,7 @@ _FLAGS: Final = {
     "cfg": "guidance",
     "s": "steps",
     "steps": "steps",
+    "ctrl_img": "conditioning_image",
 }
 _SETTINGS: Final = {
     "prompt": "prompt",
@@ -44,8 +45,10 @@ _SETTINGS: Final = {
     "guidance_scale": "guidance",
     "sample_steps": "steps",
     "num_frames": "num_frames",
+    "ctrl_img": "conditioning_image",
 }
-_NO_CONTROLS: Final = "control images and masks are not supported"
+_CONTROLS: Final = ("ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
+_NO_CONTROLS: Final = "masks and generated control images are not supported"
 
 
 def read_datasets(draft: Draft, key: str, value: Any) -> None:
@@ -100,6 +103,16 @@ def _default_caption(part: Draft, key: str, value: Any) -> None:
     data.only_caption(part, key, f"{word} {text}" if word and word not in text else text)
 
 
+def _control(part: Draft, key: str, value: Any) -> None:
+    """Control images; of Kontext, there as large as the picture beside them."""
+    if is_off(value):
+        part.unneeded(key, "off is the default")
+        return
+    data.conditioning_folder(part, key, value)
+    if part.values.get("conditioning_path") and part.job.get("model_flavour") == "kontext":
+        part.values["conditioning_resolution"] = part.values.get("resolution")
+
+
 def _kept(part: Draft, key: str, value: Any) -> None:
     if part.on("shuffle_tokens") and not is_off(value):
         part.take(key, "keep_tags", value, "the equivalent key")
@@ -133,9 +146,9 @@ _DATASET: Final[dict[str, Rule]] = {
         "use_short_captions replacements",
         without("images and captions are used unchanged"),
     ),
+    **all_of("control_path control_path_1 control_path_2 control_path_3", _control),
     **all_of(
-        "control_path control_path_1 control_path_2 control_path_3 inpaint_path mask_path "
-        "unconditional_path alpha_mask invert_mask controls",
+        "inpaint_path mask_path unconditional_path alpha_mask invert_mask controls",
         without(_NO_CONTROLS),
     ),
     "buckets": needless(training_keys.BUCKETS),
@@ -175,6 +188,8 @@ def _prompts(draft: Draft, key: str, value: Any) -> None:
     made, lost = [], []
     for number, entry in enumerate(entries):
         settings, other = _of_mapping(entry) if isinstance(entry, dict) else _of_text(str(entry))
+        if models.references_of(draft) is None and settings.pop("conditioning_image", None):
+            other.append("ctrl_img")
         if draft.on("sample.walk_seed") and "seed" not in settings:
             settings["seed"] = int(draft.number("sample.seed") or 0) + number
         try:
@@ -194,7 +209,10 @@ def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
     width, height = entry.get("width"), entry.get("height")
     if width or height:
         settings["resolution"] = f"{width or height}x{height or width}"
-    lost = [str(k) for k in entry if k not in (*_SETTINGS, "width", "height", "fps")]
+    if controls := [entry[key] for key in _CONTROLS if entry.get(key)]:
+        settings["conditioning_image"] = controls
+    known = (*_SETTINGS, *_CONTROLS, "width", "height", "fps")
+    lost = [str(k) for k in entry if k not in known]
     if not settings.get("negative_prompt"):
         settings.pop("negative_prompt", None)
     return settings, lost

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from jobs.imports.common.draft import Draft, as_number, in_words, plain, read
 from jobs.imports.common.import_report import Kind
-from jobs.imports.common.models import family_of
+from jobs.imports.common.models import family_of, references_of
 from jobs.imports.common.places import find_beside
 from jobs.spec.keys.prompts import frames_of
 from jobs.spec.values.dataset_files import list_files
@@ -58,6 +58,28 @@ def hub_id(draft: Draft, key: str, value: Any) -> None:
     """A dataset of the hub, which is to be a directory of that name."""
     place = find_beside(draft.folder, str(value))
     draft.take(key, "path", str(place) if place else str(value), _HUB.format(value))
+
+
+def conditioning_folder(part: Draft, key: str, value: Any) -> None:
+    """Folders with conditioning images, for models that take them."""
+    takes = references_of(part)
+    before = part.values.get("conditioning_path") or []
+    given = value if isinstance(value, list) else [value]
+    paths = [*before, *(str(find_beside(part.folder, str(one)) or one) for one in given)]
+    if takes is None:
+        part.unsupported(key, f"{family_of(part).title} trains without conditioning images here")
+    elif len(paths) > takes.most:
+        part.unsupported(key, "the model takes one conditioning image")
+    else:
+        part.take(key, "conditioning_path", paths, "conditioning images have the samples' names")
+
+
+def conditioning_column(part: Draft, key: str, value: Any) -> None:
+    """A column of conditioning images."""
+    if references_of(part) is None:
+        part.unsupported(key, f"{family_of(part).title} trains without conditioning images here")
+    else:
+        part.take(key, "conditioning_column", value)
 
 
 def only_caption(draft: Draft, key: str, value: Any) -> None:

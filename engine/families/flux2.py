@@ -52,7 +52,7 @@ _LAYOUT: Final = Layout(
 
 
 class Flux2(Family):
-    """FLUX.2; conditioning images are behind the picture's tokens, each at a time of its own."""
+    """FLUX.2. Conditioning images are behind the picture's tokens, at later times than it."""
 
     # Every linear layer of the blocks: attention of both streams and their feed-forwards; single
     # blocks have one before attention and one after.

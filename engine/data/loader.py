@@ -14,6 +14,7 @@ from engine.data.index.batch_plan import Draw, positions_of_rank
 from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.families.shared.collate import collate
+from engine.families.shared.references import first_frame_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,6 +140,8 @@ class Loader:
         texts = [self._text(step, position, draws[position]) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
         references = collate([self._data.references_of(draws[place]) for place in positions])
+        if self._data.is_from_first(draws[positions[0]]):  # then all of the batch are
+            references |= first_frame_of(latents)
         condition = None
         if self._data.texts.ahead:
             condition = self._encoded(texts, pictures) | references

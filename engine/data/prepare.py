@@ -87,6 +87,10 @@ class Prepared:
         """The conditioning images of a draw, as `Family.predict` names them."""
         return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
 
+    def is_from_first(self, draw: Draw) -> bool:
+        """Whether the model is given the first frame of a draw."""
+        return self.index.samples[draw.sample].from_first
+
     def shown_of(self, draw: Draw) -> Shown:
         """What a draw shows of its picture."""
         sample = self.index.samples[draw.sample]
@@ -221,14 +225,16 @@ def read_pictures(spec: JobSpec) -> dict[str, Image]:
     Raises:
         UserError: One cannot be read.
     """
-    takes = references_of(spec)
+    takes = references_of(spec)  # none: a first frame, which the pipeline resizes itself
     found: dict[str, Image] = {}
     for path in {path for request in requests_of(spec) for path in request.conditioning}:
-        assert takes is not None, "a conflict otherwise"
         try:
             picture = decode(read_regular(expand(path), LARGEST_PICTURE))
         except (OSError, PictureError) as error:
             raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
+        if takes is None:
+            found[path] = picture
+            continue
         fitted = fit_whole(picture, takes, spec.conditioning_resolution)
         if min(fitted.size) < takes.least or max(fitted.size) > takes.widest * min(fitted.size):
             raise UserError(

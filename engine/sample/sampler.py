@@ -257,8 +257,12 @@ class _Studio:
             negative: Its encoded negative prompt, if that has an effect.
             pictures: Its conditioning images; the VAE is on the device from then on.
         """
-        beside = self._family.reference_arguments(pictures) if pictures else {}
-        return self.pipeline(
+        pipeline, beside = self.pipeline, {}
+        if pictures:
+            beside = self._family.reference_arguments(pictures)
+            pipeline = self._family.pipeline_with_image(pipeline)
+            pipeline.set_progress_bar_config(disable=True)
+        return pipeline(
             **self._family.sample_arguments(request, condition, negative),
             **beside,
             width=request.width,

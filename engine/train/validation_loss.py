@@ -21,6 +21,7 @@ from engine.diffusion.objective import Objective, Problem
 from engine.diffusion.random_numbers import keyed_generator
 from engine.diffusion.rectified_flow import Flow
 from engine.families.shared.collate import collate
+from engine.families.shared.references import first_frame_of, judged
 from engine.model.precision import computing
 from engine.parallel.sharding import reshard
 from jobs.spec.keys.prompts import validation_seed_of
@@ -134,6 +135,8 @@ class ValidationLoss:
         batch = self.family.arrange(collate(texts, multiple=self.world.context_size))
         batch |= self.family.sizes(self.spec, [self.data.held_shown(n) for n in samples])
         batch |= collate([self.data.held_references(number) for number in samples])
+        if self.data.held[samples[0]].from_first:
+            batch |= first_frame_of(latents)
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
     def _errors(
@@ -156,6 +159,7 @@ class ValidationLoss:
             prediction = self.family.predict(
                 model, problem.noisy, problem.level, condition, self.spec.train_guidance
             )
+        prediction, problem = judged(prediction, problem, condition)
         squares = (prediction.float() - problem.target).square()
         return squares.flatten(start_dim=1).mean(dim=1).cpu().double()
 

@@ -55,6 +55,7 @@ class Sample:
         bucket: `(width, height)` it is fitted to; for videos `(width, height, frames)`.
         notes: What was done to read it; keys of `engine.data.read.images.NOTES`.
         references: Its conditioning images.
+        from_first: Whether the model is given its first frame.
     """
 
     name: str
@@ -69,12 +70,13 @@ class Sample:
     row: int | None = None
     is_video: bool = False
     references: tuple[Reference, ...] = ()
+    from_first: bool = False
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What samples of a batch have in common: the bucket, and sizes of conditioning images."""
+        """What samples of a batch have in common: the bucket, and what they are conditioned on."""
         sizes = tuple(reference.size for reference in self.references)
-        return (self.bucket, sizes) if sizes else self.bucket
+        return (self.bucket, sizes, self.from_first) if sizes or self.from_first else self.bucket
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,7 @@ class Fitting:
         self._step = family.frame_step
         self._sizes = sizes_of(spec)
         self._takes = references_of(spec)
+        self._from_first = [dataset.first_frame for dataset in datasets_of(spec)]
         self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # of many, few sizes differ
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> Sample | str:
@@ -259,6 +262,7 @@ class Fitting:
             entry.row,
             entry.is_video,
             self._references(entry, facts, bucket),
+            self._from_first[dataset] and entry.is_video and bucket[-1] > 1,
         )
 
     def _references(

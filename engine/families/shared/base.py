@@ -322,6 +322,10 @@ class Family(ABC):
             arguments["num_frames"] = request.frames
         return arguments
 
+    def pipeline_with_image(self, pipeline: Any) -> Any:
+        """The stock pipeline that takes conditioning images, with the parts of the usual one."""
+        return pipeline
+
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
         """What the pipeline takes for conditioning images, which have their size already.
 

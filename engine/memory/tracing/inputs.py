@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.families.shared.references import REFERENCE
+from engine.families.shared.references import FIRST_FRAME, REFERENCE
 from jobs.errors import UserError
 from jobs.spec.families import get_family, references_of
 from jobs.spec.keys.prompts import requests_of
@@ -85,9 +85,11 @@ def reference_shapes(
         size: Of the picture beside them.
         count: How many.
     """
-    takes = references_of(spec)
-    if takes is None or not count:
+    if not count:
         return {}
+    takes = references_of(spec)
+    if takes is None:
+        return {FIRST_FRAME: (latents_shape(spec, config, size), torch.float32)}
     fitted = takes.fit(size[0] * _LARGE, size[1] * _LARGE, spec.conditioning_resolution)
     shape = latents_shape(spec, config, fitted.size)
     return {f"{REFERENCE}{number}": (shape, torch.float32) for number in range(count)}
@@ -96,7 +98,9 @@ def reference_shapes(
 def references(spec: JobSpec, *, training: bool) -> int:
     """The most conditioning images that a sample of the data, or one that is made, has."""
     if training:
-        return max((one.references for one in spec.datasets or []), default=0)
+        return max(
+            (one.references or int(one.first_frame) for one in spec.datasets or []), default=0
+        )
     return max((len(request.conditioning) for request in requests_of(spec)), default=0)
 
 

@@ -136,7 +136,7 @@ _DATASET: Final[dict[str, Rule]] = {
     "num_frames": data.frames,
     "fps": same,
     "shrink_video_to_frames": without("consecutive frames are read at fps"),
-    "do_i2v": without("only text-to-video is supported"),
+    "do_i2v": data.first_frame,
     "flip_y": without("images are only flipped horizontally (random_flip)"),
     "token_dropout_rate": without("caption_dropout_probability trains with empty captions"),
     **all_of("network_weight loss_multiplier", without("set a weight for all datasets", "1")),

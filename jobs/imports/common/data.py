@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.imports.common.draft import Draft, as_number, in_words, plain, read
+from jobs.imports.common.draft import Draft, as_number, in_words, is_off, plain, read
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of, references_of
 from jobs.imports.common.places import find_beside
@@ -72,6 +72,16 @@ def conditioning_folder(part: Draft, key: str, value: Any) -> None:
         part.unsupported(key, "the model takes one conditioning image")
     else:
         part.take(key, "conditioning_path", paths, "conditioning images have the samples' names")
+
+
+def first_frame(part: Draft, key: str, value: Any) -> None:
+    """Videos from their first frame, for models that take it."""
+    if is_off(value):
+        part.unneeded(key, "off is the default")
+    elif family_of(part).takes_first_frame(part.job.get("model_flavour")):
+        part.take(key, "first_frame", True)
+    else:
+        part.unsupported(key, f"{family_of(part).title} trains from text only here")
 
 
 def conditioning_column(part: Draft, key: str, value: Any) -> None:

@@ -300,7 +300,7 @@ _DATASET: Final[dict[str, Rule]] = {
     "video.num_frames": data.frames,
     "video.min_frames": needless("videos shorter than a sample are skipped and listed"),
     "video.max_frames": without("samples are cut from videos of any length"),
-    "video.is_i2v": without("only text-to-video is supported"),
+    "video.is_i2v": data.first_frame,
     "video.bucket_strategy": needless("videos go into buckets by shape and length"),
     "video.frame_interval": needless("the family sets the lengths"),
     "parquet.path": needless("only for caption_strategy: parquet"),

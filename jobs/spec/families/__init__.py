@@ -33,6 +33,7 @@ __all__ = [
     "get_family",
     "latent_step_of",
     "references_of",
+    "takes_first_frame",
     "wrapped_classes",
 ]
 
@@ -119,6 +120,12 @@ def references_of(spec: JobSpec) -> References | None:
     """How a job's model takes conditioning images; None if it takes none."""
     family = FAMILIES.get(spec.model_family)
     return family.references_of(spec.model_flavour) if family is not None else None
+
+
+def takes_first_frame(spec: JobSpec) -> bool:
+    """Whether a job's model also makes videos from their first frame."""
+    family = FAMILIES.get(spec.model_family)
+    return family is not None and family.takes_first_frame(spec.model_flavour)
 
 
 def wrapped_classes(spec: JobSpec) -> list[str]:

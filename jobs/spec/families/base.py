@@ -29,6 +29,7 @@ class Flavour:
         marks: Entries of its model_index.json that tell it from the others; what is not there is
             false.
         references: How it takes conditioning images; the family's, if left out.
+        first_frame: Whether it also makes videos from their first frame.
     """
 
     hub_id: str
@@ -40,6 +41,7 @@ class Flavour:
     undistilled: str | None = None
     marks: Mapping[str, Any] = field(default_factory=dict)
     references: References | None = None
+    first_frame: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,11 @@ class Family:
         """How a flavour takes conditioning images; None if it takes none."""
         known = self.flavours.get(flavour or "")
         return (known.references if known else None) or self.references
+
+    def takes_first_frame(self, flavour: str | None) -> bool:
+        """Whether a flavour also makes videos from their first frame."""
+        known = self.flavours.get(flavour or "")
+        return known is not None and known.first_frame
 
     def defaults_of(self, flavour: str | None) -> dict[str, Any]:
         """The keys of a job that have another default with this family and flavour."""

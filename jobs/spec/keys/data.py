@@ -30,7 +30,7 @@ class DataKeys(BaseModel):
         "data",
         "Several datasets instead of one: a list of paths, or of mappings with path, repeats or "
         "weight, trigger_word, caption_column, image_column, split, and one of conditioning_path, "
-        "conditioning_suffix, conditioning_column.",
+        "conditioning_suffix, conditioning_column or, of videos, first_frame.",
     )
     conditioning_resolution: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from jobs.paths import exists, expand
 from jobs.spec.values.dataset_files import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
-from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
+from jobs.spec.values.spellings import as_bool, as_list, as_mapping, as_none, normal_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +32,8 @@ _OTHER_NAMES: Final = {
     "control_column": "conditioning_column",
     "cond_image_column": "conditioning_column",
     "conditioning_image_column": "conditioning_column",
+    "do_i2v": "first_frame",
+    "is_i2v": "first_frame",
 }
 
 
@@ -65,6 +67,7 @@ class Dataset(BaseModel):
             such as `_control`: both lie in the same folder.
         conditioning_column: Columns with conditioning images, of tables; of metadata files, with
             their paths.
+        first_frame: Whether the model is given the first frame of each video.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -79,6 +82,7 @@ class Dataset(BaseModel):
     conditioning_path: Texts = None
     conditioning_suffix: Texts = None
     conditioning_column: Texts = None
+    first_frame: Annotated[bool, BeforeValidator(as_bool)] = False
 
     @property
     def references(self) -> int:

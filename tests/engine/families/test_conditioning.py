@@ -13,7 +13,8 @@ from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from PIL import Image
 
 from engine.data.index.references import fit_whole
-from engine.families.shared.references import REFERENCE
+from engine.diffusion.objective import Problem
+from engine.families.shared.references import FIRST_FRAME, REFERENCE, first_frame_of, judged
 from engine.memory.tracing.inputs import reference_shapes
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import read_json
@@ -116,6 +117,66 @@ def test_the_memory_prediction_counts_what_is_trained_on(case: Case) -> None:
     assert {n: shape for n, (shape, _) in shapes.items()} == {
         n: t.shape[1:] for n, t in real.items()
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan:2.2-ti2v-5b", "ltxvideo"])
+@torch.no_grad()
+def test_a_first_frame_is_held_as_in_the_pipeline(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of what it predicts, and of what the autoencoder makes of it with other frames behind it."""
+    case = Case(name, toys_root(tmp_path_factory))
+    picture = min(case.paths.data.glob("*.png"))
+    frames = 2 * (case.frames - 1) + 1
+    request = case.request(
+        resolution=case.side, num_frames=frames, conditioning_image=str(picture), guidance=1.0
+    )
+    pipeline, calls = case.stock(), []
+    denoiser = getattr(pipeline, case.family.component)
+    denoiser.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
+    )
+    case.run(pipeline, request, output_type="latent")
+    text = batch_of(case.encoded(PROMPT))
+    assert len(calls) == request.steps
+    for told, output in list(calls):
+        noisy, expected = (
+            case.family.unpack(pipeline, one, request) for one in (told["hidden_states"], output)
+        )
+        level = told["timestep"].max().view(1) / 1000
+        given = first_frame_of(noisy)
+        # What stands there is not looked at: it is what the model is given.
+        found = case.family.predict(denoiser, noisy.flip(2), level, text | given, 1.0)
+        assert not torch.allclose(found[:, :, 1:], expected[:, :, 1:], rtol=1e-3, atol=1e-3)
+        noisy = torch.cat([torch.zeros_like(noisy[:, :, :1]), noisy[:, :, 1:]], dim=2)
+        found = case.family.predict(denoiser, noisy, level, text | given, 1.0)
+        limit = 1e-4 * float(expected.abs().max())
+        assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
+        plain = case.family.predict(denoiser, noisy, level, text, 1.0)[:, :, 1:]
+        assert (plain - expected[:, :, 1:]).abs().max() > 20 * limit, "it makes a difference"
+
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    image = case.pictures(request)[0].resize((case.side, case.side), Image.Resampling.LANCZOS)
+    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
+    pixels = pixels[None, :, None] / 127.5 - 1
+    first = case.family.encode_pictures(vae, pixels)
+    moving = torch.cat([pixels, *(pixels.roll(8 * n, -1) for n in range(1, frames))], dim=2)
+    given = first_frame_of(case.family.encode_pictures(vae, moving))
+    assert torch.allclose(given[FIRST_FRAME], first, rtol=1e-4, atol=1e-4), "it is causal"
+    if name != "ltxvideo":  # its pipeline draws the first frame's latents, as training does not
+        seen = case.family.unpack(pipeline, calls[0][0]["hidden_states"], request)
+        assert torch.allclose(seen[:, :, :1], first, rtol=1e-3, atol=1e-3)
+
+
+def test_the_loss_is_of_what_is_not_given() -> None:
+    target, frames = torch.zeros(2, 3, 4, 2, 2), torch.arange(4.0).view(1, 1, 4, 1, 1)
+    problem = Problem(target, torch.zeros(2), target)
+    prediction = target + frames
+    left, of = judged(prediction, problem, {FIRST_FRAME: target[:, :, :1]})
+    assert left.shape == of.target.shape == (2, 3, 3, 2, 2)
+    assert float((left - of.target).square().mean()) == pytest.approx((1 + 4 + 9) / 3)
+    assert judged(prediction, problem, {})[0] is prediction
 
 
 @pytest.mark.parametrize("size", [(900, 640), (1500, 1100), (400, 1300)])

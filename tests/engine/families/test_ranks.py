@@ -71,9 +71,9 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt": PROMPT, "num_frames": case.frames, "seed": 3}
     if kind == "lora":
         prompt |= {"negative_prompt": NEGATIVE, "guidance": 3.0, "true_cfg_scale": 3.0}
-    if case.takes is not None:
-        assert case.paths.control is not None
-        prompt["conditioning_image"] = str(min(case.paths.control.glob("*.png")))
+    if case.takes is not None or case.first_frame:
+        pictures = case.paths.data if case.first_frame else case.paths.control
+        prompt["conditioning_image"] = str(min(pictures.glob("*.png")))
     return case.values(
         model_type=kind,
         num_processes=RANKS,

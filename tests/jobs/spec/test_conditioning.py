@@ -71,6 +71,16 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             "conditioning images cannot be split over ranks; use 1",
         ),
         ([{"path": "d", "conditioning_path": []}], {}, "conditioning_path"),
+        (
+            [{"path": "d", "do_i2v": True}],
+            {"model_family": "wan", "model_flavour": "2.1-t2v-14b"},
+            "Wan 2.1-t2v-14b cannot be trained with first_frame; model_flavour 2.2-ti2v-5b can",
+        ),
+        (
+            [{"path": "d", "conditioning_path": "c"}],
+            {"model_family": "wan", "model_flavour": "2.2-ti2v-5b"},
+            "set first_frame: true instead",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -17,6 +17,7 @@ from engine.diffusion.objective import build_objective
 from engine.exports.live import export_trained
 from engine.model import adapters, lora_file, weights
 from engine.model.activation_checkpointing import checkpoint_activations
+from engine.model.base_matmul import settle_matmul
 from engine.model.kernels import activate_flash3, choose_attention, choose_backends, compile_blocks
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
@@ -35,6 +36,7 @@ from engine.ranks.file_barrier import FileBarrier
 from engine.ranks.flight_dump import write_flight
 from engine.ranks.peaks import Peaks
 from engine.ranks.world import World, leave_world, start_world
+from engine.sample.class_images import add_class_images
 from engine.train.ema import Ema
 from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.optimizer_step import Stepper
@@ -46,6 +48,7 @@ from jobs.spec.families import latent_step_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.strategy import checkpoints_activations
 from jobs.spec.values.buckets import sizes_of
 
@@ -89,8 +92,11 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     if world.context_size > 1:
         check_context(spec, family, world)
     try:
+        with_class = add_class_images(
+            spec, family, model_root, run_dir, world, telemetry, control.wants_stop
+        )
         data = prepare(
-            spec, family, model_root, run_dir, world, barrier, telemetry, control.wants_stop
+            with_class, family, model_root, run_dir, world, barrier, telemetry, control.wants_stop
         )
     except StoppedError as stopped:
         telemetry.say(f"stopped while preparing data ({stopped}); cached files are kept")
@@ -100,7 +106,8 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
     begun = begin_from_lora(spec, model, family, telemetry)
     training = start_training(spec, model, world)
     facts = data_facts(data.index, data.plan)
-    resume(training, spec, run_dir, world, telemetry, facts)
+    matmul = resume(training, spec, run_dir, world, telemetry, facts)
+    spec = settle_matmul(spec, model, world, telemetry, matmul)
     if not (begun or training.step):
         raise UserError(f"init_lora: there is no LoRA at {spec.init_lora}")
     saver = Saver(spec, run_dir, world, telemetry, facts)
@@ -119,6 +126,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
         samples=len(data.index.samples),
         steps_per_epoch=data.plan.steps_per_epoch,
         trained_parameters=sum(p.numel() for p in training.trained().values()),
+        base_matmul=spec.base_matmul if may_scale(spec) else None,
     )
     trainer = Trainer(
         spec,

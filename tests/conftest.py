@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 def pytest_configure() -> None:
     """One server of forks for all workers; it starts when a test first needs it."""
+    sys.dont_write_bytecode = False  # else pytest compiles all tests anew, half of its start
+    gc.disable()  # until all is imported: see `pytest_collection_finish`
     # A shell has what it runs in the background ignore these two, and so would all that is started
     # here: what tests press Ctrl-C in would not notice.
     for number, handler in (
@@ -71,8 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: to look at it in each collection takes a fifth of the time."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 50)
 
 
@@ -115,6 +117,18 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Jobs that get as far as `starting` and no further: no process; their ids, in order."""
     return start_nothing(monkeypatch)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> str:
+    """All that is started from here, down to a job's ranks, has imported everything already.
+
+    See `tests.support.forks`. For what a process does, not for what it imports; the interpreter.
+    """
+    python = forks.python()
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv("PYTHON_EXEC", python)
+    return python
 
 
 @pytest.fixture
@@ -200,6 +214,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("toy")
     write_small_toy(root, pictures=24)
     return root
+
+
+@pytest.fixture(scope="session")
+def toy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `cache_dir` of jobs on `toy`, for tests that look at something else than caching."""
+    return tmp_path_factory.mktemp("toy-cache")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,7 +29,7 @@ def resume(
     world: World,
     telemetry: Telemetry,
     data: Mapping[str, Any],
-) -> None:
+) -> str | None:
     """Load the newest sound checkpoint, or the one the job begins from; a collective.
 
     Args:
@@ -39,6 +39,10 @@ def resume(
         world: The ranks.
         telemetry: This rank's.
         data: What the data is, see `data_facts`.
+
+    Returns:
+        How the checkpoint's run computed with its base, for `engine.model.base_matmul`; None
+        without a checkpoint.
 
     Raises:
         UserError: The checkpoint is of a job that this one cannot resume from.
@@ -53,18 +57,19 @@ def resume(
 
         path = choose_start(run_dir, spec.resume_from_checkpoint, world, telemetry.warn, more)
         if path is None:
-            return
+            return None
         # It looks at the disk, so one rank does for all.
-        changes = world.from_main(_compare(path, spec, data) if world.main else [])
+        changes, matmul = world.from_main(_compare(path, spec, data) if world.main else ([], ""))
         load(training, path, world)
     telemetry.moved(training.step)
     telemetry.say(f"resumed after step {training.step} from {path}")
     for change in changes:
         telemetry.warn(f"changed since {path.name} was saved: {change}")
+    return matmul
 
 
-def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> list[str]:
-    """In what the job and its data are not what they were.
+def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> tuple[list[str], str]:
+    """In what the job and its data are not what they were; and how it computed with its base.
 
     Raises:
         UserError: The checkpoint does not fit. The other ranks end with this one.
@@ -74,4 +79,6 @@ def _compare(path: Path, spec: JobSpec, data: Mapping[str, Any]) -> list[str]:
     if found.impossible:
         raise UserError(f"cannot resume from {path.name}: {'; '.join(found.impossible)}")
     other = tell_difference(state.get("data") or {}, data)
-    return [*found.changes, *([other] if other else [])]
+    # Versions that did not choose dequantized.
+    matmul = str((state.get("spec") or {}).get("base_matmul", "dequantize"))
+    return [*found.changes, *([other] if other else [])], matmul

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from engine.data.index.data_index import build_index
+from engine.data.read.class_images import folder_of, numbers_in, with_class_images
 from engine.data.report.contact_sheet import save_strips, sheet
 from engine.data.report.data_report import make_report
 from engine.start.command import OneLineParser
@@ -38,6 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
         spec = load_spec(options.job, ignoring=NOT_NEEDED)
         model = spec.pretrained_model_name_or_path
         root = find_model(model) if model else None
+        if spec.num_class_images and root is not None:
+            made = folder_of(spec, root)
+            if numbers_in(made):  # else they are made when the job runs
+                spec = with_class_images(spec, made)
         report = make_report(spec, index := build_index(spec, _Progress()), root)
         found = report.to_dict()
         try:

@@ -40,12 +40,15 @@ class MicroBatch:
         drawn: Levels and noise.
         condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them; and latents of
             conditioning images (`engine.families.shared.references`).
+        weight: Of the errors, `(B,)`, or `(B, 1, h, w)` in a job with masks; None where all
+            count alike.
     """
 
     positions: range
     latents: torch.Tensor
     drawn: Drawn
     condition: dict[str, torch.Tensor]
+    weight: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class _Read:
     pictures: list[Shown]
     references: dict[str, torch.Tensor]
     condition: dict[str, torch.Tensor] | None
+    weight: torch.Tensor | None
 
 
 class Loader:
@@ -122,7 +126,9 @@ class Loader:
         if condition is not None:
             condition = {name: tensor.pin_memory() for name, tensor in condition.items()}
         drawn = Drawn(*(tensor.pin_memory() for tensor in batch.drawn))
-        return replace(batch, latents=batch.latents.pin_memory(), drawn=drawn, condition=condition)
+        weight = None if batch.weight is None else batch.weight.pin_memory()
+        latents = batch.latents.pin_memory()
+        return replace(batch, latents=latents, drawn=drawn, condition=condition, weight=weight)
 
     def _read(self, step: int) -> list[_Read]:
         draws = self._data.plan.draws(step)
@@ -135,7 +141,13 @@ class Loader:
         return [self._micro_batch(step, draws, positions) for positions in parts]
 
     def _micro_batch(self, step: int, draws: tuple[Draw, ...], positions: range) -> _Read:
-        latents = torch.stack([self._data.latents_of(draws[position]) for position in positions])
+        each = [self._data.latents_of(draws[position]) for position in positions]
+        latents = torch.stack(each)
+        weights = [
+            self._data.weight_of(draws[position], own)
+            for position, own in zip(positions, each, strict=True)
+        ]
+        known = [weight for weight in weights if weight is not None]
         drawn = self._objective.draw(latents, sample_generators(self._spec.seed, step, positions))
         texts = [self._text(step, position, draws[position]) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
@@ -145,7 +157,8 @@ class Loader:
         condition = None
         if self._data.texts.ahead:
             condition = self._encoded(texts, pictures) | references
-        return _Read(positions, latents, drawn, texts, pictures, references, condition)
+        weight = torch.stack(known) if known else None
+        return _Read(positions, latents, drawn, texts, pictures, references, condition, weight)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""
@@ -168,4 +181,5 @@ class Loader:
             batch.latents.to(device, non_blocking=True),
             Drawn(*(tensor.to(device, non_blocking=True) for tensor in batch.drawn)),
             {name: tensor.to(device, non_blocking=True) for name, tensor in condition.items()},
+            None if batch.weight is None else batch.weight.to(device, non_blocking=True),
         )

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.data.encode.latents import LatentKeys, prepare_latents
+from engine.data.encode.masks import LossWeights, prepare_masks
 from engine.data.encode.shared_work import Team
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import NO_TEXT, Text, Texts, prepare_texts
 from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
 from engine.data.index.captions import prompt_text
-from engine.data.index.data_index import DataIndex, build_index, cache_root
+from engine.data.index.data_index import DataIndex, build_index
 from engine.data.index.held_out import hold_out
 from engine.data.index.references import fit_whole
 from engine.data.index.views import count_views, shown, view_of
+from engine.data.read.class_images import cache_root
 from engine.data.read.images import PictureError, decode
 from engine.data.report.data_report import (
     changed_since,
@@ -65,6 +67,7 @@ class Prepared:
         latent_keys: Sample and view → key in it; what is held out is numbered after the others.
         texts: Encoded captions and prompts.
         held: The samples that are held out (`engine.data.index.held_out`).
+        weights: Of the samples' losses; None where all count alike, everywhere.
         pictures: The conditioning images of prompts, by their paths, as pipelines take them.
     """
 
@@ -76,6 +79,7 @@ class Prepared:
     latent_keys: LatentKeys
     texts: Texts
     held: Sequence[Sample] = ()
+    weights: LossWeights | None = None
     pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
@@ -90,6 +94,12 @@ class Prepared:
     def is_from_first(self, draw: Draw) -> bool:
         """Whether the model is given the first frame of a draw."""
         return self.index.samples[draw.sample].from_first
+
+    def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
+        """What the errors of a draw are multiplied with, as `LossWeights.of` says."""
+        if self.weights is None:
+            return None
+        return self.weights.of(draw.sample, view_number(draw, self.spec), latents)
 
     def shown_of(self, draw: Draw) -> Shown:
         """What a draw shows of its picture."""
@@ -175,8 +185,13 @@ def prepare(
     cache = TensorCache(directory, "latents")
     everything = replace(index, samples=[*index.samples, *held])
     keys = prepare_latents(spec, family, model_root, cache, everything, views, team)
-    pictures = read_pictures(spec)
-    return Prepared(spec, index, plan, captions, cache, keys, encoded, held, pictures)
+    masks = TensorCache(directory, "masks")
+    prepare_masks(spec, masks, cache, keys, index.samples, views, team)
+    weights = LossWeights(spec, index.samples, masks)
+    loss_weights = weights if weights.active else None
+    return Prepared(
+        spec, index, plan, captions, cache, keys, encoded, held, loss_weights, read_pictures(spec)
+    )
 
 
 def view_number(draw: Draw, spec: JobSpec) -> int:

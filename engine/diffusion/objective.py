@@ -95,13 +95,20 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
     return Denoising(scheduler, spec.snr_gamma)
 
 
-def loss_of(prediction: torch.Tensor, problem: Problem, spec: JobSpec) -> torch.Tensor:
+def loss_of(
+    prediction: torch.Tensor,
+    problem: Problem,
+    spec: JobSpec,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The loss of a micro-batch in fp32: the mean over samples of each sample's mean.
 
     Args:
         prediction: `(B, C, h, w)`, of any precision.
         problem: What was asked.
         spec: The job; `loss_type` and `huber_c`.
+        weight: Of each sample `(B,)`, or of its cells `(B, 1, h, w)`. Not divided by their sum:
+            a sample's share of a step does not depend on the others in its batch.
     """
     prediction = prediction.float()
     if spec.loss_type == "huber":
@@ -115,7 +122,11 @@ def loss_of(prediction: torch.Tensor, problem: Problem, spec: JobSpec) -> torch.
         )
     else:
         each = functional.mse_loss(prediction, problem.target, reduction="none")
+    if weight is not None and weight.dim() > 1:
+        each = each * weight
     losses = each.flatten(start_dim=1).mean(dim=1)  # (B,)
+    if weight is not None and weight.dim() == 1:
+        losses = losses * weight
     if problem.weight is not None:
         losses = losses * problem.weight
     return losses.mean()

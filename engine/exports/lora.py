@@ -15,6 +15,7 @@ from engine.exports.recipe import describe, trigger_word
 from engine.exports.stock import PEFT_PREFIX, check_lora, loads_loras
 from engine.model import adapters, weights
 from jobs.errors import UserError
+from jobs.spec.values.resolutions import largest_resolution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -155,6 +156,7 @@ class LoraOutput:
                 raise
             self.warnings.append(f"no file for {name}: {error}")
             return
+        side = largest_resolution(spec)
         facts = {
             "ss_network_dim": str(spec.lora_rank),
             "ss_network_alpha": str(float(spec.lora_rank * scale)),
@@ -162,7 +164,7 @@ class LoraOutput:
             "ss_steps": str(self._recipe.step),
             "modelspec.sai_model_spec": "1.0.0",
             "modelspec.title": spec.name,
-            "modelspec.resolution": f"{spec.resolution}x{spec.resolution}",
+            "modelspec.resolution": f"{side}x{side}",
             "modelspec.trigger_phrase": trigger_word(spec) or "",
         }
         header = describe(self._recipe) | style.METADATA | {k: v for k, v in facts.items() if v}

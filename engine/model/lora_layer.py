@@ -176,7 +176,10 @@ class _Adapted(torch.autograd.Function):
 
         `wide_a` and `wide_b` are the masters of `a` and `b`, which get the gradients.
         """
-        out = functional.linear(x, _dense(weight, weight_scale, codes, packing, x.dtype), bias)
+        if packing is None:
+            out = functional.linear(x, weight, bias)
+        else:
+            out = packing.product(x, weight, weight_scale, codes, bias)
         low = functional.linear(x, a)  # (N, r)
         if keeps:
             out = torch.addmm(out, low, b.t(), alpha=scale)

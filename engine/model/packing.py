@@ -10,10 +10,13 @@ appendix E), packed as bitsandbytes packs it, but with a scale in fp32 for each 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch.nn import functional
+from torch.nn.functional import ScalingType
 
 if TYPE_CHECKING:
     from jobs.spec.values.value_types import BasePrecision
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 _FP8: Final = torch.float8_e4m3fn
 _LARGEST_FP8: Final = 448.0
 _LARGEST_INT8: Final = 127.0
+_EXPONENT: Final = 0x7F800000  # these bits of fp32 alone are a power of two
+_SMALLEST: Final = 2.0**-100  # of a row's largest number, so that no scale is zero
 _AT_ONCE: Final = 2**25  # bytes of nf4 that are unpacked together, by indices of 128 MiB
 NF4_BLOCK: Final = 64  # weights that share a scale, along a row
 
@@ -56,9 +61,11 @@ class Packing:
 
     Attributes:
         scheme: Its name there.
+        scaled: Whether products are computed in fp8, for which their inputs are rounded too.
     """
 
     scheme: BasePrecision
+    scaled: bool = False
 
     @property
     def per_byte(self) -> int:
@@ -128,6 +135,42 @@ class Packing:
         weight = packed.view(stored).to(dtype)
         return weight if scale is None else weight.mul_(scale)
 
+    def product(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        scale: torch.Tensor | None,
+        codes: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`x Wᵀ + bias` in the precision of `x`, `(…, in)` → `(…, out)`.
+
+        Args:
+            x: What the layer is given.
+            packed: Of `pack`.
+            scale: Of `pack`.
+            codes: Of `code_table`.
+            bias: In the precision of `x`.
+        """
+        if not self.scaled:
+            return functional.linear(x, self.unpack(packed, scale, codes, x.dtype), bias)
+        rounded, scale_x = round_rows(x.reshape(-1, x.shape[-1]))
+        if scale is None:
+            scale = scale_x.new_ones(len(packed), 1)
+        # Sums in full: fast ones of Hopper keep 14 bits, an error like that of fp8 in long rows.
+        out = functional.scaled_mm(
+            rounded,
+            packed.view(_FP8).t(),
+            scale_x,
+            ScalingType.RowWise,
+            scale.t(),
+            ScalingType.RowWise,
+            bias=bias,
+            output_dtype=x.dtype,
+            use_fast_accum=False,
+        )
+        return out.view(*x.shape[:-1], len(packed))
+
     def code_table(self, dtype: torch.dtype) -> torch.Tensor | None:
         """What each byte stands for, `(256, 2)`; None where that is not looked up."""
         if self.scheme != "nf4":
@@ -135,6 +178,24 @@ class Packing:
         codes = torch.tensor(NF4_CODES, dtype=torch.float32)
         byte = torch.arange(256)
         return torch.stack([codes[byte >> 4], codes[byte & 15]], dim=1).to(dtype)
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row to E4M3, whatever the other rows are: ranks compute what one would.
+
+    Scales are powers of two, so that dividing by them rounds nothing, and no wide copy is made.
+
+    Args:
+        x: `(N, in)`, bf16 or fp32.
+
+    Returns:
+        E4M3 `(N, in)`, and the scales in fp32, `(N, 1)`.
+    """
+    largest = torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True).float()
+    power = largest.clamp_(min=_SMALLEST).view(torch.int32) & _EXPONENT  # ≤ largest < 2 · power
+    scale = power.view(torch.float32) * 2**-7  # so that nothing exceeds 256
+    rounded = (x / scale.to(x.dtype)).to(_FP8)
+    return rounded.contiguous(), scale
 
 
 def _pack_nf4(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

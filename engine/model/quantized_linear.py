@@ -12,7 +12,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
 from engine.model.packing import Packing
 from engine.model.precision import compute_dtype
@@ -89,7 +88,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(packed, scale, codes)
         ctx.packing = packing
-        return functional.linear(x, packing.unpack(packed, scale, codes, x.dtype), bias)
+        return packing.product(x, packed, scale, codes, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

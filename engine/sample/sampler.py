@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import cpu_offload_with_hook
@@ -26,16 +26,28 @@ from engine.sample.second_denoiser import second_denoisers
 from jobs.spec.keys.prompts import SampleRequest, requests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
 
-    from engine.data.prepare import Prepared
     from engine.families import Family
     from engine.ranks.telemetry import Telemetry
     from engine.ranks.world import World
     from jobs.spec.job_spec import JobSpec
+
+
+class Prompts(Protocol):
+    """Encoded prompts."""
+
+    @property
+    def pictures(self) -> Mapping[str, Image]:
+        """The conditioning images of prompts, by their paths."""
+        ...
+
+    def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
+        """A prompt, or a negative one, encoded."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,15 +62,17 @@ class Sampler:
         world: The ranks.
         telemetry: This rank's.
         wants_stop: Whether this rank has seen a wish to stop.
+        numbers: What the pictures are numbered by in their names; in order when left out.
     """
 
     spec: JobSpec
     family: Family
     model_root: Path
-    data: Prepared
+    data: Prompts
     world: World
     telemetry: Telemetry
     wants_stop: Callable[[], bool] = lambda: False
+    numbers: Sequence[int] = ()
 
     @torch.no_grad()
     def sample(self, transformer: Any, target: Path, step: int) -> list[str]:
@@ -122,7 +136,10 @@ class Sampler:
             *written, others = self.world.any([*written, failed])
         if others and not failed:
             self.telemetry.warn("another rank could not write its samples; see that rank's log")
-        return [sample_name(number) for number, there in enumerate(written) if there]
+        return [self._name(number) for number, there in enumerate(written) if there]
+
+    def _name(self, number: int) -> str:
+        return sample_name(self.numbers[number] if self.numbers else number)
 
     def _number(self, numbers: list[int]) -> int | None:
         """This rank's picture of a round; None where it has none."""
@@ -162,7 +179,7 @@ class Sampler:
         self, frames: list[Image], request: SampleRequest, target: Path, number: int, step: int
     ) -> bool:
         """Whether a picture or video could be written."""
-        path = target / sample_name(number)
+        path = target / self._name(number)
         try:
             target.mkdir(parents=True, exist_ok=True)
             write_sample(frames, self._facts(request, step), path)

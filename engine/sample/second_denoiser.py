@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.model import weights
+from engine.model.base_matmul import set_scaled
 from engine.model.kernels import choose_attention
 from engine.model.quantized_linear import quantize_layers
 from engine.model.release import Watch, give_back
@@ -43,11 +44,21 @@ def second_denoisers(
     if family.second_denoiser is None:
         yield {}
         return
-    model = _load(spec, family, root / family.second_denoiser, world, telemetry)
-    others = {family.second_denoiser: model}
-    watch = Watch(others)
-    yield others
-    others.clear()
+    with frozen_denoiser(spec, family, family.second_denoiser, root, world, telemetry) as model:
+        others = {family.second_denoiser: model}
+        del model
+        yield others
+        others.clear()
+
+
+@contextmanager
+def frozen_denoiser(
+    spec: JobSpec, family: Family, name: str, root: Path, world: World, telemetry: Telemetry
+) -> Iterator[Any]:
+    """A denoiser to sample with, as the model has it; a collective."""
+    model = _load(spec, family, root / name, world, telemetry)
+    watch = Watch({name: model})
+    yield model
     del model
     if left := watch.still_held():
         telemetry.warn(left)
@@ -62,6 +73,7 @@ def _load(
         frozen = spec.model_copy(update={"model_type": "lora"})
     model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
     quantize_layers(model, frozen, family, stored)
+    set_scaled(model, scaled=spec.base_matmul == "scaled")
     choose_attention(model, spec)
     model.requires_grad_(False)
     if world.shards:

@@ -262,7 +262,7 @@ class Stepper:
                 batch.condition,
                 self._spec.train_guidance,
             )
-        return loss_of(*judged(prediction, problem, batch.condition), self._spec)
+        return loss_of(*judged(prediction, problem, batch.condition), self._spec, batch.weight)
 
     def _reduce(self, losses: torch.Tensor) -> torch.Tensor:
         """Average and clip gradients; loss and norm, `(2,)`, of all ranks, so that all do alike."""

@@ -71,6 +71,8 @@ _INDIFFERENT: Final = frozenset(
         "tracker_run_name",
         "logging_dir",
         "trigger_word",
+        "prior_loss_weight",
+        "unmasked_weight",
         "keep_tags",
         "validation_seed",
         "validation_timesteps",

@@ -18,6 +18,7 @@ from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.applicable import find_inapplicable
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
+from jobs.spec.values.resolutions import all_resolutions, resolutions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -296,7 +297,8 @@ def _offload(spec: JobSpec) -> Changes | None:
 def _samples(spec: JobSpec) -> Changes | None:
     """Samples no larger than what is trained on."""
     largest = max((max(one.width, one.height) for one in requests_of(spec)), default=0)
-    return {"validation_resolution": spec.resolution} if largest > spec.resolution else None
+    trained = all_resolutions(spec)[-1]
+    return {"validation_resolution": trained} if largest > trained else None
 
 
 def _frames(spec: JobSpec) -> Changes | None:
@@ -309,7 +311,12 @@ def _frames(spec: JobSpec) -> Changes | None:
 
 
 def _resolution(spec: JobSpec) -> Changes | None:
-    smaller = next((side for side in _RESOLUTIONS if side < spec.resolution), None)
+    if any(entry.resolution for entry in spec.datasets or []):
+        return None  # the job's own key is not all that decides
+    *others, largest = resolutions_of(spec)
+    if others:
+        return {"resolution": others if len(others) > 1 else others[0], "resolution_mode": "each"}
+    smaller = next((side for side in _RESOLUTIONS if side < largest), None)
     return {"resolution": smaller} if smaller else None
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.paths import expand
 from jobs.preflight.conditioning import tell_missing
-from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files
-from jobs.spec.values.datasets import datasets_of, find_layout
+from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files, without_masks
+from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,16 +33,18 @@ def find_unusable(spec: JobSpec) -> list[str]:
     """
     told = []
     for dataset in datasets_of(spec):
-        root = expand(dataset.path)
+        root, default = expand(dataset.path), fallback_caption(spec, dataset)
         if find_layout(root) != "folder":
             continue
         files = list_files(root)
-        told += tell_missing(dataset, files.pictures)
-        total = len(files.pictures)
-        seen = files.pictures[:: -(-total // MOST) or 1]
+        masked = spec.masked_loss == "file"
+        pictures = without_masks(files.pictures) if masked else files.pictures
+        told += tell_missing(dataset, pictures)
+        total = len(pictures)
+        seen = pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)
         bare = 0
-        if not files.metadata and spec.missing_captions == "skip":
+        if not files.metadata and spec.missing_captions == "skip" and not default:
             bare = sum(not _has_caption(path) for path in seen)
         for count, what in ((broken, "not readable"), (bare, "no caption")):
             if seen and count >= max(1, _WORTH_TELLING * len(seen)):

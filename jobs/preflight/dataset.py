@@ -11,7 +11,7 @@ from jobs.paths import exists, expand
 from jobs.preflight.conditioning import check_places, check_prompt_images, split_samples
 from jobs.spec.families import get_family
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.values.buckets import nearest_bucket, sizes_of, why_unfit
+from jobs.spec.values.buckets import Buckets
 from jobs.spec.values.dataset_files import (
     CAPTION_SUFFIXES,
     PICTURE_SUFFIXES,
@@ -19,8 +19,9 @@ from jobs.spec.values.dataset_files import (
     VIDEO_SUFFIXES,
     foreign_problem,
     list_files,
+    without_masks,
 )
-from jobs.spec.values.datasets import datasets_of, find_layout
+from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +49,10 @@ def check_dataset(spec: JobSpec) -> int:
 
 def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     root = expand(dataset.path)
+    if fallback_caption(spec, dataset) is not None:
+        spec = spec.model_copy(update={"missing_captions": "empty"})
+    if dataset.mask_path and not expand(dataset.mask_path).is_dir():
+        raise SpecError(f"no such folder of masks: {expand(dataset.mask_path)}")
     if not exists(root):
         raise SpecError(f"no such dataset folder: {root}")
     if not root.is_dir():
@@ -74,7 +79,9 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             )
         return 0  # rows are counted when they are looked at
     takes_videos = get_family(spec.model_family).frame_step > 0
-    wanted = files.videos + files.pictures if takes_videos else files.pictures
+    masked = spec.masked_loss == "file"
+    pictures = without_masks(files.pictures) if masked else files.pictures
+    wanted = files.videos + pictures if takes_videos else pictures
     if not wanted:
         what = "images or videos" if takes_videos else "images"
         kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
@@ -96,11 +103,11 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             "add one for each, e.g. cat.txt for cat.png, or set missing_captions: empty",
         )
     if not any(path in files.videos for path in wanted) and not files.metadata:
-        _check_any_usable(root, wanted, spec)
+        _check_any_usable(root, wanted, spec, Buckets(spec, dataset))
     return len(wanted)
 
 
-def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec) -> None:
+def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: Buckets) -> None:
     """Refuse a folder of which no picture can be trained on, by their names and first bytes.
 
     One that can ends the search, so this costs a moment; the engine decodes them all later.
@@ -112,13 +119,13 @@ def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec) -> None:
         return
     first = ""
     for path in pictures:
-        if not (why := _why_unusable(path, spec)):
+        if not (why := _why_unusable(path, spec, buckets)):
             return
         first = first or f"{path.name}: {why}"
     raise SpecError(f"no usable image in {root}", first)
 
 
-def _why_unusable(path: Path, spec: JobSpec) -> str:
+def _why_unusable(path: Path, spec: JobSpec, buckets: Buckets) -> str:
     """What is wrong with a picture, as far as its first bytes say; "" if nothing is."""
     if spec.missing_captions == "skip" and not any(
         path.with_suffix(suffix).exists() for suffix in CAPTION_SUFFIXES
@@ -139,7 +146,7 @@ def _why_unusable(path: Path, spec: JobSpec) -> str:
         return "more than 178 megapixels; downscale it"
     except Exception:  # a permission, or a damaged header: the engine says it better
         return ""
-    return why_unfit(width, height, nearest_bucket(width, height, sizes_of(spec)), spec)
+    return buckets.why_unfit(width, height)
 
 
 def _check_videos(why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from jobs.errors import SpecError
 from jobs.models.damaged_weights import find_damage
@@ -12,6 +12,8 @@ from jobs.models.weight_variants import variant_of
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.keys.prompts import requests_of
+from jobs.spec.values.buckets import widest_bucket
+from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
     from jobs.spec.families import Family
     from jobs.spec.job_spec import JobSpec
-
-_WIDEST: Final = 2.0  # of buckets: ratio of the long side to the short one
 
 
 def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
@@ -207,12 +207,13 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
         return
     ends = f"which has positions up to {limit} pixels a side"
     step = family.latent_step_of(spec.model_flavour)
-    longest = longest_bucket_side(spec.resolution, step)
+    resolution, widest = all_resolutions(spec)[-1], widest_bucket(spec)
+    longest = longest_bucket_side(resolution, step, widest)
     if longest > limit:
-        sides = range(spec.resolution // step * step, 0, -step)
-        able = next((s for s in sides if longest_bucket_side(s, step) <= limit), None)
+        sides = range(resolution // step * step, 0, -step)
+        able = next((s for s in sides if longest_bucket_side(s, step, widest) <= limit), None)
         raise SpecError(
-            f"resolution: {spec.resolution} has buckets of {longest} pixels a side, too large for "
+            f"resolution: {resolution} has buckets of {longest} pixels a side, too large for "
             f"this {family.title}, {ends}",
             f"set resolution: {able}" if able else None,
         )
@@ -225,10 +226,10 @@ def _check_sizes(spec: JobSpec, family: Family, config: Mapping[str, Any]) -> No
             )
 
 
-def longest_bucket_side(resolution: int, step: int) -> int:
-    """The longest side of a resolution's buckets, as `engine.data.index.buckets` makes them."""
+def longest_bucket_side(resolution: int, step: int, widest: float = 2.0) -> int:
+    """The longest side of a resolution's buckets, as `jobs.spec.values.buckets` makes them."""
     area = max(resolution, step) ** 2
-    long = int(math.sqrt(area * _WIDEST)) // step * step
-    while long > _WIDEST * max(step, int(area / long) // step * step):
+    long = int(math.sqrt(area * widest)) // step * step
+    while long > widest * max(step, int(area / long) // step * step):
         long -= step
     return long

@@ -16,6 +16,7 @@ from jobs.models.same_model import looks_same, place_of
 from jobs.resume.key_effects import EFFECTS
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.strategy import data_parallel_size
 from jobs.spec.values.datasets import datasets_of
 
@@ -262,7 +263,14 @@ def _data(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> Non
         )
 
 
-_RULES: Final = (_model, _targets, _batch, _schedule, _average, _alpha, _data)
+def _matmul(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """A checkpoint says what was chosen; `auto` is of older versions, and goes on with that."""
+    was = "dequantize" if old.base_matmul == "auto" else old.base_matmul
+    if may_scale(old) and may_scale(spec) and spec.base_matmul not in ("auto", was):
+        found.changes.append(_line("base_matmul", was, spec.base_matmul))
+
+
+_RULES: Final = (_model, _matmul, _targets, _batch, _schedule, _average, _alpha, _data)
 
 
 def global_batch_size(spec: JobSpec) -> int:

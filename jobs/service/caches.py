@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _TITLES: Final = {
     "detection": "blocks detected in models",
     "latents": "latents of images and videos",
+    "masks": "masks of images",
+    "class_images": "class images made by base models",
     "text": "embeddings of captions",
     "index": "sizes and checks of dataset files",
     "webdataset": "unpacked archives of datasets",
@@ -39,8 +41,8 @@ class Cache:
     """A cache, with its size on disk.
 
     Attributes:
-        name: What it is called on the command line: detection, latents, text, index, webdataset,
-            tables.
+        name: What it is called on the command line: detection, latents, masks, class_images, text,
+            index, webdataset, tables.
         title: What is in it, in a few words.
         path: Its file or directory, which need not exist.
         bytes: Its size.

@@ -96,10 +96,25 @@ JOBS: Final = (
         "dora": Job(2, FSDP | {"lora_variant": "dora", "lora_rank_pattern": {"to_q": 2}}),
         "int8": Job(1, {"base_precision": "int8"}),
         "sharded nf4": Job(2, FSDP | {"base_precision": "nf4"} | SAMPLED),
-        "swapped blocks": Job(1, {"swap_blocks": 2, "base_precision": "fp8_scaled"} | SAMPLED),
+        "scaled fp8": Job(2, FSDP | {"base_precision": "fp8_scaled"} | SAMPLED),
+        "swapped blocks": Job(
+            1,
+            {"swap_blocks": 2, "base_precision": "fp8_scaled", "base_matmul": "dequantize"}
+            | SAMPLED,
+        ),
         "packed encoders": Job(2, FSDP | {"text_encoder_precision": "int8"}),
         "sharded encoders": Job(2, FSDP | {"shard_text_encoders": True}),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
+        "class images": Job(
+            2,
+            FSDP
+            | SAMPLED
+            | {
+                "class_prompt": "a red circle",
+                "num_class_images": 3,
+                "prior_loss_weight": 0.5,
+            },
+        ),
         "full state dict": Job(2, FSDP | FULL | {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
         "fsdp2 fp16": Job(2, FSDP | {"mixed_precision": "fp16"}),
         "fsdp2 compiled": Job(2, FSDP | FULL | COMPILED),
@@ -152,6 +167,7 @@ JOBS |= {
 WITH_BUDGET: Final = (
     *(f"{family} {kind}" for family in BUDGETED for kind in KINDS),
     "int8",
+    "scaled fp8",
     "swapped blocks",
     "sharded nf4",
     *(f"{family} {kind} on two" for family, kind in SHARDED.items()),
@@ -178,6 +194,7 @@ COMPARED: Final = {
     "checkpointing": "one gpu",
     "selective checkpointing": "one gpu",
     "sharded lora": "fsdp2",
+    "class images": "fsdp2",
     "cpu offload": "fsdp2 full",
     "fsdp2 full": "ddp full",
     "fsdp2 checkpointing": "fsdp2 full",
@@ -277,6 +294,11 @@ def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehe
             assert mine["launches"] > others["launches"], "the rest is computed twice"
         case "sharded lora":
             assert held[0] < held[1]
+        case "class images":
+            assert mine["h2d"] == others["h2d"] + 1, "the weights of the samples"
+            for kind in ("h2d_pageable", "syncs"):
+                assert mine.get(kind, 0) == others.get(kind, 0), kind
+            assert mine["launches"] == others["launches"] + 2, "a product, and its gradient"
         case "cpu offload":
             assert held[0] < held[1] / 2
             assert mine["h2d_bytes"] > others["h2d_bytes"] + held[1] / 4, "parameters come"

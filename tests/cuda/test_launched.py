@@ -1,6 +1,6 @@
 """Jobs on stub GPUs as a person starts them: command line, supervisor, `accelerate launch`.
 
-A launch on one GPU has nothing of the tests in it; ranks of the others are forked (see
+The first start has nothing of the tests in it; the processes of the others are forked (see
 `tests.support.jobs.real_jobs`).
 """
 
@@ -50,19 +50,27 @@ class Machine:
     def store(self) -> Store:
         return Store(self.home / "state")
 
-    def tui(self, *words: str) -> str:
-        """What `fsdp-tui …` prints, run by the interpreter whose torch is built for CUDA."""
+    def tui(self, *words: str, forked: bool = True) -> str:
+        """What `fsdp-tui …` prints, run by the interpreter whose torch is built for CUDA.
+
+        Args:
+            words: The command.
+            forked: Whether it and all that it starts is forked (see `tests.support.forks`).
+        """
         environment = self.cuda.environment(self.nvml.environment)
-        # Libraries look for GPUs while they are imported; having asked CUDA, torch is never forked.
-        imports = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        own = {
-            "PYTHON_EXEC": forks.python_like(self.cuda.python, imports),
+        python, own = self.cuda.python, {}
+        if forked:
+            # Libraries look for GPUs while they are imported; having asked CUDA, torch is never
+            # forked.
+            imports = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            own["PYTHON_EXEC"] = python = forks.python_like(python, imports)
+        own |= {
             "FSDP_TUI_HOME": str(self.home / "state"),
             "XDG_CACHE_HOME": str(self.home / "cache"),
             "FSDP_TUI_RUNNER_IDLE": "2",
         }
         done = subprocess.run(
-            [self.cuda.python, "-m", "tui", *words],
+            [python, "-m", "tui", *words],
             env=environment | own,
             cwd=self.home,
             capture_output=True,
@@ -73,7 +81,7 @@ class Machine:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def submit(self, **changes: Any) -> int:
+    def submit(self, *, forked: bool = True, **changes: Any) -> int:
         values = {
             "pretrained_model_name_or_path": str(self.toy / "model"),
             "dataset": str(self.toy / "data"),
@@ -85,7 +93,7 @@ class Machine:
         }
         path = self.home / "job.yaml"
         path.write_text(yaml.safe_dump(values | changes))
-        return int(self.tui("submit", str(path)))
+        return int(self.tui("submit", str(path), forked=forked))
 
     def until(self, job: int, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -152,7 +160,11 @@ def machine(
 def test_one_gpu_then_four_then_two(machine: Machine) -> None:
     """Train, save and stop on one GPU; resume there, sample and export; go on with four and two."""
     job = machine.submit(
-        name="moves", gpus=1, max_train_steps=5000, validation_prompts=["a red circle"]
+        forked=False,
+        name="moves",
+        gpus=1,
+        max_train_steps=5000,
+        validation_prompts=["a red circle"],
     )
     first = machine.stop_after(job, 1)
     assert machine.devices(job) == [("cuda:0", uuid(0))]

@@ -22,7 +22,7 @@ STEPS = 100  # of 300, with half of the images in a step
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_demo_learns_to_draw_hearts_and_keeps_what_it_could_draw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
     bench = Bench(tmp_path, tmp_path)
     for name, value in bench.environment.items():

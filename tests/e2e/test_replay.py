@@ -23,7 +23,21 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_gpus")]
 PATIENCE = 600.0  # seconds; a slow machine under load, not an expectation
-HERE = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+# Stands for accelerate's command; see the fixture `forked`.
+ACCELERATE = """#!/bin/sh
+exec "$PYTHON_EXEC" -m accelerate.commands.accelerate_cli "$@"
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path, forked: str) -> dict[str, str]:
+    """In which `accelerate` is at hand."""
+    script = tmp_path / "bin" / "accelerate"
+    script.parent.mkdir()
+    script.write_text(ACCELERATE)
+    script.chmod(0o700)
+    paths = [script.parent, Path(sys.prefix, "bin")]
+    return os.environ | {"PATH": os.pathsep.join([*map(str, paths), os.environ["PATH"]])}
 
 
 def ended(root: Path) -> int:
@@ -36,7 +50,9 @@ def ended(root: Path) -> int:
     return log.last.step
 
 
-def test_the_line_trains(store: Store, toy: Path, tmp_path: Path, started: list[int]) -> None:
+def test_the_line_trains(
+    store: Store, toy: Path, tmp_path: Path, started: list[int], environment: dict[str, str]
+) -> None:
     values = toy_values(toy, max_train_steps=2, num_processes=1, name="hand")
     job = service.submit(store, load_spec(None, values))
     done = subprocess.run(
@@ -45,14 +61,16 @@ def test_the_line_trains(store: Store, toy: Path, tmp_path: Path, started: list[
         capture_output=True,
         text=True,
         timeout=PATIENCE,
-        env=os.environ | {"PATH": HERE},
+        env=environment,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert ended(tmp_path / "hand-by-hand") == 2
 
 
-def test_a_config_file_of_the_persons_own_launches_the_engine(toy: Path, tmp_path: Path) -> None:
+def test_a_config_file_of_the_persons_own_launches_the_engine(
+    toy: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     """A run directory with nothing but a job file, and their file as it is."""
     root = tmp_path / "run"
     root.mkdir()
@@ -70,7 +88,7 @@ def test_a_config_file_of_the_persons_own_launches_the_engine(toy: Path, tmp_pat
         text=True,
         timeout=PATIENCE,
         check=False,
-        env=os.environ | {"PATH": HERE, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        env=environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )
     assert done.returncode == 0, done.stderr
     assert ended(root) == 2

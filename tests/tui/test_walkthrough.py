@@ -12,7 +12,6 @@ from textual.widgets import Select
 
 from jobs.machine.processes import with_run_id
 from jobs.run.eventlog import EventLog
-from tests.support.forks import client as forks
 from tests.support.tui.pilot import driven, shown_by
 from tests.support.waiting import attempts
 from tui.app.app import FsdpTui
@@ -111,11 +110,10 @@ class Person:
 
 
 async def test_a_model_is_trained_by_keys_alone(
-    store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, toy: Path, monkeypatch: pytest.MonkeyPatch, forked: str
 ) -> None:
     monkeypatch.chdir(toy)
     monkeypatch.setattr("tui.widgets.modals.stop_job.WITHIN", TRAINED)
-    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # see `tests.support.jobs.real_jobs`
     app = FsdpTui(store)
     async with driven(app, (120, 40)) as pilot:
         me = Person(app, pilot)

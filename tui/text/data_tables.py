@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
-from tui.text.data_text import bucket_name, facts, groups, left_out, plain_bar
+from tui.text.data_text import bucket_name, dataset_name, facts, groups, left_out, plain_bar
 from tui.text.format import bar, percent
 from tui.text.tables import table
 
@@ -47,7 +47,7 @@ def data_text(
 def _datasets(datasets: Sequence[Mapping[str, Any]]) -> str:
     head = ("SAMPLES", "SKIPPED", "PER EPOCH", "DATASET")
     rows = [
-        (str(one["samples"]), str(one["skipped"]), str(one["draws"]), one["path"])
+        (str(one["samples"]), str(one["skipped"]), str(one["draws"]), dataset_name(one))
         for one in datasets
     ]
     return _aligned(head, rows, numbers=(0, 1, 2))

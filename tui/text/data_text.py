@@ -75,8 +75,17 @@ def facts(report: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
     epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']}"
     held = f"; {report['held_out']} more held out" if report.get("held_out") else ""
     found = [
-        ("samples", str(report["samples"]) + held + (f"; {skipped} skipped" if skipped else "")),
+        (
+            "samples",
+            str(report["samples"])
+            + _of_images(report)
+            + held
+            + (f"; {skipped} skipped" if skipped else ""),
+        ),
         ("captions", captions + (f", up to {longest} tokens" if longest else "")),
+        ("masks", some(report["masked"], "image") if report.get("masked") else ""),
+        ("loss weights", _weights(report)),
+        ("class images", _class_images(report)),
         ("views", f"{report['views']} of each image" if report["views"] > 1 else ""),
         (
             "epoch",
@@ -91,11 +100,13 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
     """The totals in two lines that fit 80 columns: the samples, and an epoch of them."""
     skipped, longest = len(report["skipped"]), report["longest"]
     samples = [
-        some(report["samples"], "sample"),
+        some(report["samples"], "sample") + _of_images(report),
         f"{report['held_out']} held out" if report.get("held_out") else "",
         f"{skipped} skipped" if skipped else "",
         some(report["texts"], "caption") + (f" up to {longest} tokens" if longest else ""),
         f"{report['views']} views of each" if report["views"] > 1 else "",
+        f"{report['masked']} masked" if report.get("masked") else "",
+        f"{report['class_images']} class images to make" if report.get("class_images") else "",
     ]
     fill, draws = fills(report)
     epoch = f"{some(report['steps_per_epoch'], 'step')} of {report['global_batch']} per epoch"
@@ -104,6 +115,27 @@ def headlines(report: Mapping[str, Any], steps: int) -> tuple[str, str]:
         " · ".join(filter(None, samples)),
         f"{epoch} · {epochs(report)} in {some(steps, 'step')}",
     )
+
+
+def _of_images(report: Mapping[str, Any]) -> str:
+    """How many images the samples show, where several resolutions make that fewer."""
+    images = report.get("images", report["samples"])
+    return f" of {some(images, 'image')}" if images != report["samples"] else ""
+
+
+def _weights(report: Mapping[str, Any]) -> str:
+    weights = report.get("weights")
+    return f"{weights[0]:g} to {weights[1]:g}" if weights else ""
+
+
+def _class_images(report: Mapping[str, Any]) -> str:
+    count = report.get("class_images")
+    return f"{count}, made before training and not counted here" if count else ""
+
+
+def dataset_name(dataset: Mapping[str, Any]) -> str:
+    """Its path, with what it is for if that is not what the model should learn."""
+    return str(dataset["path"]) + (" (regularization)" if dataset.get("regularization") else "")
 
 
 def epochs(report: Mapping[str, Any]) -> str:

@@ -57,7 +57,8 @@ class Share:
 def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share]:
     """How often each dataset is drawn from in an epoch.
 
-    With `repeats`, each of its samples that many times. With `weight`, in proportion to it; the
+    With `repeats`, each of its samples that many times, and regularization samples as often as all
+    others together: the fewer of the two are drawn again. With `weight`, in proportion to it. The
     epoch is then as long as it takes until every dataset has been seen whole.
 
     Args:
@@ -69,12 +70,35 @@ def shares_of(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share
     """
     weights = [d.weight if n else 0.0 for d, n in zip(datasets, samples, strict=True)]
     if any(weight is None for weight in weights):
-        shares = [Share(n, n * d.repeats) for d, n in zip(datasets, samples, strict=True)]
-        return _checked(shares, "repeats")
+        return _checked(_balanced(datasets, samples), "repeats")
     parts = [weight / math.fsum(filter(None, weights)) for weight in weights if weight is not None]
     length = max(n / part for n, part in zip(samples, parts, strict=True) if n)
     draws = [max(n, round(length * part)) for n, part in zip(samples, parts, strict=True)]
     return _checked([Share(n, d) for n, d in zip(samples, draws, strict=True)], "weight")
+
+
+def _balanced(datasets: Sequence[Dataset], samples: Sequence[int]) -> list[Share]:
+    """Shares by `repeats`, with as many draws of regularization samples as of others."""
+    draws = [n * d.repeats for d, n in zip(datasets, samples, strict=True)]
+    for role in (False, True):
+        own = [number for number, one in enumerate(datasets) if one.regularization is role]
+        now = sum(draws[number] for number in own)
+        others = sum(draws) - now
+        if 0 < now < others:
+            counts = [draws[number] for number in own]
+            for number, count in zip(own, _in_proportion(counts, others), strict=True):
+                draws[number] = count
+    return [Share(n, count) for n, count in zip(samples, draws, strict=True)]
+
+
+def _in_proportion(counts: Sequence[int], total: int) -> list[int]:
+    """Counts enlarged to a total; the largest remainders get what is left over."""
+    exact = [total * count / sum(counts) for count in counts]
+    found = [int(part) for part in exact]
+    by_remainder = sorted(range(len(found)), key=lambda number: found[number] - exact[number])
+    for number in by_remainder[: total - sum(found)]:
+        found[number] += 1
+    return found
 
 
 def _checked(shares: list[Share], key: str) -> list[Share]:

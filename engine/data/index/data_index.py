@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.data.index.references import Reference, placed
 from engine.data.read.archives import read_archives
+from engine.data.read.class_images import cache_root, only_of_job
 from engine.data.read.folders import Entry, read_folder
 from engine.data.read.images import DECODER, PictureError, look
+from engine.data.read.masks import mask_of, separate_masks
 from engine.data.read.memo import Memo, stamp_of
 from engine.data.read.pairs import pair
 from engine.data.read.tables import RowError, read_table, table_of
 from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_video
 from jobs.errors import UserError
-from jobs.paths import cache_home
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.families import Family, get_family, references_of
-from jobs.spec.values.buckets import nearest_bucket, sizes_of, why_unfit
-from jobs.spec.values.datasets import datasets_of, find_layout
+from jobs.spec.values.buckets import Buckets
+from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class Sample:
         path: Its file, or the directory of its table.
         row: Its row in the table.
         is_video: Whether its file is a video; in its bucket it may have a single frame.
+        loss_weight: Its own, from a column; see `engine.data.index.loss_weights`.
+        mask: sha256 of the file with its mask; "" where it has none.
+        mask_path: The mask's file; "" where that is the image's transparency.
         dataset: Number of its dataset.
         captions: As written, possibly of several lines each; empty when it has none.
         width: Pixels, as displayed.
@@ -69,6 +73,9 @@ class Sample:
     notes: tuple[str, ...] = ()
     row: int | None = None
     is_video: bool = False
+    loss_weight: float = 1.0
+    mask: str = ""
+    mask_path: str = ""
     references: tuple[Reference, ...] = ()
     from_first: bool = False
 
@@ -131,11 +138,11 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
         UserError: Nothing usable is left in one of the datasets, or one cannot be read.
     """
     family = get_family(spec.model_family)
-    fit = Fitting(spec, family)
     samples: list[Sample] = []
     skipped: list[Skipped] = []
     others: list[dict[str, int]] = []
     for number, dataset in enumerate(datasets_of(spec)):
+        fit = Fitting(spec, family, dataset)
         if not Path(dataset.path).is_dir():  # gone since the job was queued
             raise UserError(f"no such dataset folder: {dataset.path}")
         layout = find_layout(Path(dataset.path))
@@ -146,28 +153,59 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
         else:
             source = read_table(dataset)
         source = pair(source, dataset)
+        masks: dict[Path, Path] = {}
+        if spec.masked_loss == "file":
+            if layout in ("arrow", "parquet"):
+                raise UserError(
+                    f"{dataset.path} is a table, which has no mask files",
+                    "use masked_loss: alpha, or a folder of images",
+                )
+            source, masks = separate_masks(source, dataset)
+        if spec.num_class_images:
+            source = only_of_job(source, dataset, spec)
         # What decides which picture a name means.
         place = f"{dataset.path}:{dataset.split}:{dataset.image_column}"
         memo = Memo(cache_root(spec) / "index", place, _MEMO)
         before, total = len(samples) + len(skipped), len(source.entries)
 
-        def take(entry: Entry, dataset: Dataset = dataset, memo: Memo = memo) -> _Facts | str:
+        default = fallback_caption(spec, dataset)
+
+        def take(
+            entry: Entry,
+            dataset: Dataset = dataset,
+            memo: Memo = memo,
+            masks: dict[Path, Path] = masks,
+            default: str | None = default,
+        ) -> tuple[_Facts | str, tuple[str, str]]:
+            none = ("", "")
             if entry.problem:
-                return entry.problem
-            if entry.captions is None and spec.missing_captions == "skip":
-                return "no caption"
+                return entry.problem, none
+            if entry.captions is None and default is None and spec.missing_captions == "skip":
+                return "no caption", none
             facts = _look(entry, dataset, memo)
-            return facts if isinstance(facts, str) else _look_beside(facts, entry, dataset, memo)
+            if not isinstance(facts, str) and entry.references:
+                facts = _look_beside(facts, entry, dataset, memo)
+            if isinstance(facts, str) or spec.masked_loss == "none" or entry.is_video:
+                return facts, none
+            mask = mask_of(
+                entry, (facts.width, facts.height), dataset, memo, spec, masks.get(entry.path)
+            )
+            return (mask, none) if isinstance(mask, str) else (facts, mask)
 
         usable = len(samples)
         with ThreadPoolExecutor(max_workers=_READERS) as pool:
-            for done, facts in enumerate(pool.map(take, source.entries), start=1):
+            for done, (facts, mask) in enumerate(pool.map(take, source.entries), start=1):
                 entry = source.entries[done - 1]
+                if entry.captions is None and default is not None:
+                    entry = replace(entry, captions=(default,))
                 outcome = fit(entry, number, facts)
-                if isinstance(outcome, Sample):
-                    samples.append(outcome)
-                else:
+                if isinstance(outcome, str):
                     skipped.append(Skipped(number, entry.name, outcome))
+                else:
+                    samples += [
+                        replace(one, loss_weight=entry.weight, mask=mask[0], mask_path=mask[1])
+                        for one in outcome
+                    ]
                 progress(before + done, before + total)
                 memo.save_sometimes()
         memo.save()
@@ -179,11 +217,6 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
                 f"{first.name}: {first.why}" if first else "it is empty",
             )
     return DataIndex(samples, skipped, others)
-
-
-def cache_root(spec: JobSpec) -> Path:
-    """Where the job keeps what it prepares."""
-    return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 
 def read_reference(reference: Reference, sample: Sample, spec: JobSpec) -> bytes:
@@ -223,63 +256,57 @@ class _Facts:
 
 
 class Fitting:
-    """Finds the bucket of each sample, or why it fits none."""
+    """Finds the buckets of what a dataset offers, or why it fits none."""
 
-    def __init__(self, spec: JobSpec, family: Family) -> None:
+    def __init__(self, spec: JobSpec, family: Family, dataset: Dataset) -> None:
         self._spec = spec
         self._step = family.frame_step
-        self._sizes = sizes_of(spec)
+        self._buckets = Buckets(spec, dataset)
         self._takes = references_of(spec)
-        self._from_first = [dataset.first_frame for dataset in datasets_of(spec)]
-        self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # of many, few sizes differ
+        self._first_frame = dataset.first_frame
 
-    def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> Sample | str:
-        """The sample, or why it is left out."""
+    def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
+        """A sample for each resolution that it is trained at, or why it is left out."""
         if isinstance(facts, str):
             return facts
-        shape = (facts.width, facts.height)
-        if shape not in self._nearest:
-            self._nearest[shape] = nearest_bucket(*shape, self._sizes)
-        size = self._nearest[shape]
-        if why := why_unfit(facts.width, facts.height, size, self._spec):
+        if why := self._buckets.why_unfit(facts.width, facts.height):
             return why
-        bucket: tuple[int, ...] = size
+        frames: tuple[int, ...] = ()
         if self._step:
-            frames = self._frames(facts)
-            if isinstance(frames, str):
-                return frames
-            bucket = (*size, frames)
-        return Sample(
-            entry.name,
-            str(entry.path),
-            dataset,
-            entry.captions or (),
-            facts.width,
-            facts.height,
-            facts.digest,
-            bucket,
-            facts.notes,
-            entry.row,
-            entry.is_video,
-            self._references(entry, facts, bucket),
-            self._from_first[dataset] and entry.is_video and bucket[-1] > 1,
-        )
+            length = self._frames(facts)
+            if isinstance(length, str):
+                return length
+            frames = (length,)
+        sizes = self._buckets.find(facts.width, facts.height).values()
+        return [
+            Sample(
+                entry.name,
+                str(entry.path),
+                dataset,
+                entry.captions or (),
+                facts.width,
+                facts.height,
+                facts.digest,
+                (*size, *frames),
+                facts.notes,
+                entry.row,
+                entry.is_video,
+                references=self._references(entry, facts, size),
+                from_first=self._first_frame and entry.is_video and frames > (1,),
+            )
+            for size in sizes
+        ]
 
     def _references(
-        self, entry: Entry, facts: _Facts, bucket: tuple[int, ...]
+        self, entry: Entry, facts: _Facts, bucket: tuple[int, int]
     ) -> tuple[Reference, ...]:
         if self._takes is None:
             return ()
+        side = self._spec.conditioning_resolution
+        shape = (facts.width, facts.height)
         return tuple(
-            placed(
-                place,
-                (found.width, found.height, found.digest),
-                (facts.width, facts.height),
-                bucket,
-                self._takes,
-                self._spec.conditioning_resolution,
-            )
-            for place, found in zip(entry.references, facts.beside, strict=True)
+            placed(place, (one.width, one.height, one.digest), shape, bucket, self._takes, side)
+            for place, one in zip(entry.references, facts.beside, strict=True)
         )
 
     def _frames(self, facts: _Facts) -> int | str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jobs.errors import UserError
 from jobs.spec.keys.prompts import validation_seed_of
+from jobs.spec.values.datasets import datasets_of
 
 if TYPE_CHECKING:
     from engine.data.index.data_index import DataIndex, Sample
@@ -24,14 +25,16 @@ def hold_out(index: DataIndex, spec: JobSpec) -> tuple[DataIndex, list[Sample]]:
     """The data without what is held out, and what is.
 
     Both are in the order of the index. At least one sample is held out, and of each dataset at
-    least one is trained on.
+    least one is trained on. Regularization samples are not what the model should learn: none of
+    them is held out, but for copies of others that are.
 
     Raises:
         UserError: `validation_fraction` asks for some, and none can be spared.
     """
     if not spec.validation_fraction:
         return index, []
-    samples = index.samples
+    datasets = datasets_of(spec)
+    samples = [one for one in index.samples if not datasets[one.dataset].regularization]
     wanted = max(1, round(spec.validation_fraction * len(samples)))
     contents: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -53,7 +56,7 @@ def hold_out(index: DataIndex, spec: JobSpec) -> tuple[DataIndex, list[Sample]]:
             + ("the only sample" if len(samples) == 1 else "all samples of a dataset"),
             "add samples, or set validation_fraction: 0",
         )
-    trained = [sample for sample in samples if sample.digest not in chosen]
+    trained = [sample for sample in index.samples if sample.digest not in chosen]
     return replace(index, samples=trained), [s for s in samples if s.digest in chosen]
 
 

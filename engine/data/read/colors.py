@@ -63,6 +63,11 @@ def to_rgb(
     return picture, notes
 
 
+def opacity_of(picture: Image.Image) -> Image.Image | None:
+    """The alpha channel of a loaded picture; None where it is opaque all over."""
+    return _split_opacity(picture)[1]
+
+
 def _split_opacity(picture: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     """The picture without its alpha channel, and that channel unless it is opaque all over."""
     if picture.mode in ("P", "PA"):

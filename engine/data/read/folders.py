@@ -15,8 +15,9 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from engine.data.read.sample_weights import weight_in
 from jobs.errors import UserError
 from jobs.spec.values.dataset_files import (
     CAPTION_SUFFIXES,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from engine.data.index.references import Place
+
+_T = TypeVar("_T")
 
 CAPTION_COLUMNS: Final = ("text", "caption", "captions", "prompt")
 FILE_COLUMN: Final = "file_name"
@@ -49,6 +52,7 @@ class Entry:
         captions: As written; None when there are none.
         problem: Why it cannot be used, "" if nothing is known against it yet.
         row: Its row, for tables.
+        weight: Of its loss, where a column has one.
         references: Its conditioning images.
     """
 
@@ -57,6 +61,7 @@ class Entry:
     captions: tuple[str, ...] | None = None
     problem: str = ""
     row: int | None = None
+    weight: float = 1.0
     references: tuple[Place, ...] = ()
 
     @property
@@ -92,6 +97,9 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
     files = list_files(root)
     rows: dict[str, tuple[str, ...]] = {}
     places: dict[str, str] = {}
+    weights: dict[str, tuple[float, str]] = {}
+    if dataset.loss_weight_column and not files.metadata:
+        raise UserError(f"{root} has no metadata file with a column {dataset.loss_weight_column}")
     lost: list[Entry] = []
     for table in files.metadata:
         for place, record in records_of(table):
@@ -102,6 +110,7 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
             # Not resolved: two links to one file may have different captions.
             file = same_name(os.path.normpath(table.parent / str(record.get(FILE_COLUMN) or "?")))
             places.setdefault(file, name)
+            weights.setdefault(file, weight_in(record, dataset, where=str(table)))
             if captions := captions_in(record, dataset, where=str(table)):
                 rows[file] = (*rows.get(file, ()), *captions)
     entries = []
@@ -109,7 +118,9 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
         unfit = not videos and path.suffix.lower() in VIDEO_SUFFIXES
         problem = "a video, but the model trains on images" if unfit else ""
         captions, wrong = _captions_of(path, rows, files.renamed) if not problem else (None, "")
-        entries.append(Entry(_shown(path, root), path, captions, problem or wrong))
+        weight, odd = _of_file(weights, path, (1.0, ""))
+        problem = problem or wrong or odd
+        entries.append(Entry(_shown(path, root), path, captions, problem, weight=weight))
     for path in files.foreign:
         entries.append(Entry(_shown(path, root), path, problem=foreign_problem(path)))
     entries += [Entry(_shown(p, root), p, problem="a folder") for p in files.folders]
@@ -161,8 +172,7 @@ def _captions_of(
     path: Path, rows: Mapping[str, tuple[str, ...]], renamed: Mapping[str, Path]
 ) -> tuple[tuple[str, ...] | None, str]:
     """Captions of a file, and what is wrong with them. A row of a metadata file comes first."""
-    name = same_name(os.path.normpath(path))
-    if rows and (found := rows.get(name) or rows.get(os.path.splitext(name)[0])):
+    if found := _of_file(rows, path, ()):
         return found, ""
     for suffix in CAPTION_SUFFIXES:
         beside = path.with_suffix(suffix)
@@ -182,6 +192,14 @@ def _captions_of(
             return _json_caption(text)
         return ((text,) if text.strip() else None), ""
     return None, ""
+
+
+def _of_file(rows: Mapping[str, _T], path: Path, otherwise: _T) -> _T:
+    """What metadata files say of a file, by its name with or without a suffix."""
+    if not rows:
+        return otherwise
+    name = same_name(os.path.normpath(path))
+    return rows.get(name) or rows.get(os.path.splitext(name)[0]) or otherwise
 
 
 def _json_caption(text: str) -> tuple[tuple[str, ...] | None, str]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from PIL import Image, ImageFile, _imaging
 
-from engine.data.read.colors import RangeError, to_rgb
+from engine.data.read.colors import RangeError, opacity_of, to_rgb
 from engine.data.read.unreadable import (
     LARGE_PIXELS,
     MOST_PIXELS,
@@ -124,6 +124,25 @@ def decode(content: bytes) -> Image.Image:
         picture = picture.copy()
     picture.info = {}
     return picture
+
+
+def decode_opacity(content: bytes) -> Image.Image | None:
+    """The alpha channel, as displayed, 8-bit; None where all is opaque.
+
+    Raises:
+        PictureError: The picture cannot be used; `decode` would say the same.
+    """
+    _displayed(content)  # refuses
+    with Image.open(io.BytesIO(content), formats=_formats()) as file:
+        tags: Mapping[int, object] = getattr(file, "tag_v2", {})
+        bits = _bits(file, tags, content)
+        file.load()
+        _correct_transparent_colour(file, bits)
+        opacity = opacity_of(file)
+        orientation = _orientation(file) if file.format != "TIFF" else None
+        if opacity is not None and orientation in _UPRIGHT:
+            opacity = opacity.transpose(_UPRIGHT[orientation])
+        return opacity
 
 
 def _displayed(content: bytes) -> tuple[Image.Image, set[str]]:

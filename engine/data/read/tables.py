@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.data.read.folders import CAPTION_COLUMNS, Entry, Source, captions_in
 from engine.data.read.memo import stamp_of
+from engine.data.read.sample_weights import weight_in
 from jobs.errors import UserError
 from jobs.paths import cache_home
 from jobs.spec.values.datasets import Dataset, find_layout
@@ -166,16 +167,18 @@ def read_table(dataset: Dataset) -> Source:
     Raises:
         UserError: As `open_table`, or the caption column is not there.
     """
-    table = table_of(dataset)
-    named = dataset.caption_column
+    table, named = table_of(dataset), dataset.caption_column
     if named and named not in table.columns():
         captions_in(dict.fromkeys(table.columns()), dataset, where=dataset.path)  # refuses
-    root = Path(dataset.path)
-    columns = (named,) if named else CAPTION_COLUMNS
+    root, columns = Path(dataset.path), (named,) if named else CAPTION_COLUMNS
+    weighted = dataset.loss_weight_column
+    if weighted and weighted not in table.columns():
+        weight_in(dict.fromkeys(table.columns()), dataset, where=dataset.path)  # refuses
     entries = []
-    for row, record in enumerate(table.records(columns)):
+    for row, record in enumerate(table.records([*columns, *filter(None, [weighted])])):
         captions = captions_in(record, dataset, where=dataset.path)
-        entries.append(Entry(f"row {row}", root, captions, row=row))
+        weight, problem = weight_in(record, dataset, where=dataset.path)
+        entries.append(Entry(f"row {row}", root, captions, problem, row, weight))
     return Source(entries, Counter(table.others))
 
 

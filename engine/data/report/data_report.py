@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,15 +11,20 @@ from typing import TYPE_CHECKING, Any, Final
 from engine.data.index.batch_plan import BatchPlan, shares_of
 from engine.data.index.captions import texts_of
 from engine.data.index.held_out import hold_out
+from engine.data.index.loss_weights import weights_of
 from engine.data.index.views import count_views, cut_share
+from engine.data.read.class_images import has_class_images
 from engine.data.read.images import NOTES
+from engine.data.read.masks import names_mask
 from engine.data.report.caption_lengths import count_tokens
 from jobs.paths import expand
 from jobs.spec.rules.strategy import data_parallel_size
-from jobs.spec.values.buckets import enlargement
+from jobs.spec.values.buckets import Buckets, enlargement
 from jobs.spec.values.datasets import datasets_of, find_layout
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from engine.data.index.data_index import DataIndex, Sample
     from jobs.spec.job_spec import JobSpec
 
@@ -63,7 +69,9 @@ class BucketReport:
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """A dataset: where it is, how many samples it has and how often they are drawn in an epoch."""
+    """A dataset: where it is, how many samples it has and how often they are drawn in an epoch;
+    whether it is regularization.
+    """
 
     path: str
     layout: str
@@ -71,6 +79,7 @@ class DatasetReport:
     skipped: int
     draws: int
     others: dict[str, int]
+    regularization: bool
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,8 @@ class DataReport:
     """The report; every field is a JSON value.
 
     Attributes:
-        samples: What is trained on.
+        samples: What is trained on; an image counts at each of its resolutions.
+        images: The images (or videos) that they show.
         held_out: How many more there are, to measure the loss on.
         skipped: What is not: `[dataset, name, why]` each.
         reasons: The reasons, the most frequent first.
@@ -87,6 +97,9 @@ class DataReport:
         datasets: Each of them.
         buckets: Each of them, the fullest first.
         texts: Different texts to encode, prompts not counted.
+        masked: Images that are trained with a mask.
+        weights: The smallest and the largest weight of a sample's loss; none if all are 1.
+        class_images: How many are still to be made, and are not counted here.
         views: Different looks at each picture (cuts, sides).
         longest: The most tokens of a caption; None when it is not known.
         global_batch: Samples per optimizer step.
@@ -96,6 +109,7 @@ class DataReport:
     """
 
     samples: int
+    images: int
     held_out: int
     skipped: list[list[Any]]
     reasons: list[Found]
@@ -104,6 +118,9 @@ class DataReport:
     datasets: list[DatasetReport]
     buckets: list[BucketReport]
     texts: int
+    masked: int
+    weights: list[float]
+    class_images: int
     views: int
     longest: int | None
     global_batch: int
@@ -127,7 +144,9 @@ def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
 def sample_texts(sample: Sample, spec: JobSpec) -> tuple[str, ...]:
     """The texts that a sample is trained with; they take turns."""
     dataset = datasets_of(spec)[sample.dataset]
-    return texts_of(sample.captions, spec, dataset.trigger_word or spec.trigger_word)
+    # The trigger word is for what is learned, not for what is to stay as it is.
+    trigger = None if dataset.regularization else spec.trigger_word
+    return texts_of(sample.captions, spec, dataset.trigger_word or trigger)
 
 
 def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> DataReport:
@@ -147,8 +166,10 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
     distinct = list(dict.fromkeys(text for own in texts for text in own))
     counts = count_tokens(distinct, spec, model_root) if model_root is not None else None
     tokens = dict(zip(distinct, counts, strict=True)) if counts is not None else {}
+    weights = weights_of(index.samples, spec)
     return DataReport(
         samples=len(index.samples),
+        images=len(_images(index.samples)),
         held_out=len(held),
         skipped=[[one.dataset, one.name, one.why] for one in index.skipped],
         reasons=_reasons(index),
@@ -157,6 +178,9 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         datasets=_datasets(spec, index, plan),
         buckets=_buckets(index, plan),
         texts=len(distinct),
+        masked=sum(bool(one.mask) for one in _images(index.samples)),
+        weights=[min(weights), max(weights)] if any(one != 1 for one in weights) else [],
+        class_images=0 if has_class_images(spec) else spec.num_class_images,
         views=count_views(spec),
         longest=max(tokens.values()) if tokens else None,
         global_batch=plan.global_batch,
@@ -169,11 +193,21 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
 def summary(report: DataReport) -> list[str]:
     """The report in a few lines, for a log."""
     held = f" and {report.held_out} held out" if report.held_out else ""
+    shown = f" of {_plural(report.images, 'image')}" if report.images != report.samples else ""
     lines = [
-        f"{_plural(report.samples, 'sample')}{held} in {_plural(len(report.buckets), 'bucket')}, "
-        f"{_plural(report.texts, 'caption')}; {_plural(report.steps_per_epoch, 'step')} of "
-        f"{report.global_batch} per epoch, {report.epochs:g} epochs"
+        f"{_plural(report.samples, 'sample')}{shown}{held} in "
+        f"{_plural(len(report.buckets), 'bucket')}, {_plural(report.texts, 'caption')}; "
+        f"{_plural(report.steps_per_epoch, 'step')} of {report.global_batch} per epoch, "
+        f"{report.epochs:g} epochs"
     ]
+    if report.masked:
+        lines.append(f"{_plural(report.masked, 'image')} with a mask")
+    if report.weights:
+        least, most = report.weights
+        lines.append(f"weights of the loss from {least:g} to {most:g}")
+    for one in report.datasets:
+        if one.regularization:
+            lines.append(f"regularization: {_plural(one.samples, 'sample')} of {one.path}")
     for bucket in report.buckets:
         size = "x".join(map(str, bucket.size))
         lines.append(
@@ -210,7 +244,7 @@ def _kind_of(why: str) -> str:
 def _handled(index: DataIndex) -> list[Found]:
     found = []
     for key, text in NOTES.items():
-        names = [sample.name for sample in index.samples if key in sample.notes]
+        names = [one.name for one in _images(index.samples) if key in one.notes]
         if names:
             found.append(Found(len(names), text, names[:_EXAMPLES]))
     return found
@@ -219,22 +253,24 @@ def _handled(index: DataIndex) -> list[Found]:
 def _cautions(
     spec: JobSpec, index: DataIndex, texts: list[tuple[str, ...]], tokens: dict[str, int]
 ) -> list[Found]:
-    samples = index.samples
-    enlarged = [s for s in samples if enlargement(s.width, s.height, _size(s)) > 1.0]
-    cut = [s for s in samples if cut_share(s.width, s.height, _size(s)) > 0.25]
-    long = [
+    samples = _images(index.samples)
+    enlarged = _images(s for s in index.samples if enlargement(s.width, s.height, _size(s)) > 1.0)
+    cut = _images(s for s in index.samples if cut_share(s.width, s.height, _size(s)) > 0.25)
+    long = _images(
         sample
-        for sample, own in zip(samples, texts, strict=True)
+        for sample, own in zip(index.samples, texts, strict=True)
         if any(tokens.get(text, 0) > spec.max_sequence_length for text in own)
-    ]
+    )
     first: dict[str, Sample] = {}
     copies = [s for s in samples if first.setdefault(s.digest, s) is not s]
     candidates = [
+        *_too_small(spec, samples),
         ([s for s in samples if not s.captions], "without a caption"),
         (long, f"with captions longer than {spec.max_sequence_length} tokens, truncated"),
         (cut, "cropped by more than a quarter"),
         (enlarged, "enlarged"),
         (copies, "with the same content as another"),
+        *_mask_cautions(spec, samples),
     ]
     found = [Found(len(c), text, [s.name for s in c[:_EXAMPLES]]) for c, text in candidates if c]
     for number, dataset in enumerate(index.others):
@@ -242,6 +278,38 @@ def _cautions(
         for kind, count in sorted(dataset.items()):
             found.append(Found(count, f"{kind} in {folder}, which are not samples"))
     return found
+
+
+def _images(samples: Iterable[Sample]) -> list[Sample]:
+    """One sample of each image, in order."""
+    return list({(one.dataset, one.name): one for one in samples}.values())
+
+
+def _too_small(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], str]]:
+    """The images that are not trained at each resolution of theirs, by the one they miss."""
+    missed: dict[int, list[Sample]] = {}
+    if spec.resolution_mode == "each":
+        every = [Buckets(spec, dataset) for dataset in datasets_of(spec)]
+        for one in images:
+            buckets = every[one.dataset]
+            reached = buckets.find(one.width, one.height)
+            for side in buckets.sizes.keys() - reached.keys():
+                missed.setdefault(side, []).append(one)
+    return [
+        (small, f"too small for resolution {side}, trained at smaller ones only")
+        for side, small in sorted(missed.items())
+    ]
+
+
+def _mask_cautions(spec: JobSpec, images: list[Sample]) -> list[tuple[list[Sample], str]]:
+    """The images that lack a mask; or those that seem to be masks, where none are wanted."""
+    datasets = datasets_of(spec)
+    if spec.masked_loss == "none":
+        stems = {os.path.splitext(one.name)[0] for one in images}
+        named = [one for one in images if names_mask(one.name, stems)]
+        return [(named, "named like masks of other images; masked_loss: file uses them as masks")]
+    bare = [s for s in images if not s.mask and not datasets[s.dataset].regularization]
+    return [(bare, "without a mask, trained whole")]
 
 
 def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetReport]:
@@ -255,6 +323,7 @@ def _datasets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[DatasetR
                 skipped=sum(one.dataset == number for one in index.skipped),
                 draws=plan.shares[number].draws,
                 others=index.others[number],
+                regularization=dataset.regularization,
             )
         )
     return reports

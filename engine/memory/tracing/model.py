@@ -15,6 +15,7 @@ import torch
 from engine import families
 from engine.memory.tracing.live import rounded
 from engine.model import adapters
+from engine.model.base_matmul import set_scaled
 from engine.model.kernels import choose_attention
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
 from engine.model.quantized_linear import quantize_layers, weights_per_element
@@ -122,6 +123,8 @@ def build(shape: Shape) -> Built:
     fp32 = {name for name, p in model.named_parameters() if id(p) in in_fp32}
     _set_precision(model, shape, fp32)
     quantize_layers(model, spec, family)
+    # `auto` is settled by the GPUs, which need not be here: it is counted as what all of them can.
+    set_scaled(model, scaled=spec.base_matmul == "scaled")
     choose_attention(model, spec)
     if spec.model_type == "lora":
         adapters.add_lora(model, spec, family.lora_targets(spec))

@@ -36,6 +36,7 @@ _OF_LORA: Final = (
     "lora_exclude_modules",
     "lora_experts",
     "base_precision",
+    "base_matmul",
     "keep_in_full_precision",
 )
 _OF_POLICIES: Final = {

@@ -213,6 +213,7 @@ _TRAINING: Final[dict[str, Rule]] = {
     "train.unload_text_encoder": without(
         "ai-toolkit then ignores captions; here they are used, and the encoders are freed too"
     ),
+    "train.reg_weight": ai_toolkit_data.reg_weight,
     "train.skip_first_sample": rules.first_sample,
     "train.disable_sampling": ai_toolkit_data.no_samples,
     "train.switch_boundary_every": needless("a job trains one expert"),
@@ -223,7 +224,7 @@ _TRAINING: Final[dict[str, Rule]] = {
         "train.match_noise_norm train.force_consistent_noise train.learnable_snr_gos "
         "train.do_paramiter_swapping train.adaptive_scaling_factor train.short_and_long_captions "
         "train.do_differential_guidance train.single_item_batching train.standardize_latents "
-        "train.standardize_images train.reg_weight train.img_multiplier train.latent_multiplier "
+        "train.standardize_images train.img_multiplier train.latent_multiplier "
         "train.optimal_noise_pairing_samples",
         without(training_keys.NO_METHOD, "1"),
     ),

@@ -20,6 +20,7 @@ from jobs.imports.common.draft import (
     without,
 )
 from jobs.imports.common.import_report import Kind
+from jobs.imports.common.places import find_beside
 from jobs.spec.keys.prompts import ValidationPrompt
 from jobs.spec.values.dataset_files import CAPTION_SUFFIXES
 from jobs.spec.values.datasets import TRIGGER
@@ -48,7 +49,8 @@ _SETTINGS: Final = {
     "ctrl_img": "conditioning_image",
 }
 _CONTROLS: Final = ("ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
-_NO_CONTROLS: Final = "masks and generated control images are not supported"
+_RESOLUTION: Final = 512  # of a dataset that says none
+_NO_CONTROLS: Final = "generated control images and inverted masks are not supported"
 
 
 def read_datasets(draft: Draft, key: str, value: Any) -> None:
@@ -59,33 +61,24 @@ def read_datasets(draft: Draft, key: str, value: Any) -> None:
         place = f"{key}[{number}]"
         if not isinstance(entry, dict):
             draft.unreadable(place, "not a dataset")
-        elif not is_off(entry.get("is_reg")):
-            draft.record(
-                Kind.UNSUPPORTED, place, why="regularization images are treated like all others"
-            )
         else:
             part = data.Part(draft, f"{place}.", flatten({str(k): v for k, v in entry.items()}))
             part.apply(_DATASET, _DATASET_PREFIXES, ("folder_path", "resolution"))
             parts.append(part)
+    if any("resolution" in part.values for part in parts):
+        for part in parts:
+            part.values.setdefault("resolution", _RESOLUTION)
     data.settle(draft, parts)
 
 
 def _resolution(part: Draft, key: str, value: Any) -> None:
-    """One resolution; theirs trains every picture at each of several."""
+    """One resolution or several; both train every image at each that it is large enough for."""
     sides = [as_number(one) for one in (value if isinstance(value, list) else [value])]
     known = [int(side) for side in sides if side]
-    if not known:
-        part.unreadable(key, "not a number")
-    elif len(known) == 1:
-        part.take(key, "resolution", known[0])
+    if known:
+        part.take(key, "resolution", known)
     else:
-        part.take(
-            key,
-            "resolution",
-            max(known),
-            "the largest: a job has one resolution; smaller images "
-            "are upscaled up to max_upscale times",
-        )
+        part.unreadable(key, "not a number")
 
 
 def _caption_suffix(part: Draft, key: str, value: Any) -> None:
@@ -120,6 +113,30 @@ def _kept(part: Draft, key: str, value: Any) -> None:
         part.unneeded(key, "shuffle_tokens is off, or nothing is kept")
 
 
+def _masks(part: Draft, key: str, value: Any) -> None:
+    """A folder of masks with the names of the images."""
+    place = find_beside(part.folder, str(value))
+    if part.take(key, "mask_path", str(place) if place else str(value)):
+        part.values["masked_loss"] = "file"
+
+
+def _outside(part: Draft, key: str, value: Any) -> None:
+    if part.get("mask_path") or part.on("alpha_mask"):
+        part.take(key, "unmasked_weight", value)
+    else:
+        part.unneeded(key, "there are no masks")
+
+
+def reg_weight(draft: Draft, key: str, value: Any) -> None:
+    """The weight of regularization, if there is any."""
+    entries = draft.theirs.get("datasets")
+    entries = entries if isinstance(entries, list) else [entries]
+    if any(isinstance(entry, dict) and not is_off(entry.get("is_reg")) for entry in entries):
+        draft.take(key, "prior_loss_weight", value)
+    else:
+        draft.unneeded(key, "there is no regularization dataset")
+
+
 _DATASET: Final[dict[str, Rule]] = {
     **all_of("folder_path dataset_path", data.folder),
     "type": needless("images and videos are recognized by file name"),
@@ -139,21 +156,26 @@ _DATASET: Final[dict[str, Rule]] = {
     "do_i2v": data.first_frame,
     "flip_y": without("images are only flipped horizontally (random_flip)"),
     "token_dropout_rate": without("caption_dropout_probability trains with empty captions"),
-    **all_of("network_weight loss_multiplier", without("set a weight for all datasets", "1")),
+    "loss_multiplier": named("loss_weight"),
+    "network_weight": without("the LoRA is trained at full strength", "1"),
+    "mask_path": _masks,
+    "alpha_mask": unless_off("masked_loss", "alpha"),
+    "mask_min_value": _outside,
     "scale": without("images are resized to fill their bucket", "1"),
+    "square_crop": unless_off("crop", "square"),
     **all_of(
-        "random_scale square_crop random_triggers augments augmentations standardize_images poi "
+        "random_scale random_triggers augments augmentations standardize_images poi "
         "use_short_captions replacements",
         without("images and captions are used unchanged"),
     ),
     **all_of("control_path control_path_1 control_path_2 control_path_3", _control),
     **all_of(
-        "inpaint_path mask_path unconditional_path alpha_mask invert_mask controls",
+        "inpaint_path unconditional_path invert_mask controls",
         without(_NO_CONTROLS),
     ),
     "buckets": needless(training_keys.BUCKETS),
-    "is_reg": needless("off"),
-    "prior_reg": without("regularization images are treated like all others"),
+    "is_reg": unless_off("regularization", True),
+    "prior_reg": without("regularization images are trained as they are"),
     **all_of(
         "cache_latents cache_latents_to_disk cache_text_embeddings cache_clip_vision_to_disk",
         needless(training_keys.OWN_CACHES),
@@ -161,7 +183,7 @@ _DATASET: Final[dict[str, Rule]] = {
     **all_of(
         "bucket_tolerance num_workers prefetch_factor fast_image_size debug guidance_type "
         "full_size_control_images replay_transforms extra_values shuffle_augmentations "
-        "mask_min_value random_triggers_max control_transparent_color auto_frame_count",
+        "random_triggers_max control_transparent_color auto_frame_count",
         needless(training_keys.NO_EFFECT),
     ),
 }

@@ -14,11 +14,12 @@ from jobs.imports.common.places import find_beside
 from jobs.spec.keys.prompts import frames_of
 from jobs.spec.values.dataset_files import list_files
 from jobs.spec.values.datasets import Dataset, find_layout
+from jobs.spec.values.resolutions import read_resolutions, sides_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_LARGEST: Final = ("resolution", "num_frames", "max_upscale", "caption_dropout_probability")
+_LARGEST: Final = ("num_frames", "max_upscale", "caption_dropout_probability")
 _ONLY_CAPTION: Final = (
     "with missing_captions: empty it is the full caption of images without one; move any .txt "
     "files away"
@@ -118,6 +119,7 @@ def settle(draft: Draft, parts: Sequence[Part]) -> None:
     entries = _merge(draft, [part for part in parts if part.values.get("path")])
     if not entries:
         return
+    _share_resolution(draft, entries)
     for name in dict.fromkeys(key for part in parts for key in part.values):
         if name not in Dataset.model_fields:
             _agree(draft, name, [part.values[name] for part in parts if name in part.values])
@@ -158,12 +160,40 @@ def _merge(draft: Draft, parts: Sequence[Part]) -> list[dict[str, Any]]:
         if key not in entries:
             entries[key] = entry
             continue
+        if _join_resolutions(entries[key], entry):
+            continue
         entries[key]["repeats"] = entries[key].get("repeats", 1) + entry.get("repeats", 1)
         draft.report.warnings.append(
             f"datasets: {entry['path']} is listed more than once; it becomes one dataset with "
             f"repeats: {entries[key]['repeats']}"
         )
     return list(entries.values())
+
+
+def _join_resolutions(entry: dict[str, Any], again: dict[str, Any]) -> bool:
+    """Make a folder that comes again at another resolution one dataset of both."""
+    first, second = (one.get("resolution") for one in (entry, again))
+    if not first or not second or set(sides_of(first)) & set(sides_of(second)):
+        return False
+    if entry.get("repeats") != again.get("repeats"):
+        return False
+    entry["resolution"] = read_resolutions([*sides_of(first), *sides_of(second)])
+    return True
+
+
+def _share_resolution(draft: Draft, entries: Sequence[dict[str, Any]]) -> None:
+    """One resolution of all datasets is the job's; else samples are as large as the largest."""
+    asked = [entry.get("resolution") for entry in entries]
+    if all(asked) and all(one == asked[0] for one in asked):
+        draft.values["resolution"] = asked[0]
+        for entry in entries:
+            del entry["resolution"]
+    elif any(asked):
+        largest = max(side for one in asked if one for side in sides_of(one))
+        draft.values["resolution"] = largest
+        for entry in entries:
+            if entry.get("resolution") == largest:
+                del entry["resolution"]
 
 
 def _agree(draft: Draft, name: str, values: list[Any]) -> None:

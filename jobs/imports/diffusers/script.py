@@ -18,6 +18,7 @@ from jobs.imports.common.draft import (
     unless_off,
     without,
 )
+from jobs.imports.diffusers import prior
 from jobs.imports.diffusers.command_line import Command, is_open, read_command
 from jobs.run.rundir import read_json
 
@@ -299,13 +300,13 @@ _RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(_FOLDERS, _dataset),
     **dict.fromkeys(_OF_DATASET, _with_dataset),
     "dataset_config_name": without("set dataset to the directory of this config"),
+    "with_prior_preservation": prior.switch,
+    **all_of("class_data_dir num_class_images", prior.part),
+    "class_prompt": prior.prompt,
+    "prior_loss_weight": prior.weight,
     **all_of(
-        "with_prior_preservation class_data_dir class_prompt",
-        without("class images are not supported; add them as a separate dataset"),
-    ),
-    **all_of(
-        "num_class_images prior_loss_weight prior_generation_precision sample_batch_size",
-        needless("only for prior preservation, which is not supported"),
+        "prior_generation_precision sample_batch_size",
+        needless("class images are made as samples are, one on each rank"),
     ),
     "max_train_samples": without("put the samples into a separate folder"),
     "proportion_empty_prompts": named("caption_dropout_probability"),
@@ -379,6 +380,7 @@ _FIRST: Final = (
     "report_to",
     "pretrained_model_name_or_path",
     *_FOLDERS,
+    "with_prior_preservation",
     "train_batch_size",
     "lr_scheduler",
 )

@@ -216,8 +216,13 @@ def _crop_style(part: Draft, key: str, value: Any) -> None:
 
 
 def _crop_aspect(part: Draft, key: str, value: Any) -> None:
-    if is_off(part.get("crop")) or str(value).strip().lower() in ("preserve", "closest"):
+    word = str(value).strip().lower()
+    if is_off(part.get("crop")) or word in ("preserve", "closest"):
         part.unneeded(key, training_keys.BUCKETS)
+    elif word == "square" and str(part.get("crop_style")).strip().lower() == "random":
+        part.take(key, "max_bucket_aspect_ratio", 1.0, "square buckets, cropped at random")
+    elif word == "square":
+        part.take(key, "crop", "square")
     else:
         part.unsupported(key, training_keys.BUCKETS)
 
@@ -282,21 +287,26 @@ _DATASET: Final[dict[str, Rule]] = {
         "crop maximum_image_size target_downsample_size crop_aspect_buckets max_upscale_threshold",
         needless(training_keys.BUCKETS),
     ),
-    **all_of(
-        "minimum_aspect_ratio maximum_aspect_ratio",
-        without("there are buckets for all shapes up to 2:1"),
-    ),
+    "minimum_aspect_ratio": without("max_aspect_ratio limits both shapes alike"),
+    "maximum_aspect_ratio": named("max_aspect_ratio"),
     "probability": without("set a weight for all datasets instead of repeats", "1"),
     "max_num_samples": without("put the samples into a separate folder"),
     **all_of("start_epoch start_step", without("datasets are used from the start", "1")),
     **all_of("end_epoch end_step", without("datasets are used to the end")),
     **all_of(
-        "is_regularisation_data is_regularization_data slider_strength conditioning "
-        "conditioning_type timestep_sampling_offset audio",
+        "slider_strength conditioning conditioning_type timestep_sampling_offset audio",
         without("all datasets are trained the same way"),
     ),
     "conditioning_data": _conditioning,
     **all_of("delete_unwanted_images delete_problematic_images delete_nsfw_images", _DELETING),
+    **all_of(
+        "is_regularisation_data is_regularization_data",
+        unless_off(
+            "regularization",
+            True,
+            "trained on its images; there the target is the base's own prediction",
+        ),
+    ),
     "video.num_frames": data.frames,
     "video.min_frames": needless("videos shorter than a sample are skipped and listed"),
     "video.max_frames": without("samples are cut from videos of any length"),

@@ -138,7 +138,7 @@ def _example(name: str) -> str:
     field = JobSpec.model_fields[name]
     default = field.default
     if takes_many(name):
-        return "0,1" if name == "gpus" else "A,B"
+        return {"gpus": "0,1", "resolution": "512,768"}.get(name, "A,B")
     if default in (None, ""):
         return "1" if "int" in str(field.annotation) or "float" in str(field.annotation) else "TEXT"
     return str(default)

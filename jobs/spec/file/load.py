@@ -191,6 +191,7 @@ def _absolute_entry(entry: Dataset, roots: Sequence[Path]) -> dict[str, Any]:
     """The paths of a dataset."""
     return {
         "path": _absolute(entry.path, roots) or entry.path,
+        "mask_path": _absolute(entry.mask_path or "", roots) or entry.mask_path,
         "conditioning_path": _all_absolute(entry.conditioning_path, roots),
     }
 

@@ -13,9 +13,11 @@ from jobs.spec.values.value_types import (
     Bool,
     CaptionLines,
     Crop,
+    MaskedLoss,
     MissingCaptions,
     OptionalBool,
     OptionalText,
+    ResolutionMode,
     choice,
     field,
 )
@@ -29,7 +31,8 @@ class DataKeys(BaseModel):
         None,
         "data",
         "Several datasets instead of one: a list of paths, or of mappings with path, repeats or "
-        "weight, trigger_word, caption_column, image_column, split, and one of conditioning_path, "
+        "weight, resolution, trigger_word, caption_column, image_column, split, "
+        "regularization, loss_weight, loss_weight_column, mask_path, and one of conditioning_path, "
         "conditioning_suffix, conditioning_column or, of videos, first_frame.",
     )
     conditioning_resolution: Annotated[int | None, BeforeValidator(as_none)] = field(
@@ -40,6 +43,12 @@ class DataKeys(BaseModel):
         ge=64,
         le=4096,
     )
+    resolution_mode: Annotated[ResolutionMode, choice(ResolutionMode)] = field(
+        "each",
+        "data",
+        "With several resolutions. each: train an image at every one it is large enough for; "
+        "largest: only at the largest of these.",
+    )
     max_upscale: float = field(
         2.0, "data", "Skip images that would have to be upscaled more than this.", ge=1
     )
@@ -47,12 +56,22 @@ class DataKeys(BaseModel):
         5.0,
         "data",
         "Skip images whose longer side is more than this many times the shorter one; 0: none. "
-        "Buckets go up to 2:1, so the rest of a panorama would be cropped.",
+        "Buckets go up to max_bucket_aspect_ratio; the rest of a panorama would be cropped.",
         ge=0,
         le=10_000,
     )
+    max_bucket_aspect_ratio: float = field(
+        2.0,
+        "data",
+        "Largest aspect ratio of buckets; images that are wider or taller are cropped to it.",
+        ge=1,
+        le=16,
+    )
     crop: Annotated[Crop, choice(Crop)] = field(
-        "center", "data", "Part of an image to keep when it is cropped to its bucket."
+        "center",
+        "data",
+        "Part of an image to keep when it is cropped to its bucket. square: all buckets are "
+        "square, and the center is kept.",
     )
     crop_variants: int = field(
         4, "data", "Number of crops cached per image with crop: random.", ge=1, le=64
@@ -68,6 +87,38 @@ class DataKeys(BaseModel):
         le=4096,
     )
     fps: float = field(16.0, "data", "Frame rate at which videos are read.", gt=0, le=240)
+
+    # -- regularization and masks ----------------------------------------------------------
+    prior_loss_weight: float = field(
+        1.0,
+        "data",
+        "Weight of the loss of regularization samples: datasets with regularization: true, and "
+        "class images.",
+        gt=0,
+        le=1000,
+    )
+    class_prompt: OptionalText = field(
+        None,
+        "data",
+        "Prompt of class images; also the caption of regularization images that have none.",
+    )
+    num_class_images: int = field(
+        0,
+        "data",
+        "Class images to make from class_prompt with the base model before training, cached, and "
+        "train as regularization.",
+        ge=0,
+        le=10_000,
+    )
+    masked_loss: Annotated[MaskedLoss, choice(MaskedLoss)] = field(
+        "none",
+        "data",
+        "Train only where a mask is white. alpha: an image's transparency; file: cat-mask.png or "
+        "cat_mask.png beside cat.png, or in the dataset's mask_path.",
+    )
+    unmasked_weight: float = field(
+        0.0, "data", "Weight of the loss where a mask is black.", ge=0, le=1
+    )
 
     # -- captions --------------------------------------------------------------------------
     caption_lines: Annotated[CaptionLines, choice(CaptionLines)] = field(

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
+    BaseMatmul,
     BasePrecision,
     Bool,
     LoraInit,
@@ -65,6 +66,14 @@ class LoraKeys(BaseModel):
         "Precision that the frozen weights of the blocks are kept and sharded in: none "
         "(mixed_precision), fp8 (E4M3 without scales), fp8_scaled or int8 (a scale for each row), "
         "or nf4 (4 bits, a scale for each 64 weights). They are computed with in mixed_precision.",
+    )
+    base_matmul: Annotated[BaseMatmul, choice(BaseMatmul)] = field(
+        "auto",
+        "lora",
+        "How layers of an fp8 base compute forward: dequantize (weights to mixed_precision), "
+        "scaled (inputs are rounded to fp8 too, with a scale for each row, and multiplied in fp8; "
+        "faster, less exact) or auto (scaled where the GPUs have it; a resumed job keeps what it "
+        "had).",
     )
     keep_in_full_precision: OptionalTextList = field(
         None,

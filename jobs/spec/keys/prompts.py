@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from jobs.spec.families import FAMILIES, latent_step_of
 from jobs.spec.values.datasets import Texts
+from jobs.spec.values.resolutions import largest_resolution
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _request(entry: ValidationPrompt, spec: JobSpec) -> SampleRequest:
         return default if own is None else own
 
     family = FAMILIES.get(spec.model_family)
-    default = chosen(spec.validation_resolution, spec.resolution)
+    default = chosen(spec.validation_resolution, largest_resolution(spec))
     width, height = size_of(chosen(entry.resolution, default), latent_step_of(spec))
     negative = chosen(entry.negative_prompt, spec.validation_negative_prompt)
     guidance = chosen(entry.guidance, spec.validation_guidance)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
+from jobs.spec.values.resolutions import Resolutions
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
     AttentionBackend,
@@ -30,12 +31,11 @@ from jobs.spec.values.value_types import (
 class TrainingKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
-    resolution: int = field(
+    resolution: Resolutions = field(
         1024,
         "training",
-        "Images are resized to about this many pixels squared, in buckets of similar aspect ratio.",
-        ge=16,
-        le=8192,
+        "Images are resized to about this many pixels squared, in buckets of similar aspect ratio. "
+        "A list such as 512,768,1024 trains at several resolutions.",
     )
     train_batch_size: int = field(1, "training", "Samples per rank in one forward.", ge=1)
     gradient_accumulation_steps: int = field(1, "training", "Forwards per optimizer step.", ge=1)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES, references_of
+from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
+from jobs.spec.values.resolutions import has_several
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +114,10 @@ def _no_adapter(spec: JobSpec) -> str:
 
 def _not_quantized(spec: JobSpec) -> str:
     return "" if spec.base_precision != "none" else "needs base_precision"
+
+
+def _not_fp8(spec: JobSpec) -> str:
+    return "" if may_scale(spec) else "needs base_precision: fp8_scaled or fp8"
 
 
 def _not_adam(spec: JobSpec) -> str:
@@ -221,6 +227,23 @@ def _takes_no_references(spec: JobSpec) -> str:
     return f"{family.title} {spec.model_flavour or ''}".strip() + " takes no conditioning images"
 
 
+def _one_resolution(spec: JobSpec) -> str:
+    return "" if has_several(spec) else "needs several resolutions"
+
+
+def _no_regularization(spec: JobSpec) -> str:
+    known = spec.num_class_images or any(entry.regularization for entry in spec.datasets or [])
+    return "" if known else "needs num_class_images or regularization: true"
+
+
+def _unmasked(spec: JobSpec) -> str:
+    return "needs masked_loss" if spec.masked_loss == "none" else ""
+
+
+def _squared(spec: JobSpec) -> str:
+    return "crop: square has square buckets" if spec.crop == "square" else ""
+
+
 def _pictures(spec: JobSpec) -> str:
     family = _family(spec)
     return f"{family.title} trains on images" if family and not family.frame_step else ""
@@ -234,6 +257,11 @@ def _no_samples(spec: JobSpec) -> str:
     return "" if spec.validation_prompts else _NO_PROMPTS
 
 
+def _nothing_made(spec: JobSpec) -> str:
+    """Class images are sampled too."""
+    return "" if spec.num_class_images else _no_samples(spec)
+
+
 def _no_frames(spec: JobSpec) -> str:
     return _no_samples(spec) or _pictures(spec).replace("trains on", "makes")
 
@@ -243,7 +271,7 @@ def _no_true_cfg(spec: JobSpec) -> str:
     fits = family is None or (
         family.true_cfg and family.guidance_of(spec.model_flavour) == "embedded"
     )
-    return _no_samples(spec) or ("" if fits else "only for guidance-distilled models")
+    return _nothing_made(spec) or ("" if fits else "only for guidance-distilled models")
 
 
 def _nothing_to_validate(spec: JobSpec) -> str:
@@ -295,6 +323,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
         ),
         _no_adapter,
     ),
+    (("base_matmul",), lambda spec: _no_adapter(spec) or _not_fp8(spec)),
     (("keep_in_full_precision",), lambda spec: _no_adapter(spec) or _not_quantized(spec)),
     (("swap_blocks",), lambda spec: _no_adapter(spec) or _several(spec)),
     (("lora_experts",), lambda spec: _no_adapter(spec) or _no_experts(spec)),
@@ -318,6 +347,10 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("train_guidance",), _takes_no_guidance),
     (("dataset",), _several_datasets),
     (("crop_variants",), _centred),
+    (("resolution_mode",), _one_resolution),
+    (("prior_loss_weight", "class_prompt"), _no_regularization),
+    (("unmasked_weight",), _unmasked),
+    (("max_bucket_aspect_ratio",), _squared),
     (("tracker_project_name", "tracker_run_name", "logging_dir"), _not_tracked),
     (("num_frames", "fps"), _pictures),
     (("conditioning_resolution",), _takes_no_references),
@@ -326,11 +359,11 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
         (
             "validation_num_inference_steps",
             "validation_guidance",
-            "validation_resolution",
             "validation_negative_prompt",
         ),
-        _no_samples,
+        _nothing_made,
     ),
+    (("validation_resolution",), _no_samples),
     (("validation_num_frames",), _no_frames),
     (("validation_true_cfg_scale",), _no_true_cfg),
     (("validation_steps", "validation_on_startup", "validation_seed"), _nothing_to_validate),

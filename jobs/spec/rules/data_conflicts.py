@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.strategy import world_size
+from jobs.spec.values.resolutions import has_several
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
@@ -56,10 +57,63 @@ def captions(spec: JobSpec) -> Conflict | None:
 
 def crops(spec: JobSpec) -> Conflict | None:
     if (
-        spec.crop == "center"
+        spec.crop != "random"
         and spec.crop_variants != type(spec).model_fields["crop_variants"].default
     ):
         return Conflict("crop_variants", "crop_variants needs crop: random")
+    ratio = type(spec).model_fields["max_bucket_aspect_ratio"].default
+    if spec.crop == "square" and spec.max_bucket_aspect_ratio != ratio:
+        return Conflict(
+            "max_bucket_aspect_ratio",
+            "max_bucket_aspect_ratio and crop: square contradict; keep one",
+        )
+    return None
+
+
+def resolutions(spec: JobSpec) -> Conflict | None:
+    default = type(spec).model_fields["resolution_mode"].default
+    if spec.resolution_mode != default and not has_several(spec):
+        return Conflict("resolution_mode", "resolution_mode needs several resolutions")
+    return None
+
+
+def regularization(spec: JobSpec) -> Conflict | None:
+    entries = spec.datasets or []
+    known = [entry for entry in entries if entry.regularization]
+    if known and len(known) == len(entries):
+        return Conflict("datasets", "datasets: all are regularization; at least one must not be")
+    if spec.num_class_images and not spec.class_prompt:
+        return Conflict("class_prompt", "num_class_images needs class_prompt")
+    if spec.num_class_images and any(entry.weight is not None for entry in entries):
+        return Conflict(
+            "num_class_images",
+            "num_class_images cannot be combined with weight in datasets; remove the weights, or "
+            "add the images as a dataset",
+        )
+    if spec.num_class_images and spec.swap_blocks:
+        return Conflict(
+            "num_class_images",
+            "num_class_images needs the full base on the GPU, without swap_blocks; make the images "
+            "in another job first",
+        )
+    if known or spec.num_class_images:
+        return None
+    for key in ("prior_loss_weight", "class_prompt"):
+        if getattr(spec, key) != type(spec).model_fields[key].default:
+            return Conflict(
+                key, f"{key} needs num_class_images, or a dataset with regularization: true"
+            )
+    return None
+
+
+def masks(spec: JobSpec) -> Conflict | None:
+    if spec.unmasked_weight and spec.masked_loss == "none":
+        return Conflict("unmasked_weight", "unmasked_weight needs masked_loss: alpha or file")
+    with_path = next((entry for entry in spec.datasets or [] if entry.mask_path), None)
+    if with_path and spec.masked_loss != "file":
+        return Conflict(
+            "datasets", f"datasets: mask_path of {with_path.path} needs masked_loss: file"
+        )
     return None
 
 
@@ -88,4 +142,14 @@ def text_encoders(spec: JobSpec) -> Conflict | None:
     return None
 
 
-DATA_RULES = (no_dataset, datasets, captions, crops, videos, text_encoders)
+DATA_RULES = (
+    no_dataset,
+    datasets,
+    captions,
+    crops,
+    resolutions,
+    regularization,
+    masks,
+    videos,
+    text_encoders,
+)

@@ -59,6 +59,23 @@ def _dora(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def may_scale(spec: JobSpec) -> bool:
+    """Whether the job has a base that could be multiplied in fp8."""
+    return spec.model_type == "lora" and spec.base_precision in ("fp8", "fp8_scaled")
+
+
+def _matmul(spec: JobSpec) -> Conflict | None:
+    if spec.model_type != "lora" or spec.base_matmul != "scaled":
+        return None
+    if not may_scale(spec):
+        return Conflict(
+            "base_matmul", "base_matmul: scaled needs base_precision: fp8_scaled or fp8"
+        )
+    if spec.device != "cpu" and spec.mixed_precision != "bf16":
+        return Conflict("base_matmul", "base_matmul: scaled needs mixed_precision: bf16")
+    return None
+
+
 def _swapping(spec: JobSpec) -> Conflict | None:
     if not spec.swap_blocks or spec.model_type != "lora":
         return None
@@ -74,5 +91,6 @@ LORA_RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _placement,
     _patterns,
     _dora,
+    _matmul,
     _swapping,
 )

@@ -10,31 +10,41 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
 from jobs.spec.families import latent_step_of
+from jobs.spec.values.resolutions import all_resolutions, resolutions_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.datasets import Dataset
 
-_WIDEST: Final = 2.0  # ratio of the long side to the short one
+_WIDEST: Final = 2.0  # ratio of the long side to the short one, where the job says nothing else
+_LARGE_ENOUGH: Final = 1.1  # for a resolution: images that it enlarges by no more
 
 
-def bucket_sizes(resolution: int, step: int) -> list[tuple[int, int]]:
+def bucket_sizes(resolution: int, step: int, widest: float = _WIDEST) -> list[tuple[int, int]]:
     """`(width, height)` of every bucket.
 
     Args:
         resolution: The area is at most `resolution²` pixels (and as close to it as steps allow).
         step: Sides are multiples of this many pixels.
+        widest: The largest ratio of the long side to the short one.
     """
     area = max(resolution, step) ** 2
     sizes = set()
     width = step
-    while width <= math.sqrt(area * _WIDEST):
+    while width <= math.sqrt(area * widest):
         height = max(step, int(area / width) // step * step)
-        if max(width, height) / min(width, height) <= _WIDEST:
+        if max(width, height) / min(width, height) <= widest:
             sizes |= {(width, height), (height, width)}
         width += step
-    return sorted(sizes)
+    side = max(step, resolution // step * step)
+    return sorted(sizes or {(side, side)})
+
+
+def widest_bucket(spec: JobSpec) -> float:
+    """The largest ratio of a bucket's long side to its short one."""
+    return 1.0 if spec.crop == "square" else spec.max_bucket_aspect_ratio
 
 
 def divisible(sizes: Sequence[tuple[int, int]], step: int, parts: int) -> list[tuple[int, int]]:
@@ -57,19 +67,63 @@ def enlargement(width: int, height: int, size: tuple[int, int]) -> float:
 
 
 def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
-    """The sizes that pictures are fitted to.
+    """The sizes that pictures are fitted to, of all resolutions.
 
     Raises:
-        UserError: None can be shared out over a context-parallel group.
+        UserError: None of a resolution can be shared out over a context-parallel group.
     """
+    return sorted({size for side in all_resolutions(spec) for size in sizes_at(side, spec)})
+
+
+def sizes_at(resolution: int, spec: JobSpec) -> list[tuple[int, int]]:
+    """The sizes that pictures are fitted to at one resolution; raises as `sizes_of` does."""
     step, ranks = latent_step_of(spec), spec.context_parallel_size
-    sizes = divisible(bucket_sizes(spec.resolution, step), step, ranks)
+    sizes = divisible(bucket_sizes(resolution, step, widest_bucket(spec)), step, ranks)
     if not sizes:
         raise UserError(
-            f"context_parallel_size {ranks} divides no bucket size of resolution {spec.resolution}",
+            f"context_parallel_size {ranks} divides no bucket size of resolution {resolution}",
             "change one of them",
         )
     return sizes
+
+
+class Buckets:
+    """Finds the buckets of an image, one for each resolution that it is trained at.
+
+    Args:
+        spec: The job.
+        dataset: Of the images; None for resolutions of the job's own key.
+    """
+
+    def __init__(self, spec: JobSpec, dataset: Dataset | None = None) -> None:
+        self._spec = spec
+        self.sizes = {side: sizes_at(side, spec) for side in resolutions_of(spec, dataset)}
+        self._known: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # few sizes differ
+
+    def find(self, width: int, height: int) -> dict[int, tuple[int, int]]:
+        """Resolution → bucket, in ascending order; at least one, see `why_unfit`.
+
+        An image is trained at the smallest resolution, and at each other one that it is large
+        enough for; with `resolution_mode: largest`, at the largest of these alone.
+        """
+        shape = (width, height)
+        if shape not in self._known:
+            near = {side: nearest_bucket(*shape, sizes) for side, sizes in self.sizes.items()}
+            least = min(near)
+            reached = [
+                side
+                for side, size in near.items()
+                if side == least or enlargement(*shape, size) <= _LARGE_ENOUGH
+            ]
+            if self._spec.resolution_mode == "largest":
+                reached = [max(reached)]
+            unlike = {near[side]: side for side in reversed(reached)}  # two may have one size
+            self._known[shape] = {side: size for size, side in reversed(unlike.items())}
+        return self._known[shape]
+
+    def why_unfit(self, width: int, height: int) -> str:
+        """Why an image is trained at none of the resolutions; "" if it is."""
+        return why_unfit(width, height, next(iter(self.find(width, height).values())), self._spec)
 
 
 def why_unfit(width: int, height: int, size: tuple[int, int], spec: JobSpec) -> str:

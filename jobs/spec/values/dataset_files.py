@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
@@ -69,6 +70,26 @@ METADATA: Final = (
 )
 # In the order in which they are looked for.
 CAPTION_SUFFIXES: Final = (".txt", ".TXT", ".caption", ".json")
+
+
+_MASK: Final = re.compile(r"(?P<stem>.+)[-_]mask(?:label)?")  # OneTrainer writes `-masklabel`
+
+
+def masked_stem(stem: str) -> str | None:
+    """The stem of the image whose mask a file is by its name; None if it is named otherwise."""
+    match = _MASK.fullmatch(stem)
+    return match["stem"] if match else None
+
+
+def without_masks(pictures: list[Path]) -> list[Path]:
+    """The pictures that are not named as masks of others beside them."""
+    stems = {path.with_suffix("") for path in pictures}
+
+    def is_mask(path: Path) -> bool:
+        stem = masked_stem(path.stem)
+        return stem is not None and path.with_name(stem) in stems
+
+    return [path for path in pictures if not is_mask(path)]
 
 
 @dataclass

@@ -5,11 +5,20 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from jobs.paths import exists, expand
 from jobs.spec.values.dataset_files import METADATA, PICTURE_SUFFIXES, VIDEO_SUFFIXES
-from jobs.spec.values.spellings import as_bool, as_list, as_mapping, as_none, normal_key
+from jobs.spec.values.resolutions import OptionalResolutions
+from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
+from jobs.spec.values.value_types import Bool
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +59,12 @@ Texts = Annotated[
 ]
 
 
+_RARE: Final = (
+    *("resolution", "regularization", "loss_weight", "loss_weight_column", "mask_path"),
+    *(*CONDITIONING, "first_frame"),
+)
+
+
 class Dataset(BaseModel):
     """One source of samples.
 
@@ -58,10 +73,16 @@ class Dataset(BaseModel):
         repeats: How often each sample comes in an epoch.
         weight: Its share of all samples that are drawn, relative to the other datasets' weights;
             the epoch is then as long as the dataset that needs most takes to be seen whole.
+        resolution: One or several, instead of the job's.
         trigger_word: Instead of the job's.
         caption_column: Column with captions, of metadata files and tables.
         image_column: Column with pictures, of tables.
         split: Which split of a table; `train`, or the only one, when left out.
+        regularization: Whether it shows what the model should keep knowing: its samples come as
+            often as all others together, and `prior_loss_weight` weights their loss.
+        loss_weight: Weight of the loss of its samples.
+        loss_weight_column: Column with a weight for each, of metadata files and tables.
+        mask_path: A folder with the masks of its images, by their names.
         conditioning_path: Folders with a conditioning image for each sample, of the same name.
         conditioning_suffix: What stands behind a sample's name in that of its conditioning image,
             such as `_control`: both lie in the same folder.
@@ -75,19 +96,31 @@ class Dataset(BaseModel):
     path: str = Field(min_length=1)
     repeats: int = Field(1, ge=1, le=10_000)
     weight: float | None = Field(None, gt=0, le=1e6)
+    resolution: OptionalResolutions = None
     trigger_word: Annotated[str | None, BeforeValidator(as_none)] = None
     caption_column: str | None = None
     image_column: str | None = None
     split: str | None = None
+    regularization: Bool = False
+    loss_weight: float = Field(1.0, gt=0, le=1000)
+    loss_weight_column: str | None = None
+    mask_path: str | None = None
     conditioning_path: Texts = None
     conditioning_suffix: Texts = None
     conditioning_column: Texts = None
-    first_frame: Annotated[bool, BeforeValidator(as_bool)] = False
+    first_frame: Bool = False
 
     @property
     def references(self) -> int:
         """How many conditioning images each sample has."""
         return max(len(one or ()) for one in (getattr(self, name) for name in CONDITIONING))
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, as_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What few datasets say is left out where one does not say it."""
+        values = as_is(self)
+        usual = {name: type(self).model_fields[name].default for name in _RARE}
+        return {k: v for k, v in values.items() if k not in usual or v != usual[k]}
 
 
 def read_datasets(value: Any) -> Any:
@@ -104,6 +137,11 @@ def read_datasets(value: Any) -> Any:
 def datasets_of(spec: JobSpec) -> list[Dataset]:
     """The job's datasets, in order; `dataset` alone is a list of one."""
     return list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
+
+
+def fallback_caption(spec: JobSpec, dataset: Dataset) -> str | None:
+    """The caption of a dataset's images that have none, if there is one."""
+    return spec.class_prompt if dataset.regularization else None
 
 
 def with_folder_repeats(spec: JobSpec) -> tuple[JobSpec, list[str]]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.forks.client import Ranks
 
-KILLS: Final = 24
+KILLS: Final = 12
 LONGEST: Final = 0.25  # seconds between two moments; a save takes a few hundredths
 
 

@@ -45,11 +45,17 @@ class Data:
         draws = torch.stack([torch.rand(3, generator=one) for one in generators])
         return Drawn(draws[:, 0], draws[:, 1:])
 
+    def weight_of(self, draw: Draw, latents: torch.Tensor) -> None:
+        return None
+
     def shown_of(self, draw: Draw) -> Shown:
         return Shown((draw.sample + 1, 8), 0, 0, (8, 8))
 
     def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
         return {}
+
+    def is_from_first(self, draw: Draw) -> bool:
+        return False
 
     def caption_of(self, draw: Draw) -> str:
         return str(draw.sample)

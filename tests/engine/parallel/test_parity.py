@@ -1,6 +1,6 @@
 """The parity table: any strategy on any number of ranks trains what one process would.
 
-Six steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
+Four steps of the toy FLUX.1 in fp32 on CPU ranks, every step clipped, all on the same global batch
 of four, of eight where four ranks accumulate, through the same code as a real job
 (`engine.run_job.run_job`). With SGD every loss and every trained tensor must agree; with AdamW,
 which turns the rounding of a gradient near zero into a whole step, every loss. SGD trains in every
@@ -100,6 +100,13 @@ def test_an_average_is_exported_and_changes_nothing_of_the_training(
 @of_each([Case("one process", "full", "sgd", extra="caption dropout")])
 def test_dropped_captions_change_the_losses(table: Table, case: Case) -> None:
     assert table.losses(case) != table.losses(replace(case, extra=""))
+
+
+@of_each([Case("one process", "lora", "sgd", extra="mixed data")])
+def test_masks_weights_and_regularization_change_the_losses(table: Table, case: Case) -> None:
+    losses = table.losses(case)
+    assert len(losses) == STEPS
+    assert losses != table.losses(replace(case, extra=""))
 
 
 @of_each(sorted({c.reference for c in CASES}, key=lambda c: c.folder))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -14,26 +12,6 @@ from torch.distributed import TCPStore
 from engine.start.loopback import Loopback
 from jobs.launch.local import loopback_variables
 from tests.support.paths import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-# Run by every rank: what it and its launcher listen on, once they have talked.
-RANK = """
-import os, psutil, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-dist.new_group()
-dist.barrier()
-# In one piece: `print` writes each word by itself, and another rank may come between.
-for process in (psutil.Process(), psutil.Process().parent()):
-    for one in process.net_connections():
-        if one.status == psutil.CONN_LISTEN:
-            os.write(1, f"LISTENS {one.laddr.ip}\\n".encode())
-os.write(1, f"ADDRESS {os.environ['MASTER_ADDR']}\\n".encode())
-dist.barrier()
-dist.destroy_process_group()
-"""
 
 
 def test_the_store_is_of_this_machine_alone_and_the_same_each_time() -> None:
@@ -59,13 +37,11 @@ def test_a_persons_own_interface_stays() -> None:
 
 
 @pytest.mark.slow
-def test_torchs_own_backends_listen_everywhere_still_and_ours_does_not(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
+def test_torchs_own_backends_listen_everywhere_still_and_ours_does_not(forked: str) -> None:
     said = {}
     for name, more in {"ours": [], "theirs": ["--rdzv_backend=static"]}.items():
         words = [
-            sys.executable,
+            forked,
             "-m",
             "engine.start.accelerate",
             "launch",
@@ -76,7 +52,8 @@ def test_torchs_own_backends_listen_everywhere_still_and_ours_does_not(tmp_path:
             "--mixed_precision=no",
             "--dynamo_backend=no",
             *more,
-            str(script),
+            "-m",
+            "tests.support.engine.ranks.listening",
         ]
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(

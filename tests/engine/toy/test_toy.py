@@ -557,6 +557,7 @@ def test_arguments_that_make_no_toy(
 # The command
 
 
+@pytest.mark.usefixtures("forked")
 def test_command_prints_where_they_are(toy: ToyPaths) -> None:
     done = run_command(toy.model.parent, "--family", "flux", "--json")
     assert done.returncode == 0
@@ -566,6 +567,7 @@ def test_command_prints_where_they_are(toy: ToyPaths) -> None:
     assert plain.stderr == ""
 
 
+@pytest.mark.usefixtures("forked")
 def test_command_refuses_bad_input_in_one_line(tmp_path: Path) -> None:
     occupied = tmp_path / "occupied"
     occupied.write_text("a file")

@@ -285,12 +285,9 @@ def test_every_nth_block_of_a_kind_is_recomputed(flux: FluxTransformer2DModel) -
 
 
 @pytest.mark.slow
-def test_a_selective_policy_holds_in_compiled_blocks(
-    flux: FluxTransformer2DModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_selective_policy_holds_in_compiled_blocks(flux: FluxTransformer2DModel) -> None:
     """It keeps more than a full one and less than none, and changes no gradient."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    # What inductor keeps, without its kernels, which take a compiler many seconds.
     torch._dynamo.reset()
     del flux.transformer_blocks[:]  # one kind of block, and one compilation
     everything = saved_bytes(flux, {})
@@ -304,6 +301,7 @@ def test_a_selective_policy_holds_in_compiled_blocks(
             "gradient_checkpointing": True,
             "gradient_checkpointing_policy": "selective",
             "torch_compile": True,
+            "torch_compile_backend": "aot_eager_decomp_partition",
         },
     )
     assert full < selective < everything

@@ -42,6 +42,7 @@ def run_id(name: str) -> str:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked")
 def test_two_ranks_measure_over_gloo() -> None:
     outcome = all_reduce(
         [], 2, run_id=run_id("doctor-real"), seconds=0.5, limit=PATIENCE, still=PATIENCE
@@ -60,6 +61,7 @@ def test_two_ranks_measure_over_gloo() -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_stops_answering_is_named_and_all_are_killed() -> None:
     mark = run_id("doctor-silent")
     frozen: list[int] = []
@@ -140,6 +142,7 @@ def test_a_helper_that_hangs_is_killed_and_what_it_said_counts() -> None:
     assert run_helper("no_such_module", run_id="x", seconds=60).last_line.endswith("no_such_module")
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_engines_facts_are_read() -> None:
     said = run_helper("engine.doctor", run_id=run_id("doctor-facts"), seconds=PATIENCE)
     assert said.status == 0, said.last_line
@@ -147,6 +150,7 @@ def test_the_engines_facts_are_read() -> None:
     assert said.facts["gloo"] is True
 
 
+@pytest.mark.usefixtures("forked")
 def test_one_rank_needs_no_launcher(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.create()

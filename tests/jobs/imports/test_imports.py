@@ -155,9 +155,9 @@ def test_simpletuner_flux_lora() -> None:
     assert job["pretrained_model_name_or_path"] == "black-forest-labs/FLUX.1-dev"
     assert job["datasets"] == [
         {"path": "/data/pottery/bowls", "repeats": 5},
-        {"path": "/data/pottery/vases", "trigger_word": "p0tt3r style"},
+        {"path": "/data/pottery/vases", "resolution": 512, "trigger_word": "p0tt3r style"},
     ]
-    assert job["crop"] == "random"
+    assert (job["crop"], job["max_bucket_aspect_ratio"]) == ("random", 1.0)
     assert (job["timestep_sampling"], job["flow_shift"]) == ("shift", 3.0)
     assert (job["lr_scheduler"], job["lr_warmup_steps"]) == ("polynomial", 100)
     assert (job["weight_decay"], job["lora_dropout"], job["max_grad_norm"]) == (0.01, 0.1, 2.0)
@@ -168,7 +168,6 @@ def test_simpletuner_flux_lora() -> None:
         "a shelf of cups, late light",
     ]
     assert imported.spec.resolution == 1024
-    assert any("datasets ask for 1024, 512" in text for text in imported.report.warnings)
     assert [e.key for e in imported.report.of(Kind.UNKNOWN)] == ["potters_own_key"]
     assert "(not shown)" in [e.value for e in imported.report.entries]
     assert {e.key for e in imported.report.assumed} == {
@@ -188,7 +187,7 @@ def test_simpletuner_full_training_on_eight_ranks() -> None:
     assert job["learning_rate"] == pytest.approx(1e-6 * 4 * 2 * 8)
     # The same folder in two resolutions, a metadata file, and a dataset of the hub.
     assert job["datasets"] == [
-        {"path": "/data/birds", "repeats": 2, "caption_column": "text"},
+        {"path": "/data/birds", "resolution": [768, 1024], "caption_column": "text"},
         {
             "path": "someone/bird-sketches",
             "caption_column": "prompt",
@@ -216,6 +215,7 @@ def test_simpletuner_video() -> None:
 def test_ai_toolkit_flux_lora() -> None:
     job = example("ai-toolkit", "flux-lora").to_dict()
     assert job["name"] == "tin_robots-v1"
+    assert job["resolution"] == [512, 768, 1024]
     assert (job["optimizer"], job["lora_alpha"]) == ("adamw_8bit", 8.0)
     assert job["trigger_word"] == "t1nb0t"
     assert job["validation_prompts"] == [
@@ -235,11 +235,26 @@ def test_ai_toolkit_full_training_on_several_gpus() -> None:
     assert job["datasets"] == [
         {"path": "/data/fields", "repeats": 3},
         {"path": "/data/fields-other", "trigger_word": "a field"},
+        {"path": "/data/reg", "resolution": 512, "regularization": True},
     ]
     assert (job["shuffle_captions"], job["keep_tags"]) == (True, 2)
     assert (job["lr_scheduler"], job["lr_warmup_steps"]) == ("constant_with_warmup", 200)
-    assert entry(imported, "datasets[2]").kind is Lost
+    assert entry(imported, "datasets[2].is_reg").kind is Kind.TRANSLATED
     assert "adafactor cannot train sharded" in "\n".join(imported.report.to_fill_in)
+
+
+def test_ai_toolkit_masks_weights_and_regularization(tmp_path: Path) -> None:
+    datasets = [
+        {"folder_path": "a", "mask_path": "m", "mask_min_value": 0.2, "loss_multiplier": 2},
+        {"folder_path": "r", "is_reg": True, "square_crop": False},
+    ]
+    spec = process(tmp_path, datasets=datasets, train__reg_weight=0.5).spec
+    told = [one.model_dump(mode="json", exclude_defaults=True) for one in spec.datasets or []]
+    assert told == [
+        {"path": "a", "loss_weight": 2.0, "mask_path": "m"},
+        {"path": "r", "regularization": True},
+    ]
+    assert (spec.masked_loss, spec.unmasked_weight, spec.prior_loss_weight) == ("file", 0.2, 0.5)
 
 
 def test_ai_toolkit_video_of_two_experts() -> None:
@@ -548,7 +563,12 @@ DATASETS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ),
     ({"probability": 1.0}, Needless),
     ({"probability": 0.2}, Lost),
-    ({"is_regularisation_data": True}, Lost),
+    (
+        {"is_regularisation_data": True},
+        {"datasets": [{"path": "d", "regularization": True}]},
+    ),
+    ({"crop": True, "crop_aspect": "square"}, {"crop": "square"}),
+    ({"maximum_aspect_ratio": 3.0}, {"max_aspect_ratio": 3.0}),
     ({"cache_dir_vae": "x"}, Needless),
     ({"never_heard_of": 1}, Kind.UNKNOWN),
 ]
@@ -668,7 +688,17 @@ SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
     ("--weighting_scheme=mode", {"timestep_sampling": "mode"}),
     ("--logit_mean=-1 --weighting_scheme logit_normal", {"logit_mean": 1.0}),
     ("--train_text_encoder", Lost),
-    ("--with_prior_preservation", Lost),
+    ("--with_prior_preservation", Lost),  # without a class prompt
+    (
+        "--with_prior_preservation --class_prompt=cat --num_class_images=7",
+        {"num_class_images": 7, "class_prompt": "cat"},
+    ),
+    (
+        "--prior_loss_weight=0.5 --with_prior_preservation --class_prompt=cat",
+        {"prior_loss_weight": 0.5, "num_class_images": 100},
+    ),
+    ("--prior_loss_weight=0.5", Needless),
+    ("--class_prompt=cat", Needless),
     ("--lr_warmup_steps=500", Needless),
     ("--lr_warmup_steps=50 --lr_scheduler=cosine", {"lr_warmup_steps": 50}),
     ("--num_train_epochs=2", Lost),

@@ -55,6 +55,8 @@ _OTHER: dict[str, Any] = {
     "lora_rank_pattern": {"to_q": 2},
     "lora_alpha_pattern": {"to_q": 2.0},
     "conditioning_resolution": 512,
+    "resolution": [512],
+    "unmasked_weight": 0.5,
 }
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {
@@ -333,6 +335,17 @@ def test_the_average_may_be_turned_on_and_off() -> None:
     assert "starts from the checkpoint's weights" in on
     (off,) = conflicts({"use_ema": True}, {"use_ema": False}).changes
     assert "the moving average stops" in off
+
+
+def test_auto_goes_on_as_the_checkpoint_computed() -> None:
+    fp8 = {"base_precision": "fp8_scaled"}
+    scaled, dequantized = (fp8 | {"base_matmul": one} for one in ("scaled", "dequantize"))
+    assert conflicts(scaled, dequantized).changes == ["base_matmul: scaled → dequantize"]
+    assert conflicts(dequantized, scaled).changes == ["base_matmul: dequantize → scaled"]
+    for before in (scaled, dequantized, fp8):
+        assert conflicts(before, fp8) == conflicts()
+    assert conflicts(fp8, scaled).changes, "a version without the key dequantized"
+    assert conflicts({"base_matmul": "dequantize"}, {"base_matmul": "auto"}) == conflicts()
 
 
 # -- the data --------------------------------------------------------------------------------

@@ -221,6 +221,16 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "attention_backend",
             "cudnn does not support fp32",
         ),
+        (
+            {"base_matmul": "scaled", "base_precision": "int8"},
+            "base_matmul",
+            "needs base_precision: fp8_scaled or fp8",
+        ),
+        (
+            {"base_matmul": "scaled", "base_precision": "fp8", "mixed_precision": "fp16"},
+            "base_matmul",
+            "needs mixed_precision: bf16",
+        ),
         ({"lora_variant": "dora", "lora_dropout": 0.1}, "lora_dropout", "lora_variant: dora"),
         ({"lora_variant": "dora", "torch_compile": True}, "torch_compile", "lora_variant: dora"),
         (

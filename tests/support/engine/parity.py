@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from PIL import Image
 from safetensors.torch import load_file
 
 from engine.model.release import STILL_HELD
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-STEPS: Final = 6
+STEPS: Final = 4
 
 
 TOLERANCE: Final = 1e-5
@@ -100,7 +102,7 @@ FULL_ONLY: Final[dict[str, dict[str, Any]]] = {
 # taken in between: a forward without backward leaves FSDP's root gathered.
 SAMPLES: Final = {
     "validation_prompts": ["a red circle", "a blue square"],
-    "validation_steps": 4,
+    "validation_steps": 2,
     "validation_num_inference_steps": 1,
 }
 
@@ -117,8 +119,22 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
         "lora_exclude_modules": ["to_k"],
     },
     **{scheme: {"base_precision": scheme} for scheme in QUANTIZED},
+    "scaled": {"base_precision": "fp8_scaled", "base_matmul": "scaled"},
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
+    # The datasets are `mixed_datasets`.
+    "mixed data": {
+        "dataset": "",
+        "resolution": [48, 64],
+        "masked_loss": "file",
+        "unmasked_weight": 0.1,
+        "prior_loss_weight": 0.5,
+        "random_flip": True,
+        "class_prompt": "a shape",
+        "num_class_images": 3,
+        "validation_num_inference_steps": 1,
+    },
 }
+MIXED: Final = ("mixed data",)
 
 
 # A rank's gradient of its own samples may overflow fp16 where the one of all does not; then the
@@ -130,6 +146,32 @@ OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
     "sgd": {"optimizer": "sgd", "learning_rate": 2.0},
     "adamw": {"optimizer": "adamw", "learning_rate": 1e-3},
 }
+
+
+def mixed_datasets(toy: Path) -> list[dict[str, Any]]:
+    """Datasets with masks, weights and resolutions of their own, of the toy's images."""
+    folder = toy / "mixed"
+    if not folder.exists():
+        images = sorted((toy / "data").glob("*.png"))[:14]
+        lines = []
+        for number, path in enumerate(images):
+            own = folder / ("prior" if number > 9 else "learned")
+            own.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, own / path.name)
+            if number > 9:
+                shutil.copy(path.with_suffix(".txt"), own / f"{path.stem}.txt")
+                continue
+            lines.append({"file_name": path.name, "text": path.stem, "w": 0.5 + number / 5})
+            if number % 3:
+                with Image.open(path) as image:
+                    mask = Image.new("L", image.size)
+                    mask.paste(255, (0, 0, image.width // 2, image.height // number))
+                mask.save(own / f"{path.stem}-mask.png")
+        (folder / "learned/metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return [
+        {"path": str(folder / "learned"), "loss_weight_column": "w", "loss_weight": 1.5},
+        {"path": str(folder / "prior"), "regularization": True, "resolution": 64},
+    ]
 
 
 @dataclass(frozen=True)
@@ -156,11 +198,13 @@ class Case:
 
     def values(self, toy: Path) -> dict[str, Any]:
         layouts = REFERENCES | LAYOUTS | LORA_ONLY | FULL_ONLY
+        mixed = {"datasets": mixed_datasets(toy)} if self.extra in MIXED else {}
         return toy_values(
             toy,
             model_type=self.model_type,
             mixed_precision=self.precision,
-            **COMMON
+            **mixed
+            | COMMON
             | OPTIMIZERS[self.optimizer]
             | layouts[self.layout]
             | (EXTRAS | CALM)[self.extra],
@@ -186,8 +230,9 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(
             Case("fsdp2 2", "full", "sgd", extra=extra)
             for extra in EXTRAS
-            if extra not in ("", "dora", *QUANTIZED)
+            if extra not in ("", "dora", "scaled", *QUANTIZED, *MIXED)
         ),
+        *(Case("fsdp2 2, accumulated", "lora", "sgd", extra=extra) for extra in MIXED),
         *(
             Case(layout, "lora", "sgd", extra="dora")
             for layout in ("fsdp2 2", "fsdp2 2, sharded lora")
@@ -203,7 +248,10 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
             Case(layout, "lora", "sgd", extra="int8")
             for layout in ("fsdp2 2, cpu offload", "fsdp2 2, activation checkpointing")
         ),
-        Case("fsdp2 2", "lora", "sgd", extra="fp8_scaled"),
+        *(
+            Case(layout, "lora", "sgd", extra="scaled")
+            for layout in ("fsdp2 2", "hsdp 2x2", "fsdp2 2, sharded lora")
+        ),
     ]
 
 
@@ -215,6 +263,11 @@ COVERED: Final = {
     Case("fsdp2 2, cpu offload", "full", "sgd"),  # by LoRA, and by full accumulated
     Case("fsdp2 2, activation checkpointing", "full", "sgd"),  # by LoRA, and by full selective
     Case("fsdp2 2, compiled", "full", "sgd"),  # by compiled with selective checkpointing
+    # Each scheme under whole and under sharded adapters, or among four and among two ranks.
+    Case("fsdp2 4", "lora", "sgd", extra="fp8_scaled"),  # by two ranks
+    Case("fsdp2 4", "lora", "sgd", extra="nf4"),  # by hsdp 2x2
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="fp8"),  # by the scaled one
+    Case("fsdp2 2, sharded lora", "lora", "sgd", extra="int8"),  # by nf4, and by int8 on two ranks
 }
 
 

@@ -26,10 +26,11 @@ from tests.support.paths import ROOT
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+_PYTHON: Final = sys.executable  # whatever a test puts in its place
 PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 VARIABLE: Final = "FSDP_TUI_TESTS_FORKS"  # the server's directory, for all workers of a session
 _ROOM: Final = 1 << 16  # bytes for the environment of what is forked
-_LINE: Final = 1 << 11  # and for its command line
+_LINE: Final = 3500  # and for its command line, which becomes one path: at most 4096
 # What libraries read when they are imported, as `jobs.launch.local` sets it.
 _LAUNCHED: Final = {
     "PYTHONSAFEPATH": "1",
@@ -70,7 +71,7 @@ def leave() -> None:
 
 def directory() -> Path:
     """Where the server's socket is; it runs from now on until this process lets it go."""
-    return _serving(Path(os.environ[VARIABLE]), sys.executable, os.environ | _LAUNCHED)
+    return _serving(Path(os.environ[VARIABLE]), _PYTHON, os.environ | _LAUNCHED)
 
 
 def python() -> str:
@@ -130,7 +131,7 @@ def _start(place: Path, interpreter: str, environment: Mapping[str, str]) -> Non
         _started.append(server)
     script = place / "python.new"
     # Shell first, then Python: a line that begins with #! takes no path with spaces.
-    begin = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -IS \"$0\" \"$@\"\n' '''\n"
+    begin = f"#!/bin/sh\n'''exec' {shlex.quote(_PYTHON)} -IS \"$0\" \"$@\"\n' '''\n"
     end = f"main({str(place / 'socket')!r})\n"
     script.write_text(f"{begin}{Path(proxy.__file__).read_text()}\n{end}")
     script.chmod(0o700)

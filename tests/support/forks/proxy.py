@@ -1,4 +1,4 @@
-"""The `python` of ranks that a real launcher starts: stands for a process of the server.
+"""The `python` of processes that the product starts: stands for a process of the server.
 
 It has the pid that the launcher knows. What the launcher gave it goes to the server, signals that
 it gets go to the rank, and it ends as the rank does, by the same signal if by one. When it is
@@ -19,6 +19,8 @@ FORWARDED = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 def main(server: str) -> NoReturn:
     """Args: server: Path of its socket."""
+    if "-m" not in sys.argv[1:3]:  # what libraries run: no module of ours
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     signals = {getattr(signal, name) for name in FORWARDED}
     ignored = {one for one in signals if signal.getsignal(one) is signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # `forward` takes them

@@ -29,7 +29,8 @@ from typing import Any, Final
 LARGEST: Final = 1 << 18  # bytes of a request
 FIRST_COMES_WITHIN: Final = 60.0  # seconds
 
-# What families' ranks import, and torch when it first shards, saves or recomputes.
+# What families' ranks import, and torch when it first shards, saves or recomputes; then what the
+# processes around ranks do.
 PRELOADED: Final = (
     "engine.run_job",
     "engine.exports.__main__",
@@ -37,7 +38,14 @@ PRELOADED: Final = (
     "diffusers.loaders.lora_pipeline",
     "torch.distributed.checkpoint.state_dict",
     "torch.testing._internal.distributed.fake_pg",
+    "accelerate.commands.accelerate_cli",
+    "engine.memory.__main__",
+    "engine.start.loopback",
+    "jobs.queue.dispatch",
+    "jobs.supervise.supervisor",
+    "tui.cli.commands",
 )
+FORKS: Final = "PYTHON_EXEC"  # what torch's launcher starts ranks with, and here all others too
 
 
 class Server:
@@ -142,6 +150,11 @@ def dress(request: Any) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     show([sys.executable, *request["argv"]], request["environment"])
+    words = [word for word in request["argv"] if word != "-u"]
+    if FORKS in os.environ and words[:2] != ["-m", "engine"]:  # a rank starts none
+        sys.executable = os.environ[FORKS]  # what starts more of our processes forks them
+        memory = importlib.import_module("jobs.memory.client")
+        memory.COMMAND = (sys.executable, *memory.COMMAND[1:])  # type: ignore[misc]
     random.seed()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -190,6 +203,8 @@ def run(argv: list[str]) -> int:
 def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+        if name.endswith("__main__"):
+            del sys.modules[name]  # else who runs it is warned that it is here already
     from engine import families
     from jobs.spec.families import FAMILIES
 

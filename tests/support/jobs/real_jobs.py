@@ -35,14 +35,18 @@ class Bench:
     Attributes:
         home: An existing directory.
         toy: Holds `model` and `data`.
-        forked: Whether the launcher's ranks are forked from the server that has imported everything
-            (see `tests.support.forks`), by the variable in which torch's launcher looks for another
-            interpreter. Their process tree is then another; all else is real.
+        forked: Whether the command line, and all that it starts, down to the ranks, is forked from
+            the server that has imported everything (see `tests.support.forks`). The process tree is
+            then another; all else is real.
     """
 
     home: Path
     toy: Path
     forked: bool = True
+
+    @property
+    def python(self) -> str:
+        return forks.python() if self.forked else sys.executable
 
     @property
     def environment(self) -> dict[str, str]:
@@ -64,7 +68,7 @@ class Bench:
 
     def cli(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "tui", *words],
+            [self.python, "-m", "tui", *words],
             env=self.environment,
             cwd=cwd or self.home,
             capture_output=True,

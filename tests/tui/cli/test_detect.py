@@ -52,7 +52,7 @@ CLASS_KEYS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("no_gpus", "started")
+pytestmark = pytest.mark.usefixtures("no_gpus", "started", "forked")
 
 
 @pytest.fixture

@@ -449,6 +449,7 @@ def model(make_model: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 async def test_a_real_model_is_looked_at_in_a_process_and_remembered(
     store: Store, model: Path
 ) -> None:
@@ -463,6 +464,7 @@ async def test_a_real_model_is_looked_at_in_a_process_and_remembered(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 async def test_escape_ends_the_process_that_looks(store: Store, model: Path) -> None:
     async with looking_at(store, str(model)) as (_, pilot, answers):
         await until(pilot, looking_processes)

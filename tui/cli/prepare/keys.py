@@ -74,7 +74,7 @@ def values_of(name: str) -> str:
     if "dict[" in annotation:
         return "file or mapping" if annotation.startswith("str |") else "mapping"
     if takes_many(name):
-        return "number or list" if name == "gpus" else "list"
+        return "number or list" if name in ("gpus", "resolution") else "list"
     if is_switch(name):
         return "true or false, or a number" if "int" in annotation else "true or false"
     kinds = [said for part, said in _KINDS.items() if re.search(rf"\b{part}\b", annotation)]

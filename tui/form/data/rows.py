@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.cells import cell_len, set_cell_size
 
-from tui.text.data_text import bucket_name, groups
+from tui.text.data_text import bucket_name, dataset_name, groups
 from tui.text.format import Row, Span, bar, percent, right
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _titled(title: str, rows: Sequence[Row]) -> list[Row]:
 def _dataset(dataset: Mapping[str, Any], width: int) -> Row:
     facts = f"{dataset['samples']:>6}  {dataset['draws']} samples per epoch"
     facts += f", {dataset['skipped']} skipped  " if dataset["skipped"] else "  "
-    return (Span(facts), Span(_head_cut(dataset["path"], width - len(facts)), "dim"))
+    return (Span(facts), Span(_head_cut(dataset_name(dataset), width - len(facts)), "dim"))
 
 
 def _finding(found: Mapping[str, Any], role: str, width: int) -> list[Row]:

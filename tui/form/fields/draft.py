@@ -44,7 +44,13 @@ _NOT_OF_TEMPLATES: Final = (
     "num_processes",
     *FOLLOWING,
 )
-OF_IMAGES: Final = ("missing_captions", "resolution", "max_upscale", "max_aspect_ratio")
+OF_IMAGES: Final = (
+    "missing_captions",
+    "resolution",
+    "max_upscale",
+    "max_aspect_ratio",
+    "masked_loss",
+)
 """Decide which images are left out."""
 
 _MOST_DIGITS: Final = 10  # of a number of ranks; Python refuses to read thousands of them

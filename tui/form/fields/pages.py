@@ -97,6 +97,7 @@ _PARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "moving average": ("use_ema", "ema_"),
     },
     "data": {
+        "regularization and masks": ("prior_", "class_", "num_class", "masked_", "unmasked_"),
         "captions": ("caption_l", "missing_", "trigger_", "shuffle_", "caption_s", "keep_"),
         "text encoders and caches": (
             "cache_",

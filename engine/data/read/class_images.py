@@ -1,0 +1,77 @@
+"""Where the class images of a job are: made once from its base model, kept in the cache.
+
+Their folder is named by all that decides them but their number: jobs that want more of the same
+make only the others. Each is `NN.png` with its prompt in `NN.json`, which is its caption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from engine.data.encode.tensor_cache import fingerprint
+from engine.data.read.folders import Source
+from jobs.paths import cache_home
+from jobs.spec.values.datasets import Dataset, datasets_of
+from jobs.spec.values.resolutions import all_resolutions
+
+if TYPE_CHECKING:
+    from jobs.spec.job_spec import JobSpec
+
+_FOLDER: Final = "class_images"
+_MADE: Final = 1  # raise it when the same settings come to other images
+
+
+def cache_root(spec: JobSpec) -> Path:
+    """Where the job keeps what it prepares."""
+    return Path(spec.cache_dir) if spec.cache_dir else cache_home()
+
+
+def folder_of(spec: JobSpec, model_root: Path) -> Path:
+    """The folder of a job's class images."""
+    facts = {
+        "made": _MADE,
+        "model": fingerprint(model_root),
+        "family": spec.model_family,
+        "prompt": spec.class_prompt,
+        "trigger": spec.trigger_word,
+        "side": all_resolutions(spec)[-1],
+        "steps": spec.validation_num_inference_steps,
+        "guidance": [spec.validation_guidance, spec.validation_true_cfg_scale],
+        "negative": spec.validation_negative_prompt,
+        "precision": [spec.mixed_precision, spec.base_precision, spec.text_encoder_precision],
+        "tokens": spec.max_sequence_length,
+    }
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_root(spec) / _FOLDER / name
+
+
+def numbers_in(folder: Path) -> set[int]:
+    """The numbers of the images that are there whole."""
+    found = (path for path in folder.glob("[0-9]*.png") if path.with_suffix(".json").is_file())
+    return {int(path.stem) for path in found if path.stem.isdecimal()}
+
+
+def with_class_images(spec: JobSpec, folder: Path) -> JobSpec:
+    """The job with its class images as one more dataset."""
+    made = Dataset(path=str(folder), regularization=True)
+    return spec.model_copy(update={"dataset": "", "datasets": [*datasets_of(spec), made]})
+
+
+def has_class_images(spec: JobSpec) -> bool:
+    """Whether class images are among the job's datasets."""
+    return any(_holds(dataset, spec) for dataset in datasets_of(spec))
+
+
+def only_of_job(source: Source, dataset: Dataset, spec: JobSpec) -> Source:
+    """Of the folder of class images, those that the job asks for; any other as it is."""
+    if not _holds(dataset, spec):
+        return source
+    kept = [one for one in source.entries if int(one.path.stem) < spec.num_class_images]
+    return Source(kept, source.others)
+
+
+def _holds(dataset: Dataset, spec: JobSpec) -> bool:
+    return Path(dataset.path).parent == cache_root(spec) / _FOLDER

@@ -1,0 +1,180 @@
+"""Masks of images: which file is whose, and what is in it.
+
+White is trained, black is not. A mask is a file of its own, with the image's name and `-mask` or
+`_mask` behind it or in a folder of masks, or it is the image's transparency.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from engine.data.read.folders import Source
+from engine.data.read.images import PictureError, decode, decode_opacity
+from engine.data.read.memo import stamp_of
+from engine.data.read.tables import RowError, table_of
+from jobs.errors import UserError
+from jobs.paths import expand
+from jobs.spec.values.dataset_files import list_files, masked_stem, same_name
+from jobs.untrusted.files import LARGEST_PICTURE, read_regular
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from PIL import Image
+
+    from engine.data.read.folders import Entry
+    from engine.data.read.memo import Memo
+    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.datasets import Dataset
+
+ALPHA: Final = "alpha"
+"""What stands in place of the name of a mask that is a part of its image."""
+
+_ALIKE: Final = 0.02  # relative difference of aspect ratios that rounding may make
+
+
+def separate_masks(source: Source, dataset: Dataset) -> tuple[Source, dict[Path, Path]]:
+    """Tell the masks among the pictures of a folder from its images.
+
+    Returns:
+        The source without them, and image → mask.
+
+    Raises:
+        UserError: The folder of masks is not there.
+    """
+    entries = source.entries
+    known = {_stem(entry.path) for entry in entries}
+    masks = {
+        _stem(entry.path, stem): entry.path
+        for entry in entries
+        if entry.row is None and (stem := masked_stem(entry.path.stem))
+        if _stem(entry.path, stem) in known
+    }
+    apart = set(masks.values())
+    if dataset.mask_path:
+        folder = expand(dataset.mask_path)
+        apart |= {entry.path for entry in entries if folder in entry.path.parents}
+        masks |= _of_folder(folder, Path(dataset.path))
+    images = [entry for entry in entries if entry.path not in apart]
+    found = {one.path: masks[stem] for one in images if (stem := _stem(one.path)) in masks}
+    return Source(images, source.others), found
+
+
+def _of_folder(folder: Path, images: Path) -> dict[str, Path]:
+    """The masks in a folder, by the stems that their images have below another."""
+    if not folder.is_dir():
+        raise UserError(f"no such folder of masks: {folder}")
+    found = {}
+    for path in list_files(folder).pictures:
+        for stem in filter(None, (path.stem, masked_stem(path.stem))):
+            found[_stem(images / path.relative_to(folder), stem)] = path
+    return found
+
+
+def _stem(path: Path, stem: str = "") -> str:
+    return same_name(os.path.normpath(path.with_name(stem or path.stem)))
+
+
+def names_mask(name: str, stems: Collection[str]) -> bool:
+    """Whether a name is that of a mask of another.
+
+    Args:
+        name: A path.
+        stems: All paths without their suffixes.
+    """
+    stem, _ = os.path.splitext(name)
+    return masked_stem(stem) in stems
+
+
+def read_mask(content: bytes, *, alpha: bool) -> Image.Image | None:
+    """A mask in 8-bit grey, as displayed; None where a picture has no transparency.
+
+    Raises:
+        PictureError: It cannot be read.
+    """
+    return decode_opacity(content) if alpha else decode(content).convert("L")
+
+
+def look_at_mask(content: bytes, digest: str, *, alpha: bool) -> dict[str, Any] | str:
+    """Size, identity and whether it is all black, as JSON values; or what is wrong with it."""
+    try:
+        mask = read_mask(content, alpha=alpha)
+    except PictureError as error:
+        return f"mask: {error}"
+    if mask is None:
+        return {"width": 0, "height": 0, "digest": "", "empty": False}
+    return {
+        "width": mask.width,
+        "height": mask.height,
+        "digest": digest,
+        "empty": mask.getbbox() is None,
+    }
+
+
+def why_mask_unfit(facts: dict[str, Any], width: int, height: int, *, empty_counts: bool) -> str:
+    """Why an image cannot be trained with its mask; "" if it can.
+
+    Args:
+        facts: From `look_at_mask`.
+        width: Of the image, as displayed.
+        height: Likewise.
+        empty_counts: Whether something is trained where the mask is black.
+    """
+    if not facts["digest"]:
+        return ""
+    if facts["empty"] and not empty_counts:
+        return "its mask is all black"
+    shapes = facts["width"] * height, width * facts["height"]
+    if abs(shapes[0] - shapes[1]) > _ALIKE * max(shapes):
+        return (
+            f"its mask has another shape: {facts['width']}x{facts['height']} for an image of "
+            f"{width}x{height}"
+        )
+    return ""
+
+
+def mask_of(
+    entry: Entry,
+    size: tuple[int, int],
+    dataset: Dataset,
+    memo: Memo,
+    spec: JobSpec,
+    file: Path | None,
+) -> tuple[str, str] | str:
+    """The digest and file of an entry's mask, both "" if there is none; or why it is unfit.
+
+    Args:
+        entry: An image.
+        size: Its width and height.
+        dataset: That it is of.
+        memo: What was seen before.
+        spec: The job.
+        file: Its mask's file, if it has one.
+    """
+    alpha = spec.masked_loss == "alpha"
+    if not alpha and file is None:
+        return "", ""
+    name, path = f"{entry.name} mask", entry.path if alpha or file is None else file
+    try:
+        row = entry.row
+        stamp = stamp_of(path) if row is None else table_of(dataset).stamp_of(row)
+        stamp += f":{spec.masked_loss}:{os.fspath(path)}" if stamp else ""
+        known = memo.get(name, stamp) if stamp else None
+        if known is None:
+            if row is None:
+                content = read_regular(path, LARGEST_PICTURE)
+            else:
+                content = table_of(dataset).content(row)
+            known = look_at_mask(content, hashlib.sha256(content).hexdigest(), alpha=alpha)
+            if isinstance(known, str):
+                return known
+            memo.put(name, stamp, known)
+    except (OSError, RowError) as error:
+        return f"mask: cannot be read ({getattr(error, 'strerror', None) or error})"
+    counts = spec.unmasked_weight > 0
+    if why := why_mask_unfit(known, *size, empty_counts=counts):
+        return why
+    return known["digest"], "" if alpha or not known["digest"] else str(path)

@@ -1,0 +1,155 @@
+"""Class images: what the base model makes of a class prompt, to be trained on as regularization.
+
+Made before the data is looked at, by all ranks in lockstep with the sampler of the job, one image a
+rank and round. Those that are there already are kept, so a run that was cut off continues, and jobs
+with the same base and prompt share them. When it returns, base and text encoders are gone from
+memory: the adapter's model is built later, as in any job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.data.encode.shared_work import Team
+from engine.data.encode.texts import Text, Texts, prepare_texts
+from engine.data.index.captions import prompt_text
+from engine.data.read.class_images import (
+    cache_root,
+    folder_of,
+    numbers_in,
+    with_class_images,
+)
+from engine.ranks.control import StoppedError
+from engine.ranks.file_barrier import FileBarrier
+from engine.sample.sampler import Sampler
+from engine.sample.second_denoiser import frozen_denoiser
+from jobs.errors import UserError
+from jobs.spec.keys.prompts import ValidationPrompt, requests_of
+from jobs.spec.rules.cascade import settle
+from jobs.spec.values.resolutions import all_resolutions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+    from PIL.Image import Image
+
+    from engine.families import Family
+    from engine.ranks.telemetry import Telemetry
+    from engine.ranks.world import World
+    from jobs.run.rundir import RunDir
+    from jobs.spec.job_spec import JobSpec
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The class prompt and its negative one, encoded."""
+
+    spec: JobSpec
+    texts: Texts
+    pictures: Mapping[str, Image] = field(default_factory=dict)
+
+    def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
+        return self.texts.encoded(Text(prompt_text(text, self.spec), negative))
+
+
+def add_class_images(
+    spec: JobSpec,
+    family: Family,
+    model_root: Path,
+    run_dir: RunDir,
+    world: World,
+    telemetry: Telemetry,
+    wants_stop: Callable[[], bool],
+) -> JobSpec:
+    """Make the class images that are missing; a collective.
+
+    Args:
+        spec: The job.
+        family: Its family.
+        model_root: The model.
+        run_dir: The run's.
+        world: The ranks.
+        telemetry: This rank's.
+        wants_stop: Whether this rank has seen a wish to stop.
+
+    Returns:
+        The job with them as one more dataset; as it is if it wants none.
+
+    Raises:
+        StoppedError: A rank has seen one; raised on all of them. What was made is kept.
+        UserError: They cannot be written.
+    """
+    if not spec.num_class_images:
+        return spec
+    # Meetings of its own: preparing the data meets at places of the same names.
+    barrier = FileBarrier(run_dir, f"{world.token}-class", world.rank, world.size)
+    team = Team(world, barrier, telemetry, wants_stop)
+    folder = folder_of(spec, model_root)
+    if missing := _agree(folder, spec.num_class_images, "missing", team):
+        telemetry.say(f"making {len(missing)} class images of “{spec.class_prompt}” in {folder}")
+        _make(_sampled(spec, missing), family, model_root, folder, missing, team)
+        if left := _agree(folder, spec.num_class_images, "made", team):
+            raise UserError(
+                f"{len(left)} of {spec.num_class_images} class images could not be written to "
+                f"{folder}",
+                "free space, or set cache_dir to another directory",
+            )
+    return with_class_images(spec, folder)
+
+
+def _agree(folder: Path, count: int, place: str, team: Team) -> list[int]:
+    """The numbers of the images that are not there, as rank 0 sees it."""
+    if team.world.main:
+        found = numbers_in(folder)
+        team.arrive(place, {"numbers": [n for n in range(count) if n not in found]})
+    team.barrier.wait(place, ranks=1)
+    numbers: list[int] = team.words(place)[0]["numbers"]
+    return numbers
+
+
+def _sampled(spec: JobSpec, numbers: Sequence[int]) -> JobSpec:
+    """The job with nothing but these images to sample; the number of one is its seed."""
+    side = all_resolutions(spec)[-1]
+    prompt = spec.class_prompt or ""
+    prompts = [
+        ValidationPrompt(prompt=prompt, seed=number, resolution=side, num_frames=1)
+        for number in numbers
+    ]
+    return settle(spec).model_copy(update={"validation_prompts": prompts, "use_ema": False})
+
+
+def _make(
+    spec: JobSpec,
+    family: Family,
+    model_root: Path,
+    folder: Path,
+    numbers: Sequence[int],
+    team: Team,
+) -> None:
+    request = requests_of(spec)[0]
+    wanted = [Text(prompt_text(request.prompt, spec))]
+    if request.guided and request.negative_prompt is not None:
+        wanted.append(Text(prompt_text(request.negative_prompt, spec), negative=True))
+    texts = prepare_texts(spec, family, model_root, cache_root(spec), wanted, team)
+    prompts = _Prompts(spec, texts)
+    sampler = Sampler(
+        spec,
+        family,
+        model_root,
+        prompts,
+        team.world,
+        team.telemetry,
+        team.wants_stop,
+        numbers=numbers,
+    )
+    with frozen_denoiser(
+        spec, family, family.component, model_root, team.world, team.telemetry
+    ) as model:
+        sampler.sample(model, folder, 0)
+        del model
+    texts.close()
+    if any(team.world.any([team.wants_stop()])):
+        raise StoppedError("class images")

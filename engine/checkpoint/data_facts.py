@@ -16,7 +16,9 @@ def data_facts(index: DataIndex, plan: BatchPlan) -> dict[str, Any]:
     """What decides which samples a step trains on, but for the job's settings."""
     digest = hashlib.sha256()
     for sample in index.samples:
-        digest.update(f"{sample.digest} {sample.row} {sample.bucket}\n".encode())
+        digest.update(f"{sample.digest} {sample.row} {sample.group}\n".encode())
+        for reference in sample.references:
+            digest.update(f"{reference.digest}\n".encode())
     return {
         "samples": len(index.samples),
         "steps_per_epoch": plan.steps_per_epoch,

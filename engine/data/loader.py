@@ -14,6 +14,7 @@ from engine.data.index.batch_plan import Draw, positions_of_rank
 from engine.diffusion.objective import Drawn
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.families.shared.collate import collate
+from engine.families.shared.references import first_frame_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,8 @@ class MicroBatch:
         positions: Places of its samples in the global batch; draws are keyed by them.
         latents: `(B, C, h, w)`, for videos `(B, C, f, h, w)`; normalised, fp32.
         drawn: Levels and noise.
-        condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them.
+        condition: Encoded captions, each `(B, …)`, as `Family.arrange` leaves them; and latents of
+            conditioning images (`engine.families.shared.references`).
         weight: Of the errors, `(B,)`, or `(B, 1, h, w)` in a job with masks; None where all
             count alike.
     """
@@ -58,6 +60,7 @@ class _Read:
     drawn: Drawn
     texts: list[Text]
     pictures: list[Shown]
+    references: dict[str, torch.Tensor]
     condition: dict[str, torch.Tensor] | None
     weight: torch.Tensor | None
 
@@ -148,9 +151,14 @@ class Loader:
         drawn = self._objective.draw(latents, sample_generators(self._spec.seed, step, positions))
         texts = [self._text(step, position, draws[position]) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
-        condition = self._encoded(texts, pictures) if self._data.texts.ahead else None
+        references = collate([self._data.references_of(draws[place]) for place in positions])
+        if self._data.is_from_first(draws[positions[0]]):  # then all of the batch are
+            references |= first_frame_of(latents)
+        condition = None
+        if self._data.texts.ahead:
+            condition = self._encoded(texts, pictures) | references
         weight = torch.stack(known) if known else None
-        return _Read(positions, latents, drawn, texts, pictures, condition, weight)
+        return _Read(positions, latents, drawn, texts, pictures, references, condition, weight)
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """The sample's caption, or the empty one when this draw drops it."""
@@ -167,7 +175,7 @@ class Loader:
         device = self._world.device
         condition = batch.condition
         if condition is None:  # by encoders that share the device with the training
-            condition = self._encoded(batch.texts, batch.pictures)
+            condition = self._encoded(batch.texts, batch.pictures) | batch.references
         return MicroBatch(
             batch.positions,
             batch.latents.to(device, non_blocking=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.data.encode.latents import LatentKeys, prepare_latents
@@ -15,8 +15,10 @@ from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
 from engine.data.index.captions import prompt_text
 from engine.data.index.data_index import DataIndex, build_index
 from engine.data.index.held_out import hold_out
+from engine.data.index.references import fit_whole
 from engine.data.index.views import count_views, shown, view_of
 from engine.data.read.class_images import cache_root
+from engine.data.read.images import PictureError, decode
 from engine.data.report.data_report import (
     changed_since,
     make_plan,
@@ -24,16 +26,22 @@ from engine.data.report.data_report import (
     sample_texts,
     summary,
 )
+from engine.families.shared.references import REFERENCE
 from engine.ranks.control import StoppedError
+from jobs.errors import UserError
+from jobs.paths import expand
 from jobs.run.rundir import write_atomic
+from jobs.spec.families import references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.cascade import settle
+from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
+    from PIL.Image import Image
 
     from engine.data.index.data_index import Sample
     from engine.data.index.views import Shown
@@ -60,6 +68,7 @@ class Prepared:
         texts: Encoded captions and prompts.
         held: The samples that are held out (`engine.data.index.held_out`).
         weights: Of the samples' losses; None where all count alike, everywhere.
+        pictures: The conditioning images of prompts, by their paths, as pipelines take them.
     """
 
     spec: JobSpec
@@ -71,11 +80,20 @@ class Prepared:
     texts: Texts
     held: Sequence[Sample] = ()
     weights: LossWeights | None = None
+    pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
         """`(C, h, w)`, for videos `(C, f, h, w)`; normalised, fp32."""
         view = view_number(draw, self.spec)
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
+
+    def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
+        """The conditioning images of a draw, as `Family.predict` names them."""
+        return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
+
+    def is_from_first(self, draw: Draw) -> bool:
+        """Whether the model is given the first frame of a draw."""
+        return self.index.samples[draw.sample].from_first
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
         """What the errors of a draw are multiplied with, as `LossWeights.of` says."""
@@ -100,6 +118,22 @@ class Prepared:
         """The first view of what is held out: `(C, h, w)`, for videos `(C, f, h, w)`."""
         key = self.latent_keys(len(self.index.samples) + number, 0)
         return self.latents.read(key)["latents"]
+
+    def held_references(self, number: int) -> dict[str, torch.Tensor]:
+        """The conditioning images of what is held out."""
+        offset = len(self.index.samples)
+        return self._references(number, 0, self.held, offset)
+
+    def _references(
+        self, number: int, view: int, samples: Sequence[Sample], offset: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """`reference_0` and so on, each `(C, h, w)` or `(C, 1, h, w)`; normalised, fp32."""
+        return {
+            f"{REFERENCE}{place}": self.latents.read(
+                self.latent_keys.reference(offset + number, view, place)
+            )["latents"]
+            for place in range(len(samples[number].references))
+        }
 
     def held_shown(self, number: int) -> Shown:
         """What the first view of what is held out shows of its picture."""
@@ -155,7 +189,9 @@ def prepare(
     prepare_masks(spec, masks, cache, keys, index.samples, views, team)
     weights = LossWeights(spec, index.samples, masks)
     loss_weights = weights if weights.active else None
-    return Prepared(spec, index, plan, captions, cache, keys, encoded, held, loss_weights)
+    return Prepared(
+        spec, index, plan, captions, cache, keys, encoded, held, loss_weights, read_pictures(spec)
+    )
 
 
 def view_number(draw: Draw, spec: JobSpec) -> int:
@@ -194,6 +230,34 @@ def _prompts(spec: JobSpec) -> list[Text]:
         *(Text(prompt_text(request.prompt, spec)) for request in requests),
         *(Text(prompt_text(words, spec), negative=True) for words in negative),
     ]
+
+
+def read_pictures(spec: JobSpec) -> dict[str, Image]:
+    """The conditioning images of prompts by their paths, at the size that the model wants.
+
+    Read once, so that no sample fails because a file is gone by then.
+
+    Raises:
+        UserError: One cannot be read.
+    """
+    takes = references_of(spec)  # none: a first frame, which the pipeline resizes itself
+    found: dict[str, Image] = {}
+    for path in {path for request in requests_of(spec) for path in request.conditioning}:
+        try:
+            picture = decode(read_regular(expand(path), LARGEST_PICTURE))
+        except (OSError, PictureError) as error:
+            raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
+        if takes is None:
+            found[path] = picture
+            continue
+        fitted = fit_whole(picture, takes, spec.conditioning_resolution)
+        if min(fitted.size) < takes.least or max(fitted.size) > takes.widest * min(fitted.size):
+            raise UserError(
+                f"the conditioning image {path} is {fitted.width}x{fitted.height}; the pipeline "
+                f"takes sides from {takes.least} pixels on, and at most {takes.widest:g}:1"
+            )
+        found[path] = fitted
+    return found
 
 
 def _index(spec: JobSpec, model_root: Path, run_dir: RunDir, team: Team) -> DataIndex:

@@ -10,13 +10,18 @@ from diffusers import FluxKontextPipeline, FluxPipeline
 from engine.families.shared import flux_kohya
 from engine.families.shared.lora_names import ComfyUI
 from engine.families.shared.packing import PackedFamily, pack, unpack
+from engine.families.shared.references import references_in
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from PIL import Image
+
     from jobs.spec.keys.prompts import SampleRequest
 
 
 class Flux(PackedFamily):
-    """FLUX.1, and FLUX.1 Kontext as a text-to-image model."""
+    """FLUX.1, and FLUX.1 Kontext, whose conditioning image is behind the picture's tokens."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
     LORA_TARGETS = (
@@ -50,15 +55,19 @@ class Flux(PackedFamily):
         batch, _, height, width = noisy.shape
         # The pipeline's own; it uses no pipeline state. Made on the device: copying them waits.
         with noisy.device:
-            image_ids = FluxPipeline._prepare_latent_image_ids(
-                batch, height // 2, width // 2, noisy.device, noisy.dtype
-            )
+            image_ids = _places(noisy)
+            tokens = pack(noisy)
+            for reference in references_in(condition):
+                beside = _places(reference)
+                beside[:, 0] = 1
+                image_ids = torch.cat([image_ids, beside])
+                tokens = torch.cat([tokens, pack(reference)], dim=1)
         embeds = condition["prompt_embeds"]
         strength = None
         if transformer.config.guidance_embeds:
             strength = torch.full((batch,), guidance, device=noisy.device, dtype=torch.float32)
         velocity = transformer(
-            hidden_states=pack(noisy),
+            hidden_states=tokens,
             timestep=level,
             guidance=strength,
             pooled_projections=condition["pooled_prompt_embeds"],
@@ -67,7 +76,10 @@ class Flux(PackedFamily):
             img_ids=image_ids,
             return_dict=False,
         )[0]
-        return unpack(velocity, height, width)
+        return unpack(velocity[:, : height * width // 4], height, width)
+
+    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        return {"image": pictures[0], "_auto_resize": False}
 
     def sample_arguments(
         self,
@@ -83,6 +95,15 @@ class Flux(PackedFamily):
             # Else it scales every size to the area that it was trained with.
             arguments["max_area"] = request.width * request.height
         return arguments
+
+
+def _places(latents: torch.Tensor) -> torch.Tensor:
+    """Row and column of each token of latents, `(L, 3)`, as the pipeline numbers them."""
+    batch, _, height, width = latents.shape
+    places: torch.Tensor = FluxPipeline._prepare_latent_image_ids(
+        batch, height // 2, width // 2, latents.device, latents.dtype
+    )
+    return places
 
 
 FAMILY = Flux

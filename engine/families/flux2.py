@@ -17,6 +17,7 @@ from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFa
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
+from engine.families.shared.references import references_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +52,7 @@ _LAYOUT: Final = Layout(
 
 
 class Flux2(Family):
-    """FLUX.2, as a text-to-image model."""
+    """FLUX.2. Conditioning images are behind the picture's tokens, at later times than it."""
 
     # Every linear layer of the blocks: attention of both streams and their feed-forwards; single
     # blocks have one before attention and one after.
@@ -142,8 +143,14 @@ class Flux2(Family):
         with noisy.device:  # made there: copying them waits
             text_ids = Flux2Pipeline._prepare_text_ids(embeds)
             image_ids = Flux2Pipeline._prepare_latent_ids(noisy)
+            tokens = Flux2Pipeline._pack_latents(noisy)
+            if references := references_in(condition):
+                places = Flux2Pipeline._prepare_image_ids([one[:1] for one in references])
+                image_ids = torch.cat([image_ids, places.expand(len(noisy), -1, -1)], dim=1)
+                beside = [Flux2Pipeline._pack_latents(one) for one in references]
+                tokens = torch.cat([tokens, *beside], dim=1)
         velocity = transformer(
-            hidden_states=Flux2Pipeline._pack_latents(noisy),
+            hidden_states=tokens,
             timestep=level,
             guidance=strength,
             encoder_hidden_states=embeds,
@@ -151,7 +158,8 @@ class Flux2(Family):
             img_ids=image_ids,
             return_dict=False,
         )[0]
-        return _grid(velocity, *noisy.shape[2:])
+        height, width = noisy.shape[2:]
+        return _grid(velocity[:, : height * width], height, width)
 
     # -- sampling --------------------------------------------------------------------------
 

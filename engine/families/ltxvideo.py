@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from diffusers import LTXConditionPipeline, LTXPipeline
+from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
+from engine.families.shared.references import held_first
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _DECODE: Final = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 
 
 class LTXVideo(Family):
-    """LTX-Video as text-to-video."""
+    """LTX-Video: text to video, and the first model from a first frame too."""
 
     # Every linear layer of the blocks: self-attention, cross-attention, feed-forward.
     LORA_TARGETS = (
@@ -83,12 +84,16 @@ class LTXVideo(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
+        noisy, mask = held_first(noisy, condition)
+        timestep = level.unsqueeze(-1) * 1000
+        if mask is not None:
+            timestep = timestep * mask.flatten()
         size = noisy.shape[2:]  # frames, height, width
         patches = transformer.config.patch_size, transformer.config.patch_size_t
         velocity = transformer(
             hidden_states=LTXPipeline._pack_latents(noisy, *patches),
             encoder_hidden_states=condition["prompt_embeds"],
-            timestep=level.unsqueeze(-1) * 1000,
+            timestep=timestep,
             encoder_attention_mask=condition["prompt_attention_mask"],
             **self._places(size, noisy.device, len(noisy)),
             return_dict=False,
@@ -114,6 +119,9 @@ class LTXVideo(Family):
         coordinates = LTXConditionPipeline._scale_video_ids(cells, _SPACE, _TIME).float()
         coordinates[:, 0] *= 1 / self.fps
         return {"video_coords": coordinates}
+
+    def pipeline_with_image(self, pipeline: Any) -> Any:
+        return LTXImageToVideoPipeline(**pipeline.components)
 
     # -- sampling --------------------------------------------------------------------------
 

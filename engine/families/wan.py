@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from diffusers import WanImageToVideoPipeline
+
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
+from engine.families.shared.references import held_first
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +31,7 @@ _LAYOUT: Final = Layout(
 
 
 class Wan(Family):
-    """Wan 2.1, Wan 2.2's TI2V-5B as text-to-video, and each expert of Wan 2.2 by itself."""
+    """Wan 2.1, Wan 2.2's TI2V-5B, and each expert of Wan 2.2 by itself."""
 
     # Every linear layer of the blocks: self-attention, cross-attention, feed-forward.
     LORA_TARGETS = r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
@@ -60,13 +63,23 @@ class Wan(Family):
         guidance: float,
     ) -> torch.Tensor:
         # For TI2V-5B, the pipeline repeats the timestep for each token: it can hold the tokens of a
-        # given picture back. Without one this says the same, and takes less memory.
+        # given frame back. Without one this says the same, and takes less memory.
+        noisy, mask = held_first(noisy, condition)
+        timestep = level * 1000
+        if mask is not None:
+            timestep = timestep[:, None] * mask[:, ::2, ::2].flatten()
         return transformer(
             hidden_states=noisy,
-            timestep=level * 1000,
+            timestep=timestep,
             encoder_hidden_states=condition["prompt_embeds"],
             return_dict=False,
         )[0]
+
+    def pipeline_with_image(self, pipeline: Any) -> Any:
+        parts = {name: part for name, part in pipeline.components.items() if part is not None}
+        return WanImageToVideoPipeline(
+            **dict.fromkeys(("tokenizer", "text_encoder")) | parts, expand_timesteps=True
+        )
 
     # -- experts ---------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ memory: the adapter's model is built later, as in any job.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.data.encode.shared_work import Team
@@ -29,10 +29,11 @@ from jobs.spec.keys.prompts import class_prompts, requests_of
 from jobs.spec.rules.cascade import settle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
+    from PIL.Image import Image
 
     from engine.families import Family
     from engine.ranks.telemetry import Telemetry
@@ -47,6 +48,7 @@ class _Prompts:
 
     spec: JobSpec
     texts: Texts
+    pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative))

@@ -26,7 +26,7 @@ from engine.sample.second_denoiser import second_denoisers
 from jobs.spec.keys.prompts import SampleRequest, requests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 class Prompts(Protocol):
     """Encoded prompts."""
+
+    @property
+    def pictures(self) -> Mapping[str, Image]:
+        """The conditioning images of prompts, by their paths."""
+        ...
 
     def prompt(self, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
         """A prompt, or a negative one, encoded."""
@@ -163,7 +168,8 @@ class Sampler:
         number = numbers[-1] if number is None else number
         request, moved = requests[number], self.telemetry.moved
         with Forwards(studio.denoisers, moved) as forwards, autocast(self.spec, studio.device):
-            latents = studio.denoise(request, *self._texts(request))
+            pictures = [self.data.pictures[path] for path in request.conditioning]
+            latents = studio.denoise(request, *self._texts(request), pictures)
             forwards.check(planned[number], studio.pipeline)
             if self.world.shards:
                 forwards.fill_up(planned[numbers[0]])
@@ -209,6 +215,7 @@ class Sampler:
             "true_cfg_scale": request.true_cfg_scale,
             "guidance_embedded": self.family.facts.guidance_of(flavour) == "embedded",
             **({"frames": request.frames, "fps": self.spec.fps} if request.frames > 1 else {}),
+            **({"conditioning": list(request.conditioning)} if request.conditioning else {}),
             "step": step,
             "family": self.spec.model_family,
             "ema": self.spec.use_ema,
@@ -256,10 +263,25 @@ class _Studio:
                 f"but the transformer on {device}"
             )
 
-    def denoise(self, request: SampleRequest, condition: Any, negative: Any) -> torch.Tensor:
-        """The latents of a picture, as the pipeline returns them."""
-        return self.pipeline(
+    def denoise(
+        self, request: SampleRequest, condition: Any, negative: Any, pictures: Sequence[Image]
+    ) -> torch.Tensor:
+        """The latents of a picture, as the pipeline returns them.
+
+        Args:
+            request: The picture.
+            condition: Its encoded prompt.
+            negative: Its encoded negative prompt, if that has an effect.
+            pictures: Its conditioning images; the VAE is on the device from then on.
+        """
+        pipeline, beside = self.pipeline, {}
+        if pictures:
+            beside = self._family.reference_arguments(pictures)
+            pipeline = self._family.pipeline_with_image(pipeline)
+            pipeline.set_progress_bar_config(disable=True)
+        return pipeline(
             **self._family.sample_arguments(request, condition, negative),
+            **beside,
             width=request.width,
             height=request.height,
             num_inference_steps=request.steps,

@@ -30,10 +30,12 @@ class ToyPaths:
     Attributes:
         model: In the layout of `save_pretrained`.
         data: Pictures, each with its caption beside it.
+        control: Their conditioning images, by the same names, of models that take some.
     """
 
     model: Path
     data: Path
+    control: Path | None = None
 
 
 def write_toy(
@@ -50,7 +52,8 @@ def write_toy(
 ) -> ToyPaths:
     """Write `directory`/model and `directory`/data, each complete or not at all.
 
-    What already exists, written by an earlier call, stays as it is.
+    For models that take conditioning images, `directory`/control as well. What already exists,
+    written by an earlier call, stays as it is.
 
     Args:
         directory: Created if it is missing.
@@ -61,7 +64,7 @@ def write_toy(
         seed: Of weights and pictures; same seed, same bytes.
         dtype: Of the weights, one of `DTYPES`.
         hidden_scale: Makes the model this many times as wide (16: 2 GB in float32).
-        force: Overwrite both.
+        force: Overwrite all.
 
     Raises:
         UserError: An argument is out of range, the directory cannot be written, or something
@@ -78,7 +81,12 @@ def write_toy(
     def write_data(data_dir: Path) -> None:
         write_pictures(data_dir, count=pictures, size=size, seed=seed)
 
-    paths = ToyPaths(model=directory / "model", data=directory / "data")
+    def write_control(data_dir: Path) -> None:
+        write_pictures(data_dir, count=pictures, size=size, seed=seed, before=True)
+
+    takes = get_family(family, flavour).references_of(flavour)
+    control = directory / "control" if takes is not None else None
+    paths = ToyPaths(model=directory / "model", data=directory / "data", control=control)
     data_settings = {"pictures": pictures, "size": size, "seed": seed}
     model_settings: dict[str, int | str] = {
         "family": family,
@@ -89,9 +97,11 @@ def write_toy(
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path in (paths.data, paths.model):
+        for path in filter(None, (paths.data, paths.control, paths.model)):
             check_place(path)
         install(paths.data, write_data, data_settings, force=force)
+        if paths.control is not None:
+            install(paths.control, write_control, data_settings, force=force)
         install(paths.model, write_model, model_settings, force=force)
     except OSError as error:
         reason = error.strerror or type(error).__name__

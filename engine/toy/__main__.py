@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"fsdp-tui: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps({"model": str(paths.model), "data": str(paths.data)}))
+        print(json.dumps({name: str(path) for name, path in vars(paths).items() if path}))
     else:
-        print(f"model: {paths.model}  data: {paths.data}")
+        print("  ".join(f"{name}: {path}" for name, path in vars(paths).items() if path))
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw
@@ -136,7 +136,9 @@ def toy_captions(count: int, *, seed: int) -> list[str]:
     return [plan_picture(i, size=1, seed=seed).caption for i in range(count)]
 
 
-def write_pictures(data_dir: Path, *, count: int, size: int, seed: int) -> None:
+def write_pictures(
+    data_dir: Path, *, count: int, size: int, seed: int, before: bool = False
+) -> None:
     """Write `count` PNG files, each with its caption in a `.txt` file of the same stem.
 
     Args:
@@ -144,10 +146,16 @@ def write_pictures(data_dir: Path, *, count: int, size: int, seed: int) -> None:
         count: How many pictures.
         size: Pixels of the short side; about a quarter are landscape or portrait.
         seed: Same seed, same bytes.
+        before: Write what the pictures were edited from: the same, with shapes in grey, and no
+            captions.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     for index in range(count):
         plan = plan_picture(index, size=size, seed=seed)
+        if before:
+            grey = draw_picture(replace(plan, colour="grey"))
+            grey.save(data_dir / f"{plan.stem}.png", compress_level=1)
+            continue
         # Level 1: half the time of the default, and the files stay under a few kilobytes.
         draw_picture(plan).save(data_dir / f"{plan.stem}.png", compress_level=1)
         (data_dir / f"{plan.stem}.txt").write_text(plan.caption + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from engine.diffusion.objective import Objective, Problem
 from engine.diffusion.random_numbers import keyed_generator
 from engine.diffusion.rectified_flow import Flow
 from engine.families.shared.collate import collate
+from engine.families.shared.references import first_frame_of, judged
 from engine.model.precision import computing
 from engine.parallel.sharding import reshard
 from jobs.spec.keys.prompts import validation_seed_of
@@ -133,6 +134,9 @@ class ValidationLoss:
         latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
         batch = self.family.arrange(collate(texts, multiple=self.world.context_size))
         batch |= self.family.sizes(self.spec, [self.data.held_shown(n) for n in samples])
+        batch |= collate([self.data.held_references(number) for number in samples])
+        if self.data.held[samples[0]].from_first:
+            batch |= first_frame_of(latents)
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
     def _errors(
@@ -155,6 +159,7 @@ class ValidationLoss:
             prediction = self.family.predict(
                 model, problem.noisy, problem.level, condition, self.spec.train_guidance
             )
+        prediction, problem = judged(prediction, problem, condition)
         squares = (prediction.float() - problem.target).square()
         return squares.flatten(start_dim=1).mean(dim=1).cpu().double()
 
@@ -165,9 +170,9 @@ class ValidationLoss:
 
 def batches_of(held: Sequence[Sample], spec: JobSpec) -> list[Batch]:
     """All forwards of a measurement, in an order that reads each sample once. Pure."""
-    by_bucket: dict[tuple[int, ...], list[int]] = {}
+    by_bucket: dict[tuple[Any, ...], list[int]] = {}
     for number, sample in enumerate(held):
-        by_bucket.setdefault(sample.bucket, []).append(number)
+        by_bucket.setdefault(sample.group, []).append(number)
     size = spec.train_batch_size
     return [
         Batch(tuple(numbers[first : first + size]), level)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.paths import expand
+from jobs.preflight.conditioning import tell_missing
 from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files, without_masks
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 
@@ -38,6 +39,7 @@ def find_unusable(spec: JobSpec) -> list[str]:
         files = list_files(root)
         masked = spec.masked_loss == "file"
         pictures = without_masks(files.pictures) if masked else files.pictures
+        told += tell_missing(dataset, pictures)
         total = len(pictures)
         seen = pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)

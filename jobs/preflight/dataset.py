@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import SpecError
 from jobs.hub.names import HubName
 from jobs.paths import exists, expand
+from jobs.preflight.conditioning import check_places, check_prompt_images, split_samples
 from jobs.spec.families import get_family
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.values.buckets import Buckets
@@ -43,6 +44,7 @@ def check_dataset(spec: JobSpec) -> int:
     """
     if any(request.frames > 1 for request in requests_of(spec)):
         _check_videos("validation_prompts are sampled as videos")
+    check_prompt_images(spec)
     return sum(_check_source(spec, dataset) for dataset in datasets_of(spec))
 
 
@@ -71,6 +73,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
                 f"{table} needs pyarrow, which is not installed",
                 "pip install 'fsdp-tui[datasets]'",
             )
+    check_places(dataset, layout, metadata=bool(files.metadata))
     if layout == "webdataset":
         return 0  # counted when they are unpacked
     if layout != "folder":
@@ -93,6 +96,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             (f"it has {found[0].name}: {_why_foreign(found[0])}; " if found else "")
             + f"supported: {' '.join(sorted(kinds))}",
         )
+    wanted, _ = split_samples(dataset, wanted)
     if takes_videos and files.videos:
         _check_videos(f"{root} holds videos")
     captioned = files.metadata or any(

@@ -128,6 +128,7 @@ EFFECTS: Final[dict[str, Effect]] = {
     "resolution": "changes",
     "resolution_mode": "changes",
     "max_upscale": "changes",
+    "conditioning_resolution": "changes",
     "max_aspect_ratio": "changes",
     "max_bucket_aspect_ratio": "changes",
     "crop": "changes",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.errors import StateError, UserError
 from jobs.hub.wanted import find_missing, noted
 from jobs.preflight import check_job
+from jobs.preflight.conditioning import missing_partners
 from jobs.queue.states import ACTIVE, State
 from jobs.resume.resume_conflicts import find_resume_conflicts
 from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
@@ -68,6 +69,7 @@ def plan_submit(store: Store, spec: JobSpec, absent: Sequence[HubName] = ()) -> 
     spec, notes = with_folder_repeats(spec)
     gpus = check_job.check(spec, absent)
     check_job.check_beginning(spec)
+    notes += missing_partners(spec)
     spec = settle(spec)
     if not spec.resume_from_checkpoint:
         return Plan(spec, gpus, warnings=notes, absent=absent)

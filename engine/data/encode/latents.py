@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,14 +15,15 @@ from PIL import Image
 
 from engine.data.encode.shared_work import find_missing, piece_size, pieces, together
 from engine.data.encode.tensor_cache import TensorCache, fingerprint
-from engine.data.index.data_index import read_content
+from engine.data.index.data_index import read_content, read_reference
+from engine.data.index.references import fit_reference, reference_view
 from engine.data.index.views import FITTING, View, fit, view_of
 from engine.data.read.images import DECODER, decode
 from engine.model.release import Watch, give_back
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from engine.data.encode.shared_work import Team
     from engine.data.index.data_index import DataIndex, Sample
@@ -54,6 +57,13 @@ class LatentKeys:
             facts |= {"frames": found.bucket[2], "fps": self._spec.fps}
         return self._cache.key(content=found.digest, **facts, **self._facts)
 
+    def reference(self, sample: int, view: int, number: int) -> str:
+        """The key of what is shown of a conditioning image beside a view of its sample."""
+        found = self._index.samples[sample]
+        reference = found.references[number]
+        seen = reference_view(reference, found, view_of(found, view, self._spec))
+        return self._cache.key(content=reference.digest, **seen.facts(), **self._facts)
+
 
 def prepare_latents(
     spec: JobSpec,
@@ -70,15 +80,20 @@ def prepare_latents(
         UserError: A picture changed since it was looked at.
     """
     keys = LatentKeys(spec, cache, root, index)
-    drawn = {keys(sample, view): (sample, view) for sample, view in wanted}
+    drawn: dict[str, Callable[[], torch.Tensor]] = {}
+    for sample, view in wanted:
+        found = index.samples[sample]
+        seen = view_of(found, view, spec)
+        drawn[keys(sample, view)] = partial(to_pixels, found, seen, spec)
+        for number in range(len(found.references)):
+            key = keys.reference(sample, view, number)
+            drawn[key] = partial(reference_pixels, found, number, seen, spec)
     missing = find_missing(cache, list(drawn), team)
 
     def load(key: str) -> torch.Tensor | None:
         if cache.check(key) == "sound":  # another job was faster
             return None
-        sample, view = drawn[key]
-        found = index.samples[sample]
-        return to_pixels(found, view_of(found, view, spec), spec)
+        return drawn[key]()
 
     with together("latents", len(missing), team) as shared:
         vae: Any = None
@@ -106,24 +121,41 @@ def to_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
     Raises:
         UserError: It is not what it was when it was looked at.
     """
-    try:
+    with _readable(sample.name):
         if sample.is_video:
             frames = [fit(Image.fromarray(frame), view) for frame in _frames(sample, spec)]
         else:
             frames = [fit(decode(_content(sample, spec)), view)]
-    except OSError as error:
-        raise UserError(
-            f"{sample.name} is no longer readable ({error.strerror or error})",
-            "resume the job: it reads its data again",
-        ) from None
-    pixels = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.float32) for frame in frames]))
-    pixels = pixels.permute(3, 0, 1, 2).unsqueeze(0) / 127.5 - 1.0
+    pixels = _scaled(frames)
     return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
+
+
+def reference_pixels(sample: Sample, number: int, view: View, spec: JobSpec) -> torch.Tensor:
+    """What is shown of a conditioning image beside a view of its sample, `(1, 3, H, W)` in [-1, 1];
+    for families that train on videos `(1, 3, 1, H, W)`.
+
+    Raises:
+        UserError: It is not what it was when it was looked at.
+    """
+    reference = sample.references[number]
+    name = f"the conditioning image of {sample.name}"
+    with _readable(name):
+        content = read_reference(reference, sample, spec)
+    _check(name, hashlib.sha256(content).hexdigest(), reference.digest)
+    picture = fit_reference(decode(content), reference_view(reference, sample, view))
+    pixels = _scaled([picture])
+    return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
+
+
+def _scaled(frames: Sequence[Image.Image]) -> torch.Tensor:
+    """`(1, 3, F, H, W)` in [-1, 1]."""
+    pixels = torch.from_numpy(np.stack([np.asarray(frame, dtype=np.float32) for frame in frames]))
+    return pixels.permute(3, 0, 1, 2).unsqueeze(0) / 127.5 - 1.0
 
 
 def _content(sample: Sample, spec: JobSpec) -> bytes:
     content = read_content(sample, spec)
-    _check(sample, hashlib.sha256(content).hexdigest())
+    _check(sample.name, hashlib.sha256(content).hexdigest(), sample.digest)
     return content
 
 
@@ -131,16 +163,26 @@ def _frames(sample: Sample, spec: JobSpec) -> Any:
     from engine.data.read.videos import read_frames
 
     with open(sample.path, "rb") as file:
-        _check(sample, hashlib.file_digest(file, "sha256").hexdigest())
+        _check(sample.name, hashlib.file_digest(file, "sha256").hexdigest(), sample.digest)
     return read_frames(Path(sample.path), fps=spec.fps, frames=sample.bucket[2])
 
 
-def _check(sample: Sample, digest: str) -> None:
-    # Else latents of one content would lie under the name of another.
-    if digest != sample.digest:
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Put into words that a file is gone."""
+    try:
+        yield
+    except OSError as error:
         raise UserError(
-            f"{sample.name} changed while the job was preparing its data", "resume the job"
-        )
+            f"{name} is no longer readable ({error.strerror or error})",
+            "resume the job: it reads its data again",
+        ) from None
+
+
+def _check(name: str, digest: str, seen: str) -> None:
+    # Else latents of one content would lie under the name of another.
+    if digest != seen:
+        raise UserError(f"{name} changed while the job was preparing its data", "resume the job")
 
 
 @torch.no_grad()

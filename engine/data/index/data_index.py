@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -11,17 +10,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from engine.data.index.references import Reference, placed
 from engine.data.read.archives import read_archives
 from engine.data.read.class_images import cache_root, only_of_job
 from engine.data.read.folders import Entry, read_folder
 from engine.data.read.images import DECODER, PictureError, look
-from engine.data.read.masks import look_at_mask, separate_masks, why_mask_unfit
+from engine.data.read.masks import mask_of, separate_masks
 from engine.data.read.memo import Memo, stamp_of
+from engine.data.read.pairs import pair
 from engine.data.read.tables import RowError, read_table, table_of
 from engine.data.read.videos import VideoError, VideoLook, frames_at, look_at_video
 from jobs.errors import UserError
 from jobs.run.rundir import read_json, write_atomic
-from jobs.spec.families import Family, get_family
+from jobs.spec.families import Family, get_family, references_of
 from jobs.spec.values.buckets import Buckets
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
@@ -57,6 +58,8 @@ class Sample:
         digest: sha256 of the file.
         bucket: `(width, height)` it is fitted to; for videos `(width, height, frames)`.
         notes: What was done to read it; keys of `engine.data.read.images.NOTES`.
+        references: Its conditioning images.
+        from_first: Whether the model is given its first frame.
     """
 
     name: str
@@ -73,6 +76,14 @@ class Sample:
     loss_weight: float = 1.0
     mask: str = ""
     mask_path: str = ""
+    references: tuple[Reference, ...] = ()
+    from_first: bool = False
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What samples of a batch have in common: the bucket, and what they are conditioned on."""
+        sizes = tuple(reference.size for reference in self.references)
+        return (self.bucket, sizes, self.from_first) if sizes or self.from_first else self.bucket
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             source = read_archives(dataset, cache_root(spec), videos=family.frame_step > 0)
         else:
             source = read_table(dataset)
+        source = pair(source, dataset)
         masks: dict[Path, Path] = {}
         if spec.masked_loss == "file":
             if layout in ("arrow", "parquet"):
@@ -171,9 +183,13 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             if entry.captions is None and default is None and spec.missing_captions == "skip":
                 return "no caption", none
             facts = _look(entry, dataset, memo)
+            if not isinstance(facts, str) and entry.references:
+                facts = _look_beside(facts, entry, dataset, memo)
             if isinstance(facts, str) or spec.masked_loss == "none" or entry.is_video:
                 return facts, none
-            mask = _look_at_mask(entry, facts, dataset, memo, spec, masks.get(entry.path))
+            mask = mask_of(
+                entry, (facts.width, facts.height), dataset, memo, spec, masks.get(entry.path)
+            )
             return (mask, none) if isinstance(mask, str) else (facts, mask)
 
         usable = len(samples)
@@ -203,15 +219,24 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
     return DataIndex(samples, skipped, others)
 
 
-def read_content(sample: Sample, spec: JobSpec) -> bytes:
-    """The sample's file.
+def read_reference(reference: Reference, sample: Sample, spec: JobSpec) -> bytes:
+    """The file of a sample's conditioning image.
+
+    Raises:
+        OSError: It is gone or cannot be read.
+    """
+    return read_content(replace(sample, path=reference.path), spec, reference.column)
+
+
+def read_content(sample: Sample, spec: JobSpec, column: str | None = None) -> bytes:
+    """The sample's file, or what its row has in another column.
 
     Raises:
         OSError: It is gone or cannot be read.
     """
     if sample.row is not None:
         try:
-            return table_of(datasets_of(spec)[sample.dataset]).content(sample.row)
+            return table_of(datasets_of(spec)[sample.dataset], column).content(sample.row)
         except RowError as error:  # it had a picture when it was looked at
             raise FileNotFoundError(str(error)) from None
     return read_regular(Path(sample.path), LARGEST_PICTURE)
@@ -227,6 +252,7 @@ class _Facts:
     notes: tuple[str, ...] = ()
     frames: int = 0
     fps: float = 0.0
+    beside: tuple[_Facts, ...] = ()  # of its conditioning images
 
 
 class Fitting:
@@ -236,6 +262,8 @@ class Fitting:
         self._spec = spec
         self._step = family.frame_step
         self._buckets = Buckets(spec, dataset)
+        self._takes = references_of(spec)
+        self._first_frame = dataset.first_frame
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
         """A sample for each resolution that it is trained at, or why it is left out."""
@@ -249,6 +277,7 @@ class Fitting:
             if isinstance(length, str):
                 return length
             frames = (length,)
+        sizes = self._buckets.find(facts.width, facts.height).values()
         return [
             Sample(
                 entry.name,
@@ -262,9 +291,23 @@ class Fitting:
                 facts.notes,
                 entry.row,
                 entry.is_video,
+                references=self._references(entry, facts, size),
+                from_first=self._first_frame and entry.is_video and frames > (1,),
             )
-            for size in self._buckets.find(facts.width, facts.height).values()
+            for size in sizes
         ]
+
+    def _references(
+        self, entry: Entry, facts: _Facts, bucket: tuple[int, int]
+    ) -> tuple[Reference, ...]:
+        if self._takes is None:
+            return ()
+        side = self._spec.conditioning_resolution
+        shape = (facts.width, facts.height)
+        return tuple(
+            placed(place, (one.width, one.height, one.digest), shape, bucket, self._takes, side)
+            for place, one in zip(entry.references, facts.beside, strict=True)
+        )
 
     def _frames(self, facts: _Facts) -> int | str:
         if not facts.frames:
@@ -296,34 +339,17 @@ def _look(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     return _Facts(**{**known, "notes": tuple(known["notes"])})
 
 
-def _look_at_mask(
-    entry: Entry, facts: _Facts, dataset: Dataset, memo: Memo, spec: JobSpec, file: Path | None
-) -> tuple[str, str] | str:
-    """The mask's digest and file, both "" if there is none; or why it cannot be used."""
-    alpha = spec.masked_loss == "alpha"
-    if not alpha and file is None:
-        return "", ""
-    name, path = f"{entry.name} mask", entry.path if alpha or file is None else file
-    try:
-        row = entry.row
-        stamp = stamp_of(path) if row is None else table_of(dataset).stamp_of(row)
-        stamp += f":{spec.masked_loss}:{os.fspath(path)}" if stamp else ""
-        known = memo.get(name, stamp) if stamp else None
-        if known is None:
-            if row is None:
-                content = read_regular(path, LARGEST_PICTURE)
-            else:
-                content = table_of(dataset).content(row)
-            known = look_at_mask(content, hashlib.sha256(content).hexdigest(), alpha=alpha)
-            if isinstance(known, str):
-                return known
-            memo.put(name, stamp, known)
-    except (OSError, RowError) as error:
-        return f"mask: cannot be read ({getattr(error, 'strerror', None) or error})"
-    counts = spec.unmasked_weight > 0
-    if why := why_mask_unfit(known, facts.width, facts.height, empty_counts=counts):
-        return why
-    return known["digest"], "" if alpha or not known["digest"] else str(path)
+def _look_beside(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
+    """The same with what is in its conditioning images, or why one cannot be used."""
+    beside = []
+    for place in entry.references:
+        name = f"{entry.name}:{place.column}" if place.column else place.path
+        column = dataset.model_copy(update={"image_column": place.column or dataset.image_column})
+        found = _look(Entry(name, Path(place.path), row=entry.row), column, memo)
+        if isinstance(found, str):
+            return f"its conditioning image cannot be used: {Path(place.path).name}: {found}"
+        beside.append(found)
+    return replace(facts, beside=tuple(beside))
 
 
 def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
@@ -347,4 +373,9 @@ def _inspect(entry: Entry, dataset: Dataset) -> dict[str, Any] | str:
 def _sample(**values: Any) -> Sample:
     for name in ("captions", "bucket", "notes"):
         values[name] = tuple(values[name])
+    pairs = ("scaled", "size")
+    values["references"] = tuple(
+        Reference(**one | {name: tuple(one[name]) for name in pairs})
+        for one in values.get("references", ())
+    )
     return Sample(**values)

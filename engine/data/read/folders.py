@@ -32,10 +32,12 @@ from jobs.untrusted.files import read_regular
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from engine.data.index.references import Place
+
 _T = TypeVar("_T")
 
 CAPTION_COLUMNS: Final = ("text", "caption", "captions", "prompt")
-_FILE_COLUMN: Final = "file_name"
+FILE_COLUMN: Final = "file_name"
 _ANY: Final = Dataset(path=".")  # of no caption_column
 _LONGEST_FIELD: Final = 10_000_000  # characters of a CSV field; the module's limit is 131,072
 
@@ -51,6 +53,7 @@ class Entry:
         problem: Why it cannot be used, "" if nothing is known against it yet.
         row: Its row, for tables.
         weight: Of its loss, where a column has one.
+        references: Its conditioning images.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Entry:
     problem: str = ""
     row: int | None = None
     weight: float = 1.0
+    references: tuple[Place, ...] = ()
 
     @property
     def is_video(self) -> bool:
@@ -98,13 +102,13 @@ def read_folder(dataset: Dataset, *, videos: bool) -> Source:
         raise UserError(f"{root} has no metadata file with a column {dataset.loss_weight_column}")
     lost: list[Entry] = []
     for table in files.metadata:
-        for place, record in _records(table):
+        for place, record in records_of(table):
             name = f"{_shown(table, root)} {place}"
             if isinstance(record, str):
                 lost.append(Entry(name, table, problem=record))
                 continue
             # Not resolved: two links to one file may have different captions.
-            file = same_name(os.path.normpath(table.parent / str(record.get(_FILE_COLUMN) or "?")))
+            file = same_name(os.path.normpath(table.parent / str(record.get(FILE_COLUMN) or "?")))
             places.setdefault(file, name)
             weights.setdefault(file, weight_in(record, dataset, where=str(table)))
             if captions := captions_in(record, dataset, where=str(table)):
@@ -223,7 +227,7 @@ def _encoding(content: bytes) -> str:
     return "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
 
 
-def _records(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+def records_of(table: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """Where each row stands, and the row or what is wrong with it."""
     if table.suffix == ".parquet":
         yield from _parquet_records(table)
@@ -260,9 +264,9 @@ def _parquet_records(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with ParquetFile(table) as file:
             names = file.schema_arrow.names
-            if _FILE_COLUMN not in names:
+            if FILE_COLUMN not in names:
                 raise UserError(
-                    f"{table} has no column {_FILE_COLUMN}", f"it has {', '.join(names)}"
+                    f"{table} has no column {FILE_COLUMN}", f"it has {', '.join(names)}"
                 )
             number = 0
             for batch in file.iter_batches():
@@ -289,15 +293,15 @@ def _kohya_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any]
         inside = here.startswith(f"{os.path.normpath(table.parent)}{os.sep}")
         file = name if inside else Path(name).name
         captions = _record_captions(record)
-        yield f"entry {name}", {_FILE_COLUMN: file, CAPTION_COLUMNS[0]: captions}
+        yield f"entry {name}", {FILE_COLUMN: file, CAPTION_COLUMNS[0]: captions}
 
 
 def _csv_records(table: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    if _FILE_COLUMN not in (reader.fieldnames or ()):
+    if FILE_COLUMN not in (reader.fieldnames or ()):
         raise UserError(
-            f"{table} has no column {_FILE_COLUMN}",
+            f"{table} has no column {FILE_COLUMN}",
             f"its first line is {', '.join(reader.fieldnames or ['empty'])}",
         )
     try:

@@ -6,6 +6,7 @@ White is trained, black is not. A mask is a file of its own, with the image's na
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,13 +15,19 @@ from PIL import Image
 
 from engine.data.read.folders import Source
 from engine.data.read.images import PictureError, decode, decode_opacity
+from engine.data.read.memo import stamp_of
+from engine.data.read.tables import RowError, table_of
 from jobs.errors import UserError
 from jobs.paths import expand
 from jobs.spec.values.dataset_files import list_files, masked_stem, same_name
+from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from engine.data.read.folders import Entry
+    from engine.data.read.memo import Memo
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.datasets import Dataset
 
 ALPHA: Final = "alpha"
@@ -135,3 +142,47 @@ def why_mask_unfit(facts: dict[str, Any], width: int, height: int, *, empty_coun
             f"{width}x{height}"
         )
     return ""
+
+
+def mask_of(
+    entry: Entry,
+    size: tuple[int, int],
+    dataset: Dataset,
+    memo: Memo,
+    spec: JobSpec,
+    file: Path | None,
+) -> tuple[str, str] | str:
+    """The digest and file of an entry's mask, both "" if there is none; or why it is unfit.
+
+    Args:
+        entry: An image.
+        size: Its width and height.
+        dataset: That it is of.
+        memo: What was seen before.
+        spec: The job.
+        file: Its mask's file, if it has one.
+    """
+    alpha = spec.masked_loss == "alpha"
+    if not alpha and file is None:
+        return "", ""
+    name, path = f"{entry.name} mask", entry.path if alpha or file is None else file
+    try:
+        row = entry.row
+        stamp = stamp_of(path) if row is None else table_of(dataset).stamp_of(row)
+        stamp += f":{spec.masked_loss}:{os.fspath(path)}" if stamp else ""
+        known = memo.get(name, stamp) if stamp else None
+        if known is None:
+            if row is None:
+                content = read_regular(path, LARGEST_PICTURE)
+            else:
+                content = table_of(dataset).content(row)
+            known = look_at_mask(content, hashlib.sha256(content).hexdigest(), alpha=alpha)
+            if isinstance(known, str):
+                return known
+            memo.put(name, stamp, known)
+    except (OSError, RowError) as error:
+        return f"mask: cannot be read ({getattr(error, 'strerror', None) or error})"
+    counts = spec.unmasked_weight > 0
+    if why := why_mask_unfit(known, *size, empty_counts=counts):
+        return why
+    return known["digest"], "" if alpha or not known["digest"] else str(path)

@@ -156,9 +156,9 @@ def open_table(path: str, split: str | None, image_column: str | None) -> Table:
         return _tables[key]
 
 
-def table_of(dataset: Dataset) -> Table:
-    """The dataset's table; raises as `open_table` does."""
-    return open_table(dataset.path, dataset.split, dataset.image_column)
+def table_of(dataset: Dataset, column: str | None = None) -> Table:
+    """The dataset's table, or another column of it; raises as `open_table` does."""
+    return open_table(dataset.path, dataset.split, column or dataset.image_column)
 
 
 def read_table(dataset: Dataset) -> Source:

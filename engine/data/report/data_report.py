@@ -138,7 +138,7 @@ def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
     members = Counter(sample.dataset for sample in index.samples)
     shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
     per_step = data_parallel_size(spec) * spec.train_batch_size * spec.gradient_accumulation_steps
-    return BatchPlan([sample.bucket for sample in index.samples], per_step, spec.seed, shares)
+    return BatchPlan([sample.group for sample in index.samples], per_step, spec.seed, shares)
 
 
 def sample_texts(sample: Sample, spec: JobSpec) -> tuple[str, ...]:
@@ -334,7 +334,8 @@ def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
     reports = []
     for bucket, samples in index.by_bucket().items():
         cuts = [cut_share(s.width, s.height, _size(s)) for s in samples]
-        batches = plan.batches[bucket]
+        groups = {sample.group for sample in samples}
+        batches = sum(plan.batches[group] for group in groups)
         reports.append(
             BucketReport(
                 size=list(bucket),
@@ -342,7 +343,7 @@ def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
                 batches=batches,
                 cut_mean=round(sum(cuts) / len(cuts), 4),
                 cut_most=round(max(cuts), 4),
-                fill=batches * plan.global_batch - draws[bucket],
+                fill=batches * plan.global_batch - sum(draws[group] for group in groups),
             )
         )
     return reports
@@ -352,6 +353,11 @@ def _size(sample: Sample) -> tuple[int, int]:
     return sample.bucket[0], sample.bucket[1]
 
 
+def _contents(sample: Sample) -> list[str]:
+    """Of its conditioning images."""
+    return [reference.digest for reference in sample.references]
+
+
 def changed_since(before: DataIndex, now: DataIndex) -> str:
     """What is different between two looks at a job's data; "" if nothing is."""
     old, new = ({(s.dataset, s.name): s for s in index.samples} for index in (before, now))
@@ -359,10 +365,12 @@ def changed_since(before: DataIndex, now: DataIndex) -> str:
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
     pictures = sum(a.digest != b.digest for a, b in pairs)
     captions = sum(a.captions != b.captions for a, b in pairs)
+    beside = sum(_contents(a) != _contents(b) for a, b in pairs)
     facts = [
         (added, "new"),
         (gone, "gone"),
         (pictures, "changed"),
         (captions, "with another caption"),
+        (beside, "with another conditioning image"),
     ]
     return ", ".join(f"{count} {text}" for count, text in facts if count)

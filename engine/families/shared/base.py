@@ -250,7 +250,8 @@ class Family(ABC):
             noisy: `(B, C, h, w)`, of videos `(B, C, f, h, w)`.
             level: `(B,)`: sigma in (0, 1) of flow matching, where 1 is pure noise and the
                 prediction is the velocity noise - data; of denoising, the timestep.
-            condition: Encoded prompts, each `(B, …)`, after `arrange`.
+            condition: Encoded prompts, each `(B, …)`, after `arrange`; and latents of conditioning
+                images, of models that take them (`engine.families.shared.references`).
             guidance: For models that take it as an input.
         """
 
@@ -320,6 +321,18 @@ class Family(ABC):
         if self.facts.frame_step:
             arguments["num_frames"] = request.frames
         return arguments
+
+    def pipeline_with_image(self, pipeline: Any) -> Any:
+        """The stock pipeline that takes conditioning images, with the parts of the usual one."""
+        return pipeline
+
+    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        """What the pipeline takes for conditioning images, which have their size already.
+
+        Args:
+            pictures: At least one.
+        """
+        return {"image": pictures[0] if len(pictures) == 1 else list(pictures)}
 
     def forwards_per_step(self, request: SampleRequest) -> int:
         """How many forwards of the denoiser one denoising step of the pipeline makes."""

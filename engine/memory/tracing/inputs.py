@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine.families.shared.references import FIRST_FRAME, REFERENCE
 from jobs.errors import UserError
-from jobs.spec.families import get_family
+from jobs.spec.families import get_family, references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.values.buckets import sizes_of
 
@@ -25,6 +26,7 @@ _LONGEST_VIDEO: Final = (
     81  # frames; `engine.data.index.data_index` reads no more where a job does not say
 )
 _CLIP_TOKENS: Final = 77
+_LARGE: Final = 1024  # times as large as a picture: no rule takes that without shrinking it
 _LLAMA_LAYERS: Final = 32  # of the Llama 3.1 8B that HiDream is used with
 
 
@@ -70,6 +72,36 @@ def latents_shape(
     if not cells.frames:
         return channels, height, width
     return channels, (frames - 1) // cells.frames + 1, height, width
+
+
+def reference_shapes(
+    spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], count: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name → shape and precision of latents of conditioning images that are shaped as the picture.
+
+    Args:
+        spec: The job.
+        config: The denoiser's.
+        size: Of the picture beside them.
+        count: How many.
+    """
+    if not count:
+        return {}
+    takes = references_of(spec)
+    if takes is None:
+        return {FIRST_FRAME: (latents_shape(spec, config, size), torch.float32)}
+    fitted = takes.fit(size[0] * _LARGE, size[1] * _LARGE, spec.conditioning_resolution)
+    shape = latents_shape(spec, config, fitted.size)
+    return {f"{REFERENCE}{number}": (shape, torch.float32) for number in range(count)}
+
+
+def references(spec: JobSpec, *, training: bool) -> int:
+    """The most conditioning images that a sample of the data, or one that is made, has."""
+    if training:
+        return max(
+            (one.references or int(one.first_frame) for one in spec.datasets or []), default=0
+        )
+    return max((len(request.conditioning) for request in requests_of(spec)), default=0)
 
 
 def caption_shapes(

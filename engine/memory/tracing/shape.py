@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.memory.tracing.inputs import sampled, training_frames, training_size
+from engine.memory.tracing.inputs import references, sampled, training_frames, training_size
 from jobs.models.blocks.model_config import find_target
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.strategy import checkpoints_activations, own_policy
@@ -96,6 +96,11 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         "size": size,
         "frames": frames,
         "guided": not training and any(one.guided for one in requests_of(spec)),
+        "references": references(spec, training=training)
+        and [
+            references(spec, training=training),
+            spec.conditioning_resolution,
+        ],
         "config": found.config,
         "file_bytes": found.dtype_bytes,
     }

@@ -15,7 +15,12 @@ from engine.diffusion.objective import Drawn
 from engine.memory.tracing import cuda
 from engine.memory.tracing.assume import Assume
 from engine.memory.tracing.echo import Echo
-from engine.memory.tracing.inputs import caption_shapes, latents_shape
+from engine.memory.tracing.inputs import (
+    caption_shapes,
+    latents_shape,
+    reference_shapes,
+    references,
+)
 from engine.memory.tracing.live import Live
 from engine.memory.tracing.marks import watch
 from engine.memory.tracing.model import Built, Unit, build, on_fake
@@ -238,7 +243,10 @@ def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
     latents = torch.empty(count, *latents_shape(spec, config, shape.size, shape.frames))
     condition = {
         name: torch.empty((count, *size), dtype=dtype)
-        for name, (size, dtype) in caption_shapes(spec, config).items()
+        for name, (size, dtype) in (
+            caption_shapes(spec, config)
+            | reference_shapes(spec, config, shape.size, references(spec, training=shape.training))
+        ).items()
     }
     of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64
     drawn = Drawn(torch.empty(count, dtype=of_level), torch.empty_like(latents))

@@ -37,6 +37,7 @@ _FLAGS: Final = {
     "cfg": "guidance",
     "s": "steps",
     "steps": "steps",
+    "ctrl_img": "conditioning_image",
 }
 _SETTINGS: Final = {
     "prompt": "prompt",
@@ -45,9 +46,11 @@ _SETTINGS: Final = {
     "guidance_scale": "guidance",
     "sample_steps": "steps",
     "num_frames": "num_frames",
+    "ctrl_img": "conditioning_image",
 }
+_CONTROLS: Final = ("ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
 _RESOLUTION: Final = 512  # of a dataset that says none
-_NO_CONTROLS: Final = "control images and inverted masks are not supported"
+_NO_CONTROLS: Final = "generated control images and inverted masks are not supported"
 
 
 def read_datasets(draft: Draft, key: str, value: Any) -> None:
@@ -91,6 +94,16 @@ def _default_caption(part: Draft, key: str, value: Any) -> None:
     word = part.job.get("trigger_word")
     text = str(value).replace(TRIGGER, word or "")
     data.only_caption(part, key, f"{word} {text}" if word and word not in text else text)
+
+
+def _control(part: Draft, key: str, value: Any) -> None:
+    """Control images; of Kontext, there as large as the picture beside them."""
+    if is_off(value):
+        part.unneeded(key, "off is the default")
+        return
+    data.conditioning_folder(part, key, value)
+    if part.values.get("conditioning_path") and part.job.get("model_flavour") == "kontext":
+        part.values["conditioning_resolution"] = part.values.get("resolution")
 
 
 def _kept(part: Draft, key: str, value: Any) -> None:
@@ -140,7 +153,7 @@ _DATASET: Final[dict[str, Rule]] = {
     "num_frames": data.frames,
     "fps": same,
     "shrink_video_to_frames": without("consecutive frames are read at fps"),
-    "do_i2v": without("only text-to-video is supported"),
+    "do_i2v": data.first_frame,
     "flip_y": without("images are only flipped horizontally (random_flip)"),
     "token_dropout_rate": without("caption_dropout_probability trains with empty captions"),
     "loss_multiplier": named("loss_weight"),
@@ -155,9 +168,9 @@ _DATASET: Final[dict[str, Rule]] = {
         "use_short_captions replacements",
         without("images and captions are used unchanged"),
     ),
+    **all_of("control_path control_path_1 control_path_2 control_path_3", _control),
     **all_of(
-        "control_path control_path_1 control_path_2 control_path_3 inpaint_path "
-        "unconditional_path invert_mask controls",
+        "inpaint_path unconditional_path invert_mask controls",
         without(_NO_CONTROLS),
     ),
     "buckets": needless(training_keys.BUCKETS),
@@ -197,6 +210,8 @@ def _prompts(draft: Draft, key: str, value: Any) -> None:
     made, lost = [], []
     for number, entry in enumerate(entries):
         settings, other = _of_mapping(entry) if isinstance(entry, dict) else _of_text(str(entry))
+        if models.references_of(draft) is None and settings.pop("conditioning_image", None):
+            other.append("ctrl_img")
         if draft.on("sample.walk_seed") and "seed" not in settings:
             settings["seed"] = int(draft.number("sample.seed") or 0) + number
         try:
@@ -216,7 +231,10 @@ def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
     width, height = entry.get("width"), entry.get("height")
     if width or height:
         settings["resolution"] = f"{width or height}x{height or width}"
-    lost = [str(k) for k in entry if k not in (*_SETTINGS, "width", "height", "fps")]
+    if controls := [entry[key] for key in _CONTROLS if entry.get(key)]:
+        settings["conditioning_image"] = controls
+    known = (*_SETTINGS, *_CONTROLS, "width", "height", "fps")
+    lost = [str(k) for k in entry if k not in known]
     if not settings.get("negative_prompt"):
         settings.pop("negative_prompt", None)
     return settings, lost

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.imports.common.draft import Draft, as_number, in_words, plain, read
+from jobs.imports.common.draft import Draft, as_number, in_words, is_off, plain, read
 from jobs.imports.common.import_report import Kind
-from jobs.imports.common.models import family_of
+from jobs.imports.common.models import family_of, references_of
 from jobs.imports.common.places import find_beside
 from jobs.spec.keys.prompts import frames_of
 from jobs.spec.values.dataset_files import list_files
@@ -59,6 +59,38 @@ def hub_id(draft: Draft, key: str, value: Any) -> None:
     """A dataset of the hub, or a directory of that name."""
     place = find_beside(draft.folder, str(value))
     draft.take(key, "path", str(place) if place else str(value), "" if place else _HUB)
+
+
+def conditioning_folder(part: Draft, key: str, value: Any) -> None:
+    """Folders with conditioning images, for models that take them."""
+    takes = references_of(part)
+    before = part.values.get("conditioning_path") or []
+    given = value if isinstance(value, list) else [value]
+    paths = [*before, *(str(find_beside(part.folder, str(one)) or one) for one in given)]
+    if takes is None:
+        part.unsupported(key, f"{family_of(part).title} trains without conditioning images here")
+    elif len(paths) > takes.most:
+        part.unsupported(key, "the model takes one conditioning image")
+    else:
+        part.take(key, "conditioning_path", paths, "conditioning images have the samples' names")
+
+
+def first_frame(part: Draft, key: str, value: Any) -> None:
+    """Videos from their first frame, for models that take it."""
+    if is_off(value):
+        part.unneeded(key, "off is the default")
+    elif family_of(part).takes_first_frame(part.job.get("model_flavour")):
+        part.take(key, "first_frame", True)
+    else:
+        part.unsupported(key, f"{family_of(part).title} trains from text only here")
+
+
+def conditioning_column(part: Draft, key: str, value: Any) -> None:
+    """A column of conditioning images."""
+    if references_of(part) is None:
+        part.unsupported(key, f"{family_of(part).title} trains without conditioning images here")
+    else:
+        part.take(key, "conditioning_column", value)
 
 
 def only_caption(draft: Draft, key: str, value: Any) -> None:

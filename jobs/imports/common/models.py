@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.imports.common.draft import Draft
-    from jobs.spec.families import Family
+    from jobs.spec.families import Family, References
 
 _ADDRESS: Final = re.compile(r"^https?://(www\.)?huggingface\.co/(?P<id>[\w.-]+/[\w.-]+)/?$")
 _SINGLE_FILES: Final = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
@@ -113,6 +113,11 @@ def guess_family(draft: Draft, text: str) -> str | None:
 def family_of(draft: Draft) -> Family:
     """The family of the job so far."""
     return FAMILIES[draft.job.get("model_family", "flux")]
+
+
+def references_of(draft: Draft) -> References | None:
+    """How the model takes conditioning images; None if it takes none."""
+    return family_of(draft).references_of(draft.job.get("model_flavour"))
 
 
 def takes_negatives(draft: Draft) -> bool:

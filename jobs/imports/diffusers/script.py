@@ -46,6 +46,8 @@ _OTHER_TASKS: Final = re.compile(
     r"controlnet|textual_inversion|inpaint|pix2pix|img2img|kontext|unconditional|distill|adapter"
     r"|custom_diffusion|(^|_)(control|reflow|ppo|prior|decoder|flax|edm|multispectral)(_|$)"
 )
+# Those that train on pairs as it is done here.
+_PAIRS: Final = re.compile(r"flux_kontext|flux2(?:_klein)?_img2img")
 _ATTENTION: Final = ["to_k", "to_q", "to_v", "to_out.0"]
 _ADDED: Final = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 _FLUX_LAYERS: Final = [
@@ -110,7 +112,12 @@ def _set_script(draft: Draft, command: Command) -> None:
         return
     part = Draft({"script": command.script}, draft.folder, above=draft)
     part.values = draft.values
-    if _OTHER_TASKS.search(stem):
+    if pairs := _PAIRS.search(stem):
+        draft.values["model_family"] = family or "flux"
+        if pairs[0] == "flux_kontext":
+            draft.values["model_flavour"] = "kontext"
+        draft.assume("script", "from its name", **draft.values)
+    elif _OTHER_TASKS.search(stem):
         draft.values |= {} if family is None else {"model_family": family}
         part.unsupported("script", "the job trains a LoRA or the full model from text only")
         draft.report.to_fill_in.append(f"{stem}.py is not fully supported; check the job")
@@ -256,6 +263,9 @@ def _dataset(draft: Draft, key: str, value: Any) -> None:
     if "path" in part.values:
         part.theirs = {k: v for k, v in part.theirs.items() if k in _OF_DATASET}
         part.apply(_OF_DATASET, {}, ())
+        if "conditioning_column" in part.values:  # as large there as the picture beside it
+            side = as_number(draft.get("resolution")) or _DEFAULTS["resolution"]
+            draft.values["conditioning_resolution"] = int(side)
         data.settle(draft, [part])
 
 
@@ -277,6 +287,7 @@ _OF_DATASET: Final[dict[str, Rule]] = {
     "repeats": same,
     "image_column": same,
     "caption_column": same,
+    "cond_image_column": data.conditioning_column,
 }
 _FOLDERS: Final = ("dataset_name", "instance_data_dir", "train_data_dir")
 _DATA: Final = (*_FOLDERS, *_OF_DATASET)

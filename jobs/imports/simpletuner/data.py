@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports.common import data, training_keys
+from jobs.imports.common import data, models, training_keys
 from jobs.imports.common.draft import (
     all_of,
     as_number,
@@ -57,16 +57,37 @@ def read_backends(draft: Draft, key: str, value: Any) -> None:
         draft.unreadable(key, f"{why}; set dataset or datasets")
         return
     draft.record(Kind.TAKEN, key, why="its datasets follow")
-    parts = [_backend(draft, f"{path.name}[{i}]", entry) for i, entry in enumerate(backends)]
+    beside = {str(e.get("id")): e for e in backends if isinstance(e, dict) and _conditions(e)}
+    parts = [_backend(draft, f"{path.name}[{i}]", e, beside) for i, e in enumerate(backends)]
     data.settle(draft, [part for part in parts if part is not None])
 
 
-def _backend(draft: Draft, place: str, entry: Any) -> data.Part | None:
-    """One dataset; None where it is not used."""
+def _conditions(entry: dict[Any, Any]) -> bool:
+    """Whether a dataset holds the conditioning images of another."""
+    return str(entry.get("dataset_type")).strip().lower() == "conditioning"
+
+
+def _backend(
+    draft: Draft, place: str, entry: Any, beside: dict[str, dict[Any, Any]]
+) -> data.Part | None:
+    """One dataset; None where it is not used.
+
+    Args:
+        draft: The job.
+        place: What it is called in the report.
+        entry: The dataset.
+        beside: Datasets of conditioning images, by their ids.
+    """
     if not isinstance(entry, dict):
         draft.unreadable(place, "not a dataset")
         return None
     theirs = flatten({normal_key(str(key)): value for key, value in entry.items()})
+    if _conditions(entry) and models.references_of(draft) is not None:
+        draft.record(Kind.TAKEN, place, why="the conditioning images of another dataset")
+        return None
+    named = theirs.get("conditioning_data")
+    if isinstance(named, str) and named in beside:
+        theirs["conditioning_data"] = beside[named]
     if found := _left_out(theirs):
         draft.record(found[0], place, why=found[1])
         return None
@@ -125,6 +146,16 @@ def _general_resolution(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, "the datasets set their own")
     else:
         _resolution(draft, key, value)
+
+
+def _conditioning(part: Draft, key: str, value: Any) -> None:
+    """The dataset of conditioning images, whose files have the samples' names."""
+    kind = str(value.get("conditioning_type")) if isinstance(value, dict) else ""
+    folder = value.get("instance_data_dir") if isinstance(value, dict) else None
+    if not kind.startswith("reference") or not folder:
+        part.unsupported(key, "only one folder of reference images for each dataset is supported")
+    else:
+        data.conditioning_folder(part, key, folder)
 
 
 def _repeats(part: Draft, key: str, value: Any) -> None:
@@ -261,10 +292,10 @@ _DATASET: Final[dict[str, Rule]] = {
     **all_of("start_epoch start_step", without("datasets are used from the start", "1")),
     **all_of("end_epoch end_step", without("datasets are used to the end")),
     **all_of(
-        "slider_strength conditioning "
-        "conditioning_data conditioning_type timestep_sampling_offset audio",
+        "slider_strength conditioning conditioning_type timestep_sampling_offset audio",
         without("all datasets are trained the same way"),
     ),
+    "conditioning_data": _conditioning,
     **all_of("delete_unwanted_images delete_problematic_images delete_nsfw_images", _DELETING),
     **all_of(
         "is_regularisation_data is_regularization_data",
@@ -277,7 +308,7 @@ _DATASET: Final[dict[str, Rule]] = {
     "video.num_frames": data.frames,
     "video.min_frames": needless("videos shorter than a sample are skipped and listed"),
     "video.max_frames": without("samples are cut from videos of any length"),
-    "video.is_i2v": without("only text-to-video is supported"),
+    "video.is_i2v": data.first_frame,
     "video.bucket_strategy": needless("videos go into buckets by shape and length"),
     "video.frame_interval": needless("the family sets the lengths"),
     "parquet.path": needless("only for caption_strategy: parquet"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.errors import Problem, SpecError
 from jobs.spec.families.base import Family, Flavour, Guidance, Objective
+from jobs.spec.families.references import References
 from jobs.spec.values.spellings import did_you_mean
 from jobs.spec.values.value_types import read_family
 
@@ -25,11 +26,14 @@ __all__ = [
     "Flavour",
     "Guidance",
     "Objective",
+    "References",
     "component_of",
     "default_values",
     "flavour_of",
     "get_family",
     "latent_step_of",
+    "references_of",
+    "takes_first_frame",
     "wrapped_classes",
 ]
 
@@ -110,6 +114,18 @@ def latent_step_of(spec: JobSpec) -> int:
     """Sides of a job's pictures are multiples of this, in pixels; 1 if its family is not known."""
     family = FAMILIES.get(spec.model_family)
     return family.latent_step_of(spec.model_flavour) if family is not None else 1
+
+
+def references_of(spec: JobSpec) -> References | None:
+    """How a job's model takes conditioning images; None if it takes none."""
+    family = FAMILIES.get(spec.model_family)
+    return family.references_of(spec.model_flavour) if family is not None else None
+
+
+def takes_first_frame(spec: JobSpec) -> bool:
+    """Whether a job's model also makes videos from their first frame."""
+    family = FAMILIES.get(spec.model_family)
+    return family is not None and family.takes_first_frame(spec.model_flavour)
 
 
 def wrapped_classes(spec: JobSpec) -> list[str]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from jobs.spec.families.references import References
+
 Objective = Literal["flow", "denoising"]
 Guidance = Literal["embedded", "classifier_free", "none"]
 
@@ -26,6 +28,8 @@ class Flavour:
         undistilled: The flavour that it was distilled from, to few steps.
         marks: Entries of its model_index.json that tell it from the others; what is not there is
             false.
+        references: How it takes conditioning images; the family's, if left out.
+        first_frame: Whether it also makes videos from their first frame.
     """
 
     hub_id: str
@@ -36,6 +40,8 @@ class Flavour:
     latent_step: int | None = None
     undistilled: str | None = None
     marks: Mapping[str, Any] = field(default_factory=dict)
+    references: References | None = None
+    first_frame: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Family:
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
         supplied: Directories that the published models lack, each with what a person puts there.
         defaults: Keys of a job that have another default than usual.
+        references: How its models take conditioning images; None if they take none.
     """
 
     name: str
@@ -98,6 +105,7 @@ class Family:
     tokenizer: str = "tokenizer"
     supplied: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    references: References | None = None
 
     def component_of(self, flavour: str | None) -> str:
         """The denoiser that a flavour trains."""
@@ -113,6 +121,16 @@ class Family:
         """Sides of a flavour's pictures are multiples of this, in pixels."""
         known = self.flavours.get(flavour or "")
         return (known.latent_step if known else None) or self.latent_step
+
+    def references_of(self, flavour: str | None) -> References | None:
+        """How a flavour takes conditioning images; None if it takes none."""
+        known = self.flavours.get(flavour or "")
+        return (known.references if known else None) or self.references
+
+    def takes_first_frame(self, flavour: str | None) -> bool:
+        """Whether a flavour also makes videos from their first frame."""
+        known = self.flavours.get(flavour or "")
+        return known is not None and known.first_frame
 
     def defaults_of(self, flavour: str | None) -> dict[str, Any]:
         """The keys of a job that have another default with this family and flavour."""

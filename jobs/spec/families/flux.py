@@ -1,6 +1,7 @@
 """FLUX.1 of Black Forest Labs."""
 
 from jobs.spec.families.base import Family, Flavour
+from jobs.spec.families.references import References, to_preferred
 
 FAMILY = Family(
     name="flux",
@@ -21,7 +22,11 @@ FAMILY = Family(
             note="4 steps, takes no guidance",
         ),
         "krea": Flavour("black-forest-labs/FLUX.1-Krea-dev", note="guidance-distilled"),
-        "kontext": Flavour("black-forest-labs/FLUX.1-Kontext-dev", note="trained as text-to-image"),
+        "kontext": Flavour(
+            "black-forest-labs/FLUX.1-Kontext-dev",
+            note="edits a conditioning image",
+            references=References(to_preferred),
+        ),
     },
     guidance="embedded",
     context_parallel=True,

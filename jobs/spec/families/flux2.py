@@ -1,6 +1,7 @@
 """FLUX.2 of Black Forest Labs."""
 
 from jobs.spec.families.base import Family, Flavour
+from jobs.spec.families.references import References, to_area_at_most
 
 _DISTILLED = {"validation_num_inference_steps": 4, "validation_guidance": 1.0}
 _BASE = {"validation_num_inference_steps": 50}
@@ -58,4 +59,5 @@ FAMILY = Family(
         "validation_num_inference_steps": 28,
         "validation_guidance": 4.0,
     },
+    references=References(to_area_at_most, most=10, least=64, widest=8.0),
 )

@@ -16,7 +16,9 @@ FAMILY = Family(
     transformer="LTXVideoTransformer3DModel",
     blocks=("LTXVideoTransformerBlock",),
     flavours={
-        "2b-0.9": Flavour("Lightricks/LTX-Video"),
+        "2b-0.9": Flavour(
+            "Lightricks/LTX-Video", note="text or first frame to video", first_frame=True
+        ),
         "13b-0.9.7-dev": Flavour(
             "Lightricks/LTX-Video-0.9.7-dev",
             defaults={"max_sequence_length": 256},

@@ -17,7 +17,8 @@ FAMILY = Family(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
             defaults={"fps": 24.0, "resolution": 960},
             latent_step=32,
-            note="720p, trained as text-to-video; its VAE shrinks by 16",
+            note="720p, text or first frame to video; its VAE shrinks by 16",
+            first_frame=True,
         ),
         "2.2-t2v-a14b-high": Flavour(
             "Wan-AI/Wan2.2-T2V-A14B-Diffusers",

@@ -26,6 +26,8 @@ from jobs.spec.values.yaml_lines import dump_mapping, read_mapping
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from jobs.spec.values.datasets import Dataset
+
 
 _MOST_TOLD: Final = 10  # unknown keys
 _LONGEST_KEY: Final = 60  # characters of one
@@ -170,18 +172,32 @@ def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:
             update[key] = path
     if spec.datasets:
         update["datasets"] = [
-            entry.model_copy(
-                update={
-                    key: _absolute(getattr(entry, key) or "", roots) or getattr(entry, key)
-                    for key in ("path", "mask_path")
-                }
+            entry.model_copy(update=_absolute_entry(entry, roots)) for entry in spec.datasets
+        ]
+    if any(prompt.conditioning_image for prompt in spec.validation_prompts):
+        update["validation_prompts"] = [
+            prompt.model_copy(
+                update={"conditioning_image": _all_absolute(prompt.conditioning_image, roots)}
             )
-            for entry in spec.datasets
+            for prompt in spec.validation_prompts
         ]
     for key in ("cache_dir", "logging_dir"):
         if text := getattr(spec, key):
             update[key] = str(expand(text).absolute())
     return spec.model_copy(update=update) if update else spec
+
+
+def _absolute_entry(entry: Dataset, roots: Sequence[Path]) -> dict[str, Any]:
+    """The paths of a dataset."""
+    return {
+        "path": _absolute(entry.path, roots) or entry.path,
+        "mask_path": _absolute(entry.mask_path or "", roots) or entry.mask_path,
+        "conditioning_path": _all_absolute(entry.conditioning_path, roots),
+    }
+
+
+def _all_absolute(texts: Sequence[str] | None, roots: Sequence[Path]) -> list[str] | None:
+    return None if texts is None else [_absolute(text, roots) or text for text in texts]
 
 
 def _absolute(text: str, roots: Sequence[Path]) -> str | None:

@@ -32,7 +32,16 @@ class DataKeys(BaseModel):
         "data",
         "Several datasets instead of one: a list of paths, or of mappings with path, repeats or "
         "weight, resolution, trigger_word, caption_column, image_column, split, "
-        "regularization, loss_weight, loss_weight_column, mask_path.",
+        "regularization, loss_weight, loss_weight_column, mask_path, and one of conditioning_path, "
+        "conditioning_suffix, conditioning_column or, of videos, first_frame.",
+    )
+    conditioning_resolution: Annotated[int | None, BeforeValidator(as_none)] = field(
+        None,
+        "data",
+        "Side in pixels of the square whose area conditioning images are resized to (default: "
+        "1024, as the model's pipeline does).",
+        ge=64,
+        le=4096,
     )
     resolution_mode: Annotated[ResolutionMode, choice(ResolutionMode)] = field(
         "each",

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serial
 from pydantic_core import PydanticCustomError
 
 from jobs.spec.families import FAMILIES, latent_step_of
+from jobs.spec.values.datasets import Texts
 from jobs.spec.values.resolutions import all_resolutions, largest_resolution
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 
@@ -25,6 +26,9 @@ _STOCK_NAMES: Final = {
     "num_inference_steps": "steps",
     "guidance_scale": "guidance",
     "frames": "num_frames",
+    "image": "conditioning_image",
+    "control_image": "conditioning_image",
+    "ctrl_img": "conditioning_image",
 }
 
 
@@ -68,6 +72,7 @@ class ValidationPrompt(BaseModel):
         seed: Of the noise it begins with.
         true_cfg_scale: How far away from the negative prompt, of guidance-distilled models.
         num_frames: Of a video.
+        conditioning_image: Paths of images, for models that take them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -80,6 +85,7 @@ class ValidationPrompt(BaseModel):
     seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
     true_cfg_scale: float | None = Field(None, ge=0)
     num_frames: int | None = Field(None, ge=1, le=4096)
+    conditioning_image: Texts = None
 
     @model_serializer
     def _as_written(self) -> str | dict[str, Any]:
@@ -104,6 +110,7 @@ class SampleRequest:
         seed: `torch.Generator("cpu").manual_seed(seed)` gives the noise.
         guided: Whether the negative prompt has an effect, as in stock pipelines.
         frames: Of a video; 1 for a picture.
+        conditioning: Paths of its conditioning images.
     """
 
     prompt: str
@@ -116,6 +123,7 @@ class SampleRequest:
     seed: int
     guided: bool
     frames: int = 1
+    conditioning: tuple[str, ...] = ()
 
 
 def requests_of(spec: JobSpec) -> list[SampleRequest]:
@@ -201,6 +209,7 @@ def _request(entry: ValidationPrompt, spec: JobSpec) -> SampleRequest:
         seed=chosen(entry.seed, validation_seed_of(spec)),
         guided=guided,
         frames=frames_of(length, spec.model_family),
+        conditioning=tuple(entry.conditioning_image or ()),
     )
 
 

@@ -19,7 +19,8 @@ class ValidationKeys(BaseModel):
         [],
         "validation",
         "Prompts to sample while training: texts, or mappings with prompt, "
-        "negative_prompt, resolution, steps, guidance, seed, true_cfg_scale, num_frames.",
+        "negative_prompt, resolution, steps, guidance, seed, true_cfg_scale, num_frames, "
+        "conditioning_image (a path or several).",
     )
     validation_steps: int = field(
         0, "validation", "Steps between samples; 0: only at the end.", ge=0

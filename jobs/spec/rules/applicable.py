@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.spec.families import FAMILIES
+from jobs.spec.families import FAMILIES, references_of
 from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
 from jobs.spec.values.resolutions import has_several
@@ -232,6 +232,13 @@ def _centred(spec: JobSpec) -> str:
     return "" if spec.crop == "random" else "needs crop: random"
 
 
+def _takes_no_references(spec: JobSpec) -> str:
+    family = _family(spec)
+    if family is None or references_of(spec) is not None:
+        return ""
+    return f"{family.title} {spec.model_flavour or ''}".strip() + " takes no conditioning images"
+
+
 def _one_resolution(spec: JobSpec) -> str:
     return "" if has_several(spec) else "needs several resolutions"
 
@@ -373,6 +380,7 @@ _RULES: Final[tuple[tuple[tuple[str, ...], Callable[[JobSpec], str]], ...]] = (
     (("tracker_project_name", "tracker_run_name", "logging_dir"), _not_tracked),
     (("push_checkpoints_to_hub", "hub_model_id", "hub_private_repo"), _not_pushed),
     (("num_frames", "fps"), _pictures),
+    (("conditioning_resolution",), _takes_no_references),
     (("caption_shuffles", "keep_tags"), _in_order),
     (
         (

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import find_overruled
+from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
 from jobs.spec.rules.lora_conflicts import LORA_RULES
@@ -375,6 +376,7 @@ def _warmup(spec: JobSpec) -> Conflict | None:
 _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _no_model,
     *DATA_RULES,
+    *CONDITIONING_RULES,
     *VALIDATION_RULES,
     *LAUNCH_RULES,
     _strategy,

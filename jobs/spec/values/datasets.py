@@ -33,8 +33,37 @@ TRIGGER: Final = "[trigger]"
 _KOHYA: Final = re.compile(r"([1-9]\d{0,3})_\S")
 _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
 
+# Where conditioning images are; a dataset has one of them. Beside them what others call them.
+CONDITIONING: Final = ("conditioning_path", "conditioning_suffix", "conditioning_column")
+_OTHER_NAMES: Final = {
+    "control_path": "conditioning_path",
+    "control_directory": "conditioning_path",
+    "control_suffix": "conditioning_suffix",
+    "control_column": "conditioning_column",
+    "cond_image_column": "conditioning_column",
+    "conditioning_image_column": "conditioning_column",
+    "do_i2v": "first_frame",
+    "is_i2v": "first_frame",
+}
 
-_RARE: Final = ("resolution", "regularization", "loss_weight", "loss_weight_column", "mask_path")
+
+def _read_texts(value: Any) -> Any:
+    """A list of texts; one is a list of one."""
+    value = as_none(value)
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[
+    list[Annotated[str, Field(min_length=1)]] | None,
+    Field(min_length=1),
+    BeforeValidator(_read_texts),
+]
+
+
+_RARE: Final = (
+    *("resolution", "regularization", "loss_weight", "loss_weight_column", "mask_path"),
+    *(*CONDITIONING, "first_frame"),
+)
 
 
 class Dataset(BaseModel):
@@ -55,6 +84,12 @@ class Dataset(BaseModel):
         loss_weight: Weight of the loss of its samples.
         loss_weight_column: Column with a weight for each, of metadata files and tables.
         mask_path: A folder with the masks of its images, by their names.
+        conditioning_path: Folders with a conditioning image for each sample, of the same name.
+        conditioning_suffix: What stands behind a sample's name in that of its conditioning image,
+            such as `_control`: both lie in the same folder.
+        conditioning_column: Columns with conditioning images, of tables; of metadata files, with
+            their paths.
+        first_frame: Whether the model is given the first frame of each video.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -71,6 +106,15 @@ class Dataset(BaseModel):
     loss_weight: float = Field(1.0, gt=0, le=1000)
     loss_weight_column: str | None = None
     mask_path: str | None = None
+    conditioning_path: Texts = None
+    conditioning_suffix: Texts = None
+    conditioning_column: Texts = None
+    first_frame: Bool = False
+
+    @property
+    def references(self) -> int:
+        """How many conditioning images each sample has."""
+        return max(len(one or ()) for one in (getattr(self, name) for name in CONDITIONING))
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, as_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -177,5 +221,6 @@ def _entry(entry: Any) -> Any:
             return {"path": match["path"], "repeats": int(match["repeats"])}
         return {"path": entry.strip()}
     if isinstance(entry, dict):
-        return {normal_key(str(key)): v for key, v in entry.items() if v is not None}
+        named = {normal_key(str(key)): v for key, v in entry.items() if v is not None}
+        return {_OTHER_NAMES.get(key, key): value for key, value in named.items()}
     return entry

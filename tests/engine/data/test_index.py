@@ -13,7 +13,7 @@ from PIL import Image
 from engine.data.index import data_index as index_module
 from engine.data.index.data_index import DataIndex, Sample, build_index, read_content
 from engine.data.index.views import View, count_views, cut_share, fit, view_of
-from engine.data.read.folders import _records
+from engine.data.read.folders import records_of
 from engine.data.read.memo import Memo, stamp_of
 from engine.data.report.contact_sheet import save_strips, sheet
 from engine.data.report.data_report import changed_since, make_report, sample_texts, summary
@@ -445,6 +445,6 @@ def test_a_contact_sheet_shows_pictures_as_they_are_cut(
 def test_a_row_that_is_nested_too_deeply_is_passed_over(tmp_path: Path) -> None:
     table = tmp_path / "metadata.jsonl"
     table.write_text("[" * 100_000 + "\n" + '{"file_name": "a.png", "text": "a cat"}\n')
-    found = list(_records(table))
+    found = list(records_of(table))
     assert found[0] == ("line 1", "is not a JSON object")
     assert found[1] == ("line 2", {"file_name": "a.png", "text": "a cat"})

@@ -51,6 +51,12 @@ class Data:
     def shown_of(self, draw: Draw) -> Shown:
         return Shown((draw.sample + 1, 8), 0, 0, (8, 8))
 
+    def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
+        return {}
+
+    def is_from_first(self, draw: Draw) -> bool:
+        return False
+
     def caption_of(self, draw: Draw) -> str:
         return str(draw.sample)
 
@@ -117,6 +123,20 @@ def test_the_denoiser_is_told_the_sizes_of_its_own_samples(resident: bool) -> No
     }
     told = [batch.condition["sizes"].tolist() for batch in at.step(0)]
     assert told == [[1, 2], [3, 4], [5, 6]]
+    at.close()
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_conditioning_images_go_with_their_samples(resident: bool) -> None:
+    """Not through what a family makes of texts."""
+    data: Any = Data(resident=resident)
+    data.references_of = lambda draw: {"reference_0": torch.full((1, 2, 2), float(draw.sample))}
+    at = loader(data)
+    family: Any = at._family
+    family.arrange = lambda condition: {"arranged": -condition["embeds"]}
+    for batch in at.step(0):
+        assert set(batch.condition) == {"arranged", "reference_0"}
+        assert torch.equal(batch.condition["reference_0"], batch.latents)
     at.close()
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KINDS = ("lora", "full")
-ALONE = ("wan", "qwen_image")  # compared with one process
+ALONE = ("wan", "qwen_image", "flux:kontext")  # compared with one process
 BOTH = (*ALONE, "sdxl")  # a U-Net's files are named otherwise
 RANKS = 2
 STEPS = 4
@@ -72,6 +72,9 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt": PROMPT, "num_frames": case.frames, "seed": 3}
     if kind == "lora":
         prompt |= {"negative_prompt": NEGATIVE, "guidance": 3.0, "true_cfg_scale": 3.0}
+    if case.takes is not None or case.first_frame:
+        pictures = case.paths.data if case.first_frame else case.paths.control
+        prompt["conditioning_image"] = str(min(pictures.glob("*.png")))
     return case.values(
         model_type=kind,
         num_processes=RANKS,
@@ -143,7 +146,8 @@ def test_a_family_trains_and_its_export_makes_the_same_in_the_stock_pipeline(
 def test_two_ranks_train_as_one_process_does(
     runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Where some parameters stay whole beside the shards, and where texts of a batch are padded."""
+    """Where some parameters stay whole beside the shards, where texts of a batch are padded, and
+    with conditioning images."""
     chosen = [n for n in ALONE if RunDir(runs / place(n, "full")).events.exists()]
     if not chosen:
         pytest.skip("neither is among the chosen tests")

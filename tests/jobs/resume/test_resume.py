@@ -58,6 +58,9 @@ _OTHER: dict[str, Any] = {
     "fsdp_auto_wrap_policy": "NO_WRAP",
     "lora_rank_pattern": {"to_q": 2},
     "lora_alpha_pattern": {"to_q": 2.0},
+    "conditioning_resolution": 512,
+    "resolution": [512],
+    "unmasked_weight": 0.5,
 }
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {
@@ -68,6 +71,7 @@ _WITH: dict[str, dict[str, Any]] = {
     "model_flavour": {"model_family": "wan"},
     "num_frames": {"model_family": "wan"},
     "fps": {"model_family": "wan"},
+    "conditioning_resolution": {"model_flavour": "kontext"},
 }
 
 

@@ -423,6 +423,7 @@ def test_what_a_slurm_job_may_not_say(
     for changes, words in (
         ({"gpus": 4}, "Slurm chooses the GPUs"),
         ({"accelerate_extra_args": ["--debug"]}, "use slurm_srun_args"),
+        ({"push_to_hub": True}, "run `fsdp-tui push ID` when the job has ended"),
         ({"num_processes": 3}, "cannot be divided evenly"),
         ({"machine_rank": 1}, "machine_rank is set by Slurm"),
         ({"slurm_extra_args": "--nodes=3"}, "--nodes is set by num_machines"),

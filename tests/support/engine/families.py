@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
+from PIL import Image
 
 from engine import families
+from engine.data.prepare import read_pictures
 from engine.families.shared.collate import collate
 from engine.toy import write_toy
 from jobs.spec.families import FAMILIES
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.families import Family
+    from jobs.spec.families import Family as Facts
+    from jobs.spec.families import References
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -45,6 +50,9 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 
 
 # A flow that is not video, a flow that is, and a U-Net that predicts noise: all others are slow.
+# Layouts whose jobs train with conditioning images, which some models take or leave.
+PAIRED: Final = frozenset({"flux:kontext", "flux2:klein-base-4b", "wan:2.2-ti2v-5b"})
+
 FAST: Final = frozenset({"flux", "wan", "sdxl"})
 
 
@@ -96,6 +104,10 @@ class Case:
         return name, flavour or next(iter(FAMILIES[name].flavours))
 
     @property
+    def facts(self) -> Facts:
+        return FAMILIES[self._names[0]]
+
+    @property
     def side(self) -> int:
         """Pixels; of families whose VAE shrinks a lot, more."""
         name, flavour = self._names
@@ -116,7 +128,7 @@ class Case:
             "model_family": name,
             "model_flavour": flavour,
             "pretrained_model_name_or_path": str(self.paths.model),
-            "dataset": str(self.paths.data),
+            **self._data(),
             "device": "cpu",
             "resolution": self.side,
             "max_sequence_length": 64,
@@ -126,6 +138,54 @@ class Case:
             "checkpointing_steps": 0,
             **changes,
         }
+
+    @cached_property
+    def videos(self) -> Path:
+        """Each picture of the toy, moving to the side, with its caption."""
+        from tests.support.images.videos import record
+
+        root = self.paths.data.with_name("videos")
+        root.mkdir(exist_ok=True)
+        for path in sorted(self.paths.data.glob("*.png")):
+            video = root / f"{path.stem}.mp4"
+            if not video.exists():
+                with Image.open(path) as opened:
+                    picture = np.asarray(opened.convert("RGB").resize((self.side, self.side)))
+                moving = [np.roll(picture, 4 * n, axis=1) for n in range(self.frames)]
+                record(video.with_suffix(".part.mp4"), moving).rename(video)
+                video.with_suffix(".txt").write_text(path.with_suffix(".txt").read_text())
+        return root
+
+    @property
+    def first_frame(self) -> bool:
+        """Whether its jobs train from first frames."""
+        return self.name in PAIRED and self.takes is None
+
+    @property
+    def takes(self) -> References | None:
+        """How its model takes conditioning images, if its jobs have some."""
+        if self.name not in PAIRED:
+            return None
+        return FAMILIES[self._names[0]].references_of(self._names[1])
+
+    def _data(self) -> dict[str, Any]:
+        if self.name not in PAIRED:
+            return {"dataset": str(self.paths.data)}
+        if self.takes is None:
+            entry = {"path": str(self.videos), "first_frame": True}
+            return {"datasets": [entry], "num_frames": self.frames, "fps": 8}
+        entry = {"path": str(self.paths.data), "conditioning_path": str(self.paths.control)}
+        return {"datasets": [entry], "conditioning_resolution": self.side}
+
+    def pictures(self, request: SampleRequest) -> list[Image.Image]:
+        """The conditioning images of a request, as the model takes them."""
+        spec = self.spec(
+            validation_prompts=[
+                {"prompt": request.prompt, "conditioning_image": list(request.conditioning)}
+            ],
+            **({} if self.facts.frame_step else {"conditioning_resolution": self.side}),
+        )
+        return list(read_pictures(spec).values())
 
     def request(self, **changes: Any) -> SampleRequest:
         (request,) = requests_of(self.spec(validation_prompts=[{"prompt": PROMPT} | changes]))
@@ -166,6 +226,19 @@ class Case:
                 text = self.encoded(request.negative_prompt or "", negative=True)
                 words["negative_prompt_embeds"] = text["prompt_embeds"].unsqueeze(0)
         others = self.family.sample_arguments(request, {}, {} if request.guided else None)
+        if request.conditioning:
+            others |= self.family.reference_arguments(self.pictures(request))
+            pipeline = self.family.pipeline_with_image(pipeline)
+            pipeline.set_progress_bar_config(disable=True)
+            known = inspect.signature(pipeline.__call__).parameters
+            if self.first_frame:  # cleaning texts, Wan's takes for granted that ftfy is installed
+                negative = request.negative_prompt if request.guided else None
+                texts = {"": request.prompt, "negative_": negative}
+                words = {
+                    f"{kind}prompt_embeds": self.encoded(text)["prompt_embeds"].unsqueeze(0)
+                    for kind, text in texts.items()
+                    if text is not None
+                }
         with torch.no_grad():
             return pipeline(
                 **{name: value for name, value in words.items() if name in known},

@@ -112,6 +112,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "crop": st.just("random"),
     "shuffle_captions": st.just(True),
     "num_frames": st.none(),
+    "conditioning_resolution": st.none(),
     "lr_warmup_steps": st.just(0),
     "keep_in_full_precision": st.none() | st.lists(_MODULE, max_size=2),
     "base_matmul": st.sampled_from(["auto", "dequantize"]),

@@ -1,0 +1,158 @@
+"""The conditioning images of a sample: what of each is shown, and at what size. Pure.
+
+A conditioning image of its sample's shape belongs to it pixel by pixel: it is cut and mirrored as
+the sample is. Any other is shown whole. Then it gets the size that the model's pipeline would give
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from PIL import Image, ImageOps
+
+from engine.data.index.views import shown
+from jobs.spec.values.buckets import enlargement
+
+if TYPE_CHECKING:
+    from engine.data.index.data_index import Sample
+    from engine.data.index.views import View
+    from jobs.spec.families import References
+
+FITTING: Final = 1
+"""Goes into cache keys: raise it when `fit_reference` makes other pixels."""
+
+_SAME_SHAPE: Final = 0.02  # difference of the logarithms of two aspect ratios
+_ANY_SCALE: Final = 4096  # pixels, beyond every rule's usual size
+
+
+class Place(NamedTuple):
+    """Where a conditioning image is: a file, or the directory and the column of a table."""
+
+    path: str
+    column: str | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A conditioning image.
+
+    Attributes:
+        path: Its file, or the directory of its table.
+        column: Its column, in the sample's row.
+        width: Pixels, as displayed.
+        height: Pixels, as displayed.
+        digest: sha256 of the file.
+        aligned: Whether it has the shape of its sample.
+        scaled: `(width, height)` that what is shown of it is resized to.
+        size: `(width, height)` that is cut out of the middle of that.
+    """
+
+    path: str
+    column: str | None
+    width: int
+    height: int
+    digest: str
+    aligned: bool = False
+    scaled: tuple[int, int] = (0, 0)
+    size: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class ReferenceView:
+    """What of a conditioning image is shown beside a view of its sample.
+
+    Attributes:
+        box: Left, top, right, bottom; pixels of the image, before it is mirrored.
+        scaled: As of `Reference`.
+        size: As of `Reference`.
+        flip: Whether it is mirrored.
+    """
+
+    box: tuple[int, int, int, int]
+    scaled: tuple[int, int]
+    size: tuple[int, int]
+    flip: bool
+
+    def facts(self) -> dict[str, Any]:
+        """What of it decides the pixels, as JSON values."""
+        return {
+            "box": list(self.box),
+            "scaled": list(self.scaled),
+            "size": list(self.size),
+            "flip": self.flip,
+            "conditioning": FITTING,
+        }
+
+
+def placed(
+    place: Place,
+    facts: tuple[int, int, str],
+    sample: tuple[int, int],
+    bucket: tuple[int, ...],
+    takes: References,
+    side: int | None,
+) -> Reference:
+    """A conditioning image with its size.
+
+    Args:
+        place: Where it is.
+        facts: Its width, height and digest.
+        sample: Width and height of its sample.
+        bucket: Of its sample; its size decides that of an aligned image.
+        takes: The model's rule.
+        side: `conditioning_resolution`.
+    """
+    width, height, digest = facts
+    apart = math.log(width / height) - math.log(sample[0] / sample[1])
+    aligned = abs(apart) < _SAME_SHAPE
+    shape = (width, height)
+    if aligned:
+        # Of the bucket's shape, as large as it is here, but for what is made smaller anyway: so
+        # that the images of a bucket are of one size.
+        factor = 1 / enlargement(width, height, (bucket[0], bucket[1]))
+        shape = (round(bucket[0] * factor), round(bucket[1] * factor))
+        large = (bucket[0] * _ANY_SCALE, bucket[1] * _ANY_SCALE)
+        if takes.fit(*large, side).size[0] <= takes.fit(*shape, side).size[0]:
+            shape = large
+    fitted = takes.fit(*shape, side)
+    return Reference(
+        place.path, place.column, width, height, digest, aligned, fitted.scaled, fitted.size
+    )
+
+
+def reference_view(reference: Reference, sample: Sample, view: View) -> ReferenceView:
+    """What of a conditioning image is shown beside a view of its sample."""
+    box = (0, 0, reference.width, reference.height)
+    if reference.aligned:
+        seen = shown(sample, replace(view, flip=False))
+        factor = enlargement(sample.width, sample.height, view.size)
+        across = reference.width / (sample.width * factor)
+        down = reference.height / (sample.height * factor)
+        box = (
+            round(seen.left * across),
+            round(seen.top * down),
+            min(reference.width, round((seen.left + view.size[0]) * across)),
+            min(reference.height, round((seen.top + view.size[1]) * down)),
+        )
+    return ReferenceView(box, reference.scaled, reference.size, view.flip)
+
+
+def fit_reference(picture: Image.Image, view: ReferenceView) -> Image.Image:
+    """Cut, mirror, resize as the pipelines do, cut to whole tokens."""
+    found = picture.crop(view.box)
+    if view.flip:
+        found = ImageOps.mirror(found)
+    found = found.resize(view.scaled, Image.Resampling.LANCZOS)
+    left = (view.scaled[0] - view.size[0]) // 2
+    top = (view.scaled[1] - view.size[1]) // 2
+    return found.crop((left, top, left + view.size[0], top + view.size[1]))
+
+
+def fit_whole(picture: Image.Image, takes: References, side: int | None) -> Image.Image:
+    """A conditioning image of a sample picture, as a pipeline would show it whole."""
+    fitted = takes.fit(*picture.size, side)
+    box = (0, 0, *picture.size)
+    return fit_reference(picture, ReferenceView(box, *fitted, flip=False))

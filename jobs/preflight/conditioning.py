@@ -1,0 +1,105 @@
+"""What can be known to be wrong with conditioning images before a job is queued: by their names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jobs.errors import SpecError
+from jobs.paths import exists, expand
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.values.dataset_files import list_files
+from jobs.spec.values.datasets import datasets_of
+from jobs.spec.values.pairs import Pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.datasets import Dataset, Layout
+
+
+def check_prompt_images(spec: JobSpec) -> None:
+    """Refuse samples whose conditioning image is not there.
+
+    Raises:
+        SpecError: It is not.
+    """
+    for request in requests_of(spec):
+        for path in request.conditioning:
+            if not expand(path).is_file():
+                raise SpecError(f"validation_prompts: no such conditioning image: {path}")
+
+
+def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
+    """Refuse places where this kind of dataset can have no conditioning images.
+
+    Raises:
+        SpecError: Names the key.
+    """
+    for path in dataset.conditioning_path or ():
+        if not exists(expand(path)) or not expand(path).is_dir():
+            raise SpecError(f"conditioning_path: no such folder: {path}")
+    if not dataset.references:
+        return
+    if layout == "webdataset":
+        raise SpecError(
+            f"{dataset.path} holds tar files, whose conditioning images cannot be read",
+            "unpack them into a folder",
+        )
+    if layout != "folder" and not dataset.conditioning_column:
+        raise SpecError(
+            f"{dataset.path} is a table, so its conditioning images are in columns",
+            "set conditioning_column",
+        )
+    if layout == "folder" and dataset.conditioning_column and not metadata:
+        raise SpecError(
+            f"conditioning_column: {dataset.path} has no metadata.jsonl, metadata.csv or "
+            "metadata.parquet",
+            "set conditioning_path or conditioning_suffix",
+        )
+
+
+def split_samples(dataset: Dataset, wanted: list[Path]) -> tuple[list[Path], list[Path]]:
+    """The samples of a folder without the conditioning images in it, and those that lack theirs.
+
+    Raises:
+        SpecError: None of them has one.
+        OSError: A folder cannot be read.
+    """
+    if not dataset.references or dataset.conditioning_column:
+        return wanted, []
+    pairs = Pairs(dataset, wanted)
+    samples = [path for path in wanted if pairs.is_sample(path)]
+    alone = [path for path in samples if None in pairs.found(path)]
+    if samples and len(alone) == len(samples):
+        raise SpecError(
+            f"none of the {len(samples)} images in {dataset.path} has a conditioning image",
+            f"for {samples[0].name}, it would be {pairs.wanted(samples[0])[0]}",
+        )
+    return samples, alone
+
+
+def missing_partners(spec: JobSpec) -> list[str]:
+    """What of a job's folders lacks a conditioning image, a sentence for each."""
+    folders = [one for one in datasets_of(spec) if one.references and not one.conditioning_column]
+    return [
+        line
+        for dataset in folders
+        for line in tell_missing(dataset, list_files(expand(dataset.path)).pictures)
+    ]
+
+
+def tell_missing(dataset: Dataset, pictures: Sequence[Path]) -> list[str]:
+    """A sentence on the samples that lack a conditioning image, if any do."""
+    try:
+        samples, alone = split_samples(dataset, list(pictures))
+    except (SpecError, OSError):  # told elsewhere
+        return []
+    if not alone:
+        return []
+    names = ", ".join(path.name for path in alone[:3]) + (", …" if len(alone) > 3 else "")
+    return [
+        f"{len(alone)} of {len(samples)} images in {dataset.path}: no conditioning image "
+        f"({names}), will be skipped."
+    ]

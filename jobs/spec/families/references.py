@@ -1,0 +1,85 @@
+"""How models take conditioning images: how many of them, and at what size. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_USUAL_SIDE: Final = 1024  # of the square whose area all these models were trained with
+_STEP: Final = 16  # pixels of a token's side
+
+# Width and height; FLUX.1 Kontext was trained with these.
+PREFERRED: Final = (
+    (672, 1568),
+    (688, 1504),
+    (720, 1456),
+    (752, 1392),
+    (800, 1328),
+    (832, 1248),
+    (880, 1184),
+    (944, 1104),
+    (1024, 1024),
+    (1104, 944),
+    (1184, 880),
+    (1248, 832),
+    (1328, 800),
+    (1392, 752),
+    (1456, 720),
+    (1504, 688),
+    (1568, 672),
+)
+
+
+class Fit(NamedTuple):
+    """What becomes of a conditioning image, in pixels.
+
+    Attributes:
+        scaled: `(width, height)` that it is resized to, whatever its own shape.
+        size: `(width, height)` that is cut out of the middle of that.
+    """
+
+    scaled: tuple[int, int]
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class References:
+    """How a model takes conditioning images.
+
+    Attributes:
+        fit: `(width, height, side)` of an image and of the square whose area it gets, None for the
+            usual one → what becomes of it.
+        most: How many a sample may have.
+        required: Whether the model makes nothing without one.
+        least: Pixels of a side, below which pipelines refuse an image.
+        widest: How many times longer one side may be than the other, in pipelines.
+    """
+
+    fit: Callable[[int, int, int | None], Fit]
+    most: int = 1
+    required: bool = False
+    least: int = 1
+    widest: float = math.inf
+
+
+def to_preferred(width: int, height: int, side: int | None) -> Fit:
+    """As FLUX.1 Kontext's pipeline: the nearest in shape of the sizes that it was trained with."""
+    ratio = width / height
+    _, *size = min((abs(ratio - w / h), w, h) for w, h in PREFERRED)
+    factor = (side or _USUAL_SIDE) / _USUAL_SIDE
+    across, down = (max(_STEP, int(pixels * factor) // _STEP * _STEP) for pixels in size)
+    return Fit((across, down), (across, down))
+
+
+def to_area_at_most(width: int, height: int, side: int | None) -> Fit:
+    """As FLUX.2's pipelines: smaller if it is too large, then cut to whole tokens."""
+    area = (side or _USUAL_SIDE) ** 2
+    if width * height > area:
+        scale = math.sqrt(area / (width * height))
+        width, height = int(width * scale), int(height * scale)
+    size = (max(_STEP, width // _STEP * _STEP), max(_STEP, height // _STEP * _STEP))
+    return Fit((max(width, size[0]), max(height, size[1])), size)

@@ -1,0 +1,111 @@
+"""What of a job's conditioning images cannot be; a part of `jobs.spec.rules.conflicts`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jobs.spec.families import FAMILIES, references_of, takes_first_frame
+from jobs.spec.rules.data_conflicts import Conflict
+from jobs.spec.values.datasets import CONDITIONING
+
+if TYPE_CHECKING:
+    from jobs.spec.families import Family
+    from jobs.spec.job_spec import JobSpec
+
+
+def _not_taken(spec: JobSpec) -> Conflict | None:
+    family, takes = FAMILIES.get(spec.model_family), references_of(spec)
+    if family is None or takes is not None:
+        return None
+    framed = takes_first_frame(spec)
+    for key, given in (
+        ("datasets", any(entry.references for entry in spec.datasets or [])),
+        ("validation_prompts", any(one.conditioning_image for one in spec.validation_prompts)),
+    ):
+        if given and framed and key == "datasets":
+            return Conflict(
+                key,
+                f"datasets: {family.title} is conditioned on the first frame of each video; "
+                "set first_frame: true instead",
+            )
+        if given and not framed:
+            what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
+            message = f"{key}: {what} takes no conditioning images{_which_take(family)}"
+            return Conflict(key, message)
+    return None
+
+
+def _which_take(family: Family) -> str:
+    names = [name for name in family.flavours if family.references_of(name) is not None]
+    return f"; model_flavour {' or '.join(names)} does" if names else ""
+
+
+def _first_frame(spec: JobSpec) -> Conflict | None:
+    family = FAMILIES.get(spec.model_family)
+    if family is None or takes_first_frame(spec):
+        several = [one for one in spec.validation_prompts if len(one.conditioning_image or ()) > 1]
+        if several and family is not None:
+            return Conflict(
+                "validation_prompts",
+                f'validation_prompts: "{several[0].prompt}" has '
+                f"{len(several[0].conditioning_image or ())} conditioning images; the model takes "
+                "only one",
+            )
+        return None
+    if not any(entry.first_frame for entry in spec.datasets or []):
+        return None
+    names = [name for name in family.flavours if family.takes_first_frame(name)]
+    which = f"; model_flavour {' or '.join(names)} can" if names else ""
+    what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
+    return Conflict("datasets", f"datasets: {what} cannot be trained with first_frame{which}")
+
+
+def _one_place(spec: JobSpec) -> Conflict | None:
+    for entry in spec.datasets or []:
+        named = [key for key in CONDITIONING if getattr(entry, key)]
+        if len(named) > 1:
+            return Conflict(
+                "datasets", f"datasets: {entry.path} has {' and '.join(named)}; keep one"
+            )
+    return None
+
+
+def _count(spec: JobSpec) -> Conflict | None:
+    takes = references_of(spec)
+    if takes is None:
+        return None
+    counts = [("datasets", entry.path, entry.references) for entry in spec.datasets or []]
+    counts = counts or [("dataset", spec.dataset, 0)]
+    counts += [
+        ("validation_prompts", f'"{one.prompt}"', len(one.conditioning_image or ()))
+        for one in spec.validation_prompts
+    ]
+    for key, what, count in counts:
+        if count > takes.most:
+            limit = f"at most {takes.most}" if takes.most > 1 else "only one"
+            return Conflict(
+                key, f"{key}: {what} has {count} conditioning images; the model takes {limit}"
+            )
+        if not count and takes.required:
+            how = (
+                "set conditioning_image"
+                if key == "validation_prompts"
+                else f"set one of {', '.join(CONDITIONING)} in datasets"
+            )
+            return Conflict(
+                key, f"{key}: {what} has no conditioning image, which the model needs; {how}"
+            )
+    return None
+
+
+def _split(spec: JobSpec) -> Conflict | None:
+    given = any(entry.references or entry.first_frame for entry in spec.datasets or [])
+    if not given or spec.context_parallel_size == 1:
+        return None
+    return Conflict(
+        "context_parallel_size",
+        "context_parallel_size: conditioning images cannot be split over ranks; use 1",
+    )
+
+
+CONDITIONING_RULES = (_not_taken, _first_frame, _one_place, _count, _split)

@@ -1,0 +1,201 @@
+"""Conditioning images: where they are found, what is said of missing ones, what is shown."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine.data.index import references
+from engine.data.index.data_index import DataIndex, build_index, read_reference
+from engine.data.index.references import fit_reference, fit_whole, reference_view
+from engine.data.index.views import fit, view_of
+from engine.data.read.images import decode
+from engine.data.report.data_report import changed_since, make_plan, make_report
+from jobs.errors import SpecError, UserError
+from jobs.preflight.conditioning import missing_partners
+from jobs.preflight.dataset import check_dataset
+from jobs.spec.families.references import References, to_area_at_most, to_preferred
+from jobs.spec.file.load import load_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from jobs.spec.job_spec import JobSpec
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., JobSpec]:
+    def make(**entry: Any) -> JobSpec:
+        values = {
+            "pretrained_model_name_or_path": "m",
+            "model_flavour": "kontext",
+            "datasets": [{"path": str(tmp_path / "data")} | entry],
+            "resolution": 64,
+            "conditioning_resolution": 64,
+            "cache_dir": str(tmp_path / "cache"),
+        }
+        return load_spec(None, values)
+
+    return make
+
+
+def draw(path: Path, size: tuple[int, int] = (64, 64), caption: str = "") -> None:
+    """A picture of noise, so that where it is cut shows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(size[0]).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(noise).resize(size).save(path)
+    if caption:
+        path.with_suffix(".txt").write_text(caption)
+
+
+def found(index: DataIndex) -> dict[str, list[str]]:
+    return {s.name: [one.path.rpartition("/")[2] for one in s.references] for s in index.samples}
+
+
+def test_a_folder_beside_a_folder(tmp_path: Path, job: Callable[..., JobSpec]) -> None:
+    """Names count, not file types; also where the folder lies within the other."""
+    for name in ("a", "sub/b", "c"):
+        draw(tmp_path / "data" / f"{name}.png", caption=name)
+    draw(tmp_path / "data/control/a.jpg")
+    draw(tmp_path / "data/control/sub/b.png")
+    spec = job(control_path=str(tmp_path / "data/control"))
+    index = build_index(spec)
+    assert found(index) == {"a.png": ["a.jpg"], "sub/b.png": ["b.png"]}
+    (lost,) = index.skipped
+    where = tmp_path / "data/control/c.png"
+    assert (lost.name, lost.why) == ("c.png", f"no conditioning image: {where} does not exist")
+    assert make_report(spec, index, None).reasons[0].text == "no conditioning image"
+    assert check_dataset(spec) == 3
+    assert missing_partners(spec) == [
+        f"1 of 3 images in {tmp_path / 'data'}: no conditioning image (c.png), will be skipped."
+    ]
+    index.save(tmp_path / "index.json")
+    again = DataIndex.load(tmp_path / "index.json")
+    assert again.samples == index.samples
+    draw(tmp_path / "data/control/a.jpg", (80, 80))
+    assert changed_since(again, build_index(spec)) == "1 with another conditioning image"
+
+
+def test_files_with_a_suffix(tmp_path: Path, job: Callable[..., JobSpec]) -> None:
+    for name in ("a", "a_control", "b", "c_control"):
+        draw(tmp_path / "data" / f"{name}.png", caption=name)
+    index = build_index(job(conditioning_suffix="_control"))
+    assert found(index) == {"a.png": ["a_control.png"]}
+    left = {one.name: one.why.partition(":")[0] for one in index.skipped}
+    # Without an image of its name it is one like any other.
+    assert left == dict.fromkeys(("b.png", "c_control.png"), "no conditioning image")
+
+
+def test_a_column_of_metadata(tmp_path: Path, job: Callable[..., JobSpec]) -> None:
+    rows = []
+    for name, before in (("a", "before/x.png"), ("b", ""), ("c", "before/none.png")):
+        draw(tmp_path / "data" / f"{name}.png")
+        rows.append({"file_name": f"{name}.png", "text": name, "before": before})
+    draw(tmp_path / "data/before/x.png")
+    (tmp_path / "data/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    index = build_index(job(conditioning_column="before"))
+    assert found(index) == {"a.png": ["x.png"]}
+    why = {one.name: one.why for one in index.skipped}
+    assert why["b.png"] == "no conditioning image: column before is empty"
+    assert why["c.png"].endswith("before/none.png does not exist")
+    with pytest.raises(UserError, match="has no column after"):
+        build_index(job(conditioning_column="after"))
+
+
+def test_a_column_of_a_table(tmp_path: Path, job: Callable[..., JobSpec]) -> None:
+    datasets = pytest.importorskip("datasets")
+    colours = ["red", "blue"]
+    rows = {
+        "image": [Image.new("RGB", (64, 64), colour) for colour in colours],
+        "before": [Image.new("RGB", (64, 64), "white"), None],
+        "text": colours,
+    }
+    kinds = {
+        "image": datasets.Image(),
+        "before": datasets.Image(),
+        "text": datasets.Value("string"),
+    }
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    table.save_to_disk(str(tmp_path / "data"))
+    spec = job(conditioning_column="before")
+    index = build_index(spec)
+    (sample,) = index.samples
+    picture = decode(read_reference(sample.references[0], sample, spec))
+    assert picture.getpixel((3, 3)) == (255, 255, 255)
+    assert index.skipped[0].why.startswith("its conditioning image cannot be used: ")
+
+
+def test_what_is_wrong_is_said_before_the_job_is_queued(
+    tmp_path: Path, job: Callable[..., JobSpec]
+) -> None:
+    draw(tmp_path / "data/a.png", caption="a")
+    (tmp_path / "empty").mkdir()
+    for entry, words in (
+        ({"conditioning_path": str(tmp_path / "none")}, "no such folder"),
+        ({"conditioning_path": str(tmp_path / "empty")}, "none of the 1 images"),
+        ({"conditioning_suffix": "_control"}, "none of the 1 images"),
+        ({"conditioning_column": "before"}, "has no metadata.jsonl"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            check_dataset(job(**entry))
+    prompts = [{"prompt": "a", "conditioning_image": str(tmp_path / "none.png")}]
+    spec = load_spec(None, job().model_dump() | {"validation_prompts": prompts})
+    with pytest.raises(SpecError, match="no such conditioning image"):
+        check_dataset(spec)
+
+
+def test_an_image_of_its_samples_shape_is_cut_and_mirrored_with_it(
+    tmp_path: Path, job: Callable[..., JobSpec]
+) -> None:
+    """Whatever its resolution; any other is shown whole. Both are as large as the model wants."""
+    draw(tmp_path / "data/a.png", (100, 64), caption="a")
+    Image.open(tmp_path / "data/a.png").resize((200, 128)).save(tmp_path / "data/a_control.png")
+    draw(tmp_path / "data/b.png", (100, 64), caption="b")
+    draw(tmp_path / "data/b_control.png", (64, 100))
+    spec = job(conditioning_suffix="_control").model_copy(
+        update={"crop": "random", "random_flip": True}
+    )
+    index = build_index(spec)
+    for sample, aligned in zip(index.samples, (True, False), strict=True):
+        (reference,) = sample.references
+        assert reference.aligned is aligned
+        for number in (1, 4):
+            view = view_of(sample, number, spec)
+            seen = reference_view(reference, sample, view)
+            assert seen.flip is view.flip is (number == 4)
+            assert (seen.box == (0, 0, 64, 100)) is not aligned
+            if aligned:
+                picture = fit_reference(decode(read_reference(reference, sample, spec)), seen)
+                shown = fit(Image.open(sample.path), view).resize(picture.size)
+                apart = np.asarray(picture, float) - np.asarray(shown, float)
+                assert np.abs(apart).mean() < 20, "noise that is shifted is 85 apart"
+    plan = make_plan(spec, index)
+    assert len(set(plan.buckets)) == 2, "sizes within a batch are the same"
+    assert sum(bucket.batches for bucket in make_report(spec, index, None).buckets) == 2
+
+
+def test_sizes_are_those_of_the_pipelines() -> None:
+    assert to_preferred(3000, 2000, None).size == (1248, 832)
+    assert to_preferred(3000, 2000, 512).size == (624, 416)
+    assert to_area_at_most(300, 200, None) == ((300, 200), (288, 192))
+    assert to_area_at_most(3000, 2000, None) == ((1254, 836), (1248, 832))
+    picture = Image.effect_noise((300, 200), 90).convert("RGB")
+    assert fit_whole(picture, References(to_preferred), None).size == (1248, 832)
+
+
+def test_images_of_a_bucket_have_one_size_where_they_are_made_smaller() -> None:
+    """However large they were."""
+    takes = References(to_area_at_most)
+    place = references.Place("p")
+    sizes = {
+        references.placed(place, (w, h, ""), (w, h), (1248, 832), takes, None).size
+        for w, h in ((3001, 2000), (1500, 1003), (6000, 4001))
+    }
+    assert sizes == {(1248, 832)}
+    small = references.placed(place, (300, 200, ""), (300, 200), (1248, 832), takes, None)
+    assert small.size == (288, 192), "nothing is made larger"

@@ -1,0 +1,202 @@
+"""Models that take conditioning images train on what their stock pipelines sample with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import Flux2Pipeline, FluxKontextPipeline
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+from PIL import Image
+
+from engine.data.index.references import fit_whole
+from engine.diffusion.objective import Problem
+from engine.families.shared.references import FIRST_FRAME, REFERENCE, first_frame_of, judged
+from engine.memory.tracing.inputs import reference_shapes
+from engine.toy.components.weights import one_thread
+from jobs.run.rundir import read_json
+from jobs.spec.families import FAMILIES
+from jobs.spec.families.references import PREFERRED
+from tests.support.engine.families import PROMPT, Case, Spied, batch_of, toys_root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jobs.spec.keys.prompts import SampleRequest
+
+CASES = {"flux:kontext": 1, "flux2": 2, "flux2:klein-base-4b": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "flux:kontext" else pytest.mark.slow)
+        for name in CASES
+    ],
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, toys_root(tmp_path_factory))
+
+
+def asked(case: Case) -> SampleRequest:
+    """A wide picture, with as many conditioning images as are tested."""
+    assert case.paths.control is not None
+    square = [one for one in sorted(case.paths.control.glob("*.png")) if is_square(one)]
+    beside = [str(path) for path in square[: CASES[case.name]]]
+    return case.request(resolution=f"{case.side * 3 // 2}x{case.side}", conditioning_image=beside)
+
+
+def is_square(path: Any) -> bool:
+    return len(set(Image.open(path).size)) == 1
+
+
+def encoded(case: Case, request: SampleRequest) -> dict[str, torch.Tensor]:
+    """Latents of conditioning images, as the cache has them."""
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    found = {}
+    for number, picture in enumerate(case.pictures(request)):
+        pixels = torch.from_numpy(np.asarray(picture, dtype=np.float32)).permute(2, 0, 1)[None]
+        found[f"{REFERENCE}{number}"] = case.family.encode_pictures(vae, pixels / 127.5 - 1)
+    return found
+
+
+@torch.no_grad()
+def test_a_prediction_is_what_the_pipelines_scheduler_gets(case: Case) -> None:
+    request = asked(case)
+    references = encoded(case, request)
+    assert len(references) == CASES[case.name]
+    spied = Spied(case, request)
+    condition = batch_of(case.encoded(PROMPT)) | references
+    denoiser = getattr(spied.pipeline, case.family.component)
+    assert spied.seen
+    for noisy, level, expected in spied.seen:
+        found = case.family.predict(denoiser, noisy, level, condition, request.guidance)
+        limit = 1e-4 * float(expected.abs().max())  # the pipeline's VAE sees pixels of a tensor
+        assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
+        plain = case.family.predict(
+            denoiser, noisy, level, batch_of(case.encoded(PROMPT)), request.guidance
+        )
+        assert (plain - expected).abs().max() > 20 * limit, "they make a difference"
+
+
+@torch.no_grad()
+def test_a_batch_is_its_samples(case: Case) -> None:
+    """Each sample has its own conditioning images."""
+    denoiser = getattr(case.stock(), case.family.component)
+    references = encoded(case, asked(case))
+    some = next(iter(references.values()))
+    noisy = torch.randn(2, *some.shape[1:], generator=torch.Generator().manual_seed(1))
+    levels = torch.tensor([0.3, 0.8])
+    both = {name: torch.cat([one, one.flip(-1)]) for name, one in references.items()}
+    text = case.encoded(PROMPT)
+    together = case.family.predict(denoiser, noisy, levels, batch_of(text, text) | both, 2.0)
+    for number in range(2):
+        part = slice(number, number + 1)
+        own = {name: one[part] for name, one in both.items()}
+        alone = case.family.predict(denoiser, noisy[part], levels[part], batch_of(text) | own, 2.0)
+        limit = 1e-5 * float(alone.abs().max())
+        assert torch.allclose(together[part], alone, rtol=1e-4, atol=limit)
+
+
+def test_the_memory_prediction_counts_what_is_trained_on(case: Case) -> None:
+    entry = {"path": str(case.paths.data), "conditioning_path": ["c"] * CASES[case.name]}
+    spec = case.spec(dataset="", datasets=[entry], conditioning_resolution=case.side)
+    config = read_json(case.paths.model / "transformer" / "config.json")
+    assert config is not None
+    shapes = reference_shapes(spec, config, (case.side, case.side), CASES[case.name])
+    real = encoded(case, asked(case))
+    assert {n: shape for n, (shape, _) in shapes.items()} == {
+        n: t.shape[1:] for n, t in real.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan:2.2-ti2v-5b", "ltxvideo"])
+@torch.no_grad()
+def test_a_first_frame_is_held_as_in_the_pipeline(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of what it predicts, and of what the autoencoder makes of it with other frames behind it."""
+    case = Case(name, toys_root(tmp_path_factory))
+    picture = min(case.paths.data.glob("*.png"))
+    frames = 2 * (case.frames - 1) + 1
+    request = case.request(
+        resolution=case.side, num_frames=frames, conditioning_image=str(picture), guidance=1.0
+    )
+    pipeline, calls = case.stock(), []
+    denoiser = getattr(pipeline, case.family.component)
+    denoiser.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
+    )
+    case.run(pipeline, request, output_type="latent")
+    text = batch_of(case.encoded(PROMPT))
+    assert len(calls) == request.steps
+    for told, output in list(calls):
+        noisy, expected = (
+            case.family.unpack(pipeline, one, request) for one in (told["hidden_states"], output)
+        )
+        level = told["timestep"].max().view(1) / 1000
+        given = first_frame_of(noisy)
+        # What stands there is not looked at: it is what the model is given.
+        found = case.family.predict(denoiser, noisy.flip(2), level, text | given, 1.0)
+        assert not torch.allclose(found[:, :, 1:], expected[:, :, 1:], rtol=1e-3, atol=1e-3)
+        noisy = torch.cat([torch.zeros_like(noisy[:, :, :1]), noisy[:, :, 1:]], dim=2)
+        found = case.family.predict(denoiser, noisy, level, text | given, 1.0)
+        limit = 1e-4 * float(expected.abs().max())
+        assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
+        plain = case.family.predict(denoiser, noisy, level, text, 1.0)[:, :, 1:]
+        assert (plain - expected[:, :, 1:]).abs().max() > 20 * limit, "it makes a difference"
+
+    vae = case.family.load_vae(case.paths.model, torch.float32).eval()
+    image = case.pictures(request)[0].resize((case.side, case.side), Image.Resampling.LANCZOS)
+    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
+    pixels = pixels[None, :, None] / 127.5 - 1
+    first = case.family.encode_pictures(vae, pixels)
+    moving = torch.cat([pixels, *(pixels.roll(8 * n, -1) for n in range(1, frames))], dim=2)
+    given = first_frame_of(case.family.encode_pictures(vae, moving))
+    assert torch.allclose(given[FIRST_FRAME], first, rtol=1e-4, atol=1e-4), "it is causal"
+    if name != "ltxvideo":  # its pipeline draws the first frame's latents, as training does not
+        seen = case.family.unpack(pipeline, calls[0][0]["hidden_states"], request)
+        assert torch.allclose(seen[:, :, :1], first, rtol=1e-3, atol=1e-3)
+
+
+def test_the_loss_is_of_what_is_not_given() -> None:
+    target, frames = torch.zeros(2, 3, 4, 2, 2), torch.arange(4.0).view(1, 1, 4, 1, 1)
+    problem = Problem(target, torch.zeros(2), target)
+    prediction = target + frames
+    left, of = judged(prediction, problem, {FIRST_FRAME: target[:, :, :1]})
+    assert left.shape == of.target.shape == (2, 3, 3, 2, 2)
+    assert float((left - of.target).square().mean()) == pytest.approx((1 + 4 + 9) / 3)
+    assert judged(prediction, problem, {})[0] is prediction
+
+
+@pytest.mark.parametrize("size", [(900, 640), (1500, 1100), (400, 1300)])
+def test_a_conditioning_image_is_what_its_pipeline_makes_of_it(size: tuple[int, int]) -> None:
+    """Pixel by pixel; nothing is computed by a model."""
+    assert list(PREFERRED) == pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
+    picture = Image.effect_noise(size, 90).convert("RGB")
+    kontext = FAMILIES["flux"].references_of("kontext")
+    assert kontext is not None
+    fitted = fit_whole(picture, kontext, None)
+    processor = FluxKontextPipeline(*[None] * 7).image_processor
+    assert np.array_equal(processor.resize(picture, fitted.height, fitted.width), fitted)
+    flux2 = FAMILIES["flux2"].references
+    assert flux2 is not None
+    fitted = fit_whole(picture, flux2, None)
+    own = Flux2Pipeline(*[None] * 5).image_processor
+    assert isinstance(own, Flux2ImageProcessor)
+    if size[0] * size[1] > 1024 * 1024:
+        picture = own._resize_to_target_area(picture, 1024 * 1024)
+    width, height = (side // 16 * 16 for side in picture.size)
+    pixels = own.preprocess(picture, height=height, width=width, resize_mode="crop")[0]
+    again = (pixels.permute(1, 2, 0).numpy() + 1) * 127.5
+    assert np.abs(again - np.asarray(fitted)).max() < 0.01

@@ -1,0 +1,107 @@
+"""Pairs of other tools: taken over by models that train on them here, and else not passed over."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from jobs.imports.common.import_report import Kind
+from jobs.imports.imported import (
+    import_ai_toolkit,
+    import_script,
+    import_simpletuner,
+)
+from jobs.spec.keys.prompts import requests_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.imports.imported import Imported
+
+
+def kinds(imported: Imported, ending: str) -> set[Kind]:
+    found = {one.kind for one in imported.report.entries if one.key.endswith(ending)}
+    assert found, ending
+    return found
+
+
+def ai_toolkit(folder: Path, arch: str, **dataset: Any) -> Imported:
+    process = {
+        "type": "sd_trainer",
+        "model": {"name_or_path": "m", "arch": arch},
+        "datasets": [{"folder_path": "d", "resolution": 768} | dataset],
+        "sample": {"prompts": ["one --ctrl_img /x/a.png", "two"]},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"job": "extension", "config": {"process": [process]}}))
+    return import_ai_toolkit(path)
+
+
+def test_ai_toolkit(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+    spec = ai_toolkit(tmp_path, "flux_kontext", control_path="before").spec
+    (entry,) = spec.datasets or []
+    assert entry.conditioning_path == [str(tmp_path / "before")]
+    assert spec.conditioning_resolution == 768, "there, as large as the picture beside it"
+    assert [one.conditioning for one in requests_of(spec)] == [("/x/a.png",), ()]
+    several = ai_toolkit(tmp_path, "flux2", control_path_1="a", control_path_2="b").spec
+    (entry,) = several.datasets or []
+    assert entry.references == 2
+    assert several.conditioning_resolution is None
+    plain = ai_toolkit(tmp_path, "flux", control_path="before")
+    assert plain.spec.dataset
+    assert kinds(plain, "control_path") == kinds(plain, "ctrl_img") == {Kind.UNSUPPORTED}
+    many = ai_toolkit(tmp_path, "flux_kontext", control_path=["a", "b"])
+    assert kinds(many, "control_path") == {Kind.UNSUPPORTED}
+
+
+@pytest.mark.parametrize(
+    ("flavour", "kind", "taken"),
+    [
+        ("kontext", "reference_strict", True),
+        ("kontext", "mask", False),
+        ("dev", "reference_strict", False),
+    ],
+)
+def test_simpletuner(tmp_path: Path, flavour: str, kind: str, taken: bool) -> None:
+    backends = [
+        {"id": "after", "instance_data_dir": "after", "conditioning_data": "before"},
+        {
+            "id": "before",
+            "dataset_type": "conditioning",
+            "conditioning_type": kind,
+            "instance_data_dir": "before",
+        },
+    ]
+    (tmp_path / "data.json").write_text(json.dumps(backends))
+    config = tmp_path / "config.json"
+    values = {"model_family": "flux", "model_flavour": flavour, "data_backend_config": "data.json"}
+    config.write_text(json.dumps(values))
+    imported = import_simpletuner(config)
+    entries = imported.spec.datasets or []
+    assert [one.conditioning_path for one in entries] == ([["before"]] if taken else [])
+    told = kinds(imported, "conditioning_data")
+    assert (Kind.UNSUPPORTED in told) is not taken
+
+
+@pytest.mark.parametrize(
+    ("script", "family", "flavour"),
+    [
+        ("train_dreambooth_lora_flux_kontext.py", "flux", "kontext"),
+        ("train_dreambooth_lora_flux2_img2img.py", "flux2", None),
+    ],
+)
+def test_a_script_of_diffusers(script: str, family: str, flavour: str | None) -> None:
+    flags = "--dataset_name=d --image_column=after --cond_image_column=before --resolution=768"
+    imported = import_script(["accelerate", "launch", script, *flags.split()])
+    spec = imported.spec
+    assert (spec.model_family, spec.model_flavour) == (family, flavour)
+    (entry,) = spec.datasets or []
+    assert (entry.image_column, entry.conditioning_column) == ("after", ["before"])
+    assert spec.conditioning_resolution == 768
+    assert not imported.report.to_fill_in or "script" not in str(imported.report.to_fill_in)
+    plain = import_script(["accelerate", "launch", "train_dreambooth_lora_flux.py", *flags.split()])
+    assert kinds(plain, "cond_image_column") == {Kind.UNSUPPORTED}

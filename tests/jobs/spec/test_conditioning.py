@@ -1,0 +1,98 @@
+"""Keys of conditioning images: what they are read as, and what of them cannot be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs.errors import SpecError
+from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.applicable import find_inapplicable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.spec.job_spec import JobSpec
+
+
+def read(*entries: dict[str, Any], **values: Any) -> JobSpec:
+    data = {"datasets": list(entries)} if entries else {"dataset": "d"}
+    usual = {"pretrained_model_name_or_path": "m", "model_flavour": "kontext"}
+    return load_spec(None, usual | data | values)
+
+
+def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
+    (tmp_path / "control").mkdir()
+    (tmp_path / "a.png").touch()
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "pretrained_model_name_or_path: m\nmodel_flavour: kontext\n"
+        "datasets: [{path: d, control_path: control}]\n"
+        "validation_prompts: [{prompt: p, ctrl_img: a.png}, q]\n"
+    )
+    spec = load_spec(job)
+    (entry,) = spec.datasets or []
+    assert entry.conditioning_path == [str(tmp_path / "control")]
+    assert entry.references == 1
+    first, second = requests_of(spec)
+    assert (first.conditioning, second.conditioning) == ((str(tmp_path / "a.png"),), ())
+    job.write_text(dump_spec(spec))
+    assert load_spec(job) == spec
+
+
+@pytest.mark.parametrize(
+    ("entries", "values", "words"),
+    [
+        (
+            [{"path": "d", "conditioning_path": "c"}],
+            {"model_flavour": "dev"},
+            "datasets: FLUX.1 dev takes no conditioning images; model_flavour kontext does",
+        ),
+        (
+            [],
+            {"model_family": "sdxl", "model_flavour": None, "validation_prompts": "c"},
+            "validation_prompts: Stable Diffusion XL takes no conditioning images",
+        ),
+        (
+            [{"path": "d", "conditioning_path": "c", "conditioning_suffix": "_c"}],
+            {},
+            "d has conditioning_path and conditioning_suffix; keep one",
+        ),
+        (
+            [{"path": "d", "conditioning_path": ["c", "e"]}],
+            {},
+            "datasets: d has 2 conditioning images; the model takes only one",
+        ),
+        (
+            [{"path": "d", "conditioning_path": "c"}],
+            {"num_processes": 2, "context_parallel_size": 2},
+            "conditioning images cannot be split over ranks; use 1",
+        ),
+        ([{"path": "d", "conditioning_path": []}], {}, "conditioning_path"),
+        (
+            [{"path": "d", "do_i2v": True}],
+            {"model_family": "wan", "model_flavour": "2.1-t2v-14b"},
+            "Wan 2.1-t2v-14b cannot be trained with first_frame; model_flavour 2.2-ti2v-5b can",
+        ),
+        (
+            [{"path": "d", "conditioning_path": "c"}],
+            {"model_family": "wan", "model_flavour": "2.2-ti2v-5b"},
+            "set first_frame: true instead",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    entries: list[dict[str, Any]], values: dict[str, Any], words: str
+) -> None:
+    if "validation_prompts" in values:
+        values = values | {"validation_prompts": [{"prompt": "p", "conditioning_image": "c"}]}
+    with pytest.raises(SpecError, match=words):
+        read(*entries, **values)
+
+
+def test_the_size_matters_only_to_models_that_take_them() -> None:
+    assert "conditioning_resolution" not in find_inapplicable(read())
+    why = find_inapplicable(read(model_flavour="dev"))["conditioning_resolution"]
+    assert why == "FLUX.1 dev takes no conditioning images"

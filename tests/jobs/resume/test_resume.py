@@ -59,8 +59,6 @@ _OTHER: dict[str, Any] = {
     "lora_rank_pattern": {"to_q": 2},
     "lora_alpha_pattern": {"to_q": 2.0},
     "conditioning_resolution": 512,
-    "resolution": [512],
-    "unmasked_weight": 0.5,
 }
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {

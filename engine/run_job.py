@@ -47,9 +47,9 @@ from jobs.models.find_model import find_model
 from jobs.spec.families import latent_step_of
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.rules.conflicts import find_warnings
 from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.strategy import checkpoints_activations
+from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.buckets import sizes_of
 
 if TYPE_CHECKING:

@@ -200,7 +200,14 @@ def read_header(file: Path) -> list[StoredTensor]:
         return [_entry(file, name, header[name], 8 + length, size) for name in header]
     except OSError as error:
         raise UserError(f"cannot read {file} ({error.strerror})", _AGAIN) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise UserError(f"{file} is damaged ({error})", _AGAIN) from None
 
 

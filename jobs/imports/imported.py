@@ -18,7 +18,8 @@ from jobs.models.find_model import find_model
 from jobs.paths import exists, expand
 from jobs.spec.file.load import dump_spec
 from jobs.spec.job_spec import JobSpec
-from jobs.spec.rules.conflicts import find_conflicts, find_warnings
+from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.datasets import datasets_of
 from jobs.spec.values.yaml_lines import dump_mapping
 

@@ -13,88 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.memory.predicted import SCHEMA, Predicted
 from jobs.paths import cache_home
 from jobs.run.rundir import read_json, write_atomic
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.values.field import facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _MOST: Final = 2000  # files of some 4 KB; the oldest go
 _PACKAGES: Final = ("torch", "diffusers", "transformers", "peft", "fsdp-tui")
-
-# Keys that change no memory. One that is missing here costs another prediction.
-_INDIFFERENT: Final = frozenset(
-    {
-        "name",
-        "priority",
-        "gpus",
-        "share_gpus",
-        "num_processes",
-        "main_process_port",
-        "main_process_ip",
-        "machine_rank",
-        "launcher",
-        "slurm_partition",
-        "slurm_account",
-        "slurm_qos",
-        "slurm_time",
-        "slurm_signal_seconds",
-        "slurm_requeue",
-        "slurm_extra_args",
-        "slurm_setup",
-        "slurm_srun_args",
-        "fsdp_enable",
-        "fsdp_version",
-        "learning_rate",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "weight_decay",
-        "lr_scheduler",
-        "lr_warmup_steps",
-        "lr_end",
-        "lr_num_cycles",
-        "lr_power",
-        "lora_init",
-        "size_conditioning",
-        "max_train_steps",
-        "seed",
-        "timestep_sampling",
-        "logit_mean",
-        "logit_std",
-        "flow_shift",
-        "mode_scale",
-        "sigma_min",
-        "sigma_max",
-        "huber_c",
-        "snr_gamma",
-        "ema_decay",
-        "train_guidance",
-        "caption_dropout_probability",
-        "on_nonfinite",
-        "on_save_failure",
-        "max_restarts",
-        "auto_resume",
-        "hang_timeout",
-        "stop_grace_seconds",
-        "distributed_timeout_seconds",
-        "report_to",
-        "tracker_project_name",
-        "tracker_run_name",
-        "logging_dir",
-        "push_to_hub",
-        "push_checkpoints_to_hub",
-        "hub_model_id",
-        "hub_private_repo",
-        "trigger_word",
-        "prior_loss_weight",
-        "unmasked_weight",
-        "keep_tags",
-        "validation_seed",
-        "validation_timesteps",
-        "lora_alpha",
-        "lora_alpha_pattern",
-        "init_lora",
-    }
-)
 
 
 def folder() -> Path:
@@ -108,12 +34,18 @@ def key_of(values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         values: All of the job.
         config: Of its denoiser: the same path may hold another model tomorrow.
     """
-    kept = {key: value for key, value in sorted(values.items()) if key not in _INDIFFERENT}
+    kept = {key: value for key, value in sorted(values.items()) if _matters(key)}
     # The number of ranks counts, and is said in one way only.
     text = json.dumps(
         [SCHEMA, engine_version(), values.get("num_processes"), kept, config], sort_keys=True
     )
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def _matters(key: str) -> bool:
+    """Whether another value may change a prediction; of an unknown key it may."""
+    facts = facts_of(JobSpec).get(key)
+    return facts is None or facts.memory
 
 
 def recall(key: str) -> Predicted | None:

@@ -198,7 +198,7 @@ def _go_on(cancelled: Callable[[], bool], deadline: float) -> None:
     if cancelled():
         raise Cancelled
     if time.monotonic() > deadline:
-        raise ToolError("the memory prediction timed out")
+        raise ToolError("the memory prediction timed out; try again")
 
 
 _shared: list[Server] = []

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.rules.applicable import find_inapplicable
 from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
 from jobs.spec.values.resolutions import all_resolutions, resolutions_of
 

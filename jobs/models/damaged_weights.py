@@ -75,19 +75,32 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     return header, room - length
 
 
+def elements_of(entry: Any) -> int:
+    """Elements of the tensor that an entry of a header describes.
+
+    Raises:
+        DamagedError: The entry gives no shape of sizes. (A product of what else stands there can
+            take any amount of memory: `"a"` times 10^9.)
+    """
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise DamagedError("its header is damaged")
+    return math.prod(shape)
+
+
 def _wrong_with(header: dict[str, Any], room: int) -> str | None:
     """What is wrong with the tensors of a file that has `room` bytes for them."""
     spans = []
     for name, tensor in header.items():
         try:
             begin, end = tensor["data_offsets"]
-            shape, bits = tensor["shape"], BITS.get(tensor["dtype"])
-            sound = all(isinstance(one, int) and one >= 0 for one in (begin, end, *shape))
-        except (TypeError, KeyError, ValueError):
+            elements, bits = elements_of(tensor), BITS.get(tensor["dtype"])
+            sound = all(isinstance(offset, int) and offset >= 0 for offset in (begin, end))
+        except (DamagedError, TypeError, KeyError, ValueError):
             sound = False
         if not sound or begin > end:
             return f"its header is damaged at {name[:80]!r}"
-        if bits is not None and math.prod(shape) * bits > (end - begin) * 8:
+        if bits is not None and elements * bits > (end - begin) * 8:
             return f"{name[:80]!r} has fewer bytes than its shape needs"
         spans.append((begin, end, name))
     at = 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import SpecError
 from jobs.hub.names import HubName
-from jobs.models.damaged_weights import DamagedError, read_header
+from jobs.models.damaged_weights import DamagedError, elements_of, read_header
 from jobs.paths import exists, expand
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
@@ -60,7 +59,7 @@ def count_parameters(component: Path) -> int | None:
         else:
             files = sorted(component.glob("*.safetensors"))[:1]
         for path in files:
-            total += sum(math.prod(one["shape"]) for one in read_header(path)[0].values())
+            total += sum(map(elements_of, read_header(path)[0].values()))
     except (
         DamagedError,
         OSError,

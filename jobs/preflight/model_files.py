@@ -79,7 +79,9 @@ def _denoisers(spec: JobSpec, family: Family, index: Mapping[str, Any]) -> list[
 def _check_part(root: Path, part: str) -> None:
     """A denoiser or a VAE: read from safetensors files only."""
     if read_json(root / part / "config.json") is None:
-        raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
+        raise SpecError(
+            f"{root} is incomplete: {part}/config.json is missing or damaged", "download it again"
+        )
     names = [path.name for path in (root / part).glob("*.safetensors")]
     if not names:
         hints = {
@@ -102,7 +104,9 @@ def _text_encoders(index: Mapping[str, Any]) -> list[str]:
 
 def _check_text_encoder(root: Path, part: str) -> None:
     if read_json(root / part / "config.json") is None:
-        raise SpecError(f"{root} is incomplete: {part}/config.json is missing or damaged")
+        raise SpecError(
+            f"{root} is incomplete: {part}/config.json is missing or damaged", "download it again"
+        )
     names = [p.name for p in (root / part).iterdir() if p.suffix in (".safetensors", ".bin")]
     if not names:
         raise SpecError(f"{root / part} has no weights", f"download {part}/model.safetensors")

@@ -13,50 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from jobs.models.same_model import looks_same, place_of
-from jobs.resume.key_effects import EFFECTS
 from jobs.spec.families import FAMILIES
-from jobs.spec.job_spec import JobSpec
+from jobs.spec.job_spec import JobSpec, key_facts
 from jobs.spec.rules.lora_conflicts import may_scale
+from jobs.spec.rules.no_effect import counts
 from jobs.spec.rules.strategy import data_parallel_size
 from jobs.spec.values.datasets import datasets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-_ADAM: Final = ("adamw", "adamw_8bit", "prodigy")
-
-# Settings that count only together with others. Where they count neither in the checkpoint nor
-# in the job, another value is nothing to tell.
-_COUNTS: Final[dict[str, Callable[[JobSpec], bool]]] = {
-    "model_flavour": lambda spec: _is_second(spec),
-    "adam_beta1": lambda spec: spec.optimizer in _ADAM,
-    "adam_beta2": lambda spec: spec.optimizer in _ADAM,
-    "adam_epsilon": lambda spec: spec.optimizer in _ADAM,
-    "logit_mean": lambda spec: spec.timestep_sampling in ("logit_normal", "shift"),
-    "logit_std": lambda spec: spec.timestep_sampling in ("logit_normal", "shift"),
-    "mode_scale": lambda spec: spec.timestep_sampling == "mode",
-    "flow_shift": lambda spec: spec.timestep_sampling in ("shift", "uniform_shift"),
-    "size_conditioning": lambda spec: (
-        (family := FAMILIES.get(spec.model_family)) is not None and family.told_sizes
-    ),
-    "huber_c": lambda spec: spec.loss_type != "mse",
-    "ema_decay": lambda spec: spec.use_ema,
-    "lora_rank": lambda spec: spec.model_type == "lora",
-    "lora_variant": lambda spec: spec.model_type == "lora",
-    "lora_rank_pattern": lambda spec: spec.model_type == "lora",
-    "lora_alpha_pattern": lambda spec: spec.model_type == "lora",
-    "lora_dropout": lambda spec: spec.model_type == "lora",
-    "base_precision": lambda spec: spec.model_type == "lora",
-    "keep_in_full_precision": lambda spec: (
-        spec.model_type == "lora" and spec.base_precision != "none"
-    ),
-    "crop_variants": lambda spec: spec.crop == "random",
-    "caption_shuffles": lambda spec: spec.shuffle_captions,
-    "keep_tags": lambda spec: spec.shuffle_captions,
-    "validation_seed": lambda spec: spec.validation_fraction > 0,
-    "num_frames": lambda spec: _takes_videos(spec),
-    "fps": lambda spec: _takes_videos(spec),
-}
+    from collections.abc import Mapping
 
 # Why a checkpoint cannot be used with another value, after "the checkpoint was written with …".
 _WHY: Final = {
@@ -101,12 +66,13 @@ def find_resume_conflicts(
     if not before:
         return found
     old, unreadable = _read(before)
-    for key, effect in EFFECTS.items():
-        if key not in JobSpec.model_fields or effect in ("same", "ruled"):
+    for key in JobSpec.model_fields:
+        effect = key_facts(key).resume
+        if effect in ("same", "ruled"):
             continue
         was = unreadable.get(key, getattr(old, key))
         now = getattr(spec, key)
-        if was == now or not (_counts(key, old) or _counts(key, spec)):
+        if was == now or not (counts(key, old) or counts(key, spec)):
             continue
         if effect == "impossible":
             found.impossible.append(_refusal(key, was, now))
@@ -126,15 +92,6 @@ def _read(values: Mapping[str, Any]) -> tuple[JobSpec, dict[str, Any]]:
         bad = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
     rest = {key: value for key, value in known.items() if key not in bad}
     return JobSpec.model_validate(rest), {key: known[key] for key in bad & known.keys()}
-
-
-def _counts(key: str, spec: JobSpec) -> bool:
-    return key not in _COUNTS or _COUNTS[key](spec)
-
-
-def _takes_videos(spec: JobSpec) -> bool:
-    family = FAMILIES.get(spec.model_family)
-    return family is None or family.frame_step > 0
 
 
 def _is_second(spec: JobSpec) -> bool:
@@ -162,6 +119,20 @@ def _model(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> No
             f"{key}: the checkpoint was trained on {was}, not on {now}; use that model, or start "
             "a job without the checkpoint"
         )
+
+
+def _flavour(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """It is only a word, but where it names one of two denoisers."""
+    was, now = old.model_flavour, spec.model_flavour
+    if was != now and (_is_second(old) or _is_second(spec)):
+        found.impossible.append(_refusal("model_flavour", was, now))
+
+
+def _held_out(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """The seed of validation chooses which samples are held out, and else only draws."""
+    was, now = old.validation_seed, spec.validation_seed
+    if was != now and (old.validation_fraction or spec.validation_fraction):
+        found.changes.append(_line("validation_seed", was, now))
 
 
 def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
@@ -204,8 +175,8 @@ def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) ->
         return
     named = [
         _line(key, getattr(old, key), getattr(spec, key))
-        for key, counts in _OF_SCHEDULES.items()
-        if getattr(old, key) != getattr(spec, key) and (counts(old) or counts(spec))
+        for key in _OF_SCHEDULES
+        if getattr(old, key) != getattr(spec, key) and (counts(key, old) or counts(key, spec))
     ]
     if old.max_train_steps != spec.max_train_steps and _decays(spec) and _decays(old):
         bent = "stretches" if spec.max_train_steps > old.max_train_steps else "shortens"
@@ -214,20 +185,13 @@ def _schedule(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) ->
     found.changes.extend(named)
 
 
-# Settings of the schedule, and whether they count in a job.
-_OF_SCHEDULES: Final[dict[str, Callable[[JobSpec], bool]]] = {
-    "lr_scheduler": lambda spec: True,
-    "lr_warmup_steps": lambda spec: True,
-    "lr_end": lambda spec: _decays(spec),
-    "lr_num_cycles": lambda spec: spec.lr_scheduler == "cosine_with_restarts",
-    "lr_power": lambda spec: spec.lr_scheduler == "polynomial",
-}
+_OF_SCHEDULES: Final = ("lr_scheduler", "lr_warmup_steps", "lr_end", "lr_num_cycles", "lr_power")
 
 
 def _rates(spec: JobSpec, done: int) -> tuple[object, ...]:
     """What decides the schedule from a step on."""
     if _decays(spec):
-        bends = [getattr(spec, key) for key, counts in _OF_SCHEDULES.items() if counts(spec)]
+        bends = [getattr(spec, key) for key in _OF_SCHEDULES if counts(key, spec)]
         return (*bends, spec.max_train_steps)
     return ("constant", spec.lr_warmup_steps if done < spec.lr_warmup_steps else 0)
 
@@ -270,7 +234,18 @@ def _matmul(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> N
         found.changes.append(_line("base_matmul", was, spec.base_matmul))
 
 
-_RULES: Final = (_model, _matmul, _targets, _batch, _schedule, _average, _alpha, _data)
+_RULES: Final = (
+    _model,
+    _flavour,
+    _held_out,
+    _matmul,
+    _targets,
+    _batch,
+    _schedule,
+    _average,
+    _alpha,
+    _data,
+)
 
 
 def global_batch_size(spec: JobSpec) -> int:

@@ -1,6 +1,7 @@
 """One description of a job. YAML, flags, the form and the documentation all come from here.
 
-A field exists once, in `jobs.spec.keys`: its name, type, default, limits, group and help text.
+A field exists once, in `jobs.spec.keys`, with all that is to be known about it: see
+`jobs.spec.values.field.KeyFacts`.
 `jobs.spec.file.load` reads it from YAML and flags; `jobs.spec.rules.conflicts` says which
 combinations cannot run.
 """
@@ -27,6 +28,7 @@ from jobs.spec.keys.slurm import SlurmKeys
 from jobs.spec.keys.tracking import TrackingKeys
 from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys
+from jobs.spec.values.field import KeyFacts, facts_of
 
 _WHOLE: Final = 100  # keys of a job that is written down whole, at the least
 
@@ -112,10 +114,14 @@ def field_names() -> list[str]:
     return list(JobSpec.model_fields)
 
 
+def key_facts(name: str) -> KeyFacts:
+    """What a key's definition says about it."""
+    return facts_of(JobSpec)[name]
+
+
 def field_group(name: str) -> str:
     """The heading under which a field is documented and shown in the form."""
-    extra = JobSpec.model_fields[name].json_schema_extra
-    return str(extra["group"]) if isinstance(extra, dict) else "other"
+    return key_facts(name).group.name
 
 
 def field_choices(name: str) -> tuple[str, ...]:
@@ -129,10 +135,8 @@ def field_words(name: str) -> tuple[str, ...]:
     """The words to offer for a field: those it allows, or the usual ones where it allows others."""
     if name == "model_family":
         return tuple(FAMILIES)
-    extra = JobSpec.model_fields[name].json_schema_extra
-    usual = extra.get("words") if isinstance(extra, dict) else None
-    told = tuple(map(str, usual)) if isinstance(usual, list) else ()
-    return field_choices(name) or told or (("true", "false") if is_switch(name) else ())
+    usual = key_facts(name).words
+    return field_choices(name) or usual or (("true", "false") if is_switch(name) else ())
 
 
 def takes_none(name: str) -> bool:

@@ -18,8 +18,8 @@ from jobs.preflight.wrap_policy import check_wrap_policy
 from jobs.preflight.wrapped_classes import check_block_names
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
-from jobs.spec.rules.conflicts import find_warnings
 from jobs.spec.rules.strategy import world_size
+from jobs.spec.rules.warnings import find_warnings
 from jobs.units import gpus
 
 if TYPE_CHECKING:

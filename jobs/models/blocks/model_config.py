@@ -10,11 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
-from jobs.models.damaged_weights import BITS, DamagedError, read_header
+from jobs.models.damaged_weights import BITS, DamagedError, elements_of, read_header
 from jobs.models.find_model import find_model
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json
@@ -230,7 +229,7 @@ def _stored_bytes(folder: Path | None, config: dict[str, Any]) -> int:
             kinds: Counter[str] = Counter()
             for path in weights[:1]:
                 for tensor in read_header(path)[0].values():
-                    kinds[tensor["dtype"]] += prod(tensor["shape"])
+                    kinds[tensor["dtype"]] += elements_of(tensor)
             if kinds:
                 return max(1, BITS.get(kinds.most_common(1)[0][0], 8 * _PUBLISHED_BYTES) // 8)
     named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")

@@ -16,8 +16,7 @@ from jobs.spec.file.accelerate_file import KEY as ACCELERATE
 from jobs.spec.file.accelerate_file import lay_over
 from jobs.spec.file.old_keys import translate
 from jobs.spec.file.value_errors import in_words, key_of
-from jobs.spec.job_spec import JobSpec, field_names
-from jobs.spec.rules.cascade import clean
+from jobs.spec.job_spec import JobSpec, field_names, key_facts
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.values.spellings import did_you_mean, normal_key
 from jobs.spec.values.value_types import read_settings
@@ -32,16 +31,6 @@ if TYPE_CHECKING:
 _MOST_TOLD: Final = 10  # unknown keys
 _LONGEST_KEY: Final = 60  # characters of one
 _HALF: Final = re.compile("[\ud800-\udfff]")
-_PATHS: Final = (
-    "pretrained_model_name_or_path",
-    "dataset",
-    "path",
-    "cache_dir",
-    "logging_dir",
-    "resume_from_checkpoint",
-    "accelerate_config",
-    "init_lora",
-)
 
 
 def load_spec(
@@ -96,10 +85,9 @@ def load_spec(
         problems += _conflicts(spec, ignoring)
     if problems:
         raise SpecError.of(where, (replace(one, line=lines.get(one.key)) for one in problems))
-    cleaned, changed = clean(spec)
-    for note in (*notes, *more, *changed):
+    for note in (*notes, *more):
         told(note)
-    return _with_absolute_paths(cleaned, roots)
+    return _with_absolute_paths(spec, roots)
 
 
 def _unreadable(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -129,7 +117,7 @@ def _conflicts(spec: JobSpec, ignoring: Collection[str]) -> Sequence[Problem]:
 def _is_no_text(key: str, value: Any) -> bool:
     """Whether a value has half of a surrogate pair in it, or a path a zero byte."""
     if isinstance(value, str):
-        return _HALF.search(value) is not None or (key in _PATHS and "\0" in value)
+        return _HALF.search(value) is not None or (_is_path(key) and "\0" in value)
     if isinstance(value, dict):
         return any(_is_no_text(str(name), one) for name, one in value.items())
     return isinstance(value, list) and any(_is_no_text("", one) for one in value)
@@ -163,6 +151,10 @@ def _with_accelerate(
         except SpecError as error:
             raise SpecError(f"{ACCELERATE}: {error}") from None
     return lay_over(values, config, name) if config else (values, [])
+
+
+def _is_path(key: str) -> bool:
+    return key == "path" or (key in JobSpec.model_fields and key_facts(key).path)
 
 
 def _with_absolute_paths(spec: JobSpec, roots: Sequence[Path]) -> JobSpec:

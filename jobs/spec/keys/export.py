@@ -6,8 +6,9 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator
 
+from jobs.spec.keys.groups import EXPORT
+from jobs.spec.values.field import field
 from jobs.spec.values.spellings import as_choice, as_list, as_none
-from jobs.spec.values.value_types import field
 
 ExportFormat = Literal["diffusers", "kohya", "comfyui"]
 ExportDtype = Literal["auto", "fp32", "bf16", "fp16"]
@@ -36,12 +37,14 @@ class ExportKeys(BaseModel):
 
     export_formats: Annotated[list[ExportFormat] | None, BeforeValidator(read_formats)] = field(
         None,
-        "export",
+        EXPORT,
         "Key names of an exported LoRA: diffusers, kohya (for its scripts, mostly ComfyUI too), "
         "comfyui, or several (default: all that the family has).",
+        resume="same",
     )
     export_dtype: Annotated[ExportDtype, BeforeValidator(read_dtype)] = field(
         "auto",
-        "export",
+        EXPORT,
         "Precision of exports; auto: the base model's for a full model, fp32 for a LoRA.",
+        resume="same",
     )

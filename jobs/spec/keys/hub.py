@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from jobs.spec.values.value_types import Bool, OptionalText, field
+from jobs.spec.keys.groups import HUB
+from jobs.spec.rules.no_effect import not_pushed
+from jobs.spec.values.field import field
+from jobs.spec.values.value_types import Bool, OptionalText
 
 
 class HubKeys(BaseModel):
@@ -12,16 +15,33 @@ class HubKeys(BaseModel):
 
     push_to_hub: Bool = field(
         False,
-        "hub",
+        HUB,
         "Push the export to the Hugging Face hub at the end, with a model card; log in with "
         "`hf auth login` first.",
+        resume="same",
+        memory=False,
     )
     push_checkpoints_to_hub: Bool = field(
-        False, "hub", "Also export and push each checkpoint, one commit each."
+        False,
+        HUB,
+        "Also export and push each checkpoint, one commit each.",
+        resume="same",
+        no_effect=not_pushed,
+        memory=False,
     )
     hub_model_id: OptionalText = field(
         None,
-        "hub",
+        HUB,
         "Repository to push to, ORG/NAME or NAME (default: your account and the job's name).",
+        resume="same",
+        no_effect=not_pushed,
+        memory=False,
     )
-    hub_private_repo: Bool = field(False, "hub", "Create the repository as a private one.")
+    hub_private_repo: Bool = field(
+        False,
+        HUB,
+        "Create the repository as a private one.",
+        resume="same",
+        no_effect=not_pushed,
+        memory=False,
+    )

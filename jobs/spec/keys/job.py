@@ -6,7 +6,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
-from jobs.spec.values.value_types import ModelType, OptionalText, choice, field, read_family
+from jobs.spec.keys.groups import JOB
+from jobs.spec.rules.no_effect import dataset_list
+from jobs.spec.values.field import field
+from jobs.spec.values.value_types import ModelType, OptionalText, choice, read_family
 
 
 class JobKeys(BaseModel):
@@ -14,25 +17,45 @@ class JobKeys(BaseModel):
 
     name: str = field(
         "job",
-        "job",
+        JOB,
         "Short name of the job; part of its run directory.",
+        resume="same",
+        memory=False,
         min_length=1,
         max_length=64,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
     model_type: Annotated[ModelType, choice(ModelType)] = field(
-        "lora", "job", "What to train: a LoRA adapter, or all weights of the denoiser."
+        "lora",
+        JOB,
+        "What to train: a LoRA adapter, or all weights of the denoiser.",
+        resume="impossible",
+        label="type",
     )
     model_family: Annotated[str, BeforeValidator(read_family)] = field(
-        "flux", "job", "Model family; `fsdp-tui families` lists them."
+        "flux",
+        JOB,
+        "Model family; `fsdp-tui families` lists them.",
+        resume="impossible",
+        label="family",
     )
-    model_flavour: OptionalText = field(None, "job", "Published variant of the family.")
+    model_flavour: OptionalText = field(
+        None, JOB, "Published variant of the family.", resume="ruled", label="flavour"
+    )
     pretrained_model_name_or_path: str = field(
-        "", "job", "Diffusers model directory, or a hub id: ORG/NAME or ORG/NAME@REVISION."
+        "",
+        JOB,
+        "Diffusers model directory, or a hub id: ORG/NAME or ORG/NAME@REVISION.",
+        resume="ruled",
+        path=True,
+        label="model",
     )
     dataset: str = field(
         "",
-        "job",
+        JOB,
         "Folder of images, each with a .txt caption of the same name or a row in metadata.jsonl "
         "or .csv; a directory of the `datasets` library; or a dataset of the hub: ORG/NAME.",
+        resume="ruled",
+        no_effect=dataset_list,
+        path=True,
     )

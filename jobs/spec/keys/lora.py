@@ -6,6 +6,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
+from jobs.spec.keys.groups import LORA
+from jobs.spec.rules.no_effect import (
+    no_experts,
+    not_fp8,
+    not_lora,
+    not_quantized,
+    not_sharded,
+    several_ranks,
+)
+from jobs.spec.values.field import field
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
     BaseMatmul,
@@ -18,95 +28,142 @@ from jobs.spec.values.value_types import (
     OptionalTextList,
     Placement,
     choice,
-    field,
 )
 
 
 class LoraKeys(BaseModel):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
-    lora_rank: int = field(16, "lora", "Rank of the adapter.", ge=1, le=4096)
+    lora_rank: int = field(
+        16, LORA, "Rank of the adapter.", resume="impossible", no_effect=not_lora, ge=1, le=4096
+    )
     lora_alpha: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None, "lora", "LoRA alpha; the scale is alpha / rank (default: the rank).", gt=0
+        None,
+        LORA,
+        "LoRA alpha; the scale is alpha / rank (default: the rank).",
+        resume="ruled",
+        no_effect=not_lora,
+        memory=False,
+        gt=0,
     )
     lora_variant: Annotated[LoraVariant, choice(LoraVariant)] = field(
         "lora",
-        "lora",
+        LORA,
         "lora; rslora, which divides alpha by the root of the rank; or dora, which also trains the "
         "length of each row of the weights.",
+        resume="impossible",
+        no_effect=not_lora,
     )
     lora_rank_pattern: OptionalNumbers = field(
         None,
-        "lora",
+        LORA,
         "Ranks of single layers: suffixes or regular expressions of module names, each with its "
         "rank.",
+        resume="impossible",
+        no_effect=not_lora,
     )
     lora_alpha_pattern: OptionalNumbers = field(
         None,
-        "lora",
+        LORA,
         "Alphas of single layers, like lora_rank_pattern (default: lora_alpha; where that is not "
         "set, the layer's rank).",
+        resume="changes",
+        no_effect=not_lora,
+        memory=False,
     )
-    lora_dropout: float = field(0.0, "lora", "Dropout on the adapter's input.", ge=0, lt=1)
+    lora_dropout: float = field(
+        0.0,
+        LORA,
+        "Dropout on the adapter's input.",
+        resume="changes",
+        no_effect=not_lora,
+        ge=0,
+        lt=1,
+    )
     lora_init: Annotated[LoraInit, choice(LoraInit)] = field(
         "kaiming",
-        "lora",
+        LORA,
         "How matrix A is initialized: kaiming (peft's default) or gaussian (standard deviation "
         "1 / rank, as in diffusers' scripts). B starts at zero.",
+        resume="same",
+        no_effect=not_lora,
+        memory=False,
     )
     lora_placement: Annotated[Placement, choice(Placement)] = field(
         "replicated",
-        "lora",
+        LORA,
         "replicated: a full copy on every rank, gradients averaged in one bucket; sharded: split "
         "like the base weights.",
+        resume="same",
+        no_effect=(not_lora, not_sharded),
     )
     base_precision: Annotated[BasePrecision, choice(BasePrecision)] = field(
         "none",
-        "lora",
+        LORA,
         "Precision that the frozen weights of the blocks are kept and sharded in: none "
         "(mixed_precision), fp8 (E4M3 without scales), fp8_scaled or int8 (a scale for each row), "
         "or nf4 (4 bits, a scale for each 64 weights). They are computed with in mixed_precision.",
+        resume="changes",
+        no_effect=not_lora,
     )
     base_matmul: Annotated[BaseMatmul, choice(BaseMatmul)] = field(
         "auto",
-        "lora",
+        LORA,
         "How layers of an fp8 base compute forward: dequantize (weights to mixed_precision), "
         "scaled (inputs are rounded to fp8 too, with a scale for each row, and multiplied in fp8; "
         "faster, less exact) or auto (scaled where the GPUs have it; a resumed job keeps what it "
         "had).",
+        resume="ruled",
+        no_effect=(not_lora, not_fp8),
     )
     keep_in_full_precision: OptionalTextList = field(
         None,
-        "lora",
+        LORA,
         "Regular expressions of the names of layers that base_precision leaves as they are "
         "(default: the family's modulation layers; []: none).",
+        resume="changes",
+        no_effect=(not_lora, not_quantized),
     )
     swap_blocks: int = field(
         0,
-        "lora",
+        LORA,
         "Blocks whose frozen weights stay in host memory and are copied to the GPU when they "
         "compute; for one GPU.",
+        resume="same",
+        no_effect=(not_lora, several_ranks),
         ge=0,
         le=1000,
     )
     lora_experts: Bool = field(
-        False, "lora", "Also adapt the routed experts of mixture-of-experts families."
+        False,
+        LORA,
+        "Also adapt the routed experts of mixture-of-experts families.",
+        resume="ruled",
+        no_effect=(not_lora, no_experts),
     )
     lora_target_modules: OptionalTextList = field(
         None,
-        "lora",
+        LORA,
         "Suffixes of module names that get an adapter (default: the family's). What contains one "
         "of * + ? | ( [ is a regular expression of the whole name.",
+        resume="ruled",
+        no_effect=not_lora,
     )
     lora_exclude_modules: OptionalTextList = field(
         None,
-        "lora",
+        LORA,
         "Suffixes or regular expressions of module names that get no adapter, though "
         "lora_target_modules or the family names them.",
+        resume="ruled",
+        no_effect=not_lora,
     )
     init_lora: OptionalText = field(
         None,
-        "lora",
+        LORA,
         "A LoRA to begin from: a .safetensors file with the key names of diffusers, ComfyUI or "
         "kohya's scripts, or a job's export directory. It must fit the job's layers and ranks.",
+        resume="same",
+        no_effect=not_lora,
+        memory=False,
+        path=True,
     )

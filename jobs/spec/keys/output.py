@@ -6,8 +6,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
+from jobs.spec.keys.groups import OUTPUT
+from jobs.spec.values.field import field
 from jobs.spec.values.spellings import as_none
-from jobs.spec.values.value_types import OptionalBool, OptionalText, SaveFailure, choice, field
+from jobs.spec.values.value_types import OptionalBool, OptionalText, SaveFailure, choice
 
 
 class OutputKeys(BaseModel):
@@ -15,29 +17,36 @@ class OutputKeys(BaseModel):
 
     checkpointing_steps: int = field(
         500,
-        "output",
+        OUTPUT,
         "Steps between checkpoints; 0: only at the end and when the job is stopped, "
         "which always save.",
+        resume="same",
+        label="save every",
         ge=0,
     )
     checkpoints_total_limit: Annotated[int | None, BeforeValidator(as_none)] = field(
-        None, "output", "Number of newest checkpoints to keep.", ge=1
+        None, OUTPUT, "Number of newest checkpoints to keep.", resume="same", ge=1
     )
     checkpointing_async: OptionalBool = field(
         None,
-        "output",
+        OUTPUT,
         "Copy checkpoints to host memory and write them while training continues (default: if "
         "there is room for the copy).",
+        resume="same",
     )
     on_save_failure: Annotated[SaveFailure, choice(SaveFailure)] = field(
         "stop",
-        "output",
+        OUTPUT,
         "If a checkpoint cannot be written, for example on a full disk: stop the job, or warn and "
         "continue. Older checkpoints are kept either way.",
+        resume="same",
+        memory=False,
     )
     resume_from_checkpoint: OptionalText = field(
         None,
-        "output",
+        OUTPUT,
         "Start from another job's checkpoint: ID, ID:STEP, or the path of a checkpoint or run "
         "directory. The job's own checkpoints take precedence.",
+        resume="same",
+        path=True,
     )

@@ -6,6 +6,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
+from jobs.spec.keys.groups import SLURM
+from jobs.spec.rules.no_effect import not_slurm
+from jobs.spec.values.field import field
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
     Bool,
@@ -15,7 +18,6 @@ from jobs.spec.values.value_types import (
     OptionalWords,
     SlurmTime,
     choice,
-    field,
 )
 
 _WORD = r"^[^\s\x00]+$"
@@ -26,47 +28,101 @@ class SlurmKeys(BaseModel):
 
     launcher: Annotated[Launcher, choice(Launcher)] = field(
         "local",
-        "slurm",
+        SLURM,
         "local: ranks run on this machine; slurm: the job goes to Slurm, which the state directory "
         "must be shared with.",
+        resume="same",
+        memory=False,
     )
     slurm_partition: OptionalText = field(
-        None, "slurm", "Partition (default: the cluster's).", max_length=200, pattern=_WORD
+        None,
+        SLURM,
+        "Partition (default: the cluster's).",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="partition",
+        max_length=200,
+        pattern=_WORD,
     )
     slurm_account: OptionalText = field(
-        None, "slurm", "Account to charge (default: yours).", max_length=200, pattern=_WORD
+        None,
+        SLURM,
+        "Account to charge (default: yours).",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="account",
+        max_length=200,
+        pattern=_WORD,
     )
     slurm_qos: OptionalText = field(
-        None, "slurm", "Quality of service.", max_length=200, pattern=_WORD
+        None,
+        SLURM,
+        "Quality of service.",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="QOS",
+        max_length=200,
+        pattern=_WORD,
     )
     slurm_time: SlurmTime = field(
         None,
-        "slurm",
+        SLURM,
         "Time limit of one allocation: minutes, hours:minutes:seconds, or days-hours.",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="time limit",
     )
     slurm_signal_seconds: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,
-        "slurm",
+        SLURM,
         "Seconds before the time limit at which the job saves (default: derived from the last "
         "save, 300 at first).",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="save before limit",
         ge=10,
         le=65535,
     )
     slurm_requeue: Bool = field(
         True,
-        "slurm",
+        SLURM,
         "At the time limit, save and requeue; also lets Slurm requeue after preemption or a node "
         "failure.",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="requeue",
     )
     slurm_extra_args: OptionalWords = field(
-        None, "slurm", "Extra options for sbatch, such as --exclude=node7."
+        None,
+        SLURM,
+        "Extra options for sbatch, such as --exclude=node7.",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="sbatch options",
     )
     slurm_setup: OptionalTextList = field(
         None,
-        "slurm",
+        SLURM,
         "Shell lines that the batch script runs first: load modules, activate an environment, "
         "stage data.",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="setup lines",
     )
     slurm_srun_args: OptionalWords = field(
-        None, "slurm", "Extra options for srun, such as --container-image=FILE."
+        None,
+        SLURM,
+        "Extra options for srun, such as --container-image=FILE.",
+        resume="same",
+        no_effect=not_slurm,
+        memory=False,
+        label="srun options",
     )

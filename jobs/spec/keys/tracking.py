@@ -6,8 +6,11 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator
 
+from jobs.spec.keys.groups import TRACKING
+from jobs.spec.rules.no_effect import not_tracked
+from jobs.spec.values.field import field
 from jobs.spec.values.spellings import as_choice, as_list, as_none
-from jobs.spec.values.value_types import OptionalText, field
+from jobs.spec.values.value_types import OptionalText
 
 Tracker = Literal[
     "tensorboard",
@@ -38,21 +41,39 @@ class TrackingKeys(BaseModel):
 
     report_to: Annotated[list[Tracker], BeforeValidator(read_trackers)] = field(
         [],
-        "tracking",
+        TRACKING,
         "Experiment trackers: tensorboard, wandb, trackio, mlflow, comet_ml, aim, clearml, "
         "dvclive, swanlab, or several; none turns tracking off. Log in to a service with its own "
         "command first.",
+        resume="same",
+        memory=False,
         words=get_args(Tracker),
     )
     tracker_project_name: str = field(
-        "fsdp-tui", "tracking", "Project that runs are grouped under.", min_length=1, max_length=128
+        "fsdp-tui",
+        TRACKING,
+        "Project that runs are grouped under.",
+        resume="same",
+        no_effect=not_tracked,
+        memory=False,
+        min_length=1,
+        max_length=128,
     )
     tracker_run_name: OptionalText = field(
-        None, "tracking", "Name of the run in trackers (default: the job's ID and name)."
+        None,
+        TRACKING,
+        "Name of the run in trackers (default: the job's ID and name).",
+        resume="same",
+        no_effect=not_tracked,
+        memory=False,
     )
     logging_dir: OptionalText = field(
         None,
-        "tracking",
+        TRACKING,
         "Directory of trackers that write files; each job gets a subdirectory (default: "
         "tracking/ in the run directory).",
+        resume="same",
+        no_effect=not_tracked,
+        memory=False,
+        path=True,
     )

@@ -6,6 +6,28 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
+from jobs.spec.keys.groups import EMA, NOISE, OPTIMIZER, SPEED, TRAINING
+from jobs.spec.rules.no_effect import (
+    flow_matching,
+    mse_loss,
+    no_decay,
+    no_ema,
+    no_embedded_guidance,
+    no_recomputation,
+    no_restarts,
+    no_sigmas,
+    no_size_conditioning,
+    no_warmup,
+    not_adam,
+    not_compiled,
+    not_logit_normal,
+    not_mode,
+    not_polynomial,
+    not_shifted,
+    sharded_ema,
+    with_context_parallel,
+)
+from jobs.spec.values.field import field
 from jobs.spec.values.resolutions import Resolutions
 from jobs.spec.values.spellings import as_none
 from jobs.spec.values.value_types import (
@@ -22,7 +44,6 @@ from jobs.spec.values.value_types import (
     SizeConditioning,
     TimestepSampling,
     choice,
-    field,
     read_attention,
     read_loss,
 )
@@ -33,147 +54,335 @@ class TrainingKeys(BaseModel):
 
     resolution: Resolutions = field(
         1024,
-        "training",
+        TRAINING,
         "Images are resized to about this many pixels squared, in buckets of similar aspect "
         "ratio; several: 512,768,1024.",
+        resume="changes",
     )
-    train_batch_size: int = field(1, "training", "Samples per rank in one forward.", ge=1)
-    gradient_accumulation_steps: int = field(1, "training", "Forwards per optimizer step.", ge=1)
+    train_batch_size: int = field(
+        1,
+        TRAINING,
+        "Samples per rank in one forward.",
+        resume="ruled",
+        label="batch per rank",
+        ge=1,
+    )
+    gradient_accumulation_steps: int = field(
+        1, TRAINING, "Forwards per optimizer step.", resume="ruled", label="accumulation", ge=1
+    )
     max_train_steps: int = field(
-        1000, "training", "Number of optimizer steps.", ge=1, le=1_000_000_000
+        1000,
+        TRAINING,
+        "Number of optimizer steps.",
+        resume="ruled",
+        memory=False,
+        label="steps",
+        ge=1,
+        le=1_000_000_000,
     )
-    learning_rate: float = field(1e-4, "training", "Peak learning rate.", gt=0, le=10)
+    learning_rate: float = field(
+        1e-4, TRAINING, "Peak learning rate.", resume="changes", memory=False, gt=0, le=10
+    )
     optimizer: Annotated[Optimizer, choice(Optimizer)] = field(
         "adamw",
-        "training",
+        OPTIMIZER,
         "Optimizer; adamw_8bit, prodigy and lion need the extra `fsdp-tui[optimizers]`.",
+        resume="impossible",
     )
-    adam_beta1: float = field(0.9, "training", "Beta 1 of adamw, adamw_8bit, prodigy.", ge=0, lt=1)
+    adam_beta1: float = field(
+        0.9,
+        OPTIMIZER,
+        "Beta 1 of adamw, adamw_8bit, prodigy.",
+        resume="changes",
+        no_effect=not_adam,
+        memory=False,
+        ge=0,
+        lt=1,
+    )
     adam_beta2: float = field(
-        0.999, "training", "Beta 2 of adamw, adamw_8bit, prodigy.", ge=0, lt=1
+        0.999,
+        OPTIMIZER,
+        "Beta 2 of adamw, adamw_8bit, prodigy.",
+        resume="changes",
+        no_effect=not_adam,
+        memory=False,
+        ge=0,
+        lt=1,
     )
-    adam_epsilon: float = field(1e-8, "training", "Epsilon of adamw, adamw_8bit, prodigy.", gt=0)
-    weight_decay: float = field(0.0, "training", "Weight decay of the optimizer.", ge=0)
+    adam_epsilon: float = field(
+        1e-8,
+        OPTIMIZER,
+        "Epsilon of adamw, adamw_8bit, prodigy.",
+        resume="changes",
+        no_effect=not_adam,
+        memory=False,
+        gt=0,
+    )
+    weight_decay: float = field(
+        0.0, OPTIMIZER, "Weight decay of the optimizer.", resume="changes", memory=False, ge=0
+    )
     lr_scheduler: Annotated[LRScheduler, choice(LRScheduler)] = field(
-        "constant", "training", "Learning-rate schedule."
+        "constant", OPTIMIZER, "Learning-rate schedule.", resume="ruled", memory=False
     )
-    lr_warmup_steps: int = field(0, "training", "Steps of linear warm-up.", ge=0)
+    lr_warmup_steps: int = field(
+        0,
+        OPTIMIZER,
+        "Steps of linear warm-up.",
+        resume="ruled",
+        no_effect=no_warmup,
+        memory=False,
+        ge=0,
+    )
     lr_end: float = field(
-        0.0, "training", "Final learning rate; not for constant schedules.", ge=0, le=10
+        0.0,
+        OPTIMIZER,
+        "Final learning rate; not for constant schedules.",
+        resume="ruled",
+        no_effect=no_decay,
+        memory=False,
+        ge=0,
+        le=10,
     )
     lr_num_cycles: int = field(
-        1, "training", "Cycles of cosine_with_restarts; each starts at the peak.", ge=1, le=1000
+        1,
+        OPTIMIZER,
+        "Cycles of cosine_with_restarts; each starts at the peak.",
+        resume="ruled",
+        no_effect=no_restarts,
+        memory=False,
+        ge=1,
+        le=1000,
     )
     lr_power: float = field(
-        1.0, "training", "Power of polynomial: 1 is linear; 2 decays faster at first.", gt=0, le=100
+        1.0,
+        OPTIMIZER,
+        "Power of polynomial: 1 is linear; 2 decays faster at first.",
+        resume="ruled",
+        no_effect=not_polynomial,
+        memory=False,
+        gt=0,
+        le=100,
     )
     max_grad_norm: float = field(
-        1.0, "training", "Clip the global gradient norm to this; 0 turns clipping off.", ge=0
+        1.0,
+        OPTIMIZER,
+        "Clip the global gradient norm to this; 0 turns clipping off.",
+        resume="changes",
+        ge=0,
     )
     mixed_precision: Annotated[Precision, choice(Precision)] = field(
-        "bf16", "training", "Compute precision; trained weights always stay in fp32."
+        "bf16",
+        TRAINING,
+        "Compute precision; trained weights always stay in fp32.",
+        resume="changes",
+        label="precision",
     )
     gradient_checkpointing: Bool = field(
-        False, "training", "Recompute activations in backward: less memory, about 30% slower."
+        False,
+        SPEED,
+        "Recompute activations in backward: less memory, about 30% slower.",
+        resume="same",
     )
     gradient_checkpointing_policy: Annotated[CheckpointPolicy, choice(CheckpointPolicy)] = field(
         "full",
-        "training",
+        SPEED,
         "full: recompute whole blocks; selective: keep results of matrix products and attention, "
         "recompute the rest.",
+        resume="same",
+        no_effect=no_recomputation,
     )
     gradient_checkpointing_interval: int = field(
         1,
-        "training",
+        SPEED,
         "Recompute only every n-th block; 1: all blocks. Larger: faster, more memory.",
+        resume="same",
+        no_effect=no_recomputation,
         ge=1,
     )
     torch_compile: Bool = field(
-        False, "training", "Compile each repeated block: slow first steps, then faster ones."
+        False,
+        SPEED,
+        "Compile each repeated block: slow first steps, then faster ones.",
+        resume="same",
     )
     torch_compile_backend: str = field(
-        "inductor", "training", "Backend of torch.compile.", min_length=1
+        "inductor",
+        SPEED,
+        "Backend of torch.compile.",
+        resume="same",
+        no_effect=not_compiled,
+        min_length=1,
     )
     attention_backend: Annotated[AttentionBackend, BeforeValidator(read_attention)] = field(
         "auto",
-        "training",
+        SPEED,
         "Attention kernel; auto lets torch choose. flash3: FlashAttention 3 for Hopper GPUs, if "
         "its package is installed.",
+        resume="same",
+        no_effect=with_context_parallel,
     )
     allow_tf32: Bool = field(
-        True, "training", "Use TF32 for fp32 matrix products on GPUs (mixed_precision: no)."
+        True,
+        SPEED,
+        "Use TF32 for fp32 matrix products on GPUs (mixed_precision: no).",
+        resume="changes",
     )
     deterministic: Bool = field(
-        False, "training", "Use only deterministic kernels; slower on GPUs."
+        False, SPEED, "Use only deterministic kernels; slower on GPUs.", resume="same"
     )
     on_nonfinite: Annotated[NonFinite, choice(NonFinite)] = field(
         "fail",
-        "training",
+        TRAINING,
         "What to do if a loss or gradient is not finite on any rank. fail: end the job; skip: skip "
         "the step on all ranks (20 in a row end the job).",
+        resume="same",
+        memory=False,
     )
-    seed: int = field(42, "training", "Random seed.", ge=0, le=2**31 - 1)
+    seed: int = field(
+        42, TRAINING, "Random seed.", resume="changes", memory=False, ge=0, le=2**31 - 1
+    )
     timestep_sampling: Annotated[TimestepSampling, choice(TimestepSampling)] = field(
         "logit_normal",
-        "training",
+        NOISE,
         "How sigma is drawn: uniform, logit_normal, either of them shifted (uniform_shift, shift), "
         "or mode, which favors mid-range values. Families whose sampler shifts sigma default to "
         "shift.",
+        resume="changes",
+        no_effect=no_sigmas,
+        memory=False,
     )
-    logit_mean: float = field(0.0, "training", "Mean of the logit-normal sigma.")
-    logit_std: float = field(1.0, "training", "Standard deviation of the logit-normal sigma.", gt=0)
+    logit_mean: float = field(
+        0.0,
+        NOISE,
+        "Mean of the logit-normal sigma.",
+        resume="changes",
+        no_effect=not_logit_normal,
+        memory=False,
+    )
+    logit_std: float = field(
+        1.0,
+        NOISE,
+        "Standard deviation of the logit-normal sigma.",
+        resume="changes",
+        no_effect=not_logit_normal,
+        memory=False,
+        gt=0,
+    )
     mode_scale: float = field(
         1.29,
-        "training",
+        NOISE,
         "Strength of mode: above 0 favors mid-range sigmas, below 0 avoids them.",
+        resume="changes",
+        no_effect=not_mode,
+        memory=False,
         ge=-1,
         le=1.75,
     )
     flow_shift: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None, "training", "Shift of sigma (default: the family's, by resolution).", gt=0
+        None,
+        NOISE,
+        "Shift of sigma (default: the family's, by resolution).",
+        resume="changes",
+        no_effect=not_shifted,
+        memory=False,
+        gt=0,
     )
     sigma_min: float = field(
-        0.0, "training", "Lowest sigma to train on; 0 is clean data.", ge=0, lt=1
+        0.0,
+        NOISE,
+        "Lowest sigma to train on; 0 is clean data.",
+        resume="changes",
+        no_effect=no_sigmas,
+        memory=False,
+        ge=0,
+        lt=1,
     )
     sigma_max: float = field(
-        1.0, "training", "Highest sigma to train on; 1 is pure noise.", gt=0, le=1
+        1.0,
+        NOISE,
+        "Highest sigma to train on; 1 is pure noise.",
+        resume="changes",
+        no_effect=no_sigmas,
+        memory=False,
+        gt=0,
+        le=1,
     )
     loss_weighting: Annotated[LossWeighting, choice(LossWeighting)] = field(
         "none",
-        "training",
+        NOISE,
         "Weight of the loss by sigma: weighted is ai-toolkit's curve, which is highest near 0.9; "
         "sigma_sqrt and cosmap are diffusers'.",
+        resume="changes",
+        no_effect=no_sigmas,
     )
     loss_type: Annotated[Loss, BeforeValidator(read_loss)] = field(
-        "mse", "training", "Loss function."
+        "mse", NOISE, "Loss function.", resume="changes"
     )
     huber_c: float = field(
         0.1,
-        "training",
+        NOISE,
         "Threshold at which huber and smooth_l1 switch from square to linear.",
+        resume="changes",
+        no_effect=mse_loss,
+        memory=False,
         gt=0,
     )
     snr_gamma: Annotated[float | None, BeforeValidator(as_none)] = field(
-        None, "training", "Min-SNR gamma for epsilon and v-prediction models; usually 5.", gt=0
+        None,
+        NOISE,
+        "Min-SNR gamma for epsilon and v-prediction models; usually 5.",
+        resume="changes",
+        no_effect=flow_matching,
+        memory=False,
+        gt=0,
     )
     size_conditioning: Annotated[SizeConditioning, choice(SizeConditioning)] = field(
         "original",
-        "training",
+        NOISE,
         "Size conditioning of SDXL. original: each image's own size and crop, as SDXL was "
         "trained; target: the bucket's size, no crop.",
+        resume="changes",
+        no_effect=no_size_conditioning,
+        memory=False,
     )
     caption_dropout_probability: float = field(
-        0.0, "training", "Fraction of samples trained with an empty caption.", ge=0, le=1
+        0.0,
+        TRAINING,
+        "Fraction of samples trained with an empty caption.",
+        resume="changes",
+        memory=False,
+        ge=0,
+        le=1,
     )
     use_ema: Bool = field(
         False,
-        "training",
+        EMA,
         "Keep a moving average (EMA) of the trained weights; samples and exports use it.",
+        resume="ruled",
     )
-    ema_decay: float = field(0.999, "training", "Decay of the moving average per step.", ge=0, lt=1)
+    ema_decay: float = field(
+        0.999,
+        EMA,
+        "Decay of the moving average per step.",
+        resume="changes",
+        no_effect=no_ema,
+        memory=False,
+        ge=0,
+        lt=1,
+    )
     ema_device: Annotated[EmaDevice, choice(EmaDevice)] = field(
-        "accelerator", "training", "Device that holds the moving average."
+        "accelerator",
+        EMA,
+        "Device that holds the moving average.",
+        resume="same",
+        no_effect=sharded_ema,
     )
     train_guidance: float = field(
-        1.0, "training", "Guidance input of guidance-distilled models while training.", ge=0
+        1.0,
+        NOISE,
+        "Guidance input of guidance-distilled models while training.",
+        resume="changes",
+        no_effect=no_embedded_guidance,
+        memory=False,
+        ge=0,
     )

@@ -6,9 +6,19 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
 
+from jobs.spec.keys.groups import VALIDATION, VALIDATION_LOSS
 from jobs.spec.keys.prompts import LARGEST_SEED, Size, ValidationPrompt, read_prompts
+from jobs.spec.rules.no_effect import (
+    no_prompts,
+    no_true_cfg,
+    no_validation,
+    no_validation_fraction,
+    no_video_samples,
+    nothing_sampled,
+)
+from jobs.spec.values.field import field
 from jobs.spec.values.spellings import as_none
-from jobs.spec.values.value_types import Bool, field
+from jobs.spec.values.value_types import Bool
 
 
 class ValidationKeys(BaseModel):
@@ -17,56 +27,86 @@ class ValidationKeys(BaseModel):
     # -- pictures --------------------------------------------------------------------------
     validation_prompts: Annotated[list[ValidationPrompt], BeforeValidator(read_prompts)] = field(
         [],
-        "validation",
+        VALIDATION,
         "Prompts to sample while training: texts, or mappings with prompt, "
         "negative_prompt, resolution, steps, guidance, seed, true_cfg_scale, num_frames, "
         "conditioning_image (a path or several).",
+        resume="same",
+        label="prompts",
     )
     validation_steps: int = field(
-        0, "validation", "Steps between samples; 0: only at the end.", ge=0
+        0,
+        VALIDATION,
+        "Steps between samples; 0: only at the end.",
+        resume="same",
+        no_effect=no_validation,
+        ge=0,
     )
     validation_on_startup: Bool = field(
-        False, "validation", "Also sample and measure the validation loss before the first step."
+        False,
+        VALIDATION,
+        "Also sample and measure the validation loss before the first step.",
+        resume="same",
+        no_effect=no_validation,
     )
     validation_num_inference_steps: int = field(
-        20, "validation", "Denoising steps per sample.", ge=1, le=10_000
+        20,
+        VALIDATION,
+        "Denoising steps per sample.",
+        resume="same",
+        no_effect=nothing_sampled,
+        ge=1,
+        le=10_000,
     )
     validation_guidance: float = field(
         3.5,
-        "validation",
+        VALIDATION,
         "Guidance scale of samples: classifier-free guidance, or the guidance input of "
         "guidance-distilled models.",
+        resume="same",
+        no_effect=nothing_sampled,
         ge=0,
     )
     validation_resolution: Size = field(
         None,
-        "validation",
+        VALIDATION,
         "Side of the samples in pixels, or WIDTHxHEIGHT (default: the training resolution).",
+        resume="same",
+        no_effect=no_prompts,
     )
     validation_seed: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,
-        "validation",
+        VALIDATION,
         "Seed of samples and of the validation loss (default: the job's seed). Every prompt "
         "starts from the same noise, as torch.Generator().manual_seed(seed) draws it.",
+        resume="ruled",
+        no_effect=no_validation,
+        memory=False,
         ge=0,
         le=LARGEST_SEED,
     )
     validation_negative_prompt: str | None = field(
         None,
-        "validation",
+        VALIDATION,
         "Negative prompt; guidance-distilled models need validation_true_cfg_scale too.",
+        resume="same",
+        no_effect=nothing_sampled,
     )
     validation_true_cfg_scale: float = field(
         1.0,
-        "validation",
+        VALIDATION,
         "Classifier-free guidance scale of guidance-distilled models; above 1 sampling takes "
         "twice the time.",
+        resume="same",
+        no_effect=no_true_cfg,
         ge=0,
     )
     validation_num_frames: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,
-        "validation",
+        VALIDATION,
         "Frames per sampled video (default: num_frames; if that is not set either, one image).",
+        resume="same",
+        no_effect=no_video_samples,
         ge=1,
         le=4096,
     )
@@ -74,21 +114,27 @@ class ValidationKeys(BaseModel):
     # -- loss ------------------------------------------------------------------------------
     validation_fraction: float = field(
         0.0,
-        "validation",
+        VALIDATION_LOSS,
         "Fraction of samples to hold out for the validation loss, at least one sample.",
+        resume="changes",
         ge=0,
         le=0.5,
     )
     validation_loss_steps: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,
-        "validation",
+        VALIDATION_LOSS,
         "Steps between validation losses (default: validation_steps). Always measured at the end.",
+        resume="same",
+        no_effect=no_validation_fraction,
         ge=1,
     )
     validation_timesteps: int = field(
         4,
-        "validation",
+        VALIDATION_LOSS,
         "Number of noise levels at which the validation loss is measured.",
+        resume="same",
+        no_effect=no_validation_fraction,
+        memory=False,
         ge=1,
         le=1000,
     )

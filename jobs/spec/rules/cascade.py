@@ -69,20 +69,6 @@ def follow_ranks(
     return {key: wanted[key] for key in changed}
 
 
-def clean(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """The job without what means nothing beside the rest, so that saved jobs stay clean.
-
-    Returns:
-        The job, and what was taken out, a sentence each.
-    """
-    key = "context_parallel_comm_strategy"
-    default = type(spec).model_fields[key].default
-    if spec.context_parallel_size > 1 or spec.context_parallel_comm_strategy == default:
-        return spec, []
-    note = f"{key}: no effect with context_parallel_size: 1; saved as {default}"
-    return spec.model_copy(update={key: default}), [note]
-
-
 def find_overruled(spec: JobSpec) -> list[str]:
     """What the job turns off and `settle` turns on; a sentence each."""
     settled = settle(spec)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
-from jobs.spec.rules.cascade import find_overruled
 from jobs.spec.rules.conditioning_conflicts import CONDITIONING_RULES
 from jobs.spec.rules.data_conflicts import DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import LAUNCH_RULES
@@ -18,26 +17,20 @@ from jobs.spec.rules.strategy import (
     shards,
     world_size,
 )
-from jobs.spec.rules.validation_conflicts import VALIDATION_RULES, validation_warnings
+from jobs.spec.rules.validation_conflicts import VALIDATION_RULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.spec.job_spec import JobSpec
 
-__all__ = ["Conflict", "find_conflicts", "find_warnings"]
+__all__ = ["Conflict", "find_conflicts"]
 
 # Optimizers whose numbers on shards are not those on whole tensors, and why.
 WHOLE_ONLY: Final = {
     "adafactor": "its row and column means need full tensors",
 }
-_LEAST_PRODIGY_RATE: Final = 0.05
 
-# Keys that stay on whatever a job says, and why.
-_ALWAYS: Final = {
-    "fsdp_cpu_ram_efficient_loading": "every rank always reads only its own shard from disk",
-    "fsdp_limit_all_gathers": "FSDP2 always limits how many units it gathers ahead",
-}
 
 GPU_KERNELS: Final = ("flash", "flash3", "efficient", "cudnn")
 
@@ -48,57 +41,10 @@ def find_conflicts(spec: JobSpec) -> list[Conflict]:
     return [conflict for conflict in found if conflict is not None]
 
 
-def find_warnings(spec: JobSpec) -> list[str]:
-    """What runs, but not as the person may think; a sentence each."""
-    warnings = []
-    if spec.fsdp_version == 1:
-        warnings.append("fsdp_version: FSDP v1 is deprecated; the job runs with FSDP v2")
-    warnings += [
-        f"{key}: false has no effect; {always}"
-        for key, always in _ALWAYS.items()
-        if not getattr(spec, key)
-    ]
-    if spec.optimizer == "prodigy" and spec.learning_rate < _LEAST_PRODIGY_RATE:
-        warnings.append(
-            f"learning_rate: prodigy multiplies it by its own estimate; {spec.learning_rate:g} "
-            f"trains almost nothing, use 1.0"
-        )
-    if distilled := _distilled(spec):
-        warnings.append(distilled)
-    if not shards(spec) and (ignored := _of_fsdp(spec)):
-        strategy, _ = chosen_strategy(spec)
-        warnings.append(f"{', '.join(ignored)}: no effect with strategy: {strategy}")
-    named = [name for name in spec.export_formats or () if name != "diffusers"]
-    if spec.model_type == "full" and named:
-        warnings.append(
-            f"export_formats: {' and '.join(named)} names are for LoRAs only; a full model is "
-            "exported as a diffusers pipeline"
-        )
-    return warnings + validation_warnings(spec) + find_overruled(spec)
-
-
-def _distilled(spec: JobSpec) -> str:
-    """Why a model of few steps is not what one trains, or nothing."""
-    family = FAMILIES.get(spec.model_family)
-    flavour = family.flavours.get(spec.model_flavour or "") if family else None
-    if family is None or flavour is None or flavour.undistilled is None:
-        return ""
-    return (
-        f"model_flavour: {family.title} {spec.model_flavour} is distilled to few steps, and "
-        f"training gradually undoes that; train {flavour.undistilled}, whose LoRAs often work with "
-        "both, or stop as soon as samples are good"
-    )
-
-
-def _of_fsdp(spec: JobSpec) -> list[str]:
-    """Keys that say how to shard and differ from their defaults."""
-    return [
-        name
-        for name, field in type(spec).model_fields.items()
-        if name.startswith("fsdp_")
-        and name not in ("fsdp_enable", "fsdp_version", *_ALWAYS)
-        and getattr(spec, name) != field.default
-    ]
+def _divisors(number: int) -> str:
+    """Which numbers to use instead, after a semicolon."""
+    fitting = [str(one) for one in range(1, number + 1) if number % one == 0]
+    return f"use {' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
 
 
 def _no_model(spec: JobSpec) -> Conflict | None:
@@ -110,11 +56,17 @@ def _strategy(spec: JobSpec) -> Conflict | None:
     strategy, _ = chosen_strategy(spec)
     ranks = world_size(spec)
     if spec.fsdp_enable and spec.strategy not in ("auto", *SHARDING):
-        return Conflict("strategy", f"fsdp_enable: true and strategy: {spec.strategy} contradict")
+        return Conflict(
+            "strategy", f"fsdp_enable: true and strategy: {spec.strategy} contradict; remove one"
+        )
     if spec.fsdp_enable is False and spec.strategy in SHARDING:
-        return Conflict("strategy", f"fsdp_enable: false and strategy: {spec.strategy} contradict")
+        return Conflict(
+            "strategy", f"fsdp_enable: false and strategy: {spec.strategy} contradict; remove one"
+        )
     if strategy == "single" and ranks > 1:
-        return Conflict("strategy", f"strategy: single runs one rank, not {ranks}")
+        return Conflict(
+            "strategy", f"strategy: single runs one rank, not {ranks}; use strategy: auto"
+        )
     if strategy != "single" and ranks < 2:
         return Conflict(
             "strategy",
@@ -143,14 +95,15 @@ def _hsdp(spec: JobSpec) -> Conflict | None:
     if ranks % (replicas * spec.context_parallel_size):
         times = f" x context_parallel_size {spec.context_parallel_size}"
         product = f"{key} {replicas}{times if spec.context_parallel_size > 1 else ''}"
-        return Conflict(key, f"{product} does not divide the {ranks} ranks")
+        instead = _divisors(ranks // spec.context_parallel_size)
+        return Conflict(key, f"{product} does not divide the {ranks} ranks; {instead}")
     if ranks == replicas:
         return Conflict(key, f"{key} {replicas} leaves nothing to shard; use strategy: ddp")
     return None
 
 
 def _context_parallel(spec: JobSpec) -> Conflict | None:
-    size, key = spec.context_parallel_size, "context_parallel_size"
+    size, key, ranks = spec.context_parallel_size, "context_parallel_size", world_size(spec)
     if size == 1:
         return None
     if not shards(spec) or spec.fsdp_version == 1:
@@ -159,8 +112,8 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
         )
     if spec.deepspeed_config:
         return Conflict(key, "Context parallelism requires FSDP2. Remove deepspeed_config")
-    if world_size(spec) % size:
-        return Conflict(key, f"{key} {size} does not divide the {world_size(spec)} ranks")
+    if ranks % size:
+        return Conflict(key, f"{key} {size} does not divide the {ranks} ranks; {_divisors(ranks)}")
     if spec.device == "cpu":
         return Conflict(
             key, "context parallelism runs on CUDA GPUs only; set context_parallel_size: 1"
@@ -172,7 +125,10 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
             key, f"{family.title} has no context-parallel plan in diffusers; those with one: {able}"
         )
     if spec.torch_compile:
-        return Conflict("torch_compile", "torch_compile with context parallelism is not tested")
+        return Conflict(
+            "torch_compile",
+            "torch_compile with context parallelism is not tested; set torch_compile: false",
+        )
     if spec.attention_backend != "auto":
         return Conflict(
             "attention_backend", "context parallelism chooses its own attention_backend; use auto"
@@ -193,7 +149,8 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
     if (family is None or family.splits_text) and spec.max_sequence_length % size:
         return Conflict(
             "max_sequence_length",
-            f"{key} {size} does not divide max_sequence_length {spec.max_sequence_length}",
+            f"{key} {size} does not divide max_sequence_length {spec.max_sequence_length}; use a "
+            f"multiple of {size}",
         )
     return None
 
@@ -211,7 +168,9 @@ def _reshard(spec: JobSpec) -> Conflict | None:
         )
     if spec.fsdp_cpu_offload:
         return Conflict(
-            key, f"{key}: {number} keeps weights on the GPU but fsdp_cpu_offload moves them off"
+            key,
+            f"{key}: {number} keeps weights on the GPU but fsdp_cpu_offload moves them off; use "
+            "true or false",
         )
     return None
 

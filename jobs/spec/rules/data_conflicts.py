@@ -138,7 +138,9 @@ def videos(spec: JobSpec) -> Conflict | None:
 
 def text_encoders(spec: JobSpec) -> Conflict | None:
     if spec.shard_text_encoders and world_size(spec) == 1:
-        return Conflict("shard_text_encoders", "shard_text_encoders needs two or more ranks")
+        return Conflict(
+            "shard_text_encoders", "shard_text_encoders needs two or more ranks; remove it"
+        )
     return None
 
 

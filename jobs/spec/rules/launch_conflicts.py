@@ -22,11 +22,11 @@ def gpu_count(spec: JobSpec) -> Conflict | None:
         return None
     asked = spec.gpus if isinstance(spec.gpus, int) else len(spec.gpus)
     if spec.device == "cpu":
-        return Conflict("gpus", "gpus and device: cpu cannot be combined")
+        return Conflict("gpus", "gpus and device: cpu cannot be combined; remove one")
     if asked < 1:
         return Conflict("gpus", "gpus selects no GPU; remove it, or use [0] for GPU 0")
     if isinstance(spec.gpus, list) and len(set(spec.gpus)) != len(spec.gpus):
-        return Conflict("gpus", "gpus names the same GPU twice")
+        return Conflict("gpus", "gpus names the same GPU twice; name each once")
     if spec.num_processes is not None and spec.num_processes != asked:
         return Conflict(
             "num_processes",

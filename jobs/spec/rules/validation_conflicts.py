@@ -132,19 +132,9 @@ def _lengths(spec: JobSpec) -> str:
     return ""
 
 
-def _nothing_to_do(spec: JobSpec) -> str:
-    if not spec.validation_fraction:
-        if spec.validation_loss_steps is not None:
-            return "validation_loss_steps: no effect without validation_fraction"
-        if spec.validation_on_startup and not spec.validation_prompts:
-            return "validation_on_startup: no effect without validation_prompts"
-    return ""
-
-
 _WARNINGS: tuple[Callable[[JobSpec], str], ...] = (
     _trigger,
     _negative_prompts,
     _sizes,
     _lengths,
-    _nothing_to_do,
 )

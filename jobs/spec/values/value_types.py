@@ -274,18 +274,3 @@ OptionalNumbers = Annotated[
 ]
 SlurmTime = Annotated[str | None, BeforeValidator(read_slurm_time)]
 OptionalWords = Annotated[list[str] | None, BeforeValidator(read_words), BeforeValidator(as_none)]
-
-
-def field(default: Any, group: str, help_text: str, **limits: Any) -> Any:
-    """A field of the job.
-
-    Args:
-        default: Its value when left out.
-        group: The heading it is documented under.
-        help_text: Its help, its documentation, and the hint in the form.
-        limits: As pydantic's `Field`; and `words`, what it may be where its type does not say.
-    """
-    extra: dict[str, Any] = {"group": group}
-    if words := limits.pop("words", ()):
-        extra["words"] = list(words)
-    return Field(default, description=help_text, json_schema_extra=extra, **limits)

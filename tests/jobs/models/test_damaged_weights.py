@@ -11,6 +11,7 @@ import pytest
 
 from jobs.errors import SpecError
 from jobs.models.damaged_weights import find_damage
+from jobs.models.find_model import count_parameters
 from jobs.preflight.check_job import check_model
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def write(path: Path, header: Any, data: bytes = b"", length: int | None = None)
         ({"x": tensor(0, 8)}, 7, None, "it is truncated: 7 of 8 bytes"),
         ({"x": tensor(0, 4), "y": tensor(2, 8)}, 8, None, "'y' overlaps another tensor"),
         ({"x": tensor(0, 4, [1000])}, 4, None, "'x' has fewer bytes than its shape needs"),
+        ({"x": tensor(0, 4, ["a", 10**9])}, 4, None, "its header is damaged at 'x'"),  # type: ignore[list-item]
         ({"x": tensor(0, 4, [10**9, 10**9])}, 4, None, "'x' has fewer bytes than its shape needs"),
         ({"x": tensor(4, 0, [])}, 4, None, "its header is damaged at 'x'"),
         ({"x": tensor(-4, 4, [])}, 4, None, "its header is damaged at 'x'"),
@@ -60,6 +62,11 @@ def test_a_damaged_file_is_found(
     tmp_path: Path, header: Any, room: int, length: int | None, said: str | None
 ) -> None:
     assert find_damage(write(tmp_path / "a", header, bytes(room), length)) == said
+
+
+def test_a_shape_that_is_text_takes_no_memory(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {"x": tensor(0, 4, ["a", 10**13])}, bytes(4))  # type: ignore[list-item]
+    assert count_parameters(tmp_path) is None
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:

@@ -237,7 +237,9 @@ def test_both_experts_are_looked_for(
     )
     (root / lacking / "config.json").unlink()
     text = complaint("wan", root, model_flavour=flavour)
-    assert text == f"{root} is incomplete: {lacking}/config.json is missing or damaged"
+    assert text == (
+        f"{root} is incomplete: {lacking}/config.json is missing or damaged; download it again"
+    )
 
 
 @pytest.mark.parametrize(

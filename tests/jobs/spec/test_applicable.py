@@ -8,8 +8,8 @@ import pytest
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec, field_names
-from jobs.spec.rules.applicable import find_inapplicable
 from jobs.spec.rules.cascade import FOLLOWING, follow_ranks
+from jobs.spec.rules.no_effect import find_inapplicable
 
 TWO = {"num_processes": 2}
 FSDP = TWO | {"strategy": "fsdp2"}

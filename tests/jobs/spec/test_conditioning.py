@@ -9,7 +9,7 @@ import pytest
 from jobs.errors import SpecError
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.rules.applicable import find_inapplicable
+from jobs.spec.rules.no_effect import find_inapplicable
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,8 +8,9 @@ import pytest
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
-from jobs.spec.rules.conflicts import find_conflicts, find_warnings
+from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.strategy import Room, chosen_strategy, data_parallel_size, world_size
+from jobs.spec.rules.warnings import find_warnings
 
 
 def read(**values: Any) -> JobSpec:
@@ -427,7 +428,7 @@ def test_context_parallel_ranks_train_on_the_same_sample() -> None:
 
 def test_keys_of_fsdp_that_do_nothing_are_warned_about() -> None:
     (warning,) = find_warnings(read(fsdp_forward_prefetch=2, fsdp_min_num_params=5))
-    assert warning == "fsdp_forward_prefetch, fsdp_min_num_params: no effect with strategy: single"
+    assert warning == "fsdp_forward_prefetch, fsdp_min_num_params: no effect on 1 rank"
     assert find_warnings(read(num_processes=2, fsdp_forward_prefetch=2)) == []
 
 

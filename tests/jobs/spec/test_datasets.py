@@ -11,7 +11,7 @@ from jobs.errors import SpecError
 from jobs.preflight.dataset import check_dataset
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.cascade import find_overruled, settle
-from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.dataset_files import list_files
 from jobs.spec.values.datasets import Dataset, datasets_of, find_layout
 

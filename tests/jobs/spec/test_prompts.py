@@ -14,7 +14,8 @@ from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.keys.prompts import ValidationPrompt, read_prompts, requests_of, size_of
-from jobs.spec.rules.conflicts import find_conflicts, find_warnings
+from jobs.spec.rules.conflicts import find_conflicts
+from jobs.spec.rules.warnings import find_warnings
 
 GOOD: dict[str, Any] = {"pretrained_model_name_or_path": "m", "dataset": "d"}
 
@@ -164,7 +165,7 @@ def test_a_prompt_says_what_it_says_and_the_job_the_rest() -> None:
         ({"validation_prompts": ["a"], "validation_resolution": 100}, "samples are 96x96"),
         ({"validation_prompts": [{"prompt": "a", "resolution": "64x40"}]}, "samples are 64x32"),
         ({"validation_on_startup": True}, "validation_on_startup: no effect"),
-        ({"validation_loss_steps": 5}, "without validation_fraction"),
+        ({"validation_loss_steps": 5}, "needs validation_fraction"),
     ],
 )
 def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:

@@ -129,7 +129,8 @@ def test_a_run_directory_that_is_gone_is_one_line(
     run_dir.root.rename(tmp_path / "elsewhere")
     status, _, err = shell("checkpoints", "1")
     assert status == 2
-    assert err == f"fsdp-tui: the run directory of job 1 is gone: {run_dir.root}\n"
+    gone = f"the run directory of job 1 is gone: {run_dir.root}"
+    assert err == f"fsdp-tui: {gone}; forget the job with `fsdp-tui remove 1`\n"
     assert shell("checkpoints", "7")[0] == 2
 
 

@@ -14,9 +14,9 @@ from jobs.queue.store import Store
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import load_spec
 from jobs.spec.file.templates import find_template, list_templates
-from jobs.spec.job_spec import JobSpec, field_group, field_words, is_switch
+from jobs.spec.job_spec import JobSpec, field_group, field_words, is_switch, key_facts
 from jobs.spec.rules.cascade import settle
-from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.warnings import find_warnings
 from tui.cli.common.echo import echo
 
 if TYPE_CHECKING:
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 
 FLAGS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
 JSON: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
-_PATHS: Final = (
-    "pretrained_model_name_or_path",
-    "dataset",
-    "cache_dir",
-    "logging_dir",
-    "accelerate_config",
-)
 _MOST_NAMED: Final = 3
 _MOST_DIGITS: Final = 18  # that a database's number has room for
 _SUMMARY: Final = 72  # characters of help beside a completion
@@ -52,7 +45,7 @@ class JobCommand(click.Command):
 def _key_options() -> list[click.Parameter]:
     options: list[click.Parameter] = []
     for name, field in JobSpec.model_fields.items():
-        kind: dict[str, Any] = {"type": click.Path()} if name in _PATHS else {}
+        kind: dict[str, Any] = {"type": click.Path()} if key_facts(name).path else {}
         if words := field_words(name):
             kind = {"shell_complete": partial(_words, words)}
         if is_switch(name):  # its value may be left out

@@ -64,7 +64,10 @@ def checkpoints(
     store = Store()
     job = store.get(job_id)
     if not job.run_dir.root.is_dir():
-        raise NotFoundError(f"the run directory of job {job_id} is gone: {job.run_dir.root}")
+        raise NotFoundError(
+            f"the run directory of job {job_id} is gone: {job.run_dir.root}",
+            f"forget the job with `fsdp-tui remove {job_id}`",
+        )
     deleted = _delete(store, job, [*names, *more], ask=not yes) if names else []
     listed = list_all(job.run_dir)
     if contents:

@@ -18,7 +18,7 @@ from jobs.service.plan import plan_change
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.cascade import settle
-from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.warnings import find_warnings
 from tui.cli.common.echo import echo
 from tui.cli.common.job_arguments import FLAGS, ID, JSON, JobCommand, warn
 from tui.cli.job.checkpoints import tell

@@ -53,7 +53,7 @@ def selftest(gpus: str | None, cpu: bool, ranks: int, as_json: bool) -> int:
     store = Store()
     chosen = [] if cpu else jobs_selftest.choose_gpus(store, read_names(gpus))
     if gpus and cpu:
-        raise UserError("--gpus and --cpu cannot be combined")
+        raise UserError("--gpus and --cpu cannot be combined", "use one of them")
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: jobs are stopped and removed
         signal.signal(number, lambda *_: sys.exit(_INTERRUPTED))
     look = style(environment_at_start(), tty=sys.stdout.isatty())

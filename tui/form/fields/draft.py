@@ -18,15 +18,15 @@ from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.file.value_errors import key_of
 from jobs.spec.job_spec import JobSpec, field_names
-from jobs.spec.rules.applicable import find_inapplicable
 from jobs.spec.rules.cascade import FOLLOWING
-from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import (
     SHARDING,
     chosen_strategy,
     depends_on_memory,
     world_size,
 )
+from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.datasets import with_folder_repeats
 from tui.form.fields.field_texts import as_text
 from tui.form.fields.pages import SHOWN, label

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from jobs.spec.job_spec import field_group, field_names
+from jobs.spec.job_spec import field_group, field_names, key_facts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -30,31 +30,6 @@ ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
     "output": ("checkpointing_steps", "validation_prompts"),
 }
 SHOWN: Final = tuple(name for names in ESSENTIAL.values() for name in names)
-
-_LABELS: Final = {
-    "pretrained_model_name_or_path": "model",
-    "train_batch_size": "batch per rank",
-    "gradient_accumulation_steps": "accumulation",
-    "max_train_steps": "steps",
-    "model_type": "type",
-    "model_family": "family",
-    "model_flavour": "flavour",
-    "mixed_precision": "precision",
-    "num_processes": "ranks",
-    "fsdp_reshard_after_forward": "reshard",
-    BLOCKS: "blocks",
-    "checkpointing_steps": "save every",
-    "validation_prompts": "prompts",
-    "slurm_partition": "partition",
-    "slurm_account": "account",
-    "slurm_qos": "QOS",
-    "slurm_time": "time limit",
-    "slurm_signal_seconds": "save before limit",
-    "slurm_requeue": "requeue",
-    "slurm_extra_args": "sbatch options",
-    "slurm_setup": "setup lines",
-    "slurm_srun_args": "srun options",
-}
 
 # Short forms that are read as such.
 _CASED: Final = {
@@ -86,46 +61,6 @@ _GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "running": ("running", "tracking"),
 }
 
-# Long groups in parts: heading → how its keys begin. What fits none stays under the group's name.
-_PARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    "training": {
-        "optimizer and schedule": ("optimizer", "adam_", "weight_", "lr_", "max_grad"),
-        "memory and speed": ("gradient_", "torch_compile", "attention_", "allow_", "deterministic"),
-        "noise and loss": (
-            "timestep_",
-            "logit_",
-            "mode_",
-            "flow_",
-            "sigma_",
-            "loss_",
-            "huber_",
-            "snr_",
-            "train_g",
-            "size_",
-        ),
-        "moving average": ("use_ema", "ema_"),
-    },
-    "data": {
-        "regularization and masks": ("prior_", "class_", "num_class", "masked_", "unmasked_"),
-        "captions": ("caption_l", "missing_", "trigger_", "shuffle_", "caption_s", "keep_"),
-        "text encoders and caches": (
-            "cache_",
-            "unload_",
-            "shard_",
-            "max_sequence",
-            "prefetch_",
-        ),
-    },
-    "devices": {"accelerate launch": ("accelerate_", "machine_", "main_process", "num_machines")},
-    "validation": {
-        "validation loss": (
-            "validation_fraction",
-            "validation_loss",
-            "validation_timesteps",
-        )
-    },
-}
-
 
 @dataclass(frozen=True)
 class Page:
@@ -142,11 +77,9 @@ class Page:
 def _headings(group: str) -> dict[str, list[str]]:
     """The fields of a group that are not on the first page, by heading."""
     found: dict[str, list[str]] = {group: []}
-    parts = _PARTS.get(group, {})
     for name in field_names():
         if field_group(name) == group and name not in SHOWN:
-            heading = next((h for h, stems in parts.items() if name.startswith(stems)), group)
-            found.setdefault(heading, []).append(name)
+            found.setdefault(key_facts(name).group.heading, []).append(name)
     return {heading: names for heading, names in found.items() if names}
 
 
@@ -171,6 +104,4 @@ def first_of(names: Collection[str]) -> str:
 
 def label(name: str) -> str:
     """What a field is called: in words, on every page; its key stands in its help."""
-    if name in _LABELS:
-        return _LABELS[name]
-    return " ".join(_CASED.get(word, word) for word in name.split("_"))
+    return key_facts(name).label or " ".join(_CASED.get(word, word) for word in name.split("_"))

@@ -16,7 +16,7 @@ from jobs.queue.states import State
 from jobs.service.plan import plan_resume
 from jobs.spec.file.flags import parse_flags, to_flags
 from jobs.spec.file.load import dump_spec, load_spec
-from jobs.spec.rules.conflicts import find_warnings
+from jobs.spec.rules.warnings import find_warnings
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.jobs.spec_strategies import REQUIRED, VALUES
 from tests.support.tui.driven_app import form
@@ -218,7 +218,7 @@ UNDERSTOOD: list[tuple[str, str, Any]] = [
     ("--context_parallel_size=1", "context_parallel_size", 1),
     ("--context_parallel_size=2 --num_processes=2", "context_parallel_size", 2),
     (f"--{PARALLEL}=AllToAll --context_parallel_size=2 --num_processes=2", PARALLEL, "alltoall"),
-    (f"--{PARALLEL}=alltoall", PARALLEL, "allgather"),
+    (f"--{PARALLEL}=alltoall", PARALLEL, "alltoall"),
     (f"--{PARALLEL}=allgather", PARALLEL, "allgather"),
     ("--strategy=FSDP2 --num_processes=2", "strategy", "fsdp2"),
     ("--device=CPU", "device", "cpu"),
@@ -519,7 +519,6 @@ TRANSLATED: list[tuple[str, str]] = [
     ("--fsdp_forward_prefetch=true", "is read as fsdp_forward_prefetch: 1, one unit ahead"),
     ("--gpu_ids=0,1", "gpu_ids: 0,1 is read as gpus: 0,1"),
     ("--gpu_ids=all", "gpu_ids: all has no effect; gpus: N uses any N free GPUs"),
-    (f"--{PARALLEL}=alltoall", f"{PARALLEL}: no effect with context_parallel_size: 1"),
 ]
 
 
@@ -555,6 +554,7 @@ def test_what_is_said_in_our_words_is_not_told(line: str) -> None:
         ("--fsdp_version=1 --num_processes=2", "fsdp_version: FSDP v1 is deprecated"),
         ("--fsdp_limit_all_gathers=no", "fsdp_limit_all_gathers: false has no effect; FSDP2"),
         ("--fsdp_cpu_ram_efficient_loading=no", "fsdp_cpu_ram_efficient_loading: false has no eff"),
+        (f"--{PARALLEL}=alltoall", f"{PARALLEL}: no effect; needs context_parallel_size > 1"),
     ],
 )
 def test_what_runs_otherwise_is_warned_about(line: str, warning: str) -> None:

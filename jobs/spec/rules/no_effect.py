@@ -1,0 +1,309 @@
+"""Why a key means nothing beside the rest of a job, in a few words.
+
+Each function says when keys do nothing; a key's definition names those that are about it.
+`jobs.spec.rules.conflicts` refuses what cannot run; this says beforehand which keys need not be
+filled in.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from jobs.spec.families import FAMILIES, references_of
+from jobs.spec.rules.lora_conflicts import may_scale
+from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
+from jobs.spec.values.field import facts_of
+from jobs.spec.values.resolutions import has_several
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.spec.families import Family
+    from jobs.spec.job_spec import JobSpec
+
+_SHARDED: Final = "needs strategy: fsdp2 or hsdp"
+_ONE_RANK: Final = "no effect on 1 rank"
+_NO_PROMPTS: Final = "needs validation_prompts"
+
+
+def find_inapplicable(spec: JobSpec) -> dict[str, str]:
+    """The keys that mean nothing in this job, each with the reason in a few words."""
+    found: dict[str, str] = {}
+    for key, facts in facts_of(type(spec)).items():
+        if why := next(filter(None, (reason(spec) for reason in facts.no_effect)), ""):
+            found[key] = why
+    return found
+
+
+def counts(key: str, spec: JobSpec) -> bool:
+    """Whether a key means something in this job."""
+    return not any(reason(spec) for reason in facts_of(type(spec))[key].no_effect)
+
+
+def _family(spec: JobSpec) -> Family | None:
+    return FAMILIES.get(spec.model_family)
+
+
+# -- devices and sharding ------------------------------------------------------------------
+
+
+def one_rank(spec: JobSpec) -> str:
+    return _ONE_RANK if world_size(spec) == 1 else ""
+
+
+def several_ranks(spec: JobSpec) -> str:
+    return "" if world_size(spec) == 1 else "needs one rank; several can shard the base"
+
+
+def not_sharded(spec: JobSpec) -> str:
+    return one_rank(spec) or ("" if shards(spec) else _SHARDED)
+
+
+def always_on(spec: JobSpec) -> str:
+    return "always on with FSDP2"
+
+
+def not_hsdp(spec: JobSpec) -> str:
+    return one_rank(spec) or ("" if spec.strategy == "hsdp" else "needs strategy: hsdp")
+
+
+def no_context_parallelism(spec: JobSpec) -> str:
+    """Why tokens cannot be shared out over ranks."""
+    family = _family(spec)
+    if why := not_sharded(spec):
+        return why
+    if spec.device == "cpu":
+        return "needs GPUs, not device: cpu"
+    if family is not None and not family.context_parallel:
+        return f"{family.title} has no context-parallel plan in diffusers"
+    return ""
+
+
+def not_context_parallel(spec: JobSpec) -> str:
+    return "" if spec.context_parallel_size > 1 else "needs context_parallel_size > 1"
+
+
+def with_context_parallel(spec: JobSpec) -> str:
+    return "context parallelism chooses its own" if spec.context_parallel_size > 1 else ""
+
+
+def on_cpu(spec: JobSpec) -> str:
+    return "needs GPUs, not device: cpu" if spec.device == "cpu" else ""
+
+
+def one_machine(spec: JobSpec) -> str:
+    return "" if spec.launcher == "slurm" else "a local job runs on one machine"
+
+
+def with_slurm(spec: JobSpec) -> str:
+    return "Slurm decides" if spec.launcher == "slurm" else ""
+
+
+def no_accelerate_launch(spec: JobSpec) -> str:
+    return "Slurm starts ranks itself" if spec.launcher == "slurm" else ""
+
+
+def set_by_slurm(spec: JobSpec) -> str:
+    return one_machine(spec) or "Slurm sets it"
+
+
+def not_slurm(spec: JobSpec) -> str:
+    return "" if spec.launcher == "slurm" else "needs launcher: slurm"
+
+
+def no_deepspeed(spec: JobSpec) -> str:
+    return "DeepSpeed is not supported"
+
+
+def other_policy_than(policy: str) -> Callable[[JobSpec], str]:
+    def reason(spec: JobSpec) -> str:
+        fits = spec.fsdp_auto_wrap_policy == policy
+        return "" if fits else f"needs fsdp_auto_wrap_policy: {policy}"
+
+    return reason
+
+
+# -- training ------------------------------------------------------------------------------
+
+
+def not_lora(spec: JobSpec) -> str:
+    return "" if spec.model_type == "lora" else "needs model_type: lora"
+
+
+def not_quantized(spec: JobSpec) -> str:
+    return "" if spec.base_precision != "none" else "needs base_precision"
+
+
+def not_fp8(spec: JobSpec) -> str:
+    return "" if may_scale(spec) else "needs base_precision: fp8_scaled or fp8"
+
+
+def not_adam(spec: JobSpec) -> str:
+    fits = spec.optimizer in ("adamw", "adamw_8bit", "prodigy")
+    return "" if fits else f"optimizer: {spec.optimizer} has none"
+
+
+def no_warmup(spec: JobSpec) -> str:
+    return "" if spec.lr_scheduler != "constant" else "lr_scheduler: constant has no warm-up"
+
+
+def no_size_conditioning(spec: JobSpec) -> str:
+    family = _family(spec)
+    told = family is None or family.told_sizes
+    return "" if told or family is None else f"{family.title} has no size conditioning"
+
+
+def no_experts(spec: JobSpec) -> str:
+    family = _family(spec)
+    if spec.lora_target_modules:
+        return "lora_target_modules decides what is adapted"
+    return "" if family is None or family.experts else f"{family.title} has none"
+
+
+def no_decay(spec: JobSpec) -> str:
+    constant = spec.lr_scheduler in ("constant", "constant_with_warmup")
+    return f"lr_scheduler: {spec.lr_scheduler} does not decay" if constant else ""
+
+
+def no_restarts(spec: JobSpec) -> str:
+    restarts = spec.lr_scheduler == "cosine_with_restarts"
+    return "" if restarts else "needs lr_scheduler: cosine_with_restarts"
+
+
+def not_polynomial(spec: JobSpec) -> str:
+    return "" if spec.lr_scheduler == "polynomial" else "needs lr_scheduler: polynomial"
+
+
+def no_recomputation(spec: JobSpec) -> str:
+    return "" if checkpoints_activations(spec) else "needs gradient_checkpointing: yes"
+
+
+def not_compiled(spec: JobSpec) -> str:
+    return "" if spec.torch_compile else "needs torch_compile: yes"
+
+
+def no_sigmas(spec: JobSpec) -> str:
+    family = _family(spec)
+    flows = family is None or family.objective == "flow"
+    return "" if flows else f"{family.title if family else ''} draws discrete timesteps"
+
+
+def not_logit_normal(spec: JobSpec) -> str:
+    normal = spec.timestep_sampling in ("logit_normal", "shift")
+    return no_sigmas(spec) or ("" if normal else "needs timestep_sampling: logit_normal or shift")
+
+
+def not_mode(spec: JobSpec) -> str:
+    mode = spec.timestep_sampling == "mode"
+    return no_sigmas(spec) or ("" if mode else "needs timestep_sampling: mode")
+
+
+def not_shifted(spec: JobSpec) -> str:
+    shifted = spec.timestep_sampling in ("shift", "uniform_shift")
+    return no_sigmas(spec) or ("" if shifted else "needs timestep_sampling: shift or uniform_shift")
+
+
+def flow_matching(spec: JobSpec) -> str:
+    family = _family(spec)
+    flows = family is not None and family.objective == "flow"
+    return f"{family.title} is a flow-matching model" if flows and family else ""
+
+
+def mse_loss(spec: JobSpec) -> str:
+    return "" if spec.loss_type != "mse" else "needs loss_type: huber or smooth_l1"
+
+
+def no_ema(spec: JobSpec) -> str:
+    return "" if spec.use_ema else "needs use_ema: yes"
+
+
+def sharded_ema(spec: JobSpec) -> str:
+    return no_ema(spec) or ("sharded with the model under FSDP" if shards(spec) else "")
+
+
+def no_embedded_guidance(spec: JobSpec) -> str:
+    family = _family(spec)
+    distilled = family is None or family.guidance_of(spec.model_flavour) == "embedded"
+    return "" if distilled else "only for guidance-distilled models"
+
+
+# -- data and samples ----------------------------------------------------------------------
+
+
+def dataset_list(spec: JobSpec) -> str:
+    return "set by datasets" if spec.datasets else ""
+
+
+def center_crop(spec: JobSpec) -> str:
+    return "" if spec.crop == "random" else "needs crop: random"
+
+
+def no_references(spec: JobSpec) -> str:
+    family = _family(spec)
+    if family is None or references_of(spec) is not None:
+        return ""
+    return f"{family.title} {spec.model_flavour or ''}".strip() + " takes no conditioning images"
+
+
+def one_resolution(spec: JobSpec) -> str:
+    return "" if has_several(spec) else "needs several resolutions"
+
+
+def no_regularization(spec: JobSpec) -> str:
+    known = spec.num_class_images or any(entry.regularization for entry in spec.datasets or [])
+    return "" if known else "needs regularization images"
+
+
+def no_masks(spec: JobSpec) -> str:
+    return "needs masked_loss" if spec.masked_loss == "none" else ""
+
+
+def square_crop(spec: JobSpec) -> str:
+    return "crop: square has square buckets" if spec.crop == "square" else ""
+
+
+def images_only(spec: JobSpec) -> str:
+    family = _family(spec)
+    return f"{family.title} trains on images" if family and not family.frame_step else ""
+
+
+def captions_in_order(spec: JobSpec) -> str:
+    return "" if spec.shuffle_captions else "needs shuffle_captions: yes"
+
+
+def no_prompts(spec: JobSpec) -> str:
+    return "" if spec.validation_prompts else _NO_PROMPTS
+
+
+def nothing_sampled(spec: JobSpec) -> str:
+    """Class images are sampled too."""
+    return "" if spec.num_class_images else no_prompts(spec)
+
+
+def no_video_samples(spec: JobSpec) -> str:
+    return no_prompts(spec) or images_only(spec).replace("trains on", "makes")
+
+
+def no_true_cfg(spec: JobSpec) -> str:
+    family = _family(spec)
+    fits = family is None or (
+        family.true_cfg and family.guidance_of(spec.model_flavour) == "embedded"
+    )
+    return nothing_sampled(spec) or ("" if fits else "only for guidance-distilled models")
+
+
+def no_validation(spec: JobSpec) -> str:
+    either = spec.validation_prompts or spec.validation_fraction
+    return "" if either else f"{_NO_PROMPTS} or validation_fraction"
+
+
+def not_pushed(spec: JobSpec) -> str:
+    return "" if spec.push_to_hub else "needs push_to_hub"
+
+
+def not_tracked(spec: JobSpec) -> str:
+    return "" if spec.report_to else "needs report_to"
+
+
+def no_validation_fraction(spec: JobSpec) -> str:
+    return "" if spec.validation_fraction else "needs validation_fraction"

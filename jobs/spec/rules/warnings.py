@@ -1,0 +1,76 @@
+"""What runs, but not as a person may think."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from jobs.spec.families import FAMILIES
+from jobs.spec.rules.cascade import find_overruled
+from jobs.spec.rules.no_effect import find_inapplicable
+from jobs.spec.rules.validation_conflicts import validation_warnings
+
+if TYPE_CHECKING:
+    from jobs.spec.job_spec import JobSpec
+
+_LEAST_PRODIGY_RATE: Final = 0.05
+# Keys that stay on whatever a job says, and why.
+_ALWAYS: Final = {
+    "fsdp_cpu_ram_efficient_loading": "every rank always reads only its own shard from disk",
+    "fsdp_limit_all_gathers": "FSDP2 always limits how many units it gathers ahead",
+}
+# Keys that other tools' configs say without need.
+_NO_WARNING: Final = ("fsdp_enable", "fsdp_version")
+_NONE: Final = "no effect"
+
+
+def find_warnings(spec: JobSpec) -> list[str]:
+    """What runs, but not as the person may think; a sentence each."""
+    warnings = []
+    if spec.fsdp_version == 1:
+        warnings.append("fsdp_version: FSDP v1 is deprecated; the job runs with FSDP v2")
+    warnings += [
+        f"{key}: false has no effect; {always}"
+        for key, always in _ALWAYS.items()
+        if not getattr(spec, key)
+    ]
+    if spec.optimizer == "prodigy" and spec.learning_rate < _LEAST_PRODIGY_RATE:
+        warnings.append(
+            f"learning_rate: prodigy multiplies it by its own estimate; {spec.learning_rate:g} "
+            f"trains almost nothing, use 1.0"
+        )
+    if distilled := _distilled(spec):
+        warnings.append(distilled)
+    warnings += _without_effect(spec)
+    named = [name for name in spec.export_formats or () if name != "diffusers"]
+    if spec.model_type == "full" and named:
+        warnings.append(
+            f"export_formats: {' and '.join(named)} names are for LoRAs only; a full model is "
+            "exported as a diffusers pipeline"
+        )
+    return warnings + validation_warnings(spec) + find_overruled(spec)
+
+
+def _distilled(spec: JobSpec) -> str:
+    """Why a model of few steps is not what one trains, or nothing."""
+    family = FAMILIES.get(spec.model_family)
+    flavour = family.flavours.get(spec.model_flavour or "") if family else None
+    if family is None or flavour is None or flavour.undistilled is None:
+        return ""
+    return (
+        f"model_flavour: {family.title} {spec.model_flavour} is distilled to few steps, and "
+        f"training gradually undoes that; train {flavour.undistilled}, whose LoRAs often work with "
+        "both, or stop as soon as samples are good"
+    )
+
+
+def _without_effect(spec: JobSpec) -> list[str]:
+    """Keys that the job sets and that mean nothing in it, a line for each reason."""
+    reasons = find_inapplicable(spec)
+    keys: dict[str, list[str]] = {}
+    for key in spec.to_dict(only_set=True):
+        if key in reasons and key not in (*_NO_WARNING, *_ALWAYS):
+            keys.setdefault(reasons[key], []).append(key)
+    return [
+        f"{', '.join(named)}: {'' if why.startswith(_NONE) else f'{_NONE}; '}{why}"
+        for why, named in keys.items()
+    ]

@@ -1,0 +1,111 @@
+"""A key of a job, defined once: its value, and all that the program has to know about the key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from pydantic import Field
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+    from jobs.spec.job_spec import JobSpec
+
+    Reason = Callable[[JobSpec], str]
+
+Effect = Literal["same", "changes", "impossible", "ruled"]
+"""What another value does to a run that resumes from a checkpoint.
+
+same: nothing but rounding, speed, memory, or which files are written.
+changes: other weights, or other exports, than those of a run that never stopped.
+impossible: the checkpoint's tensors do not fit, or mean something else.
+ruled: it depends on other keys too; `jobs.resume.resume_conflicts` decides.
+"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where a key is documented.
+
+    Attributes:
+        name: Its group in the reference.
+        part: Its heading in the form, where a group is long.
+    """
+
+    name: str
+    part: str = ""
+
+    @property
+    def heading(self) -> str:
+        return self.part or self.name
+
+
+@dataclass(frozen=True)
+class KeyFacts:
+    """What is to be known about a key besides its type, default, limits and help.
+
+    Attributes:
+        group: Where it is documented.
+        resume: What another value does to a run that resumes.
+        no_effect: Each says why the key means nothing beside the rest of a job, or "". The first
+            that does is the one to show.
+        memory: Whether it may change how much memory a job takes.
+        path: Whether it is the path of a file or folder.
+        label: What it is called in the form; "" for its own name, in words.
+        words: What it may be, where its type does not say.
+    """
+
+    group: Group
+    resume: Effect
+    no_effect: tuple[Reason, ...] = ()
+    memory: bool = True
+    path: bool = False
+    label: str = ""
+    words: tuple[str, ...] = ()
+
+
+def field(
+    default: Any,
+    group: Group,
+    help_text: str,
+    *,
+    resume: Effect,
+    no_effect: Reason | Sequence[Reason] = (),
+    memory: bool = True,
+    path: bool = False,
+    label: str = "",
+    words: Sequence[str] = (),
+    **limits: Any,
+) -> Any:
+    """A field of the job.
+
+    Args:
+        default: Its value when left out.
+        group: See `KeyFacts`, as for all that is not named here.
+        help_text: Its help, its documentation, and the hint in the form.
+        resume: See `KeyFacts`.
+        no_effect: One reason, or several.
+        memory: See `KeyFacts`.
+        path: See `KeyFacts`.
+        label: See `KeyFacts`.
+        words: See `KeyFacts`.
+        limits: As pydantic's `Field`.
+    """
+    reasons = (no_effect,) if callable(no_effect) else tuple(no_effect)
+    info = cast("FieldInfo", Field(default, description=help_text, **limits))
+    info.metadata.append(KeyFacts(group, resume, reasons, memory, path, label, tuple(words)))
+    return info
+
+
+@cache
+def facts_of(model: type[BaseModel]) -> dict[str, KeyFacts]:
+    """What the definitions of a job's keys say, by key."""
+    return {
+        key: next(one for one in info.metadata if isinstance(one, KeyFacts))
+        for key, info in model.model_fields.items()
+    }

@@ -18,8 +18,9 @@ from engine.model import adapters
 from engine.model.base_matmul import set_scaled
 from engine.model.kernels import choose_attention
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
-from engine.model.quantized_linear import quantize_layers, weights_per_element
-from engine.model.weights import parameters_on_meta, trained_in_fp32
+from engine.model.published_packing import join_packed
+from engine.model.quantized_linear import base_precision, quantize_layers, weights_per_element
+from engine.model.weights import parameters_on_meta, stored_tensors, trained_in_fp32
 from engine.parallel.sharding import build_plugin, modules_to_wrap
 from engine.run_job import kept_whole
 from jobs.errors import UserError
@@ -29,6 +30,7 @@ from jobs.spec.rules.strategy import POLICIES_VARIABLE, may_import, own_policy
 if TYPE_CHECKING:
     from engine.families import Family
     from engine.memory.tracing.shape import Shape
+    from engine.model.weights import StoredTensor
 
 _IN_FILE = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -122,7 +124,7 @@ def build(shape: Shape) -> Built:
     in_fp32 = {id(parameter) for parameter in trained_in_fp32(model)}
     fp32 = {name for name, p in model.named_parameters() if id(p) in in_fp32}
     _set_precision(model, shape, fp32)
-    quantize_layers(model, spec, family)
+    quantize_layers(model, spec, family, _published(shape, family))
     # `auto` is settled by the GPUs, which need not be here: it is counted as what all of them can.
     set_scaled(model, scaled=spec.base_matmul == "scaled")
     choose_attention(model, spec)
@@ -162,6 +164,17 @@ def _root(shape: Shape) -> Any:
     try:
         return find_model(shape.spec.pretrained_model_name_or_path)
     except UserError:
+        return None
+
+
+def _published(shape: Shape, family: Family) -> dict[str, StoredTensor] | None:
+    """Where the model's tensors are, some of them packed; None where that is not known."""
+    root = _root(shape)
+    if root is None or base_precision(shape.spec) == "none":
+        return None
+    try:
+        return join_packed(stored_tensors(root / family.component))
+    except UserError:  # which a rank says
         return None
 
 

@@ -321,6 +321,12 @@ def test_what_is_published_packed_is_read_as_it_is(
         assert torch.equal(layer.weight.view(-1), pack(whole)["weight"].view(torch.uint8).view(-1))
         found = layer.packing.unpack(layer.weight, layer.weight_scale, layer.codes, torch.float32)
         assert error(found, unpacked(scheme, whole)) < most, name
+    # A prediction finds the same layers packed.
+    like = toy_spec(toy, base_precision=scheme, pretrained_model_name_or_path=str(tmp_path))
+    shape = shape_of(like, sharded=True)
+    assert shape is not None
+    predicted = {n.replace(".base_layer", "") for n in quantized_layers(build(shape).model)}
+    assert predicted == layers.keys()
     for other in ("none", "int8"):
         values = spec.to_dict() | {"base_precision": other}
         with pytest.raises(UserError, match=f"is quantized to {scheme}") as refused:

@@ -135,6 +135,24 @@ def _held_out(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) ->
         found.changes.append(_line("validation_seed", was, now))
 
 
+def _class_images(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
+    """They are sampled as the prompts are."""
+    if not (old.num_class_images and spec.num_class_images):
+        return
+    for key in _OF_CLASS_IMAGES:
+        was, now = getattr(old, key), getattr(spec, key)
+        if was != now:
+            found.changes.append(f"{_line(key, was, now)}: other class images")
+
+
+_OF_CLASS_IMAGES: Final = (
+    "validation_num_inference_steps",
+    "validation_guidance",
+    "validation_true_cfg_scale",
+    "validation_negative_prompt",
+)
+
+
 def _targets(old: JobSpec, spec: JobSpec, done: int, found: ResumeConflicts) -> None:
     if spec.model_type != "lora" or old.model_type != "lora":
         return
@@ -238,6 +256,7 @@ _RULES: Final = (
     _model,
     _flavour,
     _held_out,
+    _class_images,
     _matmul,
     _targets,
     _batch,

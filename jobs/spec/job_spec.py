@@ -31,6 +31,7 @@ from jobs.spec.keys.validation import ValidationKeys
 from jobs.spec.values.field import KeyFacts, facts_of
 
 _WHOLE: Final = 100  # keys of a job that is written down whole, at the least
+_UNSET: Final = "deepspeed_config"  # a key that never has a value, in a job that is written whole
 
 
 # Pydantic takes the fields of the last base first.
@@ -104,9 +105,11 @@ class JobSpec(
 def _is_earlier(data: dict[str, Any], key: str) -> bool:
     """Whether a whole job was written down before this was a key (and others of its time were).
 
-    Files of people leave most keys out; what a run directory or a checkpoint has says all.
+    Files of people leave most keys out, and all that have no value; what a run directory or a
+    checkpoint has says all.
     """
-    return key not in data and len(data.keys() & set(field_names())) >= _WHOLE
+    whole = _UNSET in data and len(data.keys() & set(field_names())) >= _WHOLE
+    return whole and key not in data
 
 
 def field_names() -> list[str]:

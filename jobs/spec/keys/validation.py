@@ -53,7 +53,7 @@ class ValidationKeys(BaseModel):
         20,
         VALIDATION,
         "Denoising steps per sample.",
-        resume="same",
+        resume="ruled",
         no_effect=nothing_sampled,
         ge=1,
         le=10_000,
@@ -63,7 +63,7 @@ class ValidationKeys(BaseModel):
         VALIDATION,
         "Guidance scale of samples: classifier-free guidance, or the guidance input of "
         "guidance-distilled models.",
-        resume="same",
+        resume="ruled",
         no_effect=nothing_sampled,
         ge=0,
     )
@@ -89,7 +89,7 @@ class ValidationKeys(BaseModel):
         None,
         VALIDATION,
         "Negative prompt; guidance-distilled models need validation_true_cfg_scale too.",
-        resume="same",
+        resume="ruled",
         no_effect=nothing_sampled,
     )
     validation_true_cfg_scale: float = field(
@@ -97,7 +97,7 @@ class ValidationKeys(BaseModel):
         VALIDATION,
         "Classifier-free guidance scale of guidance-distilled models; above 1 sampling takes "
         "twice the time.",
-        resume="same",
+        resume="ruled",
         no_effect=no_true_cfg,
         ge=0,
     )

@@ -67,6 +67,10 @@ _WITH: dict[str, dict[str, Any]] = {
     "keep_in_full_precision": {"base_precision": "nf4"},
     "mode_scale": {"timestep_sampling": "mode"},
     "snr_gamma": {"model_family": "sdxl"},
+    "resolution_mode": {"resolution": [256, 512]},
+    "class_prompt": {"num_class_images": 8},
+    "prior_loss_weight": {"num_class_images": 8},
+    "unmasked_weight": {"masked_loss": "file"},
     "model_flavour": {"model_family": "wan"},
     "num_frames": {"model_family": "wan"},
     "fps": {"model_family": "wan"},
@@ -133,6 +137,16 @@ def test_what_does_not_fit_is_refused_with_what_to_do(key: str) -> None:
         text.startswith(f"{key}: ") and f"set {key} to " in text for text in found.impossible
     )
     assert not any(line.startswith(f"{key}:") for line in found.changes)
+
+
+@pytest.mark.parametrize("key", ["validation_guidance", "validation_num_inference_steps"])
+def test_settings_of_samples_change_class_images(key: str) -> None:
+    new = {key: other_value(key)}
+    assert conflicts(new=new) == ResumeConflicts()
+    made = {"num_class_images": 8, "class_prompt": "a cat"}
+    (line,) = conflicts(made, made | new).changes
+    assert line.startswith(f"{key}: ")
+    assert line.endswith(": other class images")
 
 
 def test_another_seed_of_samples_changes_nothing_while_nothing_is_held_out() -> None:

@@ -135,6 +135,7 @@ class DataKeys(BaseModel):
         REGULARIZATION,
         "Class images to make from class_prompt with the base model before training, cached, and "
         "train as regularization.",
+        label="class images",
         resume="changes",
         ge=0,
         le=10_000,

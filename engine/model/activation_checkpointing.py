@@ -22,6 +22,7 @@ _ATEN: Final = torch.ops.aten
 _KEPT: Final = (
     _ATEN.mm.default,
     _ATEN.addmm.default,
+    _ATEN._scaled_mm_v2.default,
     _ATEN.bmm.default,
     _ATEN.baddbmm.default,
     _ATEN._scaled_dot_product_flash_attention.default,

@@ -53,7 +53,7 @@ def settle_matmul(
     asked, lacks = spec.base_matmul, ""
     if asked == "auto" and before == "dequantize":
         lacks = "would change the result of a run that began without it"
-    elif asked == "auto" and before is None and world.device.type == "cpu":
+    elif asked == "auto" and before in (None, "auto") and world.device.type == "cpu":
         lacks = "is no faster on a CPU"
     elif asked != "dequantize":
         lacks = _lacks(world, compute_dtype(spec))
@@ -100,9 +100,10 @@ def _lacks_here(device: torch.device, dtype: torch.dtype) -> str:
     there (pytorch/pytorch#177651), and other pairs of GPU and cuBLAS fail when it is called
     (pytorch/pytorch#192707): only trying tells.
     """
+    # A row's scale may be too small for fp16.
+    if dtype is torch.float16 or (device.type == "cuda" and dtype is not torch.bfloat16):
+        return "needs mixed_precision: bf16"
     if device.type == "cuda":
-        if dtype is not torch.bfloat16:
-            return "needs mixed_precision: bf16"
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip or capability < _FIRST:
             return "needs a GPU of compute capability 8.9 (Ada) or later"

@@ -18,6 +18,7 @@ from engine.model.quantized_linear import quantize_layers
 from engine.model.release import Watch, give_back
 from engine.parallel.block_swap import swap_blocks
 from engine.parallel.sharding import shard
+from jobs.spec.rules.lora_conflicts import may_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,8 +74,8 @@ def _load(
     if spec.mixed_precision != "no":  # kept in the compute precision, and not in fp32
         frozen = spec.model_copy(update={"model_type": "lora"})
     model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
-    quantize_layers(model, frozen, family, stored)
-    set_scaled(model, scaled=spec.base_matmul == "scaled")
+    quantize_layers(model, spec, family, stored)
+    set_scaled(model, scaled=may_scale(spec) and spec.base_matmul == "scaled")
     choose_attention(model, spec)
     model.requires_grad_(False)
     swaps = spec.swap_blocks > 0 and spec.model_type == "lora"

@@ -20,7 +20,7 @@ from jobs.spec.rules.strategy import (
 from jobs.spec.rules.validation_conflicts import VALIDATION_RULES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from jobs.spec.job_spec import JobSpec
 
@@ -41,10 +41,10 @@ def find_conflicts(spec: JobSpec) -> list[Conflict]:
     return [conflict for conflict in found if conflict is not None]
 
 
-def _divisors(number: int) -> str:
+def _any_of(numbers: Sequence[int]) -> str:
     """Which numbers to use instead, after a semicolon."""
-    fitting = [str(one) for one in range(1, number + 1) if number % one == 0]
-    return f"use {' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))}"
+    words = list(map(str, numbers))
+    return f"use {' or '.join(filter(None, (', '.join(words[:-1]), words[-1])))}"
 
 
 def _no_model(spec: JobSpec) -> Conflict | None:
@@ -82,8 +82,8 @@ def _hsdp(spec: JobSpec) -> Conflict | None:
             return None
         return Conflict(key, f"{key} needs strategy: hsdp")
     ranks = world_size(spec)
-    if ranks < 2:
-        return None  # said already
+    if ranks < 2 or ranks % spec.context_parallel_size:
+        return None  # another rule says it
     if replicas is None and spec.num_machines > 1:
         replicas = spec.num_machines
     if replicas is None:
@@ -95,7 +95,9 @@ def _hsdp(spec: JobSpec) -> Conflict | None:
     if ranks % (replicas * spec.context_parallel_size):
         times = f" x context_parallel_size {spec.context_parallel_size}"
         product = f"{key} {replicas}{times if spec.context_parallel_size > 1 else ''}"
-        instead = _divisors(ranks // spec.context_parallel_size)
+        rest = ranks // spec.context_parallel_size
+        fitting = [one for one in range(2, rest + 1) if rest % one == 0 and one < ranks]
+        instead = _any_of(fitting) if fitting else "use strategy: fsdp2"
         return Conflict(key, f"{product} does not divide the {ranks} ranks; {instead}")
     if ranks == replicas:
         return Conflict(key, f"{key} {replicas} leaves nothing to shard; use strategy: ddp")
@@ -113,7 +115,8 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
     if spec.deepspeed_config:
         return Conflict(key, "Context parallelism requires FSDP2. Remove deepspeed_config")
     if ranks % size:
-        return Conflict(key, f"{key} {size} does not divide the {ranks} ranks; {_divisors(ranks)}")
+        instead = _any_of([one for one in range(1, ranks + 1) if ranks % one == 0])
+        return Conflict(key, f"{key} {size} does not divide the {ranks} ranks; {instead}")
     if spec.device == "cpu":
         return Conflict(
             key, "context parallelism runs on CUDA GPUs only; set context_parallel_size: 1"

@@ -71,7 +71,7 @@ def _matmul(spec: JobSpec) -> Conflict | None:
         return Conflict(
             "base_matmul", "base_matmul: scaled needs base_precision: fp8_scaled or fp8"
         )
-    if spec.device != "cpu" and spec.mixed_precision != "bf16":
+    if spec.mixed_precision == "fp16" or (spec.device != "cpu" and spec.mixed_precision != "bf16"):
         return Conflict("base_matmul", "base_matmul: scaled needs mixed_precision: bf16")
     return None
 

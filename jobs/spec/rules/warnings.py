@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import find_overruled
+from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.validation_conflicts import validation_warnings
 
@@ -66,9 +67,10 @@ def _distilled(spec: JobSpec) -> str:
 def _without_effect(spec: JobSpec) -> list[str]:
     """Keys that the job sets and that mean nothing in it, a line for each reason."""
     reasons = find_inapplicable(spec)
+    refused = {conflict.key for conflict in find_conflicts(spec)}
     keys: dict[str, list[str]] = {}
     for key in spec.to_dict(only_set=True):
-        if key in reasons and key not in (*_NO_WARNING, *_ALWAYS):
+        if key in reasons and key not in (*_NO_WARNING, *_ALWAYS, *refused):
             keys.setdefault(reasons[key], []).append(key)
     return [
         f"{', '.join(named)}: {'' if why.startswith(_NONE) else f'{_NONE}; '}{why}"

@@ -426,6 +426,34 @@ def test_context_parallel_ranks_train_on_the_same_sample() -> None:
     assert data_parallel_size(read()) == 1
 
 
+@pytest.mark.parametrize(
+    ("ranks", "values", "instead"),
+    [
+        (6, {"dp_replicate_size": 4}, "use 2 or 3"),
+        (7, {"dp_replicate_size": 2}, "use strategy: fsdp2"),
+        (12, {"dp_replicate_size": 5, "context_parallel_size": 2}, "use 2, 3 or 6"),
+    ],
+)
+def test_a_number_of_replicas_that_does_not_divide_is_answered_with_those_that_do(
+    ranks: int, values: dict[str, Any], instead: str
+) -> None:
+    spec = read(num_processes=ranks, strategy="hsdp", **values)
+    (conflict,) = (one for one in find_conflicts(spec) if one.key == "dp_replicate_size")
+    assert conflict.message.endswith(instead)
+
+
+def test_more_ranks_to_a_sample_than_there_are_is_said_once() -> None:
+    spec = read(num_processes=3, strategy="hsdp", dp_replicate_size=2, context_parallel_size=4)
+    (conflict,) = find_conflicts(spec)
+    assert conflict.message == "context_parallel_size 4 does not divide the 3 ranks; use 1 or 3"
+
+
+def test_what_is_refused_is_not_warned_about_too() -> None:
+    spec = read(lr_warmup_steps=5)
+    assert [one.key for one in find_conflicts(spec)] == ["lr_warmup_steps"]
+    assert find_warnings(spec) == []
+
+
 def test_keys_of_fsdp_that_do_nothing_are_warned_about() -> None:
     (warning,) = find_warnings(read(fsdp_forward_prefetch=2, fsdp_min_num_params=5))
     assert warning == "fsdp_forward_prefetch, fsdp_min_num_params: no effect on 1 rank"

@@ -19,6 +19,8 @@ def data_facts(index: DataIndex, plan: BatchPlan) -> dict[str, Any]:
         digest.update(f"{sample.digest} {sample.row} {sample.group}\n".encode())
         for reference in sample.references:
             digest.update(f"{reference.digest}\n".encode())
+        if sample.mask:
+            digest.update(f"mask {sample.mask}\n".encode())
     return {
         "samples": len(index.samples),
         "steps_per_epoch": plan.steps_per_epoch,

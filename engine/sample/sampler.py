@@ -223,6 +223,20 @@ class Sampler:
         }
 
 
+def _encode_in_fp32(vae: Any) -> None:
+    """Keep the pipeline's encoding of conditioning images out of the autocast around it.
+
+    Training encodes them in fp32; an autoencoder in fp16 may overflow.
+    """
+    encode = vae.encode
+
+    def in_fp32(pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(pixels.device.type, enabled=False):
+            return encode(pixels.float(), *args, **kwargs)
+
+    vae.encode = in_fp32
+
+
 class _Studio:
     """The stock pipeline around the transformer; its VAE waits in host memory.
 
@@ -253,6 +267,7 @@ class _Studio:
         self._family = family
         self._say = say
         vae = family.load_vae(model_root, torch.float32).eval()
+        _encode_in_fp32(vae)
         # Moves it to the device when it decodes, and tells the pipeline where to compute.
         vae, self._vae_hook = cpu_offload_with_hook(vae, device)
         self.pipeline = family.sampling_pipeline(model_root, transformer, vae, **others)
@@ -315,4 +330,5 @@ class _Studio:
     def close(self) -> None:
         """Let go of the VAE: the hook and it hold each other."""
         self._vae_hook.remove()
+        del self.pipeline.vae.encode  # the same
         del self.pipeline, self.denoisers

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jobs.errors import SpecError
 from jobs.paths import exists, expand
 from jobs.spec.keys.prompts import requests_of
-from jobs.spec.values.dataset_files import list_files
+from jobs.spec.values.dataset_files import list_files, without_masks
 from jobs.spec.values.datasets import datasets_of
 from jobs.spec.values.pairs import Pairs
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.values.dataset_files import Listing
     from jobs.spec.values.datasets import Dataset, Layout
 
 
@@ -86,16 +87,26 @@ def missing_partners(spec: JobSpec) -> list[str]:
     return [
         line
         for dataset in folders
-        for line in tell_missing(dataset, list_files(expand(dataset.path)).pictures)
+        for line in tell_missing(
+            dataset, *samples_in(spec, dataset, list_files(expand(dataset.path)))
+        )
     ]
 
 
-def tell_missing(dataset: Dataset, pictures: Sequence[Path]) -> list[str]:
-    """A sentence on the samples that lack a conditioning image, if any do."""
+def samples_in(spec: JobSpec, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
+    """The images of a folder without masks and conditioning images, and those that lack theirs."""
+    pictures = files.pictures
+    if spec.masked_loss == "file":
+        masks = expand(dataset.mask_path) if dataset.mask_path else None
+        pictures = without_masks(pictures, masks)
     try:
-        samples, alone = split_samples(dataset, list(pictures))
-    except (SpecError, OSError):  # told elsewhere
-        return []
+        return split_samples(dataset, pictures)
+    except (SpecError, OSError):  # said elsewhere
+        return pictures, []
+
+
+def tell_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path]) -> list[str]:
+    """A sentence on the samples that lack a conditioning image, if any do."""
     if not alone:
         return []
     names = ", ".join(path.name for path in alone[:3]) + (", …" if len(alone) > 3 else "")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.paths import expand
-from jobs.preflight.conditioning import tell_missing
-from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files, without_masks
+from jobs.preflight.conditioning import samples_in, tell_missing
+from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, list_files
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ def find_unusable(spec: JobSpec) -> list[str]:
         if find_layout(root) != "folder":
             continue
         files = list_files(root)
-        masked = spec.masked_loss == "file"
-        pictures = without_masks(files.pictures) if masked else files.pictures
-        told += tell_missing(dataset, pictures)
+        pictures, alone = samples_in(spec, dataset, files)
+        told += tell_missing(dataset, pictures, alone)
         total = len(pictures)
         seen = pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)

@@ -85,7 +85,8 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
         return 0  # rows are counted when they are looked at
     takes_videos = get_family(spec.model_family).frame_step > 0
     masked = spec.masked_loss == "file"
-    pictures = without_masks(files.pictures) if masked else files.pictures
+    masks = expand(dataset.mask_path) if dataset.mask_path else None
+    pictures = without_masks(files.pictures, masks) if masked else files.pictures
     wanted = files.videos + pictures if takes_videos else pictures
     if not wanted:
         what = "images or videos" if takes_videos else "images"

@@ -56,7 +56,8 @@ def numbers_in(folder: Path) -> set[int]:
 
 def with_class_images(spec: JobSpec, folder: Path) -> JobSpec:
     """The job with its class images as one more dataset."""
-    made = Dataset(path=str(folder), regularization=True)
+    sides = list(all_resolutions(spec))
+    made = Dataset(path=str(folder), regularization=True, resolution=sides)
     return spec.model_copy(update={"dataset": "", "datasets": [*datasets_of(spec), made]})
 
 
@@ -69,7 +70,11 @@ def only_of_job(source: Source, dataset: Dataset, spec: JobSpec) -> Source:
     """Of the folder of class images, those that the job asks for; any other as it is."""
     if not _holds(dataset, spec):
         return source
-    kept = [one for one in source.entries if int(one.path.stem) < spec.num_class_images]
+    kept = [
+        one
+        for one in source.entries
+        if one.path.stem.isdecimal() and int(one.path.stem) < spec.num_class_images
+    ]
     return Source(kept, source.others)
 
 

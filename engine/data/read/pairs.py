@@ -35,7 +35,14 @@ def pair(source: Source, dataset: Dataset) -> Source:
         return source
     if dataset.conditioning_column:
         files = _named_files(dataset)
-        return replace(source, entries=[_of_columns(one, dataset, files) for one in source.entries])
+        named = [path for row in files.values() for path in row if path]
+        beside = {same_name(os.path.normpath(path)) for path in named}
+        entries = [
+            _of_columns(one, dataset, files)
+            for one in source.entries
+            if (name := same_name(os.path.normpath(one.path))) in files or name not in beside
+        ]
+        return replace(source, entries=entries)
     pictures = [one.path for one in source.entries if not one.problem and not one.is_video]
     pairs = Pairs(dataset, pictures)
     entries = [

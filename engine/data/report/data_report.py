@@ -366,11 +366,13 @@ def changed_since(before: DataIndex, now: DataIndex) -> str:
     pictures = sum(a.digest != b.digest for a, b in pairs)
     captions = sum(a.captions != b.captions for a, b in pairs)
     beside = sum(_contents(a) != _contents(b) for a, b in pairs)
+    weights = sum((a.mask, a.loss_weight) != (b.mask, b.loss_weight) for a, b in pairs)
     facts = [
         (added, "new"),
         (gone, "gone"),
         (pictures, "changed"),
         (captions, "with another caption"),
         (beside, "with another conditioning image"),
+        (weights, "with another mask or loss weight"),
     ]
     return ", ".join(f"{count} {text}" for count, text in facts if count)

@@ -100,6 +100,7 @@ def _count(spec: JobSpec) -> Conflict | None:
 
 def _split(spec: JobSpec) -> Conflict | None:
     given = any(entry.references or entry.first_frame for entry in spec.datasets or [])
+    given = given or any(prompt.conditioning_image for prompt in spec.validation_prompts)
     if not given or spec.context_parallel_size == 1:
         return None
     return Conflict(

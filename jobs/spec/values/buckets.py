@@ -109,11 +109,11 @@ class Buckets:
         shape = (width, height)
         if shape not in self._known:
             near = {side: nearest_bucket(*shape, sizes) for side, sizes in self.sizes.items()}
-            least = min(near)
+            least, most = min(near), min(_LARGE_ENOUGH, self._spec.max_upscale)
             reached = [
                 side
                 for side, size in near.items()
-                if side == least or enlargement(*shape, size) <= _LARGE_ENOUGH
+                if side == least or enlargement(*shape, size) <= most
             ]
             if self._spec.resolution_mode == "largest":
                 reached = [max(reached)]

@@ -81,8 +81,9 @@ def masked_stem(stem: str) -> str | None:
     return match["stem"] if match else None
 
 
-def without_masks(pictures: list[Path]) -> list[Path]:
-    """The pictures that are not named as masks of others beside them."""
+def without_masks(pictures: list[Path], folder: Path | None) -> list[Path]:
+    """The pictures that are not named as masks of others beside them, nor in the masks' folder."""
+    pictures = [path for path in pictures if folder not in path.parents]
     stems = {path.with_suffix("") for path in pictures}
 
     def is_mask(path: Path) -> bool:

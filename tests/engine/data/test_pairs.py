@@ -17,6 +17,7 @@ from engine.data.read.images import decode
 from engine.data.report.data_report import changed_since, make_plan, make_report
 from jobs.errors import SpecError, UserError
 from jobs.preflight.conditioning import missing_partners
+from jobs.preflight.data_glance import find_unusable
 from jobs.preflight.dataset import check_dataset
 from jobs.spec.families.references import References, to_area_at_most, to_preferred
 from jobs.spec.file.load import load_spec
@@ -91,6 +92,16 @@ def test_files_with_a_suffix(tmp_path: Path, job: Callable[..., JobSpec]) -> Non
     assert left == dict.fromkeys(("b.png", "c_control.png"), "no conditioning image")
 
 
+def test_masks_beside_pairs_are_neither(tmp_path: Path, job: Callable[..., JobSpec]) -> None:
+    draw(tmp_path / "data/a.png", caption="a")
+    draw(tmp_path / "data/a_control.png")
+    draw(tmp_path / "data/a_mask.png")
+    spec = job(conditioning_suffix="_control").model_copy(update={"masked_loss": "file"})
+    assert found(build_index(spec)) == {"a.png": ["a_control.png"]}
+    assert missing_partners(spec) == []
+    assert find_unusable(spec) == []
+
+
 def test_a_column_of_metadata(tmp_path: Path, job: Callable[..., JobSpec]) -> None:
     rows = []
     for name, before in (("a", "before/x.png"), ("b", ""), ("c", "before/none.png")):
@@ -101,6 +112,7 @@ def test_a_column_of_metadata(tmp_path: Path, job: Callable[..., JobSpec]) -> No
     index = build_index(job(conditioning_column="before"))
     assert found(index) == {"a.png": ["x.png"]}
     why = {one.name: one.why for one in index.skipped}
+    assert why.keys() == {"b.png", "c.png"}, "what a row names is no sample"
     assert why["b.png"] == "no conditioning image: column before is empty"
     assert why["c.png"].endswith("before/none.png does not exist")
     with pytest.raises(UserError, match="has no column after"):

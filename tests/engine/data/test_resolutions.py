@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from engine.data.index.data_index import build_index
+from engine.data.read.class_images import with_class_images
 from engine.data.report.data_report import make_plan, make_report, summary
 from engine.memory.tracing.inputs import training_size
 from jobs.errors import SpecError
@@ -138,3 +139,19 @@ def test_buckets_are_as_wide_as_the_job_says_or_square(images: Path) -> None:
 def test_a_mode_without_several_resolutions_is_refused(images: Path) -> None:
     with pytest.raises(SpecError, match="resolution_mode needs several resolutions"):
         job(images, resolution_mode="largest")
+
+
+def test_no_resolution_enlarges_more_than_max_upscale(images: Path) -> None:
+    """`nearly` is 7 % too small for 128."""
+    values = {"resolution": [64, 128], "resolution_mode": "largest"}
+    nearly = {s.name: s.bucket for s in build_index(job(images, **values)).samples}["nearly.png"]
+    assert nearly == (128, 128)
+    index = build_index(job(images, max_upscale=1, **values))
+    assert {s.name: s.bucket for s in index.samples}["nearly.png"] == (64, 64)
+
+
+def test_class_images_are_trained_as_the_others_are(images: Path, tmp_path: Path) -> None:
+    values = {"datasets": [{"path": str(images), "resolution": [64, 128]}], "dataset": ""}
+    spec = with_class_images(job(images, **values), tmp_path / "made")
+    assert spec.datasets is not None
+    assert spec.datasets[-1].resolution == [64, 128]

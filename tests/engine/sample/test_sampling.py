@@ -365,8 +365,8 @@ def test_pictures_are_made_when_the_job_says(
 @pytest.mark.slow
 def test_a_request_that_cannot_be_honoured_is_answered(train: Any, tmp_path: Path) -> None:
     events = train(max_train_steps=1, request="sample_now")
-    (warning,) = [event["message"] for event in events if event["kind"] == "warning"]
-    assert warning == "nothing to sample: the job has no validation_prompts"
+    warnings = [event["message"] for event in events if event["kind"] == "warning"]
+    assert "nothing to sample: the job has no validation_prompts" in warnings
     assert not RunDir(tmp_path / "run").requested("sample_now")
 
 

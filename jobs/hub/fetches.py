@@ -89,6 +89,13 @@ def is_cut_off(name: HubName) -> bool:
     return found is not None and found.state != "done"
 
 
+def forget_ended(name: HubName) -> None:
+    """Forget what a fetch came to: since then, a license was accepted, or the cache deleted."""
+    found = look_at(name)
+    if found is not None and found.state in ("failed", "done"):
+        _file_of(name).unlink(missing_ok=True)
+
+
 def start(name: HubName) -> None:
     """Fetch it in a process that outlives this one, unless one does.
 

@@ -89,9 +89,15 @@ def question(sizes: Mapping[HubName, int]) -> str:
 
 
 def note(run_dir: RunDir, names: Iterable[HubName]) -> None:
-    """Keep what a queued job waits for; nothing waits without names."""
-    values = [{"kind": name.kind, "name": str(name)} for name in names]
+    """Keep what a queued job waits for; nothing waits without names.
+
+    Only a fetch that runs, or is yet to start, decides about this job.
+    """
+    absent = list(names)
+    values = [{"kind": name.kind, "name": str(name)} for name in absent]
     if values:
+        for name in absent:
+            fetches.forget_ended(name)
         write_atomic(_file(run_dir), json.dumps({"waits_for": values}) + "\n", durable=True)
     else:
         forget(run_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -267,6 +267,26 @@ def test_a_fetch_ends_with_the_only_job_that_waits_for_it(
         hub.release()
     assert fetches.is_cut_off(MODEL)
     assert find_missing(spec) == [MODEL]
+
+
+@pytest.mark.parametrize("state", ["failed", "done"])
+def test_what_an_earlier_fetch_came_to_decides_no_new_job(
+    home: Path,
+    store: Store,
+    job_values: dict[str, Any],
+    started: list[int],
+    no_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    state: Literal["failed", "done"],
+) -> None:
+    """A license accepted since then, or a cache deleted since then."""
+    begun: list[str] = []
+    monkeypatch.setattr(fetches, "start_detached", lambda *words, **_: begun.append(words[-1]))
+    fetches.ensure_private_dir(fetches.lock_of(MODEL).parent)
+    fetches.Fetch(state, reason="it is gated").write(MODEL)
+    spec = load_spec(None, job_values | {"pretrained_model_name_or_path": str(MODEL)})
+    job = service.carry_out(store, plan_submit(store, spec, [MODEL]))
+    assert (job.state, begun, started) == (State.QUEUED, [str(MODEL)], [])
 
 
 def test_nothing_of_the_hub_is_imported_by_who_starts_a_fetch() -> None:

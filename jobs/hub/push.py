@@ -6,15 +6,15 @@ stands in `hub/push.json` of the run directory, so that another one goes on wher
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from jobs.errors import NotFoundError, UserError
+from jobs.hub.pushes import Push
 from jobs.hub.upload import upload
 from jobs.machine import file_lock
 from jobs.machine.engine_tools import ToolError
@@ -22,56 +22,20 @@ from jobs.queue.states import State
 from jobs.queue.store import SERVICE, Store
 from jobs.run.checkpoint_files import list_checkpoints
 from jobs.run.export_places import export_facts
-from jobs.run.rundir import read_json, write_atomic
 from jobs.service.exports import export_checkpoint
 from jobs.spec.file.load import load_spec
 from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from jobs.queue.job import Job
-    from jobs.run.rundir import RunDir
 
 LOOK_EVERY: Final = 5.0  # seconds
 _NICE: Final = 10
 _FIRST_PAUSE: Final = 5.0  # seconds after a failure that may pass; each further pause is longer
 _LONGEST_PAUSE: Final = 600.0
 _GIVES_UP: Final = 40  # failures in a row, about five hours
-
-
-@dataclass(frozen=True)
-class Push:
-    """How far the pushes of a job are.
-
-    Attributes:
-        repo: Where to, once that is known.
-        pushed: Steps of the checkpoints that are there.
-        url: Of the latest commit.
-        problem: Why the latest try failed; "" once one went well.
-    """
-
-    repo: str = ""
-    pushed: list[int] = field(default_factory=list)
-    url: str = ""
-    problem: str = ""
-
-    @classmethod
-    def read(cls, run_dir: RunDir) -> Push:
-        """What was kept, or the beginning where it cannot be used."""
-        found: dict[str, Any] = read_json(_file(run_dir)) or {}
-        try:
-            steps = [int(step) for step in found["pushed"]]
-            return cls(str(found["repo"]), steps, str(found["url"]), str(found["problem"]))
-        except (LookupError, TypeError, ValueError):
-            return cls()
-
-    def keep(self, run_dir: RunDir) -> Push:
-        """Write it down."""
-        _file(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(_file(run_dir), json.dumps(asdict(self)) + "\n", durable=True)
-        return self
 
 
 def follow(store: Store, job_id: int, pause: Callable[[float], None] = time.sleep) -> int:
@@ -176,10 +140,6 @@ def _pending(job: Job, *, checkpoints: bool) -> tuple[int | None, list[int]]:
 
 def _saved(job: Job) -> list[int]:
     return [saved.step for saved in list_checkpoints(job.run_dir)]
-
-
-def _file(run_dir: RunDir) -> Path:
-    return run_dir.root / "hub" / "push.json"
 
 
 def main() -> int:

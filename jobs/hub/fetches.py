@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from jobs.errors import UserError
 from jobs.machine.engine_tools import ask
 from jobs.machine.processes import ProcessId
 from jobs.machine.start_detached import start_detached
@@ -100,7 +102,7 @@ def start(name: HubName) -> None:
     """Fetch it in a process that outlives this one, unless one does.
 
     Raises:
-        UserError: The state directory cannot be written.
+        UserError: The state directory cannot be written, or the process does not start.
     """
     found = look_at(name)
     if found is not None and found.alive:
@@ -108,14 +110,15 @@ def start(name: HubName) -> None:
     ensure_state_home()
     place = ensure_private_dir(_home())
     _file_of(name).unlink(missing_ok=True)  # it says why the last one failed
-    start_detached(
-        "jobs.hub.fetch",
-        name.kind,
-        str(name),
-        home=state_home(),
-        cwd=place,
-        log=place / f"{name.slug}.log",
-    )
+    log = place / f"{name.slug}.log"
+    try:
+        start_detached(
+            "jobs.hub.fetch", name.kind, str(name), home=state_home(), cwd=place, log=log
+        )
+    except subprocess.CalledProcessError as error:
+        raise UserError(
+            f"the fetch of {name} cannot start (exit status {error.returncode})", f"see {log}"
+        ) from error
 
 
 def end(name: HubName) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -289,9 +290,34 @@ def test_what_an_earlier_fetch_came_to_decides_no_new_job(
     assert (job.state, begun, started) == (State.QUEUED, [str(MODEL)], [])
 
 
-def test_nothing_of_the_hub_is_imported_by_who_starts_a_fetch() -> None:
-    import subprocess
+def test_a_fetch_that_cannot_start_holds_up_no_other_job(
+    home: Path,
+    store: Store,
+    job_values: dict[str, Any],
+    started: list[int],
+    no_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*words: str, **_: object) -> None:
+        raise subprocess.CalledProcessError(1, words)
 
+    monkeypatch.setattr(fetches, "start_detached", fail)
+    named = load_spec(None, job_values | {"pretrained_model_name_or_path": str(MODEL)})
+    waits = service.carry_out(store, plan_submit(store, named, [MODEL]))
+    other = service.submit(store, load_spec(None, job_values))
+    assert started == [other.id]
+    reason = store.get(waits.id).reason
+    assert "the fetch of someone/FLUX.1-dev cannot start (exit status 1); see " in reason
+
+
+def test_who_asks_for_a_size_leaves_nothing_in_the_cache(hub: Hub, tmp_path: Path) -> None:
+    files = flux_like()
+    hub.add(MODEL.repo, files)
+    assert fetches.ask_size(MODEL)[0] == sum(len(files[path]) for path in CHOSEN)
+    assert not [path for path in (tmp_path / "hf").rglob("*") if path.is_file()]
+
+
+def test_nothing_of_the_hub_is_imported_by_who_starts_a_fetch() -> None:
     code = "import sys, jobs.hub.wanted, jobs.service; print('huggingface_hub' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs.errors import UserError
+from jobs.machine import file_lock
 from jobs.machine.engine_tools import ask
-from jobs.machine.processes import ProcessId
+from jobs.machine.processes import ProcessId, boot_id
 from jobs.machine.start_detached import start_detached
 from jobs.paths import ensure_private_dir, ensure_state_home, state_home
 from jobs.run.rundir import read_json, write_atomic
@@ -44,6 +45,7 @@ class Fetch:
         path: Where it is, once it is done.
         pid: The process that wrote this.
         started: When that began, in seconds since the boot.
+        boot: Of which machine, and since when.
     """
 
     state: Stage
@@ -53,6 +55,7 @@ class Fetch:
     path: str = ""
     pid: int = 0
     started: float = 0.0
+    boot: str = ""
 
     def of(self, done: int, total: int) -> Fetch:
         """The same with other numbers."""
@@ -62,13 +65,13 @@ class Fetch:
         """Keep it for others to read."""
         me = ProcessId.of(os.getpid())
         assert me is not None
-        values = asdict(self) | {"pid": me.pid, "started": me.started}
+        values = asdict(self) | {"pid": me.pid, "started": me.started, "boot": _boot()}
         write_atomic(_file_of(name), json.dumps(values) + "\n")
 
     @property
     def alive(self) -> bool:
-        """Whether its process still runs."""
-        return ProcessId(self.pid, self.started).alive()
+        """Whether its process still runs here; that of another machine cannot be judged."""
+        return self.boot == _boot() and ProcessId(self.pid, self.started).alive()
 
     def __str__(self) -> str:
         """`12.4 GiB of 31.4 GiB`."""
@@ -91,6 +94,12 @@ def is_cut_off(name: HubName) -> bool:
     return found is not None and found.state != "done"
 
 
+def is_under_way(name: HubName) -> bool:
+    """Whether a process fetches it, here or on another machine that shares the state directory."""
+    found = look_at(name)
+    return (found is not None and found.alive) or _is_locked(lock_of(name))
+
+
 def forget_ended(name: HubName) -> None:
     """Forget what a fetch came to: since then, a license was accepted, or the cache deleted."""
     found = look_at(name)
@@ -104,8 +113,7 @@ def start(name: HubName) -> None:
     Raises:
         UserError: The state directory cannot be written, or the process does not start.
     """
-    found = look_at(name)
-    if found is not None and found.alive:
+    if is_under_way(name):
         return
     ensure_state_home()
     place = ensure_private_dir(_home())
@@ -122,9 +130,11 @@ def start(name: HubName) -> None:
 
 
 def end(name: HubName) -> bool:
-    """End a fetch; what is complete stays. Whether there was one."""
+    """End a fetch of this machine; what is complete stays. Whether there was one."""
     found = look_at(name)
-    return found is not None and ProcessId(found.pid, found.started).signal(signal.SIGTERM)
+    if found is None or not found.alive:
+        return False
+    return ProcessId(found.pid, found.started).signal(signal.SIGTERM)
 
 
 def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> Fetch:
@@ -136,7 +146,7 @@ def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> F
             tell(now)
             if now.state in ("done", "failed"):
                 return now
-        if now is None or now.alive:
+        if now is None or now.alive or is_under_way(name):
             until = max(until, time.monotonic() + (1.0 if now else 0.0))
         if time.monotonic() > until:
             return replace(now or Fetch("failed"), state="failed", reason="its process was ended")
@@ -168,6 +178,18 @@ def ask_size(name: HubName, cancelled: Callable[[], bool] = lambda: False) -> tu
 def lock_of(name: HubName) -> Path:
     """Taken by the process that fetches it."""
     return _home() / f"{name.slug}.lock"
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with open(path, "a") as file:
+            return not file_lock.take(file)
+    except FileNotFoundError:  # of the folder: nothing was ever fetched
+        return False
+
+
+def _boot() -> str:
+    return boot_id() or ""
 
 
 def _home() -> Path:

@@ -131,8 +131,11 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
     """
     for name in noted(run_dir):
         now = fetches.look_at(name)
-        if now is None or (now.state in ("fetching", "waiting") and not now.alive):
+        ended = now is not None and now.state in ("failed", "done")
+        if not ended and not fetches.is_under_way(name):
             fetches.start(name)
+            return f"waiting for {_WHAT[name.kind]}: asking the hub", False
+        if now is None:
             return f"waiting for {_WHAT[name.kind]}: asking the hub", False
         if now.state == "failed":
             return f"{_WHAT[name.kind]} could not be fetched: {now.reason}", True

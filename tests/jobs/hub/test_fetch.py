@@ -18,6 +18,8 @@ from jobs.hub.choose import choose
 from jobs.hub.names import HubName
 from jobs.hub.trouble import HubError
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, noted, question
+from jobs.machine import file_lock
+from jobs.machine.processes import ProcessId
 from jobs.models.blocks.model_config import find_target
 from jobs.models.find_model import find_model
 from jobs.preflight.dataset import check_dataset
@@ -308,6 +310,34 @@ def test_a_fetch_that_cannot_start_holds_up_no_other_job(
     assert started == [other.id]
     reason = store.get(waits.id).reason
     assert "the fetch of someone/FLUX.1-dev cannot start (exit status 1); see " in reason
+
+
+def test_a_fetch_of_another_machine_is_judged_by_its_lock(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a shared home, its process number is someone else's here."""
+    begun: list[str] = []
+    sent: list[object] = []
+    monkeypatch.setattr(fetches, "start_detached", lambda *words, **_: begun.append(words[-1]))
+    monkeypatch.setattr(ProcessId, "signal", lambda *words: sent.append(words))
+    fetches.ensure_private_dir(fetches.lock_of(MODEL).parent)
+    with monkeypatch.context() as there:
+        there.setattr(fetches, "boot_id", lambda: "another")
+        fetches.Fetch("fetching", 1, 2).write(MODEL)
+        now = fetches.look_at(MODEL)
+        assert now is not None
+        assert now.alive
+    assert not now.alive
+    assert not fetches.end(MODEL)
+    assert sent == []
+    with open(fetches.lock_of(MODEL), "a") as lock:
+        assert file_lock.take(lock)
+        fetches.start(MODEL)
+        assert fetches.is_under_way(MODEL)
+        assert fetches.look_at(MODEL) == now
+    assert begun == []
+    fetches.start(MODEL)
+    assert begun == [str(MODEL)]
 
 
 def test_who_asks_for_a_size_leaves_nothing_in_the_cache(hub: Hub, tmp_path: Path) -> None:

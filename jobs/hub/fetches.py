@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -25,12 +26,13 @@ from jobs.run.rundir import read_json, write_atomic
 from jobs.units import size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from jobs.hub.names import HubName
 
 Stage = Literal["fetching", "waiting", "failed", "done"]
 _STARTS_WITHIN: Final = 20.0  # seconds
+_AGAIN_AFTER: Final = 60.0  # seconds between two starts that nobody asked for
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,16 @@ def forget_ended(name: HubName) -> None:
     found = look_at(name)
     if found is not None and found.state in ("failed", "done"):
         _file_of(name).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        os.utime(lock_of(name), (0, 0))
+
+
+def has_just_started(name: HubName) -> bool:
+    """Whether it was started so lately that another start would hardly end in another way."""
+    try:
+        return abs(time.time() - lock_of(name).stat().st_mtime) < _AGAIN_AFTER
+    except FileNotFoundError:
+        return False
 
 
 def start(name: HubName) -> None:
@@ -118,7 +130,8 @@ def start(name: HubName) -> None:
     ensure_state_home()
     place = ensure_private_dir(_home())
     _file_of(name).unlink(missing_ok=True)  # it says why the last one failed
-    log = place / f"{name.slug}.log"
+    lock_of(name).touch()
+    log = log_of(name)
     try:
         start_detached(
             "jobs.hub.fetch", name.kind, str(name), home=state_home(), cwd=place, log=log
@@ -175,16 +188,36 @@ def ask_size(name: HubName, cancelled: Callable[[], bool] = lambda: False) -> tu
     return int(answer["missing"]), sum(answer["files"].values())
 
 
+@contextmanager
+def waiting_for(name: HubName) -> Iterator[None]:
+    """Keep others from ending a fetch that somebody waits for in the foreground."""
+    ensure_state_home()
+    ensure_private_dir(_home())
+    with open(_waiting_file(name), "a") as file:
+        file_lock.share(file)
+        yield
+
+
+def is_waited_for(name: HubName) -> bool:
+    """Whether somebody waits for it in the foreground."""
+    return _is_locked(_waiting_file(name))
+
+
+def log_of(name: HubName) -> Path:
+    """What the processes that fetch it print."""
+    return _home() / f"{name.slug}.log"
+
+
 def lock_of(name: HubName) -> Path:
-    """Taken by the process that fetches it."""
+    """Taken by the process that fetches it; modified when that was started."""
     return _home() / f"{name.slug}.lock"
 
 
 def _is_locked(path: Path) -> bool:
     try:
-        with open(path, "a") as file:
+        with open(path, "r+") as file:
             return not file_lock.take(file)
-    except FileNotFoundError:  # of the folder: nothing was ever fetched
+    except FileNotFoundError:  # never taken
         return False
 
 
@@ -194,6 +227,10 @@ def _boot() -> str:
 
 def _home() -> Path:
     return state_home() / "fetches"
+
+
+def _waiting_file(name: HubName) -> Path:
+    return _home() / f"{name.slug}.waiting"
 
 
 def _file_of(name: HubName) -> Path:

@@ -133,6 +133,11 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
         now = fetches.look_at(name)
         ended = now is not None and now.state in ("failed", "done")
         if not ended and not fetches.is_under_way(name):
+            if fetches.has_just_started(name):
+                return (
+                    f"waiting for {_WHAT[name.kind]}: its fetch does not run; trying again in a "
+                    f"minute; see {fetches.log_of(name)}"
+                ), False
             fetches.start(name)
             return f"waiting for {_WHAT[name.kind]}: asking the hub", False
         if now is None:
@@ -145,10 +150,10 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
 
 
 def end_unwanted(job: Job, queue: Iterable[Job]) -> None:
-    """End the fetches of a job that left the queue, unless another one waits for the same."""
+    """End the fetches of a job that left the queue, unless somebody else waits for the same."""
     needed = {name for other in queue if other.id != job.id for name in noted(other.run_dir)}
     for name in noted(job.run_dir):
-        if name not in needed:
+        if name not in needed and not fetches.is_waited_for(name):
             fetches.end(name)
     forget(job.run_dir)
 

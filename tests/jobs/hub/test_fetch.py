@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -262,6 +264,12 @@ def test_a_fetch_ends_with_the_only_job_that_waits_for_it(
         assert now is not None
         service.stop(store, job.id)
         assert now.alive
+        with fetches.waiting_for(MODEL):  # as `fsdp-tui fetch` does
+            last = service.carry_out(store, plan_submit(store, spec, [MODEL]))
+            service.stop(store, last.id)
+            service.stop(store, other.id)
+            assert now.alive
+        other = service.carry_out(store, plan_submit(store, spec, [MODEL]))
         service.stop(store, other.id)
         eventually(lambda: not now.alive)
         partial = [*fetching._blobs(MODEL).glob("*.incomplete")]
@@ -308,8 +316,39 @@ def test_a_fetch_that_cannot_start_holds_up_no_other_job(
     waits = service.carry_out(store, plan_submit(store, named, [MODEL]))
     other = service.submit(store, load_spec(None, job_values))
     assert started == [other.id]
-    reason = store.get(waits.id).reason
-    assert "the fetch of someone/FLUX.1-dev cannot start (exit status 1); see " in reason
+    said = (
+        "its model cannot be fetched: the fetch of someone/FLUX.1-dev cannot start (exit status 1)"
+    )
+    assert waits.reason.startswith(f"{said}; see ")
+
+
+def test_a_fetch_that_ends_without_a_word_is_not_started_at_every_look(
+    home: Path,
+    store: Store,
+    job_values: dict[str, Any],
+    started: list[int],
+    no_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a full disk, it cannot write down why it failed."""
+    begun: list[str] = []
+    monkeypatch.setattr(fetches, "start_detached", lambda *words, **_: begun.append(words[-1]))
+    spec = load_spec(None, job_values | {"pretrained_model_name_or_path": str(MODEL)})
+    job = service.carry_out(store, plan_submit(store, spec, [MODEL]))
+    for _ in range(3):
+        service.refresh(store)
+    assert begun == [str(MODEL)]
+    reason = store.get(job.id).reason
+    assert reason.startswith("waiting for its model: its fetch does not run; trying again in a min")
+    assert str(fetches.log_of(MODEL)) in reason
+    long_ago = time.time() - 3600
+    os.utime(fetches.lock_of(MODEL), (long_ago, long_ago))
+    service.refresh(store)
+    assert len(begun) == 2
+    # A new job does not wait for that.
+    service.stop(store, job.id)
+    service.carry_out(store, plan_submit(store, spec, [MODEL]))
+    assert len(begun) == 3
 
 
 def test_a_fetch_of_another_machine_is_judged_by_its_lock(

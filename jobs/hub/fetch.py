@@ -31,6 +31,7 @@ _LOOK_EVERY: Final = 0.5  # seconds between two looks at how far it is
 _FIRST_PAUSE: Final = 1.0  # seconds after a failure that may pass; each further pause is longer
 _LONGEST_PAUSE: Final = 60.0
 _GIVES_UP: Final = 20  # failures in a row, about 15 minutes, without a file that came through
+_LOOKED_AT_WITHIN: Final = 1.0  # seconds; who only looks whether its lock is taken, holds it
 _STALE: Final = 3600.0  # seconds since the last byte of a file that nobody goes on with
 _PARTIAL: Final = ".incomplete"  # what `huggingface_hub` appends to files under way
 
@@ -176,7 +177,7 @@ def main() -> int:
     name = HubName.read(kind, text)  # type: ignore[arg-type]
     assert name is not None
     with open(lock_of(name), "a") as lock:
-        if not file_lock.take(lock):
+        if not file_lock.take(lock, _LOOKED_AT_WITHIN):
             return 0
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -8,26 +8,31 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import tempfile
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from jobs.errors import UserError
+from jobs.machine import file_lock
 from jobs.machine.engine_tools import ask
-from jobs.machine.processes import ProcessId
+from jobs.machine.processes import ProcessId, boot_id
 from jobs.machine.start_detached import start_detached
 from jobs.paths import ensure_private_dir, ensure_state_home, state_home
 from jobs.run.rundir import read_json, write_atomic
 from jobs.units import size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from jobs.hub.names import HubName
 
 Stage = Literal["fetching", "waiting", "failed", "done"]
 _STARTS_WITHIN: Final = 20.0  # seconds
+_AGAIN_AFTER: Final = 60.0  # seconds between two starts that nobody asked for
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Fetch:
         path: Where it is, once it is done.
         pid: The process that wrote this.
         started: When that began, in seconds since the boot.
+        boot: Of which machine, and since when.
     """
 
     state: Stage
@@ -51,6 +57,7 @@ class Fetch:
     path: str = ""
     pid: int = 0
     started: float = 0.0
+    boot: str = ""
 
     def of(self, done: int, total: int) -> Fetch:
         """The same with other numbers."""
@@ -60,13 +67,13 @@ class Fetch:
         """Keep it for others to read."""
         me = ProcessId.of(os.getpid())
         assert me is not None
-        values = asdict(self) | {"pid": me.pid, "started": me.started}
+        values = asdict(self) | {"pid": me.pid, "started": me.started, "boot": _boot()}
         write_atomic(_file_of(name), json.dumps(values) + "\n")
 
     @property
     def alive(self) -> bool:
-        """Whether its process still runs."""
-        return ProcessId(self.pid, self.started).alive()
+        """Whether its process still runs here; that of another machine cannot be judged."""
+        return self.boot == _boot() and ProcessId(self.pid, self.started).alive()
 
     def __str__(self) -> str:
         """`12.4 GiB of 31.4 GiB`."""
@@ -89,32 +96,58 @@ def is_cut_off(name: HubName) -> bool:
     return found is not None and found.state != "done"
 
 
+def is_under_way(name: HubName) -> bool:
+    """Whether a process fetches it, here or on another machine that shares the state directory."""
+    found = look_at(name)
+    return (found is not None and found.alive) or _is_locked(lock_of(name))
+
+
+def forget_ended(name: HubName) -> None:
+    """Forget what a fetch came to: since then, a license was accepted, or the cache deleted."""
+    found = look_at(name)
+    if found is not None and found.state in ("failed", "done"):
+        _file_of(name).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        os.utime(lock_of(name), (0, 0))
+
+
+def has_just_started(name: HubName) -> bool:
+    """Whether it was started so lately that another start would hardly end in another way."""
+    try:
+        return abs(time.time() - lock_of(name).stat().st_mtime) < _AGAIN_AFTER
+    except FileNotFoundError:
+        return False
+
+
 def start(name: HubName) -> None:
     """Fetch it in a process that outlives this one, unless one does.
 
     Raises:
-        UserError: The state directory cannot be written.
+        UserError: The state directory cannot be written, or the process does not start.
     """
-    found = look_at(name)
-    if found is not None and found.alive:
+    if is_under_way(name):
         return
     ensure_state_home()
     place = ensure_private_dir(_home())
     _file_of(name).unlink(missing_ok=True)  # it says why the last one failed
-    start_detached(
-        "jobs.hub.fetch",
-        name.kind,
-        str(name),
-        home=state_home(),
-        cwd=place,
-        log=place / f"{name.slug}.log",
-    )
+    lock_of(name).touch()
+    log = log_of(name)
+    try:
+        start_detached(
+            "jobs.hub.fetch", name.kind, str(name), home=state_home(), cwd=place, log=log
+        )
+    except subprocess.CalledProcessError as error:
+        raise UserError(
+            f"the fetch of {name} cannot start (exit status {error.returncode})", f"see {log}"
+        ) from error
 
 
 def end(name: HubName) -> bool:
-    """End a fetch; what is complete stays. Whether there was one."""
+    """End a fetch of this machine; what is complete stays. Whether there was one."""
     found = look_at(name)
-    return found is not None and ProcessId(found.pid, found.started).signal(signal.SIGTERM)
+    if found is None or not found.alive:
+        return False
+    return ProcessId(found.pid, found.started).signal(signal.SIGTERM)
 
 
 def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> Fetch:
@@ -126,7 +159,7 @@ def wait(name: HubName, tell: Callable[[Fetch], None], every: float = 0.25) -> F
             tell(now)
             if now.state in ("done", "failed"):
                 return now
-        if now is None or now.alive:
+        if now is None or now.alive or is_under_way(name):
             until = max(until, time.monotonic() + (1.0 if now else 0.0))
         if time.monotonic() > until:
             return replace(now or Fetch("failed"), state="failed", reason="its process was ended")
@@ -155,13 +188,49 @@ def ask_size(name: HubName, cancelled: Callable[[], bool] = lambda: False) -> tu
     return int(answer["missing"]), sum(answer["files"].values())
 
 
+@contextmanager
+def waiting_for(name: HubName) -> Iterator[None]:
+    """Keep others from ending a fetch that somebody waits for in the foreground."""
+    ensure_state_home()
+    ensure_private_dir(_home())
+    with open(_waiting_file(name), "a") as file:
+        file_lock.share(file)
+        yield
+
+
+def is_waited_for(name: HubName) -> bool:
+    """Whether somebody waits for it in the foreground."""
+    return _is_locked(_waiting_file(name))
+
+
+def log_of(name: HubName) -> Path:
+    """What the processes that fetch it print."""
+    return _home() / f"{name.slug}.log"
+
+
 def lock_of(name: HubName) -> Path:
-    """Taken by the process that fetches it."""
+    """Taken by the process that fetches it; modified when that was started."""
     return _home() / f"{name.slug}.lock"
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with open(path, "r+") as file:
+            return not file_lock.take(file)
+    except FileNotFoundError:  # never taken
+        return False
+
+
+def _boot() -> str:
+    return boot_id() or ""
 
 
 def _home() -> Path:
     return state_home() / "fetches"
+
+
+def _waiting_file(name: HubName) -> Path:
+    return _home() / f"{name.slug}.waiting"
 
 
 def _file_of(name: HubName) -> Path:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -46,8 +47,13 @@ class Listing:
         return sum(self.files.values())
 
 
-def list_files(name: HubName) -> Listing:
+def list_files(name: HubName, scratch: str | None = None) -> Listing:
     """Ask the hub.
+
+    Args:
+        name: Of what.
+        scratch: Takes what has to be read for that, instead of the cache, where a model's index
+            alone would be taken for the model.
 
     Raises:
         HubError: It refuses, cannot be reached, or has nothing that a job could read.
@@ -67,7 +73,9 @@ def list_files(name: HubName) -> Listing:
         parts: list[str] = []
         if name.kind == "model" and "model_index.json" in sizes:
             # Small, and refused where the model is gated, though its listing is not.
-            index = hf_hub_download(name.repo, "model_index.json", revision=commit)
+            index = hf_hub_download(
+                name.repo, "model_index.json", revision=commit, cache_dir=scratch
+            )
             parts = [
                 part
                 for part, entry in (read_json(Path(index)) or {}).items()
@@ -118,7 +126,8 @@ def main() -> int:
     try:
         if name is None:
             raise HubError(f"{text} is not a name of the hub", "use ORG/NAME or ORG/NAME@REVISION")
-        listing = list_files(name)
+        with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as scratch:
+            listing = list_files(name, scratch)
         check_room(listing, name)
     except HubError as error:
         print(f"fsdp-tui: {error}", file=sys.stderr)

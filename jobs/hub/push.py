@@ -6,15 +6,15 @@ stands in `hub/push.json` of the run directory, so that another one goes on wher
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from jobs.errors import NotFoundError, UserError
+from jobs.hub.pushes import Push
 from jobs.hub.upload import upload
 from jobs.machine import file_lock
 from jobs.machine.engine_tools import ToolError
@@ -22,17 +22,14 @@ from jobs.queue.states import State
 from jobs.queue.store import SERVICE, Store
 from jobs.run.checkpoint_files import list_checkpoints
 from jobs.run.export_places import export_facts
-from jobs.run.rundir import read_json, write_atomic
 from jobs.service.exports import export_checkpoint
 from jobs.spec.file.load import load_spec
 from jobs.untrusted.secrets import without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from jobs.queue.job import Job
-    from jobs.run.rundir import RunDir
 
 LOOK_EVERY: Final = 5.0  # seconds
 _NICE: Final = 10
@@ -41,42 +38,12 @@ _LONGEST_PAUSE: Final = 600.0
 _GIVES_UP: Final = 40  # failures in a row, about five hours
 
 
-@dataclass(frozen=True)
-class Push:
-    """How far the pushes of a job are.
-
-    Attributes:
-        repo: Where to, once that is known.
-        pushed: Steps of the checkpoints that are there.
-        url: Of the latest commit.
-        problem: Why the latest try failed; "" once one went well.
-    """
-
-    repo: str = ""
-    pushed: list[int] = field(default_factory=list)
-    url: str = ""
-    problem: str = ""
-
-    @classmethod
-    def read(cls, run_dir: RunDir) -> Push:
-        """What was kept, or the beginning where it cannot be used."""
-        found: dict[str, Any] = read_json(_file(run_dir)) or {}
-        try:
-            steps = [int(step) for step in found["pushed"]]
-            return cls(str(found["repo"]), steps, str(found["url"]), str(found["problem"]))
-        except (LookupError, TypeError, ValueError):
-            return cls()
-
-    def keep(self, run_dir: RunDir) -> Push:
-        """Write it down."""
-        _file(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(_file(run_dir), json.dumps(asdict(self)) + "\n", durable=True)
-        return self
-
-
 def follow(store: Store, job_id: int, pause: Callable[[float], None] = time.sleep) -> int:
-    """Push what the job asks for as it appears, until it has ended; the exit status."""
-    failures = 0
+    """Push what the job asks for as it appears, until it has ended; the exit status.
+
+    A checkpoint on the way that cannot be pushed is skipped: the final export comes after it.
+    """
+    failures, skipped = 0, set[int]()
     while True:
         try:
             job = store.get(job_id)
@@ -85,22 +52,30 @@ def follow(store: Store, job_id: int, pause: Callable[[float], None] = time.slee
         spec = load_spec(job.run_dir.job_file)
         if not spec.push_to_hub:
             return 0
-        steps = _pending(job, checkpoints=spec.push_checkpoints_to_hub)
+        final, steps = _pending(job, checkpoints=spec.push_checkpoints_to_hub)
+        steps = [step for step in steps if step == final or step not in skipped]
         if not steps and (job.state.ended or job.state is State.QUEUED):
-            return 0
+            return 1 if skipped else 0
         if not steps:
             pause(LOOK_EVERY)
             continue
+        step = steps[0]
         try:
-            push_step(job, steps[0])
+            push_step(job, step)
         except (UserError, ToolError, OSError) as error:
+            if step != final and step not in _saved(job):
+                continue  # deleted while it was read, as by checkpoints_total_limit
             failures += 1
             problem = without_secrets(str(error))
             replace(Push.read(job.run_dir), problem=problem).keep(job.run_dir)
-            print(time.strftime("%Y-%m-%d %H:%M:%S"), f"step {steps[0]}: {problem}", flush=True)
-            if not getattr(error, "passing", False) or failures > _GIVES_UP:
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), f"step {step}: {problem}", flush=True)
+            if getattr(error, "passing", False) and failures <= _GIVES_UP:
+                pause(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1)))
+            elif step == final:
                 return 1
-            pause(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1)))
+            else:
+                skipped.add(step)
+                failures = 0
         else:
             failures = 0
 
@@ -131,7 +106,7 @@ def push_step(
     export, made = job.run_dir.export, None
     ready = (export_facts(export) or {}).get("step")
     if step is None:
-        newest = [saved.step for saved in list_checkpoints(job.run_dir)][-1:]
+        newest = _saved(job)[-1:]
         step = ready if ready is not None else next(iter(newest), None)
     if ready is None or ready != step:
         made = job.run_dir.root / "hub" / f"step-{step}"
@@ -150,19 +125,21 @@ def push_step(
     return Push(name, done, url).keep(job.run_dir)
 
 
-def _pending(job: Job, *, checkpoints: bool) -> list[int]:
-    """Steps to push, the earliest first; what training ends with is last."""
+def _pending(job: Job, *, checkpoints: bool) -> tuple[int | None, list[int]]:
+    """What training ended with, if it has, and the steps to push, the earliest first."""
     before = Push.read(job.run_dir).pushed
-    steps = [saved.step for saved in list_checkpoints(job.run_dir)] if checkpoints else []
+    steps = _saved(job) if checkpoints else []
     final = (export_facts(job.run_dir.export) or {}).get("step")
-    if isinstance(final, int) and job.state is State.COMPLETED:
+    if not isinstance(final, int) or job.state is not State.COMPLETED:
+        final = None
+    else:
         steps = [*(step for step in steps if step < final), final]
     newest = max(before, default=0)
-    return [step for step in steps if step > newest]
+    return final, [step for step in steps if step > newest]
 
 
-def _file(run_dir: RunDir) -> Path:
-    return run_dir.root / "hub" / "push.json"
+def _saved(job: Job) -> list[int]:
+    return [saved.step for saved in list_checkpoints(job.run_dir)]
 
 
 def main() -> int:

@@ -89,9 +89,15 @@ def question(sizes: Mapping[HubName, int]) -> str:
 
 
 def note(run_dir: RunDir, names: Iterable[HubName]) -> None:
-    """Keep what a queued job waits for; nothing waits without names."""
-    values = [{"kind": name.kind, "name": str(name)} for name in names]
+    """Keep what a queued job waits for; nothing waits without names.
+
+    Only a fetch that runs, or is yet to start, decides about this job.
+    """
+    absent = list(names)
+    values = [{"kind": name.kind, "name": str(name)} for name in absent]
     if values:
+        for name in absent:
+            fetches.forget_ended(name)
         write_atomic(_file(run_dir), json.dumps({"waits_for": values}) + "\n", durable=True)
     else:
         forget(run_dir)
@@ -125,8 +131,16 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
     """
     for name in noted(run_dir):
         now = fetches.look_at(name)
-        if now is None or (now.state in ("fetching", "waiting") and not now.alive):
+        ended = now is not None and now.state in ("failed", "done")
+        if not ended and not fetches.is_under_way(name):
+            if fetches.has_just_started(name):
+                return (
+                    f"waiting for {_WHAT[name.kind]}: its fetch does not run; trying again in a "
+                    f"minute; see {fetches.log_of(name)}"
+                ), False
             fetches.start(name)
+            return f"waiting for {_WHAT[name.kind]}: asking the hub", False
+        if now is None:
             return f"waiting for {_WHAT[name.kind]}: asking the hub", False
         if now.state == "failed":
             return f"{_WHAT[name.kind]} could not be fetched: {now.reason}", True
@@ -136,10 +150,10 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
 
 
 def end_unwanted(job: Job, queue: Iterable[Job]) -> None:
-    """End the fetches of a job that left the queue, unless another one waits for the same."""
+    """End the fetches of a job that left the queue, unless somebody else waits for the same."""
     needed = {name for other in queue if other.id != job.id for name in noted(other.run_dir)}
     for name in noted(job.run_dir):
-        if name not in needed:
+        if name not in needed and not fetches.is_waited_for(name):
             fetches.end(name)
     forget(job.run_dir)
 

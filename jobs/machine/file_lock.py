@@ -25,3 +25,12 @@ def take(file: IO[Any], patience: float = 0.0) -> bool:
             time.sleep(_AGAIN)
         else:
             return True
+
+
+def share(file: IO[Any]) -> None:
+    """Lock an open file until it is closed, together with others that share it.
+
+    Raises:
+        OSError: Its file system has no locks.
+    """
+    fcntl.flock(file, fcntl.LOCK_SH)

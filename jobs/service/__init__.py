@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import StateError, UserError
 from jobs.hub import wanted as hub
+from jobs.hub.pushes import go_back
 from jobs.paths import ensure_private_dir
 from jobs.preflight.check_job import cache_of
 from jobs.queue.dispatch import dispatch, has_work, needs_attention
@@ -104,6 +105,8 @@ def _prepare(store: Store, run_dir: RunDir, plan: Plan) -> None:
         check_unneeded(store, [path for _, path in checkpoint_files.newer(run_dir, plan.back_to)])
     moved = checkpoint_files.rewind(run_dir, plan.back_to) if plan.back_to is not None else []
     try:
+        if plan.back_to is not None:
+            go_back(run_dir, plan.back_to)
         if plan.rewritten:
             write_job_file(run_dir, dump_spec(plan.spec))
     except BaseException:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from jobs import service
 from jobs.errors import UserError
 from jobs.hub import push
 from jobs.hub.card import CardFacts, write_card
 from jobs.hub.names import HubName
-from jobs.hub.push import Push, follow, push_step
+from jobs.hub.push import follow, push_step
+from jobs.hub.pushes import Push
 from jobs.hub.trouble import HubError
 from jobs.launch.trackers import start_push
+from jobs.machine.engine_tools import ToolError
 from jobs.preflight import check_job
 from jobs.queue.job import Terms
 from jobs.queue.states import State
@@ -126,6 +129,44 @@ def test_checkpoints_are_pushed_in_their_order_each_as_a_commit(
     assert commits[1][2]["x-kohya.safetensors"] == b"small2"
     assert "images/0.png" not in commits[2][2], "a picture of a later step"
     assert [path.name for path in (job.run_dir.root / "hub").iterdir()] == ["push.json"]
+
+
+def test_what_is_trained_again_is_pushed_again(
+    hub: Hub, store: Store, job: Job, no_gpus: None, started: list[int]
+) -> None:
+    Push("somebody/t", [2, 5]).keep(job.run_dir)
+    service.resume(store, job.id, back_to=0)
+    assert started == [job.id]
+    assert Push.read(job.run_dir) == Push("somebody/t")
+    store.change(job.id, State.COMPLETED, "")
+    assert follow(store, job.id, pause=pytest.fail) == 0
+    assert Push.read(job.run_dir).pushed == [5]
+
+
+def test_no_checkpoint_on_the_way_ends_it(
+    hub: Hub, store: Store, job: Job, spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is rotated away while it is read, another one is damaged; the final one is pushed."""
+    there = [2, 4]
+    job.run_dir.job_file.write_text(
+        dump_spec(spec.model_copy(update={"push_checkpoints_to_hub": True}))
+    )
+
+    class Saved:
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+    def export(job: Job, step: int, **_: object) -> None:
+        if step == 2:
+            there.remove(2)
+            raise ToolError("no such file")
+        raise UserError(f"step-{step} is damaged")
+
+    monkeypatch.setattr(push, "list_checkpoints", lambda run_dir: [Saved(step) for step in there])
+    monkeypatch.setattr(push, "export_checkpoint", export)
+    assert follow(store, job.id, pause=pytest.fail) == 1, "step 4 is not there"
+    kept = Push.read(job.run_dir)
+    assert (kept.pushed, kept.problem) == ([5], "")
 
 
 def test_a_refusal_ends_it_and_a_failure_is_tried_again(

@@ -113,7 +113,7 @@ def _fetch(name: HubName, *, background: bool) -> dict[str, object]:
         return {"name": str(name), "kind": name.kind, "state": "fetching"}
     warned = ""
 
-    with ProgressLine(f"fetching {name}") as line:
+    with fetches.waiting_for(name), ProgressLine(f"fetching {name}") as line:
 
         def tell(now: Fetch) -> None:
             nonlocal warned

@@ -1,0 +1,59 @@
+"""How far the pushes of a job are, as its run directory keeps it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from jobs.run.rundir import read_json, write_atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.run.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Push:
+    """How far the pushes of a job are.
+
+    Attributes:
+        repo: Where to, once that is known.
+        pushed: Steps of the checkpoints that are there.
+        url: Of the latest commit.
+        problem: Why the latest try failed; "" once one went well.
+    """
+
+    repo: str = ""
+    pushed: list[int] = field(default_factory=list)
+    url: str = ""
+    problem: str = ""
+
+    @classmethod
+    def read(cls, run_dir: RunDir) -> Push:
+        """What was kept, or the beginning where it cannot be used."""
+        found: dict[str, Any] = read_json(_file(run_dir)) or {}
+        try:
+            steps = [int(step) for step in found["pushed"]]
+            return cls(str(found["repo"]), steps, str(found["url"]), str(found["problem"]))
+        except (LookupError, TypeError, ValueError):
+            return cls()
+
+    def keep(self, run_dir: RunDir) -> Push:
+        """Write it down."""
+        _file(run_dir).parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomic(_file(run_dir), json.dumps(asdict(self)) + "\n", durable=True)
+        return self
+
+
+def go_back(run_dir: RunDir, step: int) -> None:
+    """Push the later steps again: they are trained again."""
+    before = Push.read(run_dir)
+    kept = [pushed for pushed in before.pushed if pushed <= step]
+    if kept != before.pushed:
+        replace(before, pushed=kept).keep(run_dir)
+
+
+def _file(run_dir: RunDir) -> Path:
+    return run_dir.root / "hub" / "push.json"

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
     from jobs.run.rundir import RunDir
     from jobs.slurm.commands import Listed
+    from jobs.spec.job_spec import JobSpec
 
 LOOK_EVERY: Final = 1.0  # seconds between two looks at the run directories
 ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
@@ -258,10 +259,10 @@ class Keeper:
             )
             run_dir.create()
             write_atomic(script, text, durable=True)
-            write_handed_in(run_dir, record)
-            if self.store.get(job.id).state is not State.QUEUED:
-                handed_in_file(run_dir).unlink(missing_ok=True)
-                return
+            with self.store.write():  # nobody edits it between this look and the record
+                if not self._as_it_was(job, spec):
+                    return
+                write_handed_in(run_dir, record)
             try:
                 slurm_id = commands.submit(script, inherit=[lock.fileno()])
             except UserError as error:
@@ -275,6 +276,13 @@ class Keeper:
         self._soon = True
         if self.store.get(job.id).state.ended:  # removed from the queue meanwhile
             commands.cancel(slurm_id)
+
+    def _as_it_was(self, job: Job, spec: JobSpec) -> bool:
+        """Whether a job still waits to be handed in as it was read."""
+        now = self.store.get(job.id)
+        waits = now.state is State.QUEUED and now.on_slurm and now.attempt == job.attempt
+        free = not (now.held or now.stop_level)
+        return waits and free and load_spec(job.run_dir.job_file) == spec
 
     def _find(self, record: HandedIn) -> str:
         """The job that an earlier keeper handed in before it was killed; "" if it did not."""

@@ -10,6 +10,8 @@ from jobs import service
 from jobs.errors import SpecError, StateError
 from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
+from jobs.service import edit
+from jobs.service.plan import plan_change
 from jobs.service.repair import repair
 from jobs.slurm import keeper as keeping
 from jobs.slurm import settle
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.queue.store import Job, Store
+    from jobs.service.plan import Plan
     from tests.support.jobs.fake_slurm import FakeSlurm
 
     Submit = Callable[..., Job]
@@ -279,6 +282,74 @@ def test_a_second_slurm_job_of_the_same_name_is_cancelled(
     slurm.set("2", "PENDING")
     keeper.look()
     assert [slurm.get(one, "state") for one in slurm.ids()] == ["PENDING", "CANCELLED"]
+
+
+def test_a_job_that_was_handed_in_cannot_be_edited(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would run here too, or in Slurm by an old script."""
+    job = submit()
+    before = load_spec(job.run_dir.job_file)
+    after = before.model_copy(update={"max_train_steps": 9})
+
+    def hand_in_meanwhile(*args: Any) -> Plan:
+        plan = plan_change(*args)
+        keeper.look()
+        return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(edit, "plan_change", hand_in_meanwhile)
+        with pytest.raises(StateError, match="in Slurm's queue; stop it first, then resume it"):
+            edit.change(store, job.id, after, before)
+    assert slurm.ids() == ["1"]
+    assert load_spec(job.run_dir.job_file) == before
+    with pytest.raises(StateError, match="in Slurm's queue"):
+        plan_change(store, job.id, after)
+    service.stop(store, job.id)
+    keeper.look()
+    keeper.look()
+    service.resume(store, job.id)
+    edit.change(store, job.id, after, before)
+    assert load_spec(job.run_dir.job_file) == after
+
+
+@pytest.mark.parametrize("what", ["edited", "made local", "held", "stopped"])
+def test_what_changes_while_a_job_is_handed_in(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """The keeper looks again right before sbatch, and the next look goes by what is now."""
+    job = submit()
+    write_script = keeping.script_of
+    before = load_spec(job.run_dir.job_file)
+    local = {"launcher": "local", "num_machines": 1}
+
+    def change(*args: Any, **more: Any) -> str:
+        text = write_script(*args, **more)
+        monkeypatch.setattr(keeping, "script_of", write_script)
+        if what == "held":
+            service.hold(store, job.id)
+        elif what == "stopped":
+            service.stop(store, job.id)
+        else:
+            values = local if what == "made local" else {"num_machines": 4}
+            edit.change(store, job.id, load_spec(job.run_dir.job_file, values), before)
+        return text
+
+    monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
+    monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
+    monkeypatch.setattr(keeping, "script_of", change)
+    keeper.look()
+    assert slurm.ids() == []
+    assert read_handed_in(job.run_dir) is None
+    keeper.look()
+    assert slurm.ids() == (["1"] if what == "edited" else [])
+    if what == "edited":
+        assert "--nodes=4" in (slurm.root / "jobs/1/script").read_text()
 
 
 def test_stop_before_it_is_handed_in(store: Store, slurm: FakeSlurm, submit: Submit) -> None:

@@ -9,7 +9,7 @@ from jobs import service
 from jobs.errors import StateError, UserError
 from jobs.hub import wanted as hub
 from jobs.queue.job import Terms
-from jobs.service.plan import plan_change
+from jobs.service.plan import check_not_handed_in, plan_change
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.rules.strategy import world_size
 
@@ -55,7 +55,7 @@ def change(
         The job, and the plan for how it will run.
 
     Raises:
-        StateError: It is no longer queued, or someone else has changed it.
+        StateError: It is no longer queued, Slurm has it, or someone else has changed it.
         UserError: Something is wrong with the new description; nothing has changed.
     """
     plan = plan_change(store, job_id, spec, absent)
@@ -65,6 +65,7 @@ def change(
 
     def prepare() -> None:
         nonlocal written
+        check_not_handed_in(store.get(job_id))
         if dump_spec(load_spec(run_dir.job_file)) != old:
             raise StateError(f"job {job_id} was changed elsewhere in the meantime", "reload it")
         service.write_job_file(run_dir, new)

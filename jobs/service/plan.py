@@ -13,6 +13,7 @@ from jobs.queue.states import ACTIVE, State
 from jobs.resume.resume_conflicts import find_resume_conflicts
 from jobs.resume.start_point import KEY, check_unneeded, find_origin, origin_of
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
+from jobs.slurm.records import read_handed_in
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
 from jobs.spec.values.datasets import with_folder_repeats
@@ -152,12 +153,13 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
     """Check a change to a queued job, which may wait for what is absent.
 
     Raises:
-        StateError: It is no longer queued.
+        StateError: It is no longer queued, or Slurm has it.
         UserError: The job is invalid, or cannot start from its checkpoint.
     """
     job = store.get(job_id)
     if job.state is not State.QUEUED:
         raise StateError(f"job {job_id} is {job.state}, not queued")
+    check_not_handed_in(job)
     begin = newest_whole(job.run_dir)
     if begin is None:
         if not absent and noted(job.run_dir):
@@ -175,6 +177,14 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
     return Plan(
         spec, gpus, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
     )
+
+
+def check_not_handed_in(job: Job) -> None:
+    """Raise `StateError` if Slurm has this attempt of the job, by a script that stays as it is."""
+    if read_handed_in(job.run_dir, job.attempt):
+        raise StateError(
+            f"job {job.id} is in Slurm's queue", "stop it first, then resume it with the changes"
+        )
 
 
 def _own(job: Job, back_to: int | None) -> Checkpoint | None:

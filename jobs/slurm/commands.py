@@ -129,14 +129,14 @@ def requeue(slurm_id: str) -> None:
     _run(["scontrol", "requeue", slurm_id])
 
 
-def signal_step(step: str, name: str) -> None:
-    """Send a signal to the ranks of a step.
+def signal_steps(slurm_id: str, name: str) -> None:
+    """Send a signal to the ranks: to all steps of a job, but not to its batch script.
 
     Raises:
         AwayError: Slurm did not answer.
         UserError: It refuses.
     """
-    _run(["scancel", f"--signal={name}", step])
+    _run(["scancel", f"--signal={name}", slurm_id])
 
 
 def _run(command: Sequence[str], *, inherit: Sequence[int] = ()) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import UserError
+from jobs.errors import SpecError, UserError
 from jobs.machine import file_lock
 from jobs.notify.announce import Announcer
 from jobs.queue.states import PAUSED, State
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from jobs.queue.store import Job, Store
     from jobs.run.rundir import RunDir
     from jobs.slurm.commands import Listed
+    from jobs.spec.job_spec import JobSpec
 
 LOOK_EVERY: Final = 1.0  # seconds between two looks at the run directories
 ASK_EVERY: Final = 15.0  # seconds between two questions to Slurm
@@ -108,7 +109,7 @@ class Keeper:
                 self._look_after(job, paused=paused)
             except AwayError as error:
                 self._note_away(str(error))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, UserError) as error:
                 _say(f"job {job.id}: {error}")
         self._seen = {job.id: self._seen[job.id] for job in jobs if job.id in self._seen}
         return True
@@ -167,10 +168,16 @@ class Keeper:
         if record is None or not record.id:
             if job.state is not State.QUEUED:
                 return
-            if job.held or paused:
+            if job.stop_level:
+                self._stop_unknown(job, record)
+            elif job.held or paused:
                 self.store.explain(job.id, PAUSED if paused else "held until released")
             elif self._away_since is None and self._answered_at is not None:
-                self._hand_in(job, record)
+                try:
+                    self._hand_in(job, record)
+                except SpecError as error:
+                    reason = f"cannot be handed in to Slurm: {error}"
+                    self.store.change(job.id, State.FAILED, reason, only_from={State.QUEUED})
             else:
                 self.store.explain(job.id, "Slurm does not respond; the job is handed in later")
             return
@@ -180,8 +187,11 @@ class Keeper:
             commands.cancel(record.id)
             self._soon = True
         verdict = settle(Verdict(job.state, job.reason), facts)
-        if verdict.state.ended and not self._final(job, verdict):
+        if not self._final(job, verdict):
             return
+        finished = listed is not None and _over(listed) and listed.state != "PREEMPTED"
+        if verdict.state is State.LOST and not finished:
+            commands.cancel(record.id)  # or Slurm may put it back into its queue after all
         if move(self.store, job, verdict):
             _say(f"job {job.id}: {verdict.state}: {verdict.reason}")
             if verdict.state.ended:
@@ -222,9 +232,12 @@ class Keeper:
 
     def _final(self, job: Job, verdict: Verdict) -> bool:
         """Whether an end is one: a preempted job may be back in Slurm's queue a moment later."""
+        seen = self._seen.setdefault(job.id, _Seen())
         if not (verdict.state is State.LOST and "preempt" in verdict.reason):
+            if self._away_since is None:
+                seen.preempted_at = None
             return True
-        seen, self._soon = self._seen.setdefault(job.id, _Seen()), True
+        self._soon = True
         if seen.preempted_at is None:
             seen.preempted_at = time.monotonic()
         return time.monotonic() - seen.preempted_at >= BACK_WITHIN
@@ -258,10 +271,10 @@ class Keeper:
             )
             run_dir.create()
             write_atomic(script, text, durable=True)
-            write_handed_in(run_dir, record)
-            if self.store.get(job.id).state is not State.QUEUED:
-                handed_in_file(run_dir).unlink(missing_ok=True)
-                return
+            with self.store.write():  # nobody edits it between this look and the record
+                if not self._as_it_was(job, spec):
+                    return
+                write_handed_in(run_dir, record)
             try:
                 slurm_id = commands.submit(script, inherit=[lock.fileno()])
             except UserError as error:
@@ -275,6 +288,29 @@ class Keeper:
         self._soon = True
         if self.store.get(job.id).state.ended:  # removed from the queue meanwhile
             commands.cancel(slurm_id)
+
+    def _stop_unknown(self, job: Job, record: HandedIn | None) -> None:
+        """Stop a job of which `sbatch` did not say whether Slurm has it."""
+        with open(job.run_dir.root / ".handing-in", "a") as lock:
+            if not file_lock.take(lock):
+                return
+            if self._away_since is None:  # an answer from before sbatch had ended says nothing
+                self._ask(time.monotonic())
+            if self._away_since is not None:
+                self.store.explain(job.id, "Slurm does not respond; the job is stopped later")
+            elif record is not None and (found := self._find(record)):
+                self._record(job, replace(record, id=found))
+                self._soon = True  # and is then stopped as any other
+            else:
+                reason = "removed from the queue"
+                self.store.change(job.id, State.STOPPED, reason, only_from={State.QUEUED})
+
+    def _as_it_was(self, job: Job, spec: JobSpec) -> bool:
+        """Whether a job still waits to be handed in as it was read."""
+        now = self.store.get(job.id)
+        waits = now.state is State.QUEUED and now.on_slurm and now.attempt == job.attempt
+        free = not (now.held or now.stop_level)
+        return waits and free and load_spec(job.run_dir.job_file) == spec
 
     def _find(self, record: HandedIn) -> str:
         """The job that an earlier keeper handed in before it was killed; "" if it did not."""

@@ -204,7 +204,7 @@ class Warden:
         self._log(f"hang: {reason}")
         self.run_dir.request(FLIGHT)
         with suppress(AwayError, UserError):
-            commands.signal_step(f"{self.allocation.id}.{self._step(attempt)}", "USR1")
+            commands.signal_steps(self.allocation.id, "USR1")
         time.sleep(STACKS_TAKE)
         self._kill(attempt)
 
@@ -231,7 +231,7 @@ class Warden:
             self._say(State.STOPPING, "SIGTERM sent")
             self.deadline = time.monotonic() + TERM_GRACE
             with suppress(AwayError, UserError):
-                commands.signal_step(f"{self.allocation.id}.{self._step(attempt)}", "TERM")
+                commands.signal_steps(self.allocation.id, "TERM")
         else:
             self._say(State.STOPPING, "SIGKILL sent")
             self.deadline = None
@@ -247,10 +247,6 @@ class Warden:
             child.wait(KILL_TAKES)
         except subprocess.TimeoutExpired:
             child.kill()
-
-    def _step(self, attempt: Attempt) -> int:
-        """Slurm counts the steps of an allocation from 0; ours are its only ones."""
-        return attempt.restarts
 
     # -- ending ----------------------------------------------------------------------------
 

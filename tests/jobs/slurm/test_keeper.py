@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from jobs import service
-from jobs.errors import SpecError, StateError
+from jobs.errors import SpecError, StateError, UserError
+from jobs.machine import file_lock
 from jobs.queue.dispatch import dispatch, needs_attention
 from jobs.queue.states import State
+from jobs.service import edit
+from jobs.service.plan import plan_change
 from jobs.service.repair import repair
 from jobs.slurm import keeper as keeping
 from jobs.slurm import settle
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.queue.store import Job, Store
+    from jobs.service.plan import Plan
     from tests.support.jobs.fake_slurm import FakeSlurm
 
     Submit = Callable[..., Job]
@@ -160,6 +166,7 @@ def test_a_lost_job_is_handed_in_again_where_it_asks_for_that(
     keeper.look()
     keeper.look()
     assert slurm.ids() == ["1", "2"]
+    assert slurm.get("1", "state") == "NODE_FAIL", "Slurm had finished with it"
     slurm.set("2", "TIMEOUT")
     keeper.look()
     assert store.get(job.id).state is State.LOST, "no allocation is long enough for a checkpoint"
@@ -173,6 +180,9 @@ def test_a_preempted_job_is_not_lost_while_slurm_puts_it_back(
     keeper: Keeper,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    now = [time.monotonic()]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, strftime=time.strftime)
+    monkeypatch.setattr(keeping, "time", clock)
     job = submit()
     keeper.look()
     slurm.set("1", "PREEMPTED")
@@ -182,10 +192,20 @@ def test_a_preempted_job_is_not_lost_while_slurm_puts_it_back(
     keeper.look()
     assert store.get(job.id).state is State.QUEUED
     assert "requeued 1 time" in store.get(job.id).reason
-    monkeypatch.setattr(keeping, "BACK_WITHIN", 0.0)
+    slurm.set("1", "RUNNING")
+    keeper.look()
+    now[0] += keeping.BACK_WITHIN
     slurm.set("1", "PREEMPTED", restarts=1)
     keeper.look()
+    assert store.get(job.id).state is State.STARTING, "the second time takes as long"
+    now[0] += keeping.BACK_WITHIN
+    slurm.away()
+    keeper.look()
+    assert store.get(job.id).state is State.STARTING, "nobody knows"
+    slurm.away(away=False)
+    keeper.look()
     assert store.get(job.id).state is State.LOST, "this cluster does not put it back"
+    assert slurm.get("1", "state") == "CANCELLED", "and cannot put it back later"
 
 
 def test_the_controller_is_away(
@@ -241,6 +261,38 @@ def test_slurm_refuses_a_job(
     assert slurm.ids() == ["1"]
 
 
+def test_a_job_file_that_cannot_be_read_holds_up_no_other(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
+) -> None:
+    broken, gone, good = submit(), submit(name="gone"), submit(name="good")
+    broken.run_dir.job_file.write_text("no_such_key: 1\n")
+    gone.run_dir.job_file.unlink()
+    keeper.look()
+    assert slurm.ids() == ["1"]
+    assert read_handed_in(good.run_dir) is not None
+    assert store.get(broken.id).state is State.FAILED
+    assert 'unknown key "no_such_key"' in store.get(broken.id).reason
+    assert store.get(gone.id).state is State.FAILED
+    assert "no such" in store.get(gone.id).reason
+
+
+def test_a_job_whose_database_is_busy_holds_up_no_other(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit()
+    good = submit(name="good")
+    look_after = keeper._look_after
+
+    def busy_once(job: Job, *, paused: bool) -> None:
+        if job.id != good.id:
+            raise UserError("the database is busy")
+        look_after(job, paused=paused)
+
+    monkeypatch.setattr(keeper, "_look_after", busy_once)
+    keeper.look()
+    assert read_handed_in(good.run_dir) is not None
+
+
 def test_a_job_whose_keeper_was_killed_is_handed_in_once(
     store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper
 ) -> None:
@@ -281,12 +333,111 @@ def test_a_second_slurm_job_of_the_same_name_is_cancelled(
     assert [slurm.get(one, "state") for one in slurm.ids()] == ["PENDING", "CANCELLED"]
 
 
+def test_a_job_that_was_handed_in_cannot_be_edited(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would run here too, or in Slurm by an old script."""
+    job = submit()
+    before = load_spec(job.run_dir.job_file)
+    after = before.model_copy(update={"max_train_steps": 9})
+
+    def hand_in_meanwhile(*args: Any) -> Plan:
+        plan = plan_change(*args)
+        keeper.look()
+        return plan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(edit, "plan_change", hand_in_meanwhile)
+        with pytest.raises(StateError, match="in Slurm's queue; stop it first, then resume it"):
+            edit.change(store, job.id, after, before)
+    assert slurm.ids() == ["1"]
+    assert load_spec(job.run_dir.job_file) == before
+    with pytest.raises(StateError, match="in Slurm's queue"):
+        plan_change(store, job.id, after)
+    service.stop(store, job.id)
+    keeper.look()
+    keeper.look()
+    service.resume(store, job.id)
+    edit.change(store, job.id, after, before)
+    assert load_spec(job.run_dir.job_file) == after
+
+
+@pytest.mark.parametrize("what", ["edited", "made local", "held", "stopped"])
+def test_what_changes_while_a_job_is_handed_in(
+    store: Store,
+    slurm: FakeSlurm,
+    submit: Submit,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """The keeper looks again right before sbatch, and the next look goes by what is now."""
+    job = submit()
+    write_script = keeping.script_of
+    before = load_spec(job.run_dir.job_file)
+    local = {"launcher": "local", "num_machines": 1}
+
+    def change(*args: Any, **more: Any) -> str:
+        text = write_script(*args, **more)
+        monkeypatch.setattr(keeping, "script_of", write_script)
+        if what == "held":
+            service.hold(store, job.id)
+        elif what == "stopped":
+            service.stop(store, job.id)
+        else:
+            values = local if what == "made local" else {"num_machines": 4}
+            edit.change(store, job.id, load_spec(job.run_dir.job_file, values), before)
+        return text
+
+    monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
+    monkeypatch.setattr("jobs.service.ensure_runner", lambda store: None)
+    monkeypatch.setattr(keeping, "script_of", change)
+    keeper.look()
+    assert slurm.ids() == []
+    assert read_handed_in(job.run_dir) is None
+    keeper.look()
+    assert slurm.ids() == (["1"] if what == "edited" else [])
+    if what == "edited":
+        assert "--nodes=4" in (slurm.root / "jobs/1/script").read_text()
+
+
 def test_stop_before_it_is_handed_in(store: Store, slurm: FakeSlurm, submit: Submit) -> None:
     job = submit()
     assert "removed from the queue" in service.stop(store, job.id)
     assert store.get(job.id).state is State.STOPPED
     Keeper(store).look()
     assert slurm.ids() == []
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_stop_after_sbatch_gave_up(
+    store: Store, slurm: FakeSlurm, submit: Submit, keeper: Keeper, has_it: bool
+) -> None:
+    """Nobody knows yet whether Slurm has the job; it is never handed in again."""
+    job = submit()
+    slurm.say("mute", "")
+    keeper.look()
+    slurm.say("mute", None)
+    slurm.away()
+    if not has_it:
+        slurm.forget("1")
+    assert "taken out of Slurm's queue" in service.stop(store, job.id)
+    store.pause(True)
+    keeper.look()
+    assert store.get(job.id).state is State.QUEUED
+    assert "Slurm does not respond" in store.get(job.id).reason
+    slurm.away(away=False)
+    with open(job.run_dir.root / ".handing-in", "a") as lock:
+        assert file_lock.take(lock)
+        keeper.look()
+        assert store.get(job.id).state is State.QUEUED, "sbatch of an earlier keeper still runs"
+    for _ in range(3):
+        keeper.look()
+    assert store.get(job.id).state is State.STOPPED
+    assert asked_to_stop(job.run_dir, 0) == 1, "a warden that starts all the same stops"
+    assert slurm.calls("sbatch") == 1
+    if has_it:
+        assert slurm.get("1", "state") == "CANCELLED"
 
 
 def test_stop_while_it_waits_in_slurm(

@@ -13,16 +13,21 @@ from jobs.errors import UserError
 from jobs.queue.states import State
 from jobs.run.fence import FENCE_VARIABLE, check_fence, raise_fence
 from jobs.run.rundir import RunDir, read_json
+from jobs.slurm import supervise
 from jobs.slurm.records import (
     Allocation,
     HandedIn,
+    ask_to_stop,
     outcome_file,
     read_said,
     warden_file,
     write_handed_in,
 )
+from jobs.slurm.supervise import Warden
 from jobs.slurm.task import rank_environment
 from jobs.slurm.warden import warden_of
+from jobs.spec.file.load import load_spec
+from jobs.supervise.attempt import Attempt
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -146,6 +151,21 @@ def test_scancel_is_no_reason_to_requeue(
     keeper.look()
     assert store.get(job.id).state is State.STOPPED
     assert slurm.calls("scontrol") == 0
+
+
+def test_signals_reach_the_ranks_whatever_the_number_of_their_step(
+    slurm: FakeSlurm, submit: Submit, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun` in slurm_setup has taken the first numbers."""
+    monkeypatch.setattr(supervise, "STACKS_TAKE", 0.0)
+    job = submit(slurm_setup=["srun cp weights /local"])
+    keeper.look()
+    warden = Warden(job.run_dir, Allocation("1"), job.attempt)
+    attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
+    ask_to_stop(job.run_dir, job.attempt, 2)
+    warden._carry_out_stops(attempt)
+    warden._end_a_hang(attempt, "no step for 30 min")
+    assert slurm.signals() == ["--signal=TERM 1", "--signal=USR1 1"], "to all steps, not the script"
 
 
 @pytest.mark.slow

@@ -127,6 +127,10 @@ class FakeSlurm:
         lines = path.read_text().splitlines() if path.exists() else []
         return sum(line.startswith(f"{command} ") for line in lines)
 
+    def signals(self) -> list[str]:
+        """What `scancel` was to send, and where to."""
+        return (self.root / "signals").read_text().splitlines()
+
     def start(self, slurm_id: str) -> subprocess.Popen[bytes]:
         """Run the batch script of a job, as the first node of its allocation does."""
         folder = self.root / "jobs" / slurm_id

@@ -193,7 +193,7 @@ def waiting_for(name: HubName) -> Iterator[None]:
     """Keep others from ending a fetch that somebody waits for in the foreground."""
     ensure_state_home()
     ensure_private_dir(_home())
-    with open(_waiting_file(name), "a") as file:
+    with open(_waiting_file(name), "a+") as file:  # NFS shares only what can be read
         file_lock.share(file)
         yield
 

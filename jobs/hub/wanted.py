@@ -130,9 +130,10 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
         UserError: A fetch cannot be started.
     """
     for name in noted(run_dir):
+        runs = fetches.is_under_way(name)  # first: what is read then is the last that it wrote
         now = fetches.look_at(name)
         ended = now is not None and now.state in ("failed", "done")
-        if not ended and not fetches.is_under_way(name):
+        if not ended and not runs:
             if fetches.has_just_started(name):
                 return (
                     f"waiting for {_WHAT[name.kind]}: its fetch does not run; trying again in a "

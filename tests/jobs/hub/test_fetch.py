@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
-import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,8 +18,6 @@ from jobs.hub.choose import choose
 from jobs.hub.names import HubName
 from jobs.hub.trouble import HubError
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, noted, question
-from jobs.machine import file_lock
-from jobs.machine.processes import ProcessId
 from jobs.models.blocks.model_config import find_target
 from jobs.models.find_model import find_model
 from jobs.preflight.dataset import check_dataset
@@ -278,105 +274,6 @@ def test_a_fetch_ends_with_the_only_job_that_waits_for_it(
         hub.release()
     assert fetches.is_cut_off(MODEL)
     assert find_missing(spec) == [MODEL]
-
-
-@pytest.mark.parametrize("state", ["failed", "done"])
-def test_what_an_earlier_fetch_came_to_decides_no_new_job(
-    home: Path,
-    store: Store,
-    job_values: dict[str, Any],
-    started: list[int],
-    no_gpus: None,
-    monkeypatch: pytest.MonkeyPatch,
-    state: Literal["failed", "done"],
-) -> None:
-    """A license accepted since then, or a cache deleted since then."""
-    begun: list[str] = []
-    monkeypatch.setattr(fetches, "start_detached", lambda *words, **_: begun.append(words[-1]))
-    fetches.ensure_private_dir(fetches.lock_of(MODEL).parent)
-    fetches.Fetch(state, reason="it is gated").write(MODEL)
-    spec = load_spec(None, job_values | {"pretrained_model_name_or_path": str(MODEL)})
-    job = service.carry_out(store, plan_submit(store, spec, [MODEL]))
-    assert (job.state, begun, started) == (State.QUEUED, [str(MODEL)], [])
-
-
-def test_a_fetch_that_cannot_start_holds_up_no_other_job(
-    home: Path,
-    store: Store,
-    job_values: dict[str, Any],
-    started: list[int],
-    no_gpus: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*words: str, **_: object) -> None:
-        raise subprocess.CalledProcessError(1, words)
-
-    monkeypatch.setattr(fetches, "start_detached", fail)
-    named = load_spec(None, job_values | {"pretrained_model_name_or_path": str(MODEL)})
-    waits = service.carry_out(store, plan_submit(store, named, [MODEL]))
-    other = service.submit(store, load_spec(None, job_values))
-    assert started == [other.id]
-    said = (
-        "its model cannot be fetched: the fetch of someone/FLUX.1-dev cannot start (exit status 1)"
-    )
-    assert waits.reason.startswith(f"{said}; see ")
-
-
-def test_a_fetch_that_ends_without_a_word_is_not_started_at_every_look(
-    home: Path,
-    store: Store,
-    job_values: dict[str, Any],
-    started: list[int],
-    no_gpus: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a full disk, it cannot write down why it failed."""
-    begun: list[str] = []
-    monkeypatch.setattr(fetches, "start_detached", lambda *words, **_: begun.append(words[-1]))
-    spec = load_spec(None, job_values | {"pretrained_model_name_or_path": str(MODEL)})
-    job = service.carry_out(store, plan_submit(store, spec, [MODEL]))
-    for _ in range(3):
-        service.refresh(store)
-    assert begun == [str(MODEL)]
-    reason = store.get(job.id).reason
-    assert reason.startswith("waiting for its model: its fetch does not run; trying again in a min")
-    assert str(fetches.log_of(MODEL)) in reason
-    long_ago = time.time() - 3600
-    os.utime(fetches.lock_of(MODEL), (long_ago, long_ago))
-    service.refresh(store)
-    assert len(begun) == 2
-    # A new job does not wait for that.
-    service.stop(store, job.id)
-    service.carry_out(store, plan_submit(store, spec, [MODEL]))
-    assert len(begun) == 3
-
-
-def test_a_fetch_of_another_machine_is_judged_by_its_lock(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a shared home, its process number is someone else's here."""
-    begun: list[str] = []
-    sent: list[object] = []
-    monkeypatch.setattr(fetches, "start_detached", lambda *words, **_: begun.append(words[-1]))
-    monkeypatch.setattr(ProcessId, "signal", lambda *words: sent.append(words))
-    fetches.ensure_private_dir(fetches.lock_of(MODEL).parent)
-    with monkeypatch.context() as there:
-        there.setattr(fetches, "boot_id", lambda: "another")
-        fetches.Fetch("fetching", 1, 2).write(MODEL)
-        now = fetches.look_at(MODEL)
-        assert now is not None
-        assert now.alive
-    assert not now.alive
-    assert not fetches.end(MODEL)
-    assert sent == []
-    with open(fetches.lock_of(MODEL), "a") as lock:
-        assert file_lock.take(lock)
-        fetches.start(MODEL)
-        assert fetches.is_under_way(MODEL)
-        assert fetches.look_at(MODEL) == now
-    assert begun == []
-    fetches.start(MODEL)
-    assert begun == [str(MODEL)]
 
 
 def test_who_asks_for_a_size_leaves_nothing_in_the_cache(hub: Hub, tmp_path: Path) -> None:

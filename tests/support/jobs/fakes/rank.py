@@ -110,7 +110,8 @@ class Rank:
     def is_ahead(self) -> bool:
         if "FAKE_LOCKSTEP" not in os.environ:
             return False
-        return any(s.step < self.step for s in self.run_dir.rank_statuses())
+        others = self.run_dir.rank_statuses()
+        return any(s.step < self.step and s.phase != "end" for s in others)
 
     def held_at(self, gate: str) -> bool:
         gates = os.environ.get("FAKE_GATES")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from jobs.machine.bytecode import bytecode_variables
 from jobs.machine.processes import wait_for_by_hand
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 def start_child(
@@ -27,7 +29,11 @@ def start_child(
     environment = (
         os.environ | {"PYTHONSAFEPATH": "1"} | bytecode_variables() | dict(variables or {})
     )
-    child = subprocess.Popen(list(command), env=environment, **more)
+    with _interrupt_noted() as interrupted:
+        child = subprocess.Popen(list(command), env=environment, **more)
+    if interrupted:
+        end_child(child)
+        raise KeyboardInterrupt
     wait_for_by_hand(child.pid)
     return child
 
@@ -49,3 +55,20 @@ def end_child(
     child.kill()
     with suppress(subprocess.TimeoutExpired):
         child.wait(patience)
+
+
+@contextmanager
+def _interrupt_noted() -> Iterator[list[int]]:
+    """Note a Ctrl-C instead of raising it: `Popen` would forget a child that it has just forked."""
+    noted: list[int] = []
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield noted
+        return
+    signal.signal(signal.SIGINT, lambda number, _frame: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -24,6 +24,7 @@ from jobs.run.checkpoint_list import list_all, verify
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import read_json
 from tests.campaign.journal import dice
+from tests.support.forks import client as forks
 from tests.support.jobs.real_jobs import Bench
 from tests.support.left_over import end_all_of, name_of
 from tests.support.paths import ROOT
@@ -39,23 +40,24 @@ _STEPS: Final = 8
 _ENDED: Final = ("completed", "stopped", "failed", "lost")
 _TRUE_WITHIN: Final = 2.0  # seconds, on a machine that has nothing else to do
 _TRIES: Final = 4  # resumes until a job must have come to its end
+_FRESH: Final = 8  # every so many trials all processes are fresh interpreters instead of forks
 
 
 def trial(journal: Journal, number: int) -> None:
     """One job, killed at random and resumed until it completes."""
     rng = dice("real", journal.seed, number)
     done: list[str] = []
+    bench = _bench(forked=number % _FRESH != 0)
     try:
-        _one(rng, done)
+        _one(bench, rng, done)
     except Exception as error:
         journal.note(number, "+".join(done), f"{type(error).__name__}: {error} after {done}")
-        end_all_of(_bench().home / "state")
+        end_all_of(bench.home / "state")
     else:
         journal.note(number, f"{len(done)} faults")
 
 
-def _one(rng: random.Random, done: list[str]) -> None:
-    bench = _bench()
+def _one(bench: Bench, rng: random.Random, done: list[str]) -> None:
     settings: dict[str, Any] = {
         "num_processes": rng.choice((1, 2)),
         "max_train_steps": _STEPS,
@@ -115,23 +117,27 @@ def _wait_until(bench: Bench, job: int, step: int, more: float) -> None:
 
 
 @cache
-def _bench() -> Bench:
-    """One state directory for all trials, and so filled caches; gone when Python ends."""
+def _bench(*, forked: bool) -> Bench:
+    """One state directory for many trials, with filled caches; gone when Python ends."""
     folder = tempfile.TemporaryDirectory(prefix="campaign-real-")
     root = Path(folder.name)
     command = [sys.executable, "-m", "engine.toy", str(root / "toy"), "--pictures=6", "--size=64"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     os.environ["PYTHONPATH"] = str(ROOT)
+    if forked:
+        forks.prepare()
+        atexit.register(forks.leave)
     (root / "state").mkdir(mode=0o700)
     atexit.register(folder.cleanup)
     atexit.register(end_all_of, root / "state")
-    return Bench(root, root / "toy", forked=False)
+    return Bench(root, root / "toy", forked=forked)
 
 
 @cache
 def _undisturbed(ranks: int) -> list[tuple[int, float]]:
     """Step and loss of a job that runs to its end."""
-    run = _bench().run(num_processes=ranks, max_train_steps=_STEPS, checkpointing_steps=2)
+    bench = _bench(forked=True)
+    run = bench.run(num_processes=ranks, max_train_steps=_STEPS, checkpointing_steps=2)
     return [(one.step, one.loss) for one in EventLog(run.files.events).read_all().steps]
 
 

@@ -11,6 +11,7 @@ import math
 import sqlite3
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +19,7 @@ import click
 
 from jobs import service
 from jobs.errors import UserError
+from jobs.hub.pushes import Push
 from jobs.launch.replay import FORMS, Form, replay, replay_facts, resolved
 from jobs.machine import devices
 from jobs.machine.engine_tools import ToolError
@@ -282,6 +284,7 @@ def show(job_id: int, form: Form | None, as_json: bool) -> None:
     facts["traceback"] = errors[0].get("traceback") if errors else None
     facts["disk_bytes"] = directory_size(job.run_dir.root)
     facts["checkpoints"] = [step for step, _ in job.run_dir.complete_checkpoints()]
+    facts["hub"] = asdict(Push.read(job.run_dir))
     report = report_of(store, job)
     facts["strategy"], facts["strategy_reason"] = report.strategy, report.reason
     facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
 from jobs.errors import NotFoundError, UserError
+from jobs.hub.pushes import Push
 from jobs.memory import kept_prediction
 from jobs.queue.states import State
 from jobs.run.diagnosis.why_failed import diagnose
@@ -50,6 +51,7 @@ class Look:
         predicted: The memory that was predicted of a rank, if it was.
         failure: Why it failed, if it did.
         stages: The phases before its first step.
+        push: How far its pushes to the hub are.
         problem: What could not be read, in one line.
     """
 
@@ -66,6 +68,7 @@ class Look:
     predicted: Predicted | None = None
     failure: Failure | None = None
     stages: tuple[Stage, ...] = ()
+    push: Push = field(default_factory=Push)
     problem: str = ""
 
     @property
@@ -161,6 +164,7 @@ class Looker:
             self._prediction(),
             self._failure(),
             tuple(log.stages),
+            Push.read(job.run_dir),
         )
 
     def _failure(self) -> Failure | None:

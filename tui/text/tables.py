@@ -61,6 +61,10 @@ def describe(job: Mapping[str, Any]) -> str:
         f"files        {job['run_dir']} ({size(job['disk_bytes'])})",
         f"checkpoints  {ranges(job['checkpoints']) or 'none'}",
     ]
+    if job["hub"]["pushed"]:
+        lines.append(f"on the hub   {job['hub']['repo']}: {ranges(job['hub']['pushed'])}")
+    if job["hub"]["problem"]:
+        lines.append(f"hub          the last push failed: {job['hub']['problem']}")
     if job["strategy"]:
         lines.insert(6, f"strategy     {job['strategy']}: {job['strategy_reason']}")
     if job.get("slurm"):

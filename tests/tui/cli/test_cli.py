@@ -20,6 +20,7 @@ import yaml
 
 from jobs.machine.devices import Gpu, GpuProcess
 from jobs.machine.processes import end, with_run_id
+from jobs.hub.pushes import Push
 from jobs.queue.states import State
 from jobs.queue.store import Job, Store
 from jobs.run.rundir import event
@@ -400,6 +401,16 @@ def test_show_tells_the_history_and_the_checkpoints(shell: Shell) -> None:
     text = shell.ok("show", job.id).out
     for word in ("job 1  t", "stopped: was stopped", "checkpoints  3", str(job.run_dir.root)):
         assert word in text
+
+
+def test_show_names_what_was_pushed_and_why_a_push_failed(shell: Shell) -> None:
+    job = shell.ended(State.STOPPED, step=3)
+    assert "hub" not in shell.ok("show", job.id).out
+    Push("me/cats", [2, 3], "", "no permission to write to me/cats").keep(job.run_dir)
+    text = shell.ok("show", job.id).out
+    assert "on the hub   me/cats: 2,3\n" in text
+    assert "hub          the last push failed: no permission to write to me/cats\n" in text
+    assert shell.ok("show", job.id, "--json").json["hub"]["pushed"] == [2, 3]
 
 
 def test_progress_is_listed(shell: Shell) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from textual.geometry import Region
 
+from jobs.hub.pushes import Push
 from jobs.queue.states import State
 from jobs.run.rundir import event
 from jobs.spec.file.load import dump_spec, load_spec
@@ -268,6 +269,7 @@ async def test_an_ended_job_starts_again(store: Store, job: Job) -> None:
 async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied: list[str]) -> None:
     append_events(job, event("warning", message="fsdp_version: FSDP v1 is deprecated"))
     write_rank(job, 1, step=38, heartbeat=time.time() - 65)
+    Push("me/cats", [10, 20], "", "the hub cannot be reached").keep(job.run_dir)
     async with opened(store, (80, 24)) as (_, pilot, screen):
         overview = screen.panes["overview"]
         assert isinstance(overview, OverviewPane)
@@ -278,7 +280,9 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
             "loss 0.",
             "cpu ",
             "r1  training",
-            "checkpoint  step-30",
+            "checkpoint  step-30  ·  pushed step 20",
+            "on the hub  me/cats: 10,20",
+            "the last push to the hub failed: the hub cannot be reached",
             "0.42 s/step",
             "4.76 images/s",
             "fsdp2: a full copy",

@@ -210,6 +210,7 @@ def news_rows(look: Look, width: int, room: int) -> list[Row]:
     """The newest checkpoint, and what happened last, the newest at the end."""
     saved = f"step-{look.newest}" if look.newest is not None else "none yet"
     saved += "  ·  exported" if look.exported else ""
+    saved += f"  ·  pushed step {look.push.pushed[-1]}" if look.push.pushed else ""
     saved += "  ·  6: all" if look.newest is not None else ""
     rows: list[Row] = [(Span("checkpoint  ", "title"), Span(saved))]
     told = history_rows(look.history[-_NEWEST:], look.moments[-_NEWEST:], width)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.memory.kept_prediction import facts_of
 from jobs.queue.states import State
+from jobs.units import ranges
 from tui.job.panes.text_rows import fact, heading, moment
 from tui.text.format import Span, duration, size
 from tui.text.tables import memory_table, prediction_lines
@@ -36,10 +37,13 @@ def detail_rows(look: Look, gpus: str, width: int) -> list[Row]:
 
 
 def _warnings(look: Look, width: int) -> list[Row]:
-    if not look.report.warnings:
+    warnings = list(dict.fromkeys(look.report.warnings))
+    if look.push.problem:
+        warnings.append(f"the last push to the hub failed: {look.push.problem}")
+    if not warnings:
         return []
     rows = [heading("warnings")]
-    for words in dict.fromkeys(look.report.warnings):
+    for words in warnings:
         rows += fact("  !", words, width, "warn")
     return [*rows, _BLANK]
 
@@ -116,6 +120,8 @@ def _paths(look: Look, width: int) -> list[Row]:
         inside.append(("newest", f"checkpoints/step-{look.newest}"))
     if look.exported:
         inside.append(("exports", "export/"))
+    if look.push.pushed:
+        inside.append(("on the hub", f"{look.push.repo}: {ranges(look.push.pushed)}"))
     for label, words in inside:
         rows += fact(label, words, width, "dim")
     return rows

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from jobs.hub.pushes import Push
 from jobs.machine.devices import Gpu, GpuProcess
 from jobs.machine.processes import end, with_run_id
-from jobs.hub.pushes import Push
 from jobs.queue.states import State
 from jobs.queue.store import Job, Store
 from jobs.run.rundir import event

@@ -280,7 +280,7 @@ async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied:
             "loss 0.",
             "cpu ",
             "r1  training",
-            "checkpoint  step-30  ·  pushed step 20",
+            "checkpoint  step-30  ·  pushed step 20  ·  6: all",
             "on the hub  me/cats: 10,20",
             "the last push to the hub failed: the hub cannot be reached",
             "0.42 s/step",

@@ -15,6 +15,7 @@ import yaml
 
 from tests.support import nvml_stub
 from tests.support.nvml_stub.stub import GIB, gpu, start_holder, uuid
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +41,7 @@ def tui(home: Path, nvml_stub: StubNvml) -> Tui:
             env=inherited | environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE,
             check=False,
         )
 
@@ -153,7 +154,7 @@ def test_a_driver_that_is_installed_later_is_found(nvml_stub: StubNvml, tmp_path
         env=nvml_stub.environment | {"LD_LIBRARY_PATH": str(empty)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
         check=True,
     )
     if done.stdout.startswith("0"):
@@ -171,7 +172,7 @@ def test_the_command_for_people(home: Path) -> None:
         [sys.executable, str(PLAY), *words, "--", *command],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
         check=False,
     )
     found = rows(done)
@@ -179,4 +180,4 @@ def test_the_command_for_people(home: Path) -> None:
     assert [len(row["processes"]) for row in found] == [0, 1, 0, 0]
     assert all((row["memory_used"] > 2**30) == (row["index"] < 3) for row in found)
     failed = [sys.executable, str(PLAY), "--", sys.executable, "-c", "raise SystemExit(7)"]
-    assert subprocess.run(failed, check=False, timeout=30).returncode == 7
+    assert subprocess.run(failed, check=False, timeout=PATIENCE).returncode == 7

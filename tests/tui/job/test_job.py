@@ -268,6 +268,7 @@ async def test_an_ended_job_starts_again(store: Store, job: Job) -> None:
 
 async def test_the_overview_tells_how_the_job_is(store: Store, job: Job, copied: list[str]) -> None:
     append_events(job, event("warning", message="fsdp_version: FSDP v1 is deprecated"))
+    write_rank(job, 0, step=40, heartbeat=time.time() + 3600)  # on time, however slow the test
     write_rank(job, 1, step=38, heartbeat=time.time() - 65)
     Push("me/cats", [10, 20], "", "the hub cannot be reached").keep(job.run_dir)
     async with opened(store, (80, 24)) as (_, pilot, screen):

@@ -43,16 +43,16 @@ def examine(checks: Sequence[Check], patient: Patient) -> Iterator[Finding]:
     A check that is late is left behind in its thread; one that breaks is a finding itself.
     """
     running = [_Running(check, patient) for check in checks]
-    said = 0
+    yielded = 0
     for stage in sorted({check.stage for check in checks}):
-        here = [one for one in running if one.check.stage == stage]
-        for one in here:
-            one.start()
-        for one in here:
-            one.wait()
-        while said < len(running) and running[said].check.stage <= stage:
-            yield from running[said].findings()
-            said += 1
+        here = [run for run in running if run.check.stage == stage]
+        for run in here:
+            run.start()
+        for run in here:
+            run.wait()
+        while yielded < len(running) and running[yielded].check.stage <= stage:
+            yield from running[yielded].findings()
+            yielded += 1
 
 
 @dataclass
@@ -77,15 +77,15 @@ class _Running:
         yield from (finding.plain(self.check.group) for finding in self._found)
 
     def _run(self) -> None:
-        found = self._found
+        findings = self._found
         try:
             for finding in self.check.run(self.patient):
-                found.append(finding)
+                findings.append(finding)
         except UserError as error:
             advice = error.hint or "see `fsdp-tui doctor --help`"
-            found.append(fail(self.check.name, error.message, advice))
+            findings.append(fail(self.check.name, error.message, advice))
         except Exception as error:
-            found.append(_broken(self.check, error))
+            findings.append(_broken(self.check, error))
         finally:
             self._over.set()
 

@@ -71,7 +71,7 @@ def with_run_id(run_id: str) -> list[ProcessId]:
     so no process group holds them together.
     """
     needle = f"{RUN_ID_VARIABLE}={run_id}".encode()
-    found = []
+    processes = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -82,8 +82,8 @@ def with_run_id(run_id: str) -> list[ProcessId]:
             continue
         identity = ProcessId.of(int(name)) if ours else None
         if identity is not None and identity.alive():
-            found.append(identity)
-    return found
+            processes.append(identity)
+    return processes
 
 
 def end(processes: Iterable[ProcessId], *, grace: float, timeout: float = 10.0) -> list[ProcessId]:

@@ -65,11 +65,11 @@ def predicted_ddp(spec: JobSpec, gpus: Sequence[Gpu]) -> Whole | None:
         or with `fsdp-tui estimate`.
     """
     with suppress(Exception):  # whatever is wrong with a file of ours, the job starts
-        found = recall(spec, "ddp", world_size(spec), on_gpus=True)
-        if found is None or not gpus:
+        predicted = recall(spec, "ddp", world_size(spec), on_gpus=True)
+        if predicted is None or not gpus:
             return None
         here = read_calibration()
-        needed, factor = here.corrected(found), here.factor
+        needed, factor = here.corrected(predicted), here.factor
         fit = worst(
             fit_of(needed, room_of(gpu, (), {}, shares=True), on_gpus=True, factor=factor)
             for gpu in gpus

@@ -50,9 +50,9 @@ def _matters(key: str) -> bool:
 
 def recall(key: str) -> Predicted | None:
     """What is kept under a key; a damaged file is none."""
-    found = read_json(folder() / f"{key}.json")
+    values = read_json(folder() / f"{key}.json")
     try:
-        return Predicted.of(found) if found is not None else None
+        return Predicted.of(values) if values is not None else None
     except ValueError:
         return None
 

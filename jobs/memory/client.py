@@ -171,14 +171,14 @@ class Server:
         return process
 
     def _gone(self) -> Gone:
-        said = ""
+        last_line = ""
         if self._errors is not None:
             end = self._errors.seek(0, os.SEEK_END)
             self._errors.seek(max(0, end - _LAST_WORDS))
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            said = lines[-1] if lines else ""
+            last_line = lines[-1] if lines else ""
         self._end()
-        return Gone(f"python -m engine.memory failed: {said or 'it exited without an answer'}")
+        return Gone(f"python -m engine.memory failed: {last_line or 'it exited without an answer'}")
 
     def _end(self) -> None:
         process, self._process = self._process, None

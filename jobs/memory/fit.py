@@ -107,8 +107,10 @@ def room_of(
     used = gpu.memory_used or 0
     if gpu.uuid in claims:
         # In a container pids may be the host's: of a GPU that we hold, only known strangers count.
-        strangers = (one for one in gpu.processes if one.pid not in ours and one.command)
-        used = min(used, sum(one.memory or 0 for one in strangers))
+        strangers = (
+            process for process in gpu.processes if process.pid not in ours and process.command
+        )
+        used = min(used, sum(process.memory or 0 for process in strangers))
     waits = not shares and bool(foreign_users([gpu], ours, ()))
     name = f"GPU {gpu.index}"
     return Room(name, gpu.memory_total, *((0, used) if waits else (used, 0)))

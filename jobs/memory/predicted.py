@@ -95,9 +95,12 @@ class Predicted:
                 raise ValueError(f"a prediction of version {values['schema']}, not {SCHEMA}")
             phases = tuple(
                 PhasePeak(
-                    str(one["name"]), int(one["peak"]), dict(one["parts"]), str(one.get("note", ""))
+                    str(phase["name"]),
+                    int(phase["peak"]),
+                    dict(phase["parts"]),
+                    str(phase.get("note", "")),
                 )
-                for one in values["phases"]
+                for phase in values["phases"]
             )
             if not phases:
                 raise ValueError("a prediction without phases")

@@ -69,10 +69,10 @@ def key_of(spec: JobSpec) -> str:
         UserError: Its model is unknown, or not there.
     """
     # A snapshot of the cache and the hub id have the same config, and the same prediction.
-    found = find_target(
+    target = find_target(
         spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path or None
     )
-    return cache.key_of(spec.to_dict(), found.config)
+    return cache.key_of(spec.to_dict(), target.config)
 
 
 def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predicted | None:
@@ -115,8 +115,8 @@ def predict(
     except SpecError as error:
         return Refused(strategy, ranks, error.message, error.hint)
     key = key_of(job)
-    if not refresh and (known := cache.recall(key)) is not None:
-        return known
+    if not refresh and (cached := cache.recall(key)) is not None:
+        return cached
     request = {"job": _complete(job), "ranks": [ranks], "strategies": [strategy]}
     answer = server.ask(request, cancelled)
     try:

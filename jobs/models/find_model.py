@@ -36,8 +36,8 @@ def find_model(name_or_path: str) -> Path:
             GGUF_HINT if path.suffix == ".gguf" else None,
         )
     if (name := HubName.read("model", name_or_path)) is not None:
-        if (found := name.find()) is not None:
-            return found
+        if (snapshot := name.find()) is not None:
+            return snapshot
         raise SpecError(
             f"no such model: {name_or_path} is neither a directory nor in the hub cache",
             f"check the path, or run `fsdp-tui fetch {name_or_path}` first",

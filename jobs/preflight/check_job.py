@@ -63,13 +63,13 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
     if on_slurm:  # what this machine has says nothing about the nodes
         check_trackers(spec)
         return check_slurm()
-    wanted = check_devices(spec)
-    check_compiler(spec, on_gpus=wanted is not None)
+    requested = check_devices(spec)
+    check_compiler(spec, on_gpus=requested is not None)
     _check_kernel(spec)
     check_trackers(spec)
     _check_push(spec)
-    check_host_memory(spec, on_gpus=wanted is not None)
-    return wanted
+    check_host_memory(spec, on_gpus=requested is not None)
+    return requested
 
 
 def check_slurm() -> list[str]:
@@ -163,10 +163,10 @@ def check_devices(spec: JobSpec) -> int | list[str] | None:
             )
         return None
     if isinstance(spec.gpus, list):
-        found = [_uuid_of(name, present) for name in spec.gpus]
-        if len(set(found)) != len(found):
+        uuids = [_uuid_of(name, present) for name in spec.gpus]
+        if len(set(uuids)) != len(uuids):
             raise SpecError(f"gpus names the same GPU twice: {', '.join(map(str, spec.gpus))}")
-        return found
+        return uuids
     usable = [gpu for gpu in present if gpu.unusable is None]
     if ranks > len(usable):
         barred = [f"GPU {gpu.index} {gpu.unusable}" for gpu in present if gpu.unusable]

@@ -64,11 +64,11 @@ def look_at_data(
         arguments += ["--sheet", str(sheet)] if sheet else []
         arguments += ["--strips", str(folder)] if strips else []
 
-        def told(line: str) -> None:
+        def on_line(line: str) -> None:
             match line.split():
                 case ["looked", done, total] if done.isdigit() and total.isdigit():
                     progress(int(done), int(total))
 
-        report = ask("engine.data", arguments, Path(name, "answer"), told, cancelled)
+        report = ask("engine.data", arguments, Path(name, "answer"), on_line, cancelled)
         names = report.pop("strips", [])
-        return DataLook(report, tuple((folder / one).read_bytes() for one in names))
+        return DataLook(report, tuple((folder / strip).read_bytes() for strip in names))

@@ -87,30 +87,30 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     masked = spec.masked_loss == "file"
     masks = expand(dataset.mask_path) if dataset.mask_path else None
     pictures = without_masks(files.pictures, masks) if masked else files.pictures
-    wanted = files.videos + pictures if takes_videos else pictures
-    if not wanted:
+    samples = files.videos + pictures if takes_videos else pictures
+    if not samples:
         what = "images or videos" if takes_videos else "images"
         kinds = PICTURE_SUFFIXES | VIDEO_SUFFIXES if takes_videos else PICTURE_SUFFIXES
-        found = files.foreign + ([] if takes_videos else files.videos)
+        others = files.foreign + ([] if takes_videos else files.videos)
         raise SpecError(
             f"0 {what} in the dataset folder {root}",
-            (f"it has {found[0].name}: {_why_foreign(found[0])}; " if found else "")
+            (f"it has {others[0].name}: {_why_foreign(others[0])}; " if others else "")
             + f"supported: {' '.join(sorted(kinds))}",
         )
-    wanted, _ = split_samples(dataset, wanted)
+    samples, _ = split_samples(dataset, samples)
     if takes_videos and files.videos:
         _check_videos(f"{root} holds videos")
     captioned = files.metadata or any(
-        file.with_suffix(suffix).is_file() for file in wanted for suffix in CAPTION_SUFFIXES
+        file.with_suffix(suffix).is_file() for file in samples for suffix in CAPTION_SUFFIXES
     )
     if not captioned and spec.missing_captions == "skip":
         raise SpecError(
-            f"none of the {len(wanted)} images in {root} has a caption",
+            f"none of the {len(samples)} images in {root} has a caption",
             "add one for each, e.g. cat.txt for cat.png, or set missing_captions: empty",
         )
-    if not any(path in files.videos for path in wanted) and not files.metadata:
-        _check_any_usable(root, wanted, spec, Buckets(spec, dataset))
-    return len(wanted)
+    if not any(path in files.videos for path in samples) and not files.metadata:
+        _check_any_usable(root, samples, spec, Buckets(spec, dataset))
+    return len(samples)
 
 
 def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: Buckets) -> None:

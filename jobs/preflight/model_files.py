@@ -147,7 +147,7 @@ def _check_supplied(root: Path, family: Family) -> None:
 
 def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str, Any]) -> None:
     """What the model's own files say of its flavour; without one, the family's first is meant."""
-    said = spec.model_flavour or next(iter(family.flavours), "")
+    flavour_name = spec.model_flavour or next(iter(family.flavours), "")
     fits = [
         name
         for name, flavour in family.flavours.items()
@@ -156,10 +156,12 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
     step = _latent_step(family, root, component_of(spec))
     if step is not None:
         fits = [name for name in fits if family.latent_step_of(name) == step]
-    if said in fits or not fits:
+    if flavour_name in fits or not fits:
         return
     named = (
-        f"model_flavour: {said}" if spec.model_flavour else f"the default {family.title}, {said}"
+        f"model_flavour: {flavour_name}"
+        if spec.model_flavour
+        else f"the default {family.title}, {flavour_name}"
     )
     raise SpecError(
         f"{root} is not {named}, according to its files",

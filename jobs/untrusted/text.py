@@ -36,5 +36,5 @@ def harmless_value(value: Any, depth: int = _DEEPEST) -> Any:
     if isinstance(value, dict):
         return {harmless(str(k)): harmless_value(v, depth - 1) for k, v in value.items()}
     if isinstance(value, list):
-        return [harmless_value(one, depth - 1) for one in value]
+        return [harmless_value(item, depth - 1) for item in value]
     return value

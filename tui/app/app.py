@@ -190,12 +190,12 @@ class FsdpTui(App[None]):
             self.say(problem, "warning")
 
     def _first_theme(self) -> str:
-        wanted = self.settings.theme
-        if wanted in self.available_themes:
-            return wanted
-        if wanted:
-            meant = did_you_mean(wanted, self.available_themes)
-            self.problems.append(f'settings: no theme "{wanted}"{meant}')
+        name = self.settings.theme
+        if name in self.available_themes:
+            return name
+        if name:
+            meant = did_you_mean(name, self.available_themes)
+            self.problems.append(f'settings: no theme "{name}"{meant}')
         few = self.console.color_system in (None, "standard") and not self.is_headless
         if self.no_color or few:
             return ANSI.name
@@ -256,12 +256,12 @@ class FsdpTui(App[None]):
         return await super().run_action(action, default_namespace, namespaces)
 
     def act(self, action: Callable[[], str]) -> None:
-        """Do something in a thread, tell what came of it unless that is "", and look again."""
+        """Run an action in a thread, show its message unless it is "", and refresh."""
 
         def run() -> None:
             try:
-                if told := action():
-                    self.post_message(self.Said(told))
+                if message := action():
+                    self.post_message(self.Said(message))
             except UserError as error:
                 self.post_message(self.Said(str(error), "warning"))
             except sqlite3.Error as error:

@@ -75,7 +75,7 @@ def start_demo(store: Store, say: Callable[[str], None]) -> Job:
 
 
 def results_of(job: Job) -> list[str]:
-    """What the demo's samples show, at its first and at its newest step; a line each.
+    """Score the demo's samples at its first and its newest step, a line each.
 
     Empty before there are samples of two steps.
     """
@@ -83,9 +83,9 @@ def results_of(job: Job) -> list[str]:
     if len(steps) < 2:
         return []
     return [
-        f"step {one['step']:>3}: {one['hearts_right']} of {one['hearts']} hearts and "
-        f"{one['others_right']} of {one['others']} other shapes drawn correctly"
-        for one in (steps[0], steps[-1])
+        f"step {step['step']:>3}: {step['hearts_right']} of {step['hearts']} hearts and "
+        f"{step['others_right']} of {step['others']} other shapes drawn correctly"
+        for step in (steps[0], steps[-1])
     ] + [f"images: {job.run_dir.samples}"]
 
 

@@ -102,8 +102,8 @@ def device_rows(
         return (*mixed, *rest)
     if tabled:
         return (*gpu_rows, *processes, *rest)
-    known = [seat for seat in late if seat not in homeless]
-    return (*gpu_rows, *(gpu_rank_row(s, snapshot.t, width, indent=False) for s in known), *rest)
+    listed = [seat for seat in late if seat not in homeless]
+    return (*gpu_rows, *(gpu_rank_row(s, snapshot.t, width, indent=False) for s in listed), *rest)
 
 
 def device_head(snapshot: Snapshot, width: int, room: int) -> Row | None:
@@ -124,12 +124,12 @@ def is_paired(snapshot: Snapshot, width: int, room: int) -> bool:
 
 def seats_by_gpu(snapshot: Snapshot) -> dict[str, list[Seat]]:
     """Our ranks on each GPU, by its UUID."""
-    found: dict[str, list[Seat]] = {gpu.uuid: [] for gpu in snapshot.gpus}
+    seats: dict[str, list[Seat]] = {gpu.uuid: [] for gpu in snapshot.gpus}
     for view in snapshot.jobs:
         for rank in view.ranks:
-            if rank.device_uuid in found:
-                found[rank.device_uuid].append(Seat(view, rank))
-    return found
+            if rank.device_uuid in seats:
+                seats[rank.device_uuid].append(Seat(view, rank))
+    return seats
 
 
 def history_of(snapshot: Snapshot, gpu: Gpu) -> Histories:

@@ -73,5 +73,5 @@ class _GuardedFinder(PatternFinder):
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        found = self._guarded.search(text, at, timeout=left, concurrent=True)
-        return found.span() if found else None
+        match = self._guarded.search(text, at, timeout=left, concurrent=True)
+        return match.span() if match else None

@@ -16,7 +16,7 @@ from textual.strip import Strip
 
 from tui.log.log_model import Change, LogModel
 from tui.log.paint import paint
-from tui.log.watch import Found, Looked, Watch
+from tui.log.watch import Answer, Looked, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class LogView(ScrollView, can_focus=True):
         """The watching thread found something."""
 
         watch: Watch
-        what: Looked | Found
+        what: Looked | Answer
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class LogView(ScrollView, can_focus=True):
     def on_unmount(self) -> None:
         self.close()
 
-    def _tell(self, watch: Watch, what: Looked | Found) -> None:
+    def _tell(self, watch: Watch, what: Looked | Answer) -> None:
         """In the watching thread."""
         self.post_message(self.Told(watch, what))
 
@@ -134,8 +134,8 @@ class LogView(ScrollView, can_focus=True):
         event.stop()
         if event.watch is not self.watching:
             return
-        if isinstance(event.what, Found):
-            self.take_found(event.what)
+        if isinstance(event.what, Answer):
+            self.take_answer(event.what)
         elif event.what.problem:
             self.border_subtitle = event.what.problem
         else:
@@ -147,7 +147,7 @@ class LogView(ScrollView, can_focus=True):
             self._start_over()
         self.grow(looked.added)
 
-    def take_found(self, found: Found) -> None:
+    def take_answer(self, answer: Answer) -> None:
         """Lines that were asked for; the panel asks for none."""
 
     @property

@@ -356,16 +356,16 @@ class LogScreen(OfOneJob[int]):
 
     @on(LogReader.Answered)
     def _take(self, event: LogReader.Answered) -> None:
-        self.finding.take(event.found)
+        self.finding.take(event.answer)
         self._say_where()
 
     @on(LogReader.Moved)
     def _say_where(self) -> None:
-        said = self._place(), "   ".join(self.finding.words)
-        if said != self._said:
-            self._said = said
-            self.query_one("#log-place", Static).update(said[0])
-            self.query_one("#log-found", Static).update(said[1])
+        words = self._place(), "   ".join(self.finding.words)
+        if words != self._said:
+            self._said = words
+            self.query_one("#log-place", Static).update(words[0])
+            self.query_one("#log-found", Static).update(words[1])
 
     def _place(self) -> str:
         reader, model = self.reader, self.reader.model

@@ -56,8 +56,8 @@ class JobActions(Screen[ScreenResultType]):
         if self.app.settings.read_only:
             return []
         return [
-            Key(one.name, one.keys, one.shown, one.label, one.help)
-            for one in job_actions(job, self.app.own_keys)
+            Key(action.name, action.keys, action.shown, action.label, action.help)
+            for action in job_actions(job, self.app.own_keys)
         ]
 
     def act(self, act: Callable[[int], str]) -> None:

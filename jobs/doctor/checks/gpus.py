@@ -39,8 +39,8 @@ def check_gpus(patient: Patient) -> Iterator[Finding]:
 def chosen(patient: Patient) -> list[Gpu]:
     """The usable GPUs among those that were named here or in the job, else all usable ones."""
     present = patient.nvml.gpus if patient.nvml is not None else ()
-    wanted = patient.spec.gpus if patient.spec is not None else None
-    names = patient.gpus or (tuple(map(str, wanted)) if isinstance(wanted, list) else ())
+    configured = patient.spec.gpus if patient.spec is not None else None
+    names = patient.gpus or (tuple(map(str, configured)) if isinstance(configured, list) else ())
     if names:
         matches = [match[0] for name in names if (match := find(name, present))]
         return [gpu for gpu in dict.fromkeys(matches) if gpu.unusable is None]

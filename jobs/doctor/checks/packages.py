@@ -39,49 +39,49 @@ def check_python(_: Patient) -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     version = sys.version.split()[0]
-    wanted = read_wanted().python
-    facts = {"version": version, "executable": sys.executable, "wanted": wanted}
-    if SpecifierSet(wanted).contains(version, prereleases=True):
+    required = read_wanted().python
+    facts = {"version": version, "executable": sys.executable, "wanted": required}
+    if SpecifierSet(required).contains(version, prereleases=True):
         yield ok("Python", f"{version} ({sys.executable})", **facts)
     else:
         yield fail(
             "Python",
-            f"{version} ({sys.executable}) is not {wanted}",
-            f"create an environment with Python {wanted} and install fsdp-tui there",
+            f"{version} ({sys.executable}) is not {required}",
+            f"create an environment with Python {required} and install fsdp-tui there",
             **facts,
         )
 
 
 def check_packages(_: Patient) -> Iterator[Finding]:
     """Whether every package is there, in the range that was tested."""
-    wanted = read_wanted()
-    problems = [found for text in wanted.needed if (found := _judge(text, needed=True))]
+    required = read_wanted()
+    problems = [problem for text in required.needed if (problem := _judge(text, needed=True))]
     yield from problems
     if not problems:
         yield ok(
             "packages",
-            f"all {len(wanted.needed)} match fsdp-tui's requirements",
-            versions=_versions(wanted.needed),
+            f"all {len(required.needed)} match fsdp-tui's requirements",
+            versions=_versions(required.needed),
         )
 
 
 def check_extras(_: Patient) -> Iterator[Finding]:
     """Which optional packages are there; none of them must be."""
-    wanted = read_wanted()
+    required = read_wanted()
     there: list[str] = []
     missing: list[str] = []
     for extra in _FOR_TRAINING:
-        texts = wanted.extras.get(extra, ())
+        texts = required.extras.get(extra, ())
         names = [_parse(text).name for text in texts]
         absent = [name for name in names if _version(name) is None]
         (missing if absent else there).append(f"{extra} ({', '.join(absent or names)})")
         for text in texts:
-            if _version(_parse(text).name) and (found := _judge(text, needed=False)):
-                yield found
+            if _version(_parse(text).name) and (problem := _judge(text, needed=False)):
+                yield problem
     parts = [f"installed: {', '.join(there)}"] if there else []
     if missing:
         parts.append(f"not installed: {', '.join(missing)}; pip install '{_NAME}[EXTRA]' adds one")
-    yield ok("extras", "; ".join(parts), versions=_versions(sum(wanted.extras.values(), ())))
+    yield ok("extras", "; ".join(parts), versions=_versions(sum(required.extras.values(), ())))
 
 
 def read_wanted() -> Wanted:
@@ -136,20 +136,20 @@ def check_compilers(_: Patient) -> Iterator[Finding]:
 
 def _judge(text: str, *, needed: bool) -> Finding | None:
     """What is wrong with an installed or missing package, if anything is."""
-    wanted = _parse(text)
-    version = _version(wanted.name)
-    install = f"pip install '{wanted.name}{wanted.specifier}'"
+    requirement = _parse(text)
+    version = _version(requirement.name)
+    install = f"pip install '{requirement.name}{requirement.specifier}'"
     if version is None:
-        return fail(wanted.name, "is not installed", install)
-    if wanted.specifier.contains(version, prereleases=True):
+        return fail(requirement.name, "is not installed", install)
+    if requirement.specifier.contains(version, prereleases=True):
         return None
-    facts = {"version": version, "wanted": str(wanted.specifier)}
-    lower = [one for one in wanted.specifier if not one.operator.startswith("<")]
-    if all(one.contains(version, prereleases=True) for one in lower):
-        found = f"{version} is newer than fsdp-tui was tested with ({wanted.specifier})"
-        return warn(wanted.name, found, install, **facts)
-    found = f"{version} is too old ({wanted.specifier})"
-    return (fail if needed else warn)(wanted.name, found, install, **facts)
+    facts = {"version": version, "wanted": str(requirement.specifier)}
+    lower = [bound for bound in requirement.specifier if not bound.operator.startswith("<")]
+    if all(bound.contains(version, prereleases=True) for bound in lower):
+        message = f"{version} is newer than fsdp-tui was tested with ({requirement.specifier})"
+        return warn(requirement.name, message, install, **facts)
+    message = f"{version} is too old ({requirement.specifier})"
+    return (fail if needed else warn)(requirement.name, message, install, **facts)
 
 
 def _parse(text: str) -> Requirement:

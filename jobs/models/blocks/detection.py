@@ -60,14 +60,14 @@ class Detection:
     @property
     def recommended(self) -> list[str]:
         """The classes to wrap."""
-        return [one.class_name for one in self.classes if one.recommended]
+        return [block.class_name for block in self.classes if block.recommended]
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
         """What wrapping these classes would do; instant."""
         return self.parts.coverage(chosen)
 
     @classmethod
-    def of(cls, target: Target, found: dict[str, Any], *, cached: bool) -> Detection:
+    def of(cls, target: Target, answer: dict[str, Any], *, cached: bool) -> Detection:
         """What `python -m engine.blocks` said of a target.
 
         Raises:
@@ -77,13 +77,13 @@ class Detection:
             model_family=target.model_family,
             model_flavour=target.model_flavour,
             pretrained_model=target.name,
-            model_class=str(found["model_class"]),
-            total_params=int(found["total_params"]),
-            no_split_modules=[str(name) for name in found["no_split_modules"]],
+            model_class=str(answer["model_class"]),
+            total_params=int(answer["total_params"]),
+            no_split_modules=[str(name) for name in answer["no_split_modules"]],
             cached=cached,
-            classes=[BlockClass(**one) for one in found["classes"]],
+            classes=[BlockClass(**values) for values in answer["classes"]],
             dtype_bytes=target.dtype_bytes,
-            parts=Parts.from_dict(found["parts"]),
+            parts=Parts.from_dict(answer["parts"]),
         )
 
 
@@ -113,27 +113,27 @@ def detect_blocks(
         Cancelled: `cancelled` said so.
     """
     target = find_target(model_family, model_flavour, pretrained_model)
-    if not refresh and (known := _recall(target)) is not None:
-        return known
+    if not refresh and (cached := _recall(target)) is not None:
+        return cached
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
         # A copy, so that what is remembered is of the config that was looked at.
         config = Path(name, "config.json")
         config.write_text(json.dumps(target.config), encoding="utf-8")
 
-        def told(line: str) -> None:
+        def on_line(line: str) -> None:
             match line.split():
                 case ["step", done, total] if done.isdigit() and total.isdigit():
                     progress(int(done), int(total))
 
         try:
-            found = ask("engine.blocks", [str(config)], Path(name, "answer"), told, cancelled)
+            answer = ask("engine.blocks", [str(config)], Path(name, "answer"), on_line, cancelled)
         except UserError as error:
             raise SpecError(f"{target.name}: {error.message}", error.hint) from None
     try:
-        detection = Detection.of(target, found, cached=False)
+        detection = Detection.of(target, answer, cached=False)
     except _NOT_OURS as error:
         raise ToolError(f"unexpected answer from python -m engine.blocks: {error!r}") from None
-    remember(target.key(SCHEMA), found)
+    remember(target.key(SCHEMA), answer)
     return detection
 
 
@@ -151,8 +151,8 @@ def cached_detection(
 
 
 def _recall(target: Target) -> Detection | None:
-    found = recall(target.key(SCHEMA))
+    stored = recall(target.key(SCHEMA))
     try:
-        return Detection.of(target, found, cached=True) if found is not None else None
+        return Detection.of(target, stored, cached=True) if stored is not None else None
     except _NOT_OURS:  # damaged; it is looked at again
         return None

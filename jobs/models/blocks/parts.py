@@ -157,10 +157,10 @@ class Parts:
         """
         parts: list[Part] = []
         for name, own, children in data["parts"]:
-            found = tuple((int(child), int(times)) for child, times in children)
-            if any(not 0 <= child < len(parts) for child, _ in found):
+            counted = tuple((int(child), int(times)) for child, times in children)
+            if any(not 0 <= child < len(parts) for child, _ in counted):
                 raise ValueError("a part comes before its children")
-            parts.append(Part(str(name), int(own), found))
+            parts.append(Part(str(name), int(own), counted))
         if not parts:
             raise ValueError("no parts")
         ancestors = {str(k): tuple(map(str, v)) for k, v in data["ancestors"].items()}

@@ -216,7 +216,7 @@ def test_memory_has_a_limit(tmp_path: Path) -> None:
     kept = Thumbnails(most=3 * 100 * 100 * 3)
     for path in paths:
         kept.load(path, 1.0, 100)
-    assert [kept.known(path, 1.0, 100) is not None for path in paths] == [False] * 7 + [True] * 3
+    assert [kept.cached(path, 1.0, 100) is not None for path in paths] == [False] * 7 + [True] * 3
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\nrest", b"text", None, "half"])

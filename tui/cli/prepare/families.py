@@ -103,7 +103,7 @@ def _paragraph(family: Family) -> str:
 
 def _sizes(family: Family) -> str:
     """The different sizes of a family's flavours, in their order."""
-    sizes = [_billions(PARAMETERS.get(one.hub_id)) for one in family.flavours.values()]
+    sizes = [_billions(PARAMETERS.get(flavour.hub_id)) for flavour in family.flavours.values()]
     return ", ".join(dict.fromkeys(sizes))
 
 

@@ -49,23 +49,23 @@ class NewestSamples(Vertical):
         width = self.size.width
         if not self._samples or not width:
             return
-        step = max(one.step for one in self._samples)
+        step = max(sample.step for sample in self._samples)
         newest = sorted((s for s in self._samples if s.step == step), key=lambda s: s.number)
-        wanted = newest[: max(1, min(_MOST, width // _EACH))]
-        if wanted == self._shown:
+        shown = newest[: max(1, min(_MOST, width // _EACH))]
+        if shown == self._shown:
             return
-        more = f" · {len(wanted)} of {len(newest)}" if len(wanted) < len(newest) else ""
+        more = f" · {len(shown)} of {len(newest)}" if len(shown) < len(newest) else ""
         long, short = f"samples of step {step}{more} · 5: all", f"step {step}{more}"
         self.border_title = long if width >= _ROOMY else short
-        if len(wanted) != len(self._pictures):
-            self._pictures = [Picture(for_many()) for _ in wanted]
+        if len(shown) != len(self._pictures):
+            self._pictures = [Picture(for_many()) for _ in shown]
             with self.app.batch_update():
                 self.remove_children()
                 self.mount(Horizontal(*self._pictures))
-        self._shown = wanted
+        self._shown = shown
         for picture in self._pictures:
             picture.say("…")
-        Loading(self, _LONGEST).want(wanted)
+        Loading(self, _LONGEST).want(shown)
 
     def on_loaded(self, message: Loaded) -> None:
         """A picture is decoded, or cannot be."""

@@ -167,14 +167,14 @@ class SampleGrid(Vertical, can_focus=True):
             window(self._first.row, shape.rows, self.place.row, len(table.prompts)),
             window(self._first.column, shape.columns, self.place.column, len(table.steps)),
         )
-        wanted: list[Sample] = []
+        missing: list[Sample] = []
         for row, cells in enumerate(self._cells):
             self._tell_prompt(row)
             for column, cell in enumerate(cells):
                 place = Place(self._first.row + row, self._first.column + column)
-                self._fill_cell(cell, place, wanted)
-        if wanted:
-            self.decoder.want(wanted)
+                self._fill_cell(cell, place, missing)
+        if missing:
+            self.decoder.want(missing)
 
     def _tell_prompt(self, row: int) -> None:
         at = self._first.row + row
@@ -186,23 +186,23 @@ class SampleGrid(Vertical, can_focus=True):
             self._prompt_texts[row] = words
             self._prompts[row].update(words)
 
-    def _fill_cell(self, cell: Cell, place: Place, wanted: list[Sample]) -> None:
+    def _fill_cell(self, cell: Cell, place: Place, missing: list[Sample]) -> None:
         table, sample = self.table, self.table.at(place)
         key = (table.prompts[place.row], table.steps[place.column])
         cell.mark(key[1], place == self.place, key == self.marked)
         if sample is not None and sample == cell.sample:
             if cell.waiting:  # a newer wish takes the place of the older one
-                wanted.append(sample)
+                missing.append(sample)
             return
         cell.sample, cell.waiting = sample, False
         if sample is None:
             cell.picture.say("not sampled")
-        elif (image := self.decoder.known(sample)) is not None:
+        elif (image := self.decoder.cached(sample)) is not None:
             cell.picture.show(image)
         else:
             cell.picture.say("…")
             cell.waiting = True
-            wanted.append(sample)
+            missing.append(sample)
 
     def on_loaded(self, message: Loaded) -> None:
         for cell in (cell for cells in self._cells for cell in cells):

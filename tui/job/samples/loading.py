@@ -42,9 +42,9 @@ class Loading:
         self._longest = longest
         self._kept = kept or Thumbnails()
 
-    def known(self, sample: Sample) -> Image | None:
+    def cached(self, sample: Sample) -> Image | None:
         """A picture that needs no decoding."""
-        return self._kept.known(sample.picture, sample.time, self._longest)
+        return self._kept.cached(sample.picture, sample.time, self._longest)
 
     def want(self, samples: Sequence[Sample]) -> None:
         """Decode these, in their order, and forget about earlier wishes."""

@@ -47,9 +47,9 @@ class Table:
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Table:
         return cls(
-            tuple(sorted({one.number for one in samples})),
-            tuple(sorted({one.step for one in samples})),
-            {(one.number, one.step): one for one in samples},
+            tuple(sorted({sample.number for sample in samples})),
+            tuple(sorted({sample.step for sample in samples})),
+            {(sample.number, sample.step): sample for sample in samples},
         )
 
     def at(self, place: Place) -> Sample | None:

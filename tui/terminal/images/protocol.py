@@ -29,11 +29,11 @@ _chosen: Protocol = "blocks"
 _cell: tuple[int, int] | None = None
 
 
-def prepare(wanted: str | None = None) -> Protocol:
+def prepare(preferred: str | None = None) -> Protocol:
     """Find out what the terminal can do. Reads its answer, so that nothing else may be reading.
 
     Args:
-        wanted: kitty, sixel or blocks, whatever the terminal says; `$FSDP_TUI_PICTURES` goes
+        preferred: kitty, sixel or blocks, whatever the terminal says; `$FSDP_TUI_PICTURES` goes
             before it. Where neither names one, the terminal is asked.
     """
     global _chosen, _cell
@@ -46,7 +46,7 @@ def prepare(wanted: str | None = None) -> Protocol:
     interactive = all(
         stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stdout__)
     )
-    _chosen = choose(os.environ, wanted, interactive, ask)
+    _chosen = choose(os.environ, preferred, interactive, ask)
     if _chosen != "blocks" and find_spec("textual_image") is None:
         _chosen = "blocks"
     if answers and (match := _CELL.search(answers[0])):
@@ -76,7 +76,7 @@ def cell_size() -> tuple[int, int] | None:
 
 def choose(
     environment: Mapping[str, str],
-    wanted: str | None,
+    preferred: str | None,
     interactive: bool,
     ask: Callable[[], bytes],
 ) -> Protocol:
@@ -84,11 +84,11 @@ def choose(
 
     Args:
         environment: Of the process.
-        wanted: What the person wants, if anything.
+        preferred: What the person wants, if anything.
         interactive: Whether both ends are a terminal.
         ask: Asks the terminal; returns its answers.
     """
-    wish = (environment.get(VARIABLE, "").strip() or wanted or "").lower()
+    wish = (environment.get(VARIABLE, "").strip() or preferred or "").lower()
     for protocol in get_args(Protocol):
         if wish == protocol and interactive:
             return protocol  # type: ignore[no-any-return]

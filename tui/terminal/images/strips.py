@@ -127,8 +127,8 @@ def _line(canvas: Image, y: int) -> list[Segment]:
     return [_segment(*run) for run in runs]
 
 
-def _alike(one: bytes, other: bytes) -> bool:
-    return all(abs(a - b) <= _ALIKE for a, b in zip(one, other, strict=True))
+def _alike(first: bytes, other: bytes) -> bool:
+    return all(abs(a - b) <= _ALIKE for a, b in zip(first, other, strict=True))
 
 
 def _segment(count: int, upper: bytes, lower: bytes) -> Segment:

@@ -28,7 +28,7 @@ class Thumbnails:
         self._bytes = 0
         self._lock = Lock()
 
-    def known(self, path: Path, time: float, longest: int) -> Image | None:
+    def cached(self, path: Path, time: float, longest: int) -> Image | None:
         """A picture that needs no decoding."""
         with self._lock:
             image = self._kept.get((path, time, longest))
@@ -47,7 +47,7 @@ class Thumbnails:
         Raises:
             BrokenPictureError: It cannot be decoded; says why.
         """
-        if (image := self.known(path, time, longest)) is not None:
+        if (image := self.cached(path, time, longest)) is not None:
             return image
         image = decode(path, longest)
         with self._lock:

@@ -56,7 +56,9 @@ def stop_job(app: FsdpTui, store: Store, job_id: int) -> None:
     def tell(job: Job) -> None:
         queued = job.state is State.QUEUED
         what = "remove it from the queue" if queued else _ENDS_BY[min(job.stop_level, 1)]
-        key = next(one.shown for one in job_actions(job, app.own_keys) if one.name == "stop_job")
+        key = next(
+            action.shown for action in job_actions(job, app.own_keys) if action.name == "stop_job"
+        )
         text = f"job {job.id} “{job.name}”: press {key} again within {WITHIN:g} s to {what}"
         app.notify(text, severity="warning", timeout=WITHIN, markup=False)
 

@@ -50,9 +50,9 @@ def recommend(
             and kinds[name].each >= _LEAST_UNIT * kinds[largest].each
         ]
         coverage = parts.coverage(chosen)
-        found = coverage.share * (1 - coverage.largest / total)
-        if found > quality + (_WORTHWHILE if best else 0.0) and not coverage.nested:
-            best, quality = chosen, found
+        merit = coverage.share * (1 - coverage.largest / total)
+        if merit > quality + (_WORTHWHILE if best else 0.0) and not coverage.nested:
+            best, quality = chosen, merit
         pool.discard(largest)
     return sorted(best, key=lambda name: (-score(kinds[name], total), name))
 

@@ -94,8 +94,8 @@ def _damage(path: Path, world: World, progress: Callable[[int], None]) -> str | 
         own = find_damage(path, share=(world.rank, world.size), progress=progress)
     except UnreadableError as error:
         unreadable = str(error)
-    found = world.gather((own, unreadable))
-    for _, said in found:
-        if said is not None:
-            raise UserError(said)
-    return next((damage for damage, _ in found if damage is not None), None)
+    everyone = world.gather((own, unreadable))
+    for _, problem in everyone:
+        if problem is not None:
+            raise UserError(problem)
+    return next((damage for damage, _ in everyone if damage is not None), None)

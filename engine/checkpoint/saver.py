@@ -304,10 +304,10 @@ class Saver:
 
     def _look_at_disk(self, total: int) -> tuple[int, str | None]:
         """The bytes of a checkpoint, and why they do not fit; rank 0 looks for all."""
-        found: tuple[int, str | None] = (0, None)
+        answer: tuple[int, str | None] = (0, None)
         if self._world.main:
-            found = (total, self._lack(total))
-        return self._world.from_main(found, self._group)
+            answer = (total, self._lack(total))
+        return self._world.from_main(answer, self._group)
 
     def _lack(self, total: int) -> str | None:
         where = self._run_dir.checkpoints
@@ -324,13 +324,13 @@ class Saver:
     def _goes_on(self, contents: Contents) -> bool:
         """Whether training goes on while this is written; decided at the first save."""
         if self._behind is None:
-            wanted = self._spec.checkpointing_async
+            setting = self._spec.checkpointing_async
             able = contents.layout == "sharded" and contents.can_be_copied
             fits = self._agreed(
-                lambda: able and (bool(wanted) or _fits_in_memory(contents.own_bytes))
+                lambda: able and (bool(setting) or _fits_in_memory(contents.own_bytes))
             )
             # One rank without room is enough, so all decide alike.
-            self._behind = wanted is not False and not self._world.any([not fits])[0]
+            self._behind = setting is not False and not self._world.any([not fits])[0]
             how = "while training continues" if self._behind else "while training waits"
             self._telemetry.say(f"checkpoints are written {how}")
         return self._behind

@@ -73,10 +73,10 @@ def together(
         if not isinstance(error, (OSError, UserError)):
             traceback.print_exception(error)  # into this rank's log
     everyone = world.gather((outcome, problem), group)
-    for _, said in everyone:
-        if said is not None:
-            raise SaveError(said[0], full=said[1])
-    return [one for one, _ in everyone]
+    for _, failure in everyone:
+        if failure is not None:
+            raise SaveError(failure[0], full=failure[1])
+    return [result for result, _ in everyone]
 
 
 def is_full(error: BaseException) -> bool:

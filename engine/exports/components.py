@@ -59,8 +59,8 @@ def files_of(root: Path, trained: str) -> list[Copy]:
     index = read_json(root / INDEX)
     if index is None:
         raise UserError(f"{root} has no readable {INDEX}", "download the model again")
-    found = [Copy((root / INDEX).resolve(), INDEX)]
-    found += [
+    copies = [Copy((root / INDEX).resolve(), INDEX)]
+    copies += [
         Copy(path.resolve(), path.name)
         for path in sorted(root.iterdir())
         if path.name.upper().startswith(("LICENSE", "NOTICE")) and path.is_file()
@@ -75,8 +75,8 @@ def files_of(root: Path, trained: str) -> list[Copy]:
             ]
         elif any(p.suffix == ".safetensors" and variant_of(p.name) is None for p in paths):
             paths = [path for path in paths if not _is_another_copy(path)]
-        found += [Copy(path.resolve(), str(path.relative_to(root))) for path in paths]
-    return found
+        copies += [Copy(path.resolve(), str(path.relative_to(root))) for path in paths]
+    return copies
 
 
 def _is_another_copy(path: Path) -> bool:

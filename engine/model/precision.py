@@ -40,9 +40,9 @@ def storage_dtype(spec: JobSpec, in_file: torch.dtype, *, keep_fp32: bool) -> to
     """
     if spec.model_type == "full" or keep_fp32:
         return torch.float32
-    wanted = compute_dtype(spec)
-    if in_file.itemsize == 1 or in_file.itemsize >= wanted.itemsize:
-        return wanted
+    dtype = compute_dtype(spec)
+    if in_file.itemsize == 1 or in_file.itemsize >= dtype.itemsize:
+        return dtype
     return in_file
 
 
@@ -69,7 +69,7 @@ def narrow_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
     def cast(value: Any) -> Any:
         if isinstance(value, list):
-            return [cast(one) for one in value]
+            return [cast(item) for item in value]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         return value if torch.is_autocast_enabled(value.device.type) else value.to(dtype)

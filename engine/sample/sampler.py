@@ -114,7 +114,7 @@ class Sampler:
                 self.telemetry.warn,
             )
             # Two denoisers take turns at a place that depends on the steps.
-            kinds = [(one.steps, one.guided) for one in requests] if beside else None
+            kinds = [(request.steps, request.guided) for request in requests] if beside else None
             for numbers in rounds_of(planned, self.world.data_size, kinds):
                 if stopping or any(self.world.any([self.wants_stop()])):
                     break

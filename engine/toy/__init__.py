@@ -122,8 +122,8 @@ def check_family(family: str, flavour: str | None) -> str:
     Raises:
         SpecError: There is no such family or flavour.
     """
-    known = get_family(family, flavour)
-    return flavour or next(iter(known.flavours))
+    facts = get_family(family, flavour)
+    return flavour or next(iter(facts.flavours))
 
 
 def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:

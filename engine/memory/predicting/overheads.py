@@ -36,10 +36,10 @@ class Overheads:
 
     def beside(self, communicators: int) -> dict[str, int]:
         """Name → bytes that the driver counts besides what torch reserves."""
-        found = {"cuda_context": self.cuda_context, "cublas": self.cublas}
+        parts = {"cuda_context": self.cuda_context, "cublas": self.cublas}
         if communicators:
-            found["nccl"] = self.nccl + (communicators - 1) * self.nccl_more
-        return found
+            parts["nccl"] = self.nccl + (communicators - 1) * self.nccl_more
+        return parts
 
     def reserved(self, allocated: int) -> tuple[int, int]:
         """What torch reserves of a GPU when so much is allocated at most: least and most."""

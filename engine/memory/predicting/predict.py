@@ -87,7 +87,7 @@ def predict(
     strategy = strategy or strategy_of(spec, ranks)
     layout = layout_of(spec, ranks, strategy)
     _check(spec, trace, layout, strategy, ranks)
-    said = list(notes)
+    assumed = list(notes)
     on_cuda = spec.device != "cpu"
     trained = trained_of(trace, layout)
     swapped, moving = swapped_of(trace.units, spec.swap_blocks if strategy == "single" else 0)
@@ -95,7 +95,7 @@ def predict(
     state = 0 if layout.offload else state_bytes(spec, trained)
     average = 0
     if spec.use_ema and spec.ema_device != "cpu" and not layout.offload:
-        average = sum(one.size for one in trained)
+        average = sum(parameter.size for parameter in trained)
     base = Parts(parameters=held + resident, optimizer=state + average)
     walk = _walk(trace, layout, base, spec)
     walk.step(spec.gradient_accumulation_steps)
@@ -139,7 +139,7 @@ def predict(
         overheads=overheads.beside(_communicators(spec, strategy, ranks)) if on_cuda else {},
         host=dict(host or {}),
         disk=dict(disk or {}),
-        notes=tuple(said),
+        notes=tuple(assumed),
     )
 
 

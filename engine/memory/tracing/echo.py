@@ -85,8 +85,8 @@ class Echo:
             outputs = _Played.apply(self, record, name, self._anchor, *tensors)
         else:
             outputs = self.forward(record, name, tensors)[0]
-        found = iter(outputs)
-        filled = [next(found) if isinstance(s, Slot) else s for s in record.outputs]
+        tensors_out = iter(outputs)
+        filled = [next(tensors_out) if isinstance(s, Slot) else s for s in record.outputs]
         return tree_unflatten(filled, record.result)
 
     def release(self) -> None:

@@ -118,10 +118,10 @@ class Live(TorchDispatchMode):
         return self._sizes[key][1] if key in self._sizes else 0
 
     def _forget(self, key: int) -> None:
-        known = self._sizes.pop(key, None)
-        if known is None:
+        allocation = self._sizes.pop(key, None)
+        if allocation is None:
             return
-        _, size, attached = known
+        _, size, attached = allocation
         if attached:
             self.gradients -= size
         else:

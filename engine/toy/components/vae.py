@@ -196,9 +196,9 @@ def _fit(conv: Layer, inputs: torch.Tensor, targets: torch.Tensor) -> None:
     """
     patches = functional.unfold(inputs, 3, padding=1).transpose(1, 2).flatten(0, 1)
     patches = torch.cat([patches, torch.ones(len(patches), 1)], dim=1)  # (N H W, 9 C + 1)
-    wanted = targets.permute(0, 2, 3, 1).reshape(-1, RGB)
+    pixels = targets.permute(0, 2, 3, 1).reshape(-1, RGB)
     gram = (patches.T @ patches).double()
     gram += RIDGE * torch.diag(gram.diagonal()) + 1e-9 * gram.trace() * torch.eye(len(gram))
-    solution = torch.linalg.solve(gram, (patches.T @ wanted).double()).float()  # (9 C + 1, 3)
+    solution = torch.linalg.solve(gram, (patches.T @ pixels).double()).float()  # (9 C + 1, 3)
     conv.weight[:RGB] = solution[:-1].T.reshape(RGB, -1, 3, 3)
     conv.bias[:RGB] = solution[-1]

@@ -232,8 +232,8 @@ class CheckpointsPane(Pane, can_focus=True):
             self.app.say(f"job {self.job.id} is {self.job.state}; stop it first", "warning")
         elif checkpoint.set_aside:
             self.app.say(
-                f"{checkpoint.name} is set aside; rename it to step-{checkpoint.step}, or start a new "
-                f"job with resume_from_checkpoint: {checkpoint.path}",
+                f"{checkpoint.name} is set aside; rename it to step-{checkpoint.step}, or start a "
+                f"new job with resume_from_checkpoint: {checkpoint.path}",
                 "warning",
             )
         else:

@@ -133,18 +133,18 @@ def _check(checkpoint: Checkpoint, progress: _Progress) -> None:
 
 
 class _Progress:
-    """Tells how far each stage has come, a few times a second."""
+    """Prints how far each stage is, a few times a second."""
 
     def __init__(self) -> None:
-        self._said = 0.0
+        self._printed = 0.0
 
     def of(self, stage: str) -> Any:
-        """What is called with the number of things done, and of how many."""
-        self._said = 0.0  # a stage's first word is always said
+        """Return a stage's callback, called with what is done and the total."""
+        self._printed = 0.0  # the first progress of a stage is always printed
 
         def tell(done: int, total: int) -> None:
-            if done == total or time.monotonic() - self._said >= _PROGRESS_EVERY:
-                self._said = time.monotonic()
+            if done == total or time.monotonic() - self._printed >= _PROGRESS_EVERY:
+                self._printed = time.monotonic()
                 print(f"exporting {stage} {done} {total}", file=sys.stderr, flush=True)
 
         return tell

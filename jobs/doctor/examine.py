@@ -61,7 +61,7 @@ class _Running:
 
     check: Check
     patient: Patient
-    _found: list[Finding] = field(default_factory=list)
+    _findings: list[Finding] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _deadline: float = 0.0
 
@@ -71,13 +71,16 @@ class _Running:
 
     def wait(self) -> None:
         if not self._over.wait(max(0.0, self._deadline - time.monotonic())):
-            self._found = [*self._found, _late(self.check)]  # the thread goes on with the old list
+            self._findings = [
+                *self._findings,
+                _late(self.check),
+            ]  # the thread goes on with the old list
 
     def findings(self) -> Iterator[Finding]:
-        yield from (finding.plain(self.check.group) for finding in self._found)
+        yield from (finding.plain(self.check.group) for finding in self._findings)
 
     def _run(self) -> None:
-        findings = self._found
+        findings = self._findings
         try:
             for finding in self.check.run(self.patient):
                 findings.append(finding)

@@ -82,7 +82,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
         UserError: There is no such cache, or a file cannot be deleted.
         StateError: A job that runs may be using one of them; nothing was deleted.
     """
-    chosen = _known(names)
+    chosen = _valid_names(names)
     if not force:
         _check_unused(store, chosen)
     size = count = 0
@@ -108,7 +108,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
     return Cleared(tuple(chosen), size, count)
 
 
-def _known(names: Sequence[str]) -> list[str]:
+def _valid_names(names: Sequence[str]) -> list[str]:
     if not names or "all" in names:
         return list(_TITLES)
     for name in names:

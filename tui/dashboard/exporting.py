@@ -71,8 +71,8 @@ class Exports:
                 progress=report,
                 cancelled=lambda: export.cancelled or worker.is_cancelled,
             )
-            told_too = "".join(f"; {warning}" for warning in made.warnings)
-            message = say(f"{what} exported to {made.path}{told_too}")
+            more = "".join(f"; {warning}" for warning in made.warnings)
+            message = say(f"{what} exported to {made.path}{more}")
         except Cancelled:
             message = say(f"the export of {what} was cancelled", "warning")
         except (UserError, ToolError) as error:

@@ -69,7 +69,7 @@ class LogView(ScrollView, can_focus=True):
     following: reactive[bool] = reactive(True)
 
     @dataclass
-    class Told(Message):
+    class Watched(Message):
         """The watching thread found something."""
 
         watch: Watch
@@ -128,9 +128,9 @@ class LogView(ScrollView, can_focus=True):
 
     def _tell(self, watch: Watch, what: Looked | Answer) -> None:
         """In the watching thread."""
-        self.post_message(self.Told(watch, what))
+        self.post_message(self.Watched(watch, what))
 
-    def on_log_view_told(self, event: Told) -> None:
+    def on_log_view_watched(self, event: Watched) -> None:
         event.stop()
         if event.watch is not self.watching:
             return

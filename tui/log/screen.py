@@ -200,7 +200,7 @@ class LogScreen(OfOneJob[int]):
         self.key_line = Static("", id="log-keys")
         self._first_question = ask
         self._asking = "search"
-        self._said: tuple[str, str] | None = None
+        self._shown_words: tuple[str, str] | None = None
 
     def compose(self) -> ComposeResult:
         yield Static("", id="log-title")
@@ -362,8 +362,8 @@ class LogScreen(OfOneJob[int]):
     @on(LogReader.Moved)
     def _say_where(self) -> None:
         words = self._place(), "   ".join(self.finding.words)
-        if words != self._said:
-            self._said = words
+        if words != self._shown_words:
+            self._shown_words = words
             self.query_one("#log-place", Static).update(words[0])
             self.query_one("#log-found", Static).update(words[1])
 

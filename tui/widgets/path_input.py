@@ -67,12 +67,12 @@ class PathSuggester(Suggester):
         self._suffixes = suffixes
         self._words = words
         self._one_look = asyncio.Lock()
-        self._wanted = ""
+        self._typed = ""
 
     async def get_suggestion(self, value: str) -> str | None:
-        self._wanted = value
+        self._typed = value
         async with self._one_look:  # a file system that hangs holds one thread, not many
-            if value != self._wanted or not value:
+            if value != self._typed or not value:
                 return None
             path = await in_daemon(lambda: complete_path(value, self._suffixes))
         words = (word for word in self._words() if word.startswith(value) and word != value)

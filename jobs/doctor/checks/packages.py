@@ -26,8 +26,8 @@ _FOR_TRAINING: Final = ("optimizers", "datasets", "video")  # extras; the others
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What fsdp-tui says of itself: its requirements as they stand in pyproject.toml."""
+class Requirements:
+    """The requirements of fsdp-tui, as written in pyproject.toml."""
 
     python: str
     needed: tuple[str, ...]
@@ -39,7 +39,7 @@ def check_python(_: Patient) -> Iterator[Finding]:
     from packaging.specifiers import SpecifierSet
 
     version = sys.version.split()[0]
-    required = read_wanted().python
+    required = read_requirements().python
     facts = {"version": version, "executable": sys.executable, "wanted": required}
     if SpecifierSet(required).contains(version, prereleases=True):
         yield ok("Python", f"{version} ({sys.executable})", **facts)
@@ -54,7 +54,7 @@ def check_python(_: Patient) -> Iterator[Finding]:
 
 def check_packages(_: Patient) -> Iterator[Finding]:
     """Whether every package is there, in the range that was tested."""
-    required = read_wanted()
+    required = read_requirements()
     problems = [problem for text in required.needed if (problem := _judge(text, needed=True))]
     yield from problems
     if not problems:
@@ -67,7 +67,7 @@ def check_packages(_: Patient) -> Iterator[Finding]:
 
 def check_extras(_: Patient) -> Iterator[Finding]:
     """Which optional packages are there; none of them must be."""
-    required = read_wanted()
+    required = read_requirements()
     there: list[str] = []
     missing: list[str] = []
     for extra in _FOR_TRAINING:
@@ -84,11 +84,13 @@ def check_extras(_: Patient) -> Iterator[Finding]:
     yield ok("extras", "; ".join(parts), versions=_versions(sum(required.extras.values(), ())))
 
 
-def read_wanted() -> Wanted:
-    """From pyproject.toml beside a checkout, whose metadata may be older, else from the metadata.
+def read_requirements() -> Requirements:
+    """Read them from a checkout's pyproject.toml, else from the installed metadata.
+
+    The metadata of a checkout may be older than the file.
 
     Raises:
-        UserError: There is neither.
+        UserError: fsdp-tui is not installed.
     """
     project = _checkout(Path(jobs.__file__).resolve().parent.parent / "pyproject.toml")
     if project is not None:
@@ -104,16 +106,16 @@ def read_wanted() -> Wanted:
         name: tuple(text for text in texts if _applies(text, name) and not _applies(text, ""))
         for name in _FOR_TRAINING
     }
-    return Wanted(python, tuple(text for text in texts if _applies(text, "")), extras)
+    return Requirements(python, tuple(text for text in texts if _applies(text, "")), extras)
 
 
-def _checkout(path: Path) -> Wanted | None:
+def _checkout(path: Path) -> Requirements | None:
     try:
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         if project["name"] != _NAME:
             return None
         extras = project.get("optional-dependencies", {})
-        return Wanted(
+        return Requirements(
             python=project["requires-python"],
             needed=tuple(project["dependencies"]),
             extras={name: tuple(extras.get(name, ())) for name in _FOR_TRAINING},

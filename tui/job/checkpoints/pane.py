@@ -160,7 +160,7 @@ class CheckpointsPane(Pane, can_focus=True):
     def on_checkpoints_pane_looked(self, message: Looked) -> None:
         self._looking = False
         self.job = message.job
-        listed = [self._as_known(checkpoint) for checkpoint in message.listed]
+        listed = [self._with_verification(checkpoint) for checkpoint in message.listed]
         self._complain("" if listed else EMPTY, harmless=True)
         self._put("totals", totals(listed, message.free))
         self.panel.update_from(listed)
@@ -171,7 +171,7 @@ class CheckpointsPane(Pane, can_focus=True):
             self._texts[name] = text
             self.query_one(f"#ckpt-{name}", Static).update(text)
 
-    def _as_known(self, checkpoint: Listed) -> Listed:
+    def _with_verification(self, checkpoint: Listed) -> Listed:
         """Add what reading the checkpoint showed, if it has not changed since."""
         key = (checkpoint.name, checkpoint.time)
         if key not in self._verified:

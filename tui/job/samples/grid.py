@@ -36,7 +36,7 @@ class Cell(Vertical):
         self.picture = Picture(protocol)
         self.sample: Sample | None = None
         self.waiting = False
-        self._told: Content | None = None
+        self._mark_text: Content | None = None
 
     def compose(self) -> ComposeResult:
         yield self.caption
@@ -47,8 +47,8 @@ class Cell(Vertical):
         sign = "▸ " if chosen else "  "
         text = Content(f"{sign}step {step}{' · marked' if marked else ''}")
         self.set_class(chosen, "-chosen")
-        if text != self._told:
-            self._told = text
+        if text != self._mark_text:
+            self._mark_text = text
             self.caption.update(text)
 
 

@@ -37,7 +37,7 @@ class Picture(Container):
         self.inner: Any = BlockPicture() if blocks else picture_class(protocol)()
         self._blocks = blocks
         self._words = Static("", markup=False)
-        self._said = ""
+        self._shown_words = ""
 
     def compose(self) -> ComposeResult:
         self.inner.display = False
@@ -62,8 +62,8 @@ class Picture(Container):
         self.inner.display = False
         self.remove_class("-shown")
         self.set_class(bad, "-bad")
-        if words != self._said:
-            self._said = words
+        if words != self._shown_words:
+            self._shown_words = words
             self._words.update(words)
 
     def on_resize(self, event: Resize) -> None:

@@ -65,7 +65,7 @@ def walk(model: torch.nn.Module) -> tuple[dict[str, Kind], Parts]:
 def _name_classes(model: torch.nn.Module) -> dict[type, str]:
     """Each class's name. Of two that share one, the first met has it, as for accelerate's policy.
 
-    The others cannot be named in a job; they are told apart by their module.
+    The others cannot be named in a job; only their modules differ.
     """
     names: dict[type, str] = {}
     taken: set[str] = set()

@@ -54,11 +54,11 @@ def choose_start(
         if damage is None:
             if world.main:
                 _put_out_of_the_way(damaged, tell)
-            world.barrier()  # nobody goes on before they are
+            world.barrier()  # no rank continues before they are
             return path
         damaged.append((path, damage))
     if damaged:
-        # Restarted silently, the run would overwrite what somebody may still save.
+        # Restarted silently, the run would overwrite what someone may still recover.
         what = "; ".join(f"{path.name}: {damage}" for path, damage in damaged[:_MOST_NAMED])
         raise UserError(
             f"all checkpoints of this run are damaged ({what})",

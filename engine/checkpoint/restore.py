@@ -28,7 +28,7 @@ def load(training: TrainState, path: Path, world: World) -> None:
     Rates and other settings are the job's, not those that the checkpoint was trained with.
 
     Args:
-        training: What to restore; built for a job that may go on from there, see
+        training: What to restore; built for a job that may resume from there, see
             `jobs.resume.resume_conflicts`.
         path: A sound checkpoint, see `engine.checkpoint.choose`.
         world: The ranks.

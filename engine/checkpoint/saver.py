@@ -1,8 +1,8 @@
-"""When checkpoints are written, and how: while training waits, or behind its back.
+"""When checkpoints are written, and how: while training waits, or in the background.
 
 Writing is a thread's work either way, with a process group of its own, so that its collectives
 never meet those of training. Where there is room in host memory, what is saved is copied there
-first and training goes on at once. A save that fails, whatever of it fails, is tried once more
+first and training continues at once. A save that fails, for any reason, is tried once more
 while training waits; older checkpoints are not touched before a new one is complete.
 """
 
@@ -92,7 +92,8 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._thread.submit(int).result()  # if there can be no thread, then now, not after hours
         self._stager: DefaultStager | None = None
-        self._behind: bool | None = None  # whether training goes on meanwhile; not known yet
+        # Whether training continues meanwhile; decided at the first save.
+        self._behind: bool | None = None
         self._pending: _Pending | None = None
 
     def save(self, training: TrainState, *, last: bool = False) -> None:
@@ -137,7 +138,7 @@ class Saver:
             self._say(pending)
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait for a save that is under way. All ranks come to the same: see `together`.
+        """Wait for a save that is under way. All ranks get the same outcome: see `together`.
 
         If it failed, the present step is saved in its place.
 
@@ -189,7 +190,7 @@ class Saver:
     # -- how -------------------------------------------------------------------------------
 
     def _begin(self, training: TrainState, final: Path, *, waits: bool) -> None:
-        """Start a save, and complete it unless training goes on meanwhile.
+        """Start a save, and complete it unless training continues meanwhile.
 
         Args:
             training: What is saved.
@@ -322,7 +323,7 @@ class Saver:
         return f"it takes {size(total)}, and {size(free)} are free on the disk of {where}"
 
     def _goes_on(self, contents: Contents) -> bool:
-        """Whether training goes on while this is written; decided at the first save."""
+        """Whether training continues while this is written; decided at the first save."""
         if self._behind is None:
             setting = self._spec.checkpointing_async
             able = contents.layout == "sharded" and contents.can_be_copied

@@ -1,4 +1,4 @@
-"""Do a part of a save on every rank, and come to the same end on all of them."""
+"""Do a part of a save on every rank, with the same outcome on all of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def together(
     Args:
         act: This rank's part; what it returns must be picklable.
         world: The ranks.
-        group: All ranks, over gloo; the default group when left out.
+        group: All ranks, over gloo; default: the default group.
 
     Returns:
         What each rank's part returned, by rank.

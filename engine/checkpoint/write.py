@@ -41,7 +41,7 @@ def write(
         contents: What is in it.
         final: Its directory, in which there is no complete checkpoint.
         world: The ranks.
-        group: All ranks, over gloo; the default group when left out.
+        group: All ranks, over gloo; default: the default group.
 
     Returns:
         The bytes of all its files.
@@ -72,7 +72,7 @@ def aside_of(final: Path) -> Path:
 def keep_newest(checkpoints: Iterable[tuple[int, Path]], limit: int | None) -> None:
     """Delete all but the newest complete checkpoints (one rank)."""
     for _, path in list(checkpoints)[:-limit] if limit is not None else []:
-        with suppress(Exception):  # somebody else may be deleting it; the new one is complete
+        with suppress(Exception):  # someone else may be deleting it; the new one is complete
             delete(path)
 
 

@@ -2,7 +2,7 @@
 
 Without arguments it reads requests from standard input, a JSON object a line, and answers each with
 a line: `{"id": …, "job": {…}, "ranks": […], "strategies": […], "changes": [{…}]}`. All but the job
-may be left out; every combination is answered. It ends at the end of the input, and never because
+is optional; every combination is answered. It ends at the end of the input, and never because
 of a request.
 """
 

@@ -57,8 +57,8 @@ class Estimator:
 
         Args:
             spec: The job.
-            ranks: World size; the job's own when left out.
-            strategy: single, ddp, hsdp or fsdp2; what the job would run when left out.
+            ranks: World size; default: the job's.
+            strategy: single, ddp, hsdp or fsdp2; default: what the job would run.
 
         Raises:
             UserError: The job cannot run like that, or its model is not known.

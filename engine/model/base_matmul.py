@@ -39,7 +39,7 @@ def settle_matmul(
         model: With its packed layers.
         world: The ranks.
         telemetry: This rank's.
-        before: `base_matmul` of the checkpoint that the run begins from: `auto` goes on with it,
+        before: `base_matmul` of the checkpoint that the run starts from: `auto` keeps it,
             since the other one would change the result.
 
     Returns:
@@ -116,7 +116,7 @@ def _lacks_here(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product in fp8 is what its rounded factors come to."""
+    """Whether a product in fp8 equals the product of its rounded factors."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(272, 512, generator=generator).to(device, dtype)
     bias = torch.randn(256, generator=generator).to(device, dtype)

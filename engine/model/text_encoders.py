@@ -281,7 +281,7 @@ def agree_to_stop(pipeline: Any, seen: bool) -> bool:
                 vote = torch.tensor(int(seen), device=parameter.device)
                 dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=mesh.get_group())
                 return bool(vote)
-    return False  # nothing is sharded, so ranks go on until they meet
+    return False  # nothing is sharded, so ranks continue until they meet
 
 
 def _load(

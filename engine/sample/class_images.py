@@ -1,6 +1,6 @@
 """Class images: what the base model makes of a class prompt, to be trained on as regularization.
 
-Made before the data is looked at, by all ranks in lockstep with the sampler of the job, one image a
+Made before the data is read, by all ranks in lockstep with the sampler of the job, one image a
 rank and round. Those that are there already are kept, so a run that was cut off continues, and jobs
 with the same base and prompt share them. When it returns, base and text encoders are gone from
 memory: the adapter's model is built later, as in any job.

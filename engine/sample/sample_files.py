@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _CODEC: Final = "libx264"
-_QUALITY: Final = {"crf": "14"}  # hardly to be told from the frames
+_QUALITY: Final = {"crf": "14"}  # visually lossless
 
 
 def sample_name(number: int) -> str:

@@ -62,7 +62,7 @@ class Sampler:
         world: The ranks.
         telemetry: This rank's.
         wants_stop: Whether this rank has seen a wish to stop.
-        numbers: What the pictures are numbered by in their names; in order when left out.
+        numbers: What the pictures are numbered by in their names; default: in order.
     """
 
     spec: JobSpec

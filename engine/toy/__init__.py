@@ -58,7 +58,7 @@ def write_toy(
     Args:
         directory: Created if it is missing.
         family: One of `jobs.spec.families.FAMILIES`.
-        flavour: The published model whose layout it has; the family's usual one when left out.
+        flavour: The published model whose layout it has; default: the family's usual one.
         pictures: How many.
         size: Pixels of a picture's short side.
         seed: Of weights and pictures; same seed, same bytes.

@@ -1,4 +1,4 @@
-"""Have a machine looked at by a process of its own, and never wait for that one in vain."""
+"""Examine a machine in a separate process, and never wait for it forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start processes and end them, without ever waiting for one in vain."""
+"""Start processes and end them, without ever waiting forever."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Check:
 
     Attributes:
         group: The heading under which it is shown.
-        name: What is looked at, should it not come to a finding.
+        name: What is checked, for when the check itself fails.
         run: Looks; what it has found before it fails or is late counts.
         seconds: How long it may take.
         stage: Checks of a stage run side by side, after all of the stage before.
@@ -38,7 +38,7 @@ class Check:
 
 
 def examine(checks: Sequence[Check], patient: Patient) -> Iterator[Finding]:
-    """What the checks find, in their order, as soon as it is known.
+    """Run the checks; yield their findings in order, as soon as they are there.
 
     A check that is late is left behind in its thread; one that breaks is a finding itself.
     """
@@ -71,10 +71,8 @@ class _Running:
 
     def wait(self) -> None:
         if not self._over.wait(max(0.0, self._deadline - time.monotonic())):
-            self._findings = [
-                *self._findings,
-                _late(self.check),
-            ]  # the thread goes on with the old list
+            # The thread keeps the old list.
+            self._findings = [*self._findings, _late(self.check)]
 
     def findings(self) -> Iterator[Finding]:
         yield from (finding.plain(self.check.group) for finding in self._findings)

@@ -83,7 +83,7 @@ class Nvml:
 
 
 def ask_driver(patient: Patient) -> Iterator[Finding]:
-    """Find out; what it means is said by `jobs.doctor.checks.gpus`."""
+    """Ask the driver; `jobs.doctor.checks.gpus` judges the answers."""
     patient.nvml = read_driver()
     yield from ()
 

@@ -54,7 +54,7 @@ class Outcome:
     """What became of the ranks.
 
     Attributes:
-        sizes: What was measured, the smallest first; empty when it came to nothing.
+        sizes: What was measured, the smallest first; empty if nothing was measured.
         gathered: An all-gather of the largest size.
         problem: Why, in one sentence.
         silent: The ranks that did not answer.

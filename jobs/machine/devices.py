@@ -293,7 +293,7 @@ def _lost(position: int, problem: str) -> Gpu:
 
 
 def _memory(ask: _Ask) -> Any:
-    """Total and used bytes; the second version leaves out what the driver keeps for itself."""
+    """Total and used bytes; the second version excludes what the driver keeps for itself."""
     return ask(("nvmlDeviceGetMemoryInfo", ask.nvml.nvmlMemory_v2), "nvmlDeviceGetMemoryInfo")
 
 

@@ -46,7 +46,7 @@ class ProcessId:
         return started is not None and abs(started - self.started) < _START_TOLERANCE
 
     def suspended(self) -> bool:
-        """Whether it lives, and does nothing until somebody lets it go on."""
+        """Whether it is alive and stopped, until someone sends SIGCONT."""
         return is_suspended(self.pid) and self.alive()
 
     def is_dead(self) -> bool:

@@ -125,7 +125,7 @@ def record_beside(ranks: int, measured: int, predicted: Predicted) -> None:
 
 
 def read_calibration(path: Path | None = None) -> Calibration:
-    """What the newest runs came to; nothing where there are none, or the file is damaged."""
+    """Read the newest runs' ratios; none if there are none, or the file is damaged."""
     peak: list[float] = []
     phases: dict[str, list[float]] = {}
     everything = _entries(path or file())

@@ -22,7 +22,7 @@ MOST_RANKS: Final = 1024
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy, and what it comes to; None where a job cannot run so, for the reason given."""
+    """A strategy and how it fits; None where a job cannot run so, for the reason given."""
 
     strategy: str
     fit: Fit | None

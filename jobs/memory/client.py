@@ -32,7 +32,7 @@ PATIENCE: Final = 180.0  # seconds for an answer; a large model on a busy login 
 _NOTICE_WITHIN: Final = 0.1  # seconds in which it is noticed that nobody wants the answer any more
 _NICE: Final = 10  # it computes beside training and beside what others do on a login node
 _GRACE: Final = 2.0  # seconds to end after its input has ended
-_LAST_WORDS: Final = 2000  # bytes of its standard error that are looked at
+_LAST_WORDS: Final = 2000  # bytes of its standard error that are read
 
 
 class Gone(ToolError):

@@ -131,7 +131,7 @@ class Estimate:
         return result if isinstance(result, Refused) else self.calibration.corrected(result)
 
     def candidate(self, strategy: str, ranks: int) -> Candidate:
-        """A strategy, and what it comes to."""
+        """Predict a strategy, and how it fits."""
         result = self.predict(strategy, ranks)
         if isinstance(result, Refused):
             return Candidate(strategy, None, result.error)
@@ -154,7 +154,7 @@ class Estimate:
 
     @cached_property
     def strategy(self) -> str:
-        """What the job runs with; `auto` comes to what it comes to at the launch."""
+        """The strategy the job runs with; `auto` as it would choose at the launch."""
         if not (self.place.on_gpus and depends_on_memory(self.spec)):
             return chosen_strategy(self.spec)[0]
         whole = self.candidate("ddp", world_size(self.spec)).fit
@@ -207,7 +207,7 @@ def _fits(fit: Fit) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a job needs of a machine, beside what there is, in bytes."""
+    """What a job needs of a machine and what is free, in bytes."""
 
     what: str
     needed: int

@@ -30,7 +30,7 @@ class Room:
     Attributes:
         name: What people call it.
         total: All of it.
-        held: What others hold of it, and go on holding.
+        held: What others hold of it, and keep.
         passing: What others hold now and the job waits for.
     """
 
@@ -47,7 +47,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a prediction comes to on a device, in bytes.
+    """How a prediction fits on a device, in bytes.
 
     Attributes:
         low: What it needs at least.

@@ -1,7 +1,7 @@
 """What can be changed when a job does not fit: the ladder, the cheapest change first. Pure.
 
 Each rung is tried on top of those below it. One that does not apply, cannot run or does not help
-is left out, and tried again after another one has helped. One that does more than is needed gives
+is skipped, and tried again after another one has helped. One that does more than is needed gives
 way to a milder one.
 """
 
@@ -113,7 +113,7 @@ def climb(
 
     Args:
         spec: The job, its strategy and ranks settled.
-        fit: What a job comes to; None where that cannot be said.
+        fit: How a job fits; None where that is unknown.
         enough: Whether no more is needed.
     """
     now = fit(spec)

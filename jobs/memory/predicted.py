@@ -59,7 +59,7 @@ class Predicted:
         host: Host memory by name; `machine` is that of all ranks.
         disk: By name.
         notes: What was assumed, in sentences.
-        values: All that was said, as JSON values.
+        values: The full answer, as JSON values.
     """
 
     strategy: str
@@ -85,7 +85,7 @@ class Predicted:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Predicted:
-        """What was said, or kept.
+        """Read an answer, or a stored prediction.
 
         Raises:
             ValueError: It is of another version, or damaged.

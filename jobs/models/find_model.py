@@ -46,7 +46,7 @@ def find_model(name_or_path: str) -> Path:
 
 
 def count_parameters(component: Path) -> int | None:
-    """Elements of all tensors in a component's safetensors files; None when that cannot be told.
+    """Elements of all tensors in a component's safetensors files; None when that is unknown.
 
     Reads only the files' headers: 8 bytes with the length of a JSON object, and that object.
     """

@@ -34,7 +34,7 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
 
     Args:
         spec: The job.
-        absent: What will be fetched before it starts, and is looked at then.
+        absent: What will be fetched before it starts, and is checked then.
 
     Returns:
         What the job wants of the machine: GPU UUIDs, a count of any GPUs, or None for CPU ranks.

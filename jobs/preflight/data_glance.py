@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
 
-MOST: Final = 500  # images of a folder that are looked at, evenly spread
+MOST: Final = 500  # images of a folder that are read, evenly spread
 _WORTH_TELLING: Final = 0.2  # of them; a few odd ones are in every dataset
 _HEAD: Final = 12  # bytes
 # How files of images begin: PNG, JPEG, GIF, BMP, TIFF twice, WebP, PNM, QOI, JPEG 2000, and JPEG XL

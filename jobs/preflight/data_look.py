@@ -1,4 +1,4 @@
-"""What a job's data holds: looked at by a process of the engine, before anything is queued."""
+"""Read a job's data in an engine process, before anything is queued."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def look_at_data(
     sheet: Path | None = None,
     strips: bool = False,
 ) -> DataLook:
-    """Look at every sample of a job. Takes minutes for a large dataset that was never looked at.
+    """Read every sample of a job. Takes minutes for a large dataset that is not cached.
 
     Args:
         spec: The job.
-        progress: Told how far the look has come.
+        progress: Called with the samples read and the total.
         cancelled: Asked many times a second, in the thread of the caller.
         sheet: Where to write a contact sheet of all buckets, as PNG.
         strips: Whether to return some pictures of each bucket.

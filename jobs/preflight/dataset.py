@@ -82,7 +82,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
                 f"{root} is a directory of the datasets library, which is not installed",
                 "pip install 'fsdp-tui[datasets]'",
             )
-        return 0  # rows are counted when they are looked at
+        return 0  # rows are counted when they are read
     takes_videos = get_family(spec.model_family).frame_step > 0
     masked = spec.masked_loss == "file"
     masks = expand(dataset.mask_path) if dataset.mask_path else None

@@ -126,7 +126,7 @@ def _check_plain(root: Path, part: str, names: list[str], usual: str) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Weights that were cut off while they were fetched, or that are none, are told before."""
+    """Refuse weights that are incomplete or not weights at all."""
     for path in sorted(folder.glob("*.safetensors")):
         if variant_of(path.name) is None and (damage := find_damage(path)):
             raise SpecError(f"{path} is damaged: {damage}", "download it again")
@@ -170,7 +170,7 @@ def _check_flavour(spec: JobSpec, family: Family, root: Path, index: Mapping[str
 
 
 def _latent_step(family: Family, root: Path, component: str) -> int | None:
-    """Pixels of a token's side; None where all flavours have as many, or it cannot be told."""
+    """Pixels of a token's side; None where all flavours have as many, or it is unknown."""
     if len({family.latent_step_of(flavour) for flavour in family.flavours}) < 2:
         return None
     shrinks = _shrinks_by(read_json(root / "vae" / "config.json") or {})

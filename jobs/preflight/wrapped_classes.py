@@ -21,7 +21,7 @@ _MOST_NAMED = 6  # classes in an error
 def check_block_names(spec: JobSpec) -> None:
     """Check `fsdp_transformer_layer_cls_to_wrap`, if it says something else than the family.
 
-    A model that was never looked at takes some seconds, others none.
+    A model that is not cached takes some seconds, others none.
 
     Raises:
         SpecError: The model has no such class, or one cannot be wrapped; names the nearest.

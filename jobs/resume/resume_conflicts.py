@@ -1,4 +1,4 @@
-"""What it means to go on from a checkpoint with a job that is not quite the one that wrote it.
+"""What changes when a job resumes from a checkpoint that a different job wrote.
 
 Pure but for a look at where models are. A setting may leave the result as it is (how ranks share
 the work), change it (the learning rate), or make the checkpoint useless (the adapter's rank).
@@ -51,7 +51,7 @@ class ResumeConflicts:
 def find_resume_conflicts(
     before: Mapping[str, Any], spec: JobSpec, *, done: int = 0
 ) -> ResumeConflicts:
-    """Compare the job that wrote a checkpoint with the one that is to go on from it.
+    """Compare the job that wrote a checkpoint with the one that resumes from it.
 
     Looks whether models are where they were, so among ranks one of them asks for all.
 
@@ -104,7 +104,7 @@ def _is_second(spec: JobSpec) -> bool:
 
 
 def _model(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """Another base model is refused; the same one in another place is not, as far as one sees."""
+    """Refuse another base model, but not the same one in another place."""
     key = "pretrained_model_name_or_path"
     was, now = old.pretrained_model_name_or_path, spec.pretrained_model_name_or_path
     before, after = place_of(was), place_of(now)
@@ -248,7 +248,7 @@ def _data(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) ->
 
 
 def _matmul(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
-    """A checkpoint says what was chosen; `auto` is of older versions, and goes on with that."""
+    """A checkpoint says what was chosen; `auto` is of older versions, and keeps that."""
     was = "dequantize" if old.base_matmul == "auto" else old.base_matmul
     if may_scale(old) and may_scale(spec) and spec.base_matmul not in ("auto", was):
         conflicts.changes.append(_line("base_matmul", was, spec.base_matmul))

@@ -65,7 +65,7 @@ class Stage:
         ranks: How many ranks use all of them.
         say: Called with what is being done.
         jobs: Ids of the jobs that were submitted.
-        failed: Ids of those that are kept, to be looked at.
+        failed: Ids of failed jobs, which are kept.
     """
 
     store: Store

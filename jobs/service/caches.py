@@ -92,7 +92,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
             try:
                 freed = path.lstat().st_size
                 path.unlink()
-            except FileNotFoundError:  # somebody else clears as well
+            except FileNotFoundError:  # someone else clears as well
                 continue
             except OSError as error:
                 stuck.append(error)

@@ -12,7 +12,7 @@ _UNSAFE: Final = re.compile(
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 _INSTEAD: Final = "?"
-_DEEPEST: Final = 20  # levels of a value that are looked through; deeper ones are left out
+_DEEPEST: Final = 20  # levels of a value that are read; deeper ones are dropped
 
 
 def harmless(text: str, instead: str = _INSTEAD) -> str:

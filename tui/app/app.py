@@ -90,7 +90,7 @@ class FsdpTui(App[None]):
             store: The jobs.
             select: The job to begin with.
             settings: What the person has set for good.
-            problems: What was wrong with that; told when the dashboard is open.
+            problems: What was wrong with them; shown when the dashboard is open.
         """
         fix_textual()
         # Without colours Textual draws in shades of grey, unless they are the terminal's own.
@@ -280,7 +280,7 @@ class FsdpTui(App[None]):
         self.notify(text, severity=severity, markup=False)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
-        """A thread that failed is a mistake of ours; it is told, and looking goes on."""
+        """Report a failed thread, which is a bug, and continue."""
         if event.state is not WorkerState.ERROR:
             return
         self.say(f"{event.worker.group} failed: {event.worker.error!r}", "error")

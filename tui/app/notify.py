@@ -1,4 +1,4 @@
-"""Tell that a job ended or stands still: which events there are, and how a terminal is told."""
+"""Notify of jobs that ended or hang: which events count, and how a terminal shows them."""
 
 from __future__ import annotations
 

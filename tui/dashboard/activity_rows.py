@@ -27,7 +27,7 @@ def activity_rows(view: JobView | None, width: int, now: float | None = None) ->
     Args:
         view: The job.
         width: Cells of a line.
-        now: Unix seconds, to say for how long a phase goes on.
+        now: Unix seconds, to show how long a phase has taken.
     """
     if view is None or width < 20:
         return ()

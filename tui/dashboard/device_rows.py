@@ -156,7 +156,7 @@ def devices_title(snapshot: Snapshot) -> str:
 
 
 def columns(width: int, *, named: bool = False, graphs: bool = True) -> Columns:
-    """Fit the columns; memory, and who is there, are never left out.
+    """Fit the columns; memory and tags are never dropped.
 
     Args:
         width: Cells of a line.

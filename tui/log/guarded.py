@@ -35,7 +35,7 @@ class TooSlowError(UserError):
 
 
 def choices(text: str) -> int:
-    """How many places of a pattern leave open how it goes on there. Pure."""
+    """Count the places where a pattern can continue in several ways. Pure."""
     return len(_CHOICES.findall(_QUOTED.sub("", text)))
 
 

@@ -1,7 +1,7 @@
 """A growing log file as lines: the end at once, the rest on request. Knows no widgets.
 
 Kept in memory is how many lines begin before each block of the file: kilobytes for a gigabyte.
-Text, and where lines begin in a block, are read from the file when a line is looked at. One thread
+Text, and where lines begin in a block, are read from the file when a line is shown. One thread
 may call `poll` and `index_older` while another one reads lines.
 """
 
@@ -103,7 +103,7 @@ class LogModel:
         return self._grow(min(stat.st_size, self._end + limit))
 
     def index_older(self, cancelled: Callable[[], bool] = lambda: False) -> int:
-        """Count the lines before the tail; the number of lines that came to the front."""
+        """Count lines before the tail; return how many were added at the front."""
         with self._lock:
             if not self._blocks.begins or self._blocks.begins[0] == 0 or self._fd < 0:
                 return 0

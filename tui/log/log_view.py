@@ -156,7 +156,7 @@ class LogView(ScrollView, can_focus=True):
         return len(self.model) if self.model is not None else 0
 
     def grow(self, added: int = 0) -> None:
-        """Show what there is now; `added` lines came to the front."""
+        """Show the current lines; `added` of them are new at the front."""
         before = self.virtual_size.height
         self._move(lambda: self._resize_to(self.count))
         if added:
@@ -200,7 +200,7 @@ class LogView(ScrollView, can_focus=True):
 
     def watch_following(self, following: bool) -> None:
         self.set_class(not following, "-held")
-        self.vertical_scrollbar.position = self.scroll_y  # it was not there to be told
+        self.vertical_scrollbar.position = self.scroll_y  # it had not been mounted
         self._say_where()
 
     def on_resize(self, event: Resize) -> None:

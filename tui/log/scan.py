@@ -78,7 +78,7 @@ class Scan:
     """One look through one log. A single thread works; what it found is handed over as `Hits`.
 
     The end of the file, which is what is on the screen, comes first, then the rest from the
-    beginning on; what is appended meanwhile is looked at before more of the rest.
+    beginning on; what is appended meanwhile is read before more of the rest.
 
     Args:
         model: The log, all of whose lines are indexed.
@@ -98,7 +98,7 @@ class Scan:
         self._older = _Stretch(model, make(), 0, start)
         self._newer = _Stretch(model, make(), start, None)
         self._unfinished: int | None = None
-        self._judged = (-1, -1)  # the unfinished line that was looked at
+        self._judged = (-1, -1)  # the unfinished line that was searched
 
     @property
     def hits(self) -> Hits:
@@ -154,7 +154,7 @@ class _Stretch:
         self._generation = model.generation
         self._finder = finder
         self._stop = stop  # None: where the file ends, which moves
-        self._inside = False  # a line whose beginning was looked at
+        self._inside = False  # a line whose beginning was searched
 
     def left(self, end: int) -> int:
         return (end if self._stop is None else self._stop) - self.at

@@ -352,7 +352,7 @@ class LogScreen(OfOneJob[int]):
     def _tell(self, text: str) -> None:
         self.app.say(text)
 
-    # -- what is said ----------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------
 
     @on(LogReader.Answered)
     def _take(self, event: LogReader.Answered) -> None:

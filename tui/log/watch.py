@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from tui.log.log_model import LogModel
     from tui.log.scan import Hits
 
-_WORK: Final = 0.05  # seconds of looking through, after which the end is looked at again
+_WORK: Final = 0.05  # seconds of searching, after which the end of the file is read again
 _TELL_EVERY: Final = 4  # of these
 
 
 @dataclass(frozen=True)
 class Looked:
-    """The end of the file was looked at. `added`: lines that came to the front."""
+    """The end of the file was read. `added`: lines that are new at the front."""
 
     change: Change
     added: int = 0

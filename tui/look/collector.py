@@ -49,7 +49,7 @@ class Collector:
         Args:
             store: The jobs.
             selected: The job to look at closely.
-            period: Seconds between two looks; `PERIOD` when left out.
+            period: Seconds between two looks; default `PERIOD`.
         """
         self.store = store
         self.selected = selected
@@ -70,7 +70,7 @@ class Collector:
         self._jobs: list[Job] = []
         self._ids: set[int] = set()
         self._moving: dict[int, int] | None = None  # places of views that change; None: any may
-        self._shown: int | None = None  # the job that was looked at closely
+        self._shown: int | None = None  # the job shown in detail
         self._views: tuple[JobView, ...] = ()  # what was read last stays when reading fails
         self._untended = ""  # why the queue could not be tended; one thread writes, one reads
 
@@ -264,7 +264,7 @@ class Collector:
                     self._resting.pop(job.id, None)  # a row made before this was read
 
     def _forget(self, jobs: Sequence[Job]) -> None:
-        """Drop what belongs to jobs that are gone or that nobody has looked at for long."""
+        """Drop what belongs to jobs that are gone or were not shown for long."""
         present = {job.id for job in jobs}
         active = {job.id for job in jobs if job.state.active}
         self._clocks.forget(active)

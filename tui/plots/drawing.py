@@ -236,7 +236,7 @@ def panned(choices: Choices, whole: tuple[float, float], by: float) -> Choices:
 
 
 def _held(choices: Choices, whole: tuple[float, float], first: float, size: float) -> Choices:
-    """Within what there is."""
+    """Clamp a view to the data."""
     first = max(whole[0], min(first, whole[1] - size))
     return replace(choices, extent=(first, first + size))
 

@@ -90,7 +90,7 @@ def chart(
 
     Args:
         steps: Ascending step numbers.
-        values: One value a step; those that are not finite are left out.
+        values: One value a step; those that are not finite are skipped.
         width: Cells to fill.
         height: Lines to fill, the one with step numbers included.
 
@@ -118,7 +118,7 @@ def figure(
     """Draw curves over each other, the last on top, with axes.
 
     Args:
-        curves: What to draw; what is outside the view is left out.
+        curves: What to draw; what is outside the view is skipped.
         view: The part to draw.
         width: Cells to fill.
         height: Lines to fill, the one with the axis' labels included.

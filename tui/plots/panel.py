@@ -184,7 +184,7 @@ class PlotsPanel(Lines, can_focus=True):
         self.draw()
 
     def draw(self) -> None:
-        """Show what there is, as it was chosen."""
+        """Show the runs as chosen."""
         if self._later is not None:
             self._later.stop()
             self._later = None

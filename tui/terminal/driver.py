@@ -63,7 +63,7 @@ class GovernedDriver(LinuxDriver):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # What Textual begins with; it would lay out another first size in vain.
+        # What Textual begins with; another first size would be laid out for nothing.
         self._size = self._get_terminal_size()
         assert self._file is not None  # standard error; the dashboard asked that it is a terminal
         self._meter = _Meter(self._file)
@@ -160,7 +160,7 @@ class GovernedDriver(LinuxDriver):
         return self._budget.wait(time.monotonic(), behind, writes)
 
     def _hold(self, wait: float) -> None:
-        """Stop painting, and look again after a number of seconds."""
+        """Stop painting, and try again after a number of seconds."""
         self._held.enter_context(self._app.batch_update())
         self._timer = self.loop.call_later(wait, self._look)
 

@@ -1,9 +1,9 @@
-"""What the terminal shows, cell by cell, and the fewest bytes that turn it into what it is to show.
+"""The cells that a terminal shows, and the fewest bytes that update them.
 
-Textual sends a widget's line from its left edge to the last cell that changed, with all colours at
-every change of style. Here each picture is compared with what was sent before: cells that stay are
-left out, and of a style only what differs from the one before is said. Knows the language in which
-Textual 8 draws (cursor position, SGR, text); after anything else nothing is taken as known.
+Textual sends a widget's line from its left edge to the last cell that changed, with all colors at
+every change of style. Here each frame is compared with the last one sent: unchanged cells are
+skipped, and of a style only the differences are written. Understands the sequences that Textual 8
+writes (cursor position, SGR, text); after any other, every cell counts as unknown.
 """
 
 from __future__ import annotations

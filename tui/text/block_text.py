@@ -1,4 +1,4 @@
-"""What is told of a model's blocks and of a choice among them, in words. Pure."""
+"""Describe a model's blocks and a choice among them, in words. Pure."""
 
 from __future__ import annotations
 

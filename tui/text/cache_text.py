@@ -1,4 +1,4 @@
-"""The rows of the caches screen, and what is told of clearing. Pure."""
+"""The rows of the caches screen, and the summary of clearing. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_TITLE: Final = 48
 
 
 def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
-    """A heading, and a row for each cache; what does not fit is left out from the right.
+    """A heading, and a row for each cache; what does not fit is cut at the right.
 
     Args:
         caches: In the order of the rows; at least one.
@@ -57,7 +57,7 @@ def amount(caches: Sequence[Cache | Cleared]) -> str:
 
 
 def freed(cleared: Cleared) -> str:
-    """What clearing has come to."""
+    """Say how much was cleared."""
     what = f"{listed(cleared.names)} cache{'s' * (len(cleared.names) != 1)}"
     if not cleared.files:
         return f"nothing to clear in the {what}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jobs.run.checkpoint_list import Listed
     from jobs.service.plan import Plan
 
-NEXT: Final = "→"  # marks what a resume goes on after
+NEXT: Final = "→"  # marks the checkpoint that a resume starts from
 EMPTY: Final = (
     "No checkpoints yet. A job writes one every checkpointing_steps steps, when it is done and "
     "when it is stopped; m on the dashboard asks a running job for one now."

@@ -26,7 +26,7 @@ def data_text(
         report: The report.
         steps: How many the job trains.
         width: Columns that sentences are wrapped to; a name is never cut.
-        every_file: Name everything that is left out.
+        every_file: Name every skipped file.
     """
     parts = ["\n".join(f"{name:<12} {text}" for name, text in facts(report, steps))]
     if len(report["datasets"]) > 1:

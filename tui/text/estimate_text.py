@@ -153,7 +153,7 @@ def difference(ratio: float | None) -> str:
 
 
 def measured_text(measured: Measured, compared: Sequence[Compared]) -> str:
-    """What a dry run came to."""
+    """Describe the result of a dry run."""
     if measured.out_of_memory:
         return f"measured: does not fit: {measured.reason}"
     if measured.measure == "rss":

@@ -37,7 +37,7 @@ class JobActions(Screen[ScreenResultType]):
 
     @dataclass
     class Planned(Message):
-        """A job that was to be started would go on in another way than it was going."""
+        """A job to be resumed would not continue exactly as it was."""
 
         plan: Plan
 

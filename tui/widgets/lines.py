@@ -135,7 +135,7 @@ class Lines(ScrollView, can_focus=False, inherit_bindings=False):
 
 
 def changed_cells(old: Row, new: Row) -> range | None:
-    """From the first to the last cell whose span differs; None where that cannot be told.
+    """From the first to the last cell whose span differs; None where that is unknown.
 
     Textual draws a line up to the last cell that is to be painted, so rows have what changes most
     in front. A terminal is sent even less, see `terminal_cells`; a browser is not.

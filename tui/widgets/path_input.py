@@ -101,7 +101,7 @@ async def in_daemon(look: Callable[[], Any]) -> Any:
 
 
 class PathInput(Input):
-    """An input whose tab key takes the proposal first, and goes on when there is none."""
+    """An input whose tab key takes the proposal first, and moves on when there is none."""
 
     BINDINGS: ClassVar = [
         Binding(

@@ -1,6 +1,6 @@
 """Phases before and beside training: caching texts and latents, decoding samples.
 
-They need the model's other parts, so they are predicted where the model is on disk, and left out
+They need the model's other parts, so they are predicted where the model is on disk, and skipped
 where only its published config is known.
 """
 

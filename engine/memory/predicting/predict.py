@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.memory.tracing.trace import Trace
     from jobs.spec.job_spec import JobSpec
 
-# What of a job is said beside a prediction.
+# The keys of a job that are shown beside a prediction.
 _SETTINGS = (
     "model_family",
     "model_flavour",
@@ -70,8 +70,8 @@ def predict(
     Args:
         trace: Of a step of the job, traced as the strategy gathers weights.
         spec: The job.
-        ranks: World size; the job's own when left out.
-        strategy: single, ddp, hsdp or fsdp2; what the job would run when left out.
+        ranks: World size; default: the job's.
+        strategy: single, ddp, hsdp or fsdp2; default: what the job would run.
         sample: A forward for its samples, if it makes any.
         resident: Bytes of other models that stay on the device while it trains.
         beside: Phases that no trace is needed for.

@@ -53,7 +53,7 @@ def picture_vae(seed: int) -> AutoencoderKL:
 
 @cache  # fitting takes two seconds, and tests write the toys of many families in a row
 def fitted_vae(seed: int) -> AutoencoderKL:
-    """The same, shared by all callers: only to be looked at."""
+    """The same, shared by all callers: read-only."""
     return build_vae(as_tensor(sample_images(seed)), seed=seed)
 
 

@@ -1,7 +1,7 @@
 """A small AutoencoderKL that gives pictures back, made in closed form instead of trained.
 
 A random encoder and decoder would turn every picture into noise, and nothing that is trained on
-such latents could ever be looked at. Here a few channels, the *carriers*, pass the picture
+such latents could ever be seen. Here a few channels, the *carriers*, pass the picture
 through the network untouched, and the other channels are random features of it:
 
 - encoder: each latent cell (8x8 pixels) holds the mean red, green, blue and grey of its four

@@ -36,11 +36,11 @@ class Detection:
     Attributes:
         model_family: What was asked for, if it was a family.
         model_flavour: The flavour of it.
-        pretrained_model: What was looked at: a path, a hub id, or a published config's hub id.
+        pretrained_model: The model: a path, a hub id, or a published config's hub id.
         model_class: Class of the model.
         total_params: Its parameters; shared ones count once.
         no_split_modules: What the model class says of itself.
-        cached: Whether this was remembered rather than looked at now.
+        cached: Whether this is from the cache.
         classes: The recommended ones first, then by how well they would do.
         dtype_bytes: Bytes of one parameter as the weights are stored.
         parts: What `coverage` needs.
@@ -96,7 +96,7 @@ def detect_blocks(
     progress: Progress = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Detection:
-    """Find the repeated blocks of a model; from memory if it was looked at before.
+    """Find the repeated blocks of a model, from the cache if they are there.
 
     Args:
         model_family: With `model_flavour`, a published model; with `pretrained_model`, what to
@@ -104,7 +104,7 @@ def detect_blocks(
         model_flavour: The first of the family if None.
         pretrained_model: A directory, a config.json, or a hub id in the local cache.
         refresh: Look again, and remember that instead.
-        progress: Told how far it has come.
+        progress: Called with the steps done and the total.
         cancelled: Asked many times a second, in the thread of the caller.
 
     Raises:
@@ -116,7 +116,7 @@ def detect_blocks(
     if not refresh and (cached := _recall(target)) is not None:
         return cached
     with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as name:
-        # A copy, so that what is remembered is of the config that was looked at.
+        # A copy, so that what is cached belongs to the config that was read.
         config = Path(name, "config.json")
         config.write_text(json.dumps(target.config), encoding="utf-8")
 
@@ -154,5 +154,5 @@ def _recall(target: Target) -> Detection | None:
     stored = recall(target.key(SCHEMA))
     try:
         return Detection.of(target, stored, cached=True) if stored is not None else None
-    except _NOT_OURS:  # damaged; it is looked at again
+    except _NOT_OURS:  # damaged; detect again
         return None

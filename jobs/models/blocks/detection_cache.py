@@ -57,7 +57,7 @@ def _entries() -> dict[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold the lock. Who waits too long goes on without: another's entry may then be lost, no more.
+    """Hold the lock. Continue without it after a long wait: at worst another entry is lost.
 
     The holder may have been stopped, and some file systems have no locks.
     """

@@ -1,4 +1,4 @@
-"""Which model's config is to be looked at for blocks: a file, a directory, a hub id, a flavour."""
+"""Find the config to detect blocks from: a file, a directory, a hub id, a flavour."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dict[str, Any]:
-    """The config, in which it is said of what class it is.
+    """Add the class to a config that does not name it.
 
     Raises:
         SpecError: It does not say, or is of another family.
@@ -228,7 +228,7 @@ def _stored_bytes(folder: Path | None, config: dict[str, Any]) -> int:
     if folder is not None:
         # Not the copy in another precision that may lie beside it.
         weights = sorted(folder.glob("*.safetensors"), key=lambda path: (len(path.name), path.name))
-        # Who trains damaged weights is told; blocks can be found without.
+        # Training reports damaged weights; blocks can be detected without them.
         with suppress(DamagedError, LookupError, TypeError):
             kinds: Counter[str] = Counter()
             for path in weights[:1]:

@@ -48,7 +48,7 @@ def _key_options() -> list[click.Parameter]:
         kind: dict[str, Any] = {"type": click.Path()} if key_facts(name).path else {}
         if words := field_words(name):
             kind = {"shell_complete": partial(_words, words)}
-        if is_switch(name):  # its value may be left out
+        if is_switch(name):  # its value is optional
             kind |= {"is_flag": False, "flag_value": "true"}
         text = f"{field_group(name)}: {field.description or ''}"
         options.append(click.Option([f"--{name}"], help=text[:_SUMMARY], **kind))

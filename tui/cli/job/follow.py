@@ -48,7 +48,7 @@ def follow_job(store: Store, job_id: int) -> int:
 
 
 def follow_log(store: Store, job_id: int, path: Path, *, forever: bool) -> None:
-    """Print a log; with `forever`, go on until the job has ended."""
+    """Print a log; with `forever`, follow it until the job has ended."""
     if not forever:
         _Tail(path).copy_new()
         return

@@ -83,8 +83,8 @@ def changed_sentences(
 
     Args:
         rows: Jobs, the oldest first.
-        seen: By job, what was said of it last.
-        first: Whether nothing was said yet; jobs that have ended are then only counted.
+        seen: By job, what was printed of it last.
+        first: Whether nothing was printed yet; ended jobs are then only counted.
     """
     ended = 0
     for row in rows:
@@ -125,7 +125,7 @@ def sentence(row: Mapping[str, Any]) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """`2 hours`, `1 minute`: its largest unit, as that is said."""
+    """Write a duration in its largest unit: `2 hours`, `1 minute`."""
     whole = max(1, round(seconds))
     for size, name in _UNITS:
         if whole >= size:

@@ -1,4 +1,4 @@
-"""`fsdp-tui diff`: what another job was told differently."""
+"""`fsdp-tui diff`: the settings in which two jobs differ."""
 
 from __future__ import annotations
 

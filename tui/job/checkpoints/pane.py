@@ -1,4 +1,4 @@
-"""The checkpoints tab: go on from one, verify, export, delete."""
+"""The checkpoints tab: resume from one, verify, export, delete."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CheckpointsPane(Pane, can_focus=True):
 
     @dataclass
     class Planned(Message):
-        """The job can go on from a checkpoint, in this way."""
+        """The job can resume from a checkpoint, with this plan."""
 
         plan: Plan
 

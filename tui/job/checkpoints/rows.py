@@ -29,7 +29,7 @@ _AGE: Final = 7
 _SIZE: Final = 8
 _GAP: Final = "  "
 _LEAST_HEALTH: Final = 20
-_MOST_HEALTH: Final = 36  # the rest is told of the highlighted one
+_MOST_HEALTH: Final = 36  # the rest is shown below, of the highlighted one
 
 
 def checkpoint_rows(listed: Sequence[Listed], width: int, now: float) -> list[Row]:

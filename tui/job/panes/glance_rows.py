@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tui.text.format import Row
 
 _BLANK: Final[Row] = ()
-_NEWEST: Final = 8  # moments that are looked at; fewer are shown
+_NEWEST: Final = 8  # moments that are read; fewer are shown
 _LEAST_BAR, _LONGEST_BAR = 8, 60  # columns
 _SEPARATOR, _NARROW = "  ·  ", " · "
 _DONE, _NOW = "✓", "●"

@@ -19,7 +19,7 @@ _MOST_NAMED: Final = 6
 _CALM: Final = 3.0  # seconds of a heartbeat's age that are not worth a repaint
 _STILL: Final = 30.0  # seconds without progress that are worth telling
 
-# Heading, columns, text; left out from the right where there is no room.
+# Heading, columns, text; dropped from the right where there is no room.
 _MORE: Final[tuple[tuple[str, int, Callable[[RankStatus], str]], ...]] = (
     ("allocated", 9, lambda rank: size(rank.allocated)),
     ("peak", 9, lambda rank: size(rank.peak)),

@@ -39,7 +39,7 @@ class Side(Vertical):
 
 
 class SampleScreen(OfOneJob[Place]):
-    """Returns the place of the sample that was looked at last."""
+    """Shows a sample; returns the place of the last one shown."""
 
     CSS_PATH = "samples.tcss"
     AUTO_FOCUS = ""

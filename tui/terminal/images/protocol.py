@@ -17,11 +17,11 @@ VARIABLE: Final = "FSDP_TUI_PICTURES"
 _WITHIN: Final = 1.0  # seconds; a slow link's answer must not arrive as if it were typed
 _KITTY_QUERY: Final = b"\x1b_Gi=31,s=1,v=1,a=q,t=d,f=24;AAAA\x1b\\"
 _CELL_QUERY: Final = b"\x1b[16t"
-_ATTRIBUTES_QUERY: Final = b"\x1b[c"  # every terminal answers it, so that nobody waits in vain
+_ATTRIBUTES_QUERY: Final = b"\x1b[c"  # every terminal answers it, so that nobody waits forever
 _ATTRIBUTES: Final = re.compile(rb"\x1b\[\?([\d;]*)c")
 _CELL: Final = re.compile(rb"\x1b\[6;(\d+);(\d+)t")
 _SIXEL: Final = b"4"  # among the attributes
-# Multiplexers pass pictures on in some configurations only; the others print what they are told.
+# Multiplexers pass pictures on in some configurations only; the others print it as text.
 _SILENT_TERMS: Final = ("dumb", "linux", "screen", "tmux", "vt", "cons", "unknown")
 _PRINTS_QUERIES: Final = ("Apple_Terminal",)
 
@@ -149,5 +149,5 @@ def ask_terminal() -> bytes:
     except OSError:
         return b""
     finally:
-        termios.tcsetattr(source, termios.TCSAFLUSH, before)  # what else was said is dropped
+        termios.tcsetattr(source, termios.TCSAFLUSH, before)  # other answers are dropped
     return answer

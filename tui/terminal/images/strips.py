@@ -97,7 +97,7 @@ def pictures_of(strip: bytes, aspect: float) -> list[Image]:
 def draw(
     pictures: list[Image], grid: Grid, columns: int, background: tuple[int, int, int]
 ) -> list[list[Segment]]:
-    """Lines of segments, each `columns` wide; pictures that do not fit the grid are left out."""
+    """Lines of segments, each `columns` wide; pictures that do not fit the grid are skipped."""
     from PIL import Image
 
     used = -(-min(len(pictures), grid.room) // grid.columns)

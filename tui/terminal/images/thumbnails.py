@@ -20,7 +20,7 @@ class BrokenPictureError(Exception):
 
 
 class Thumbnails:
-    """The newest pictures that were looked at; safe to use from several threads."""
+    """The pictures used last; safe to use from several threads."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most

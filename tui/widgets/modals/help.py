@@ -29,7 +29,7 @@ _WIDEST = 16  # columns of keys
 
 
 class Keys(Static):
-    """The list; what does not fit in a line goes on beneath its beginning."""
+    """The list; long lines wrap below their beginning."""
 
     def __init__(self, keys: list[ScreenKey]) -> None:
         super().__init__(id="keys")

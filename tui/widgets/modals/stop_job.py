@@ -38,7 +38,7 @@ class TwoPresses:
 def stop_job(app: FsdpTui, store: Store, job_id: int) -> None:
     """Stop a job at the second press within three seconds, more firmly each time.
 
-    A key that is pressed in haste, or in a terminal that is not looked at, must not cost hours of
+    A key that is pressed in haste, or in a terminal that nobody watches, must not cost hours of
     training.
     """
     second = app.stop_presses.press(job_id, time.monotonic())

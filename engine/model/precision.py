@@ -63,7 +63,7 @@ def computes_alone(spec: JobSpec, *, sharded: bool) -> bool:
 def narrow_inputs(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Have a model cast what it is given to `dtype`, but for what must be exact.
 
-    Levels, guidance, sizes and places: in bf16 the 257th row of a picture is the 256th.
+    Levels, guidance, sizes and places: in bf16 the 257th row of an image is the 256th.
     """
     names = list(signature(model.forward).parameters)
 

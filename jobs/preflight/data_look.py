@@ -48,7 +48,7 @@ def look_at_data(
         progress: Called with the samples read and the total.
         cancelled: Asked many times a second, in the thread of the caller.
         sheet: Where to write a contact sheet of all buckets, as PNG.
-        strips: Whether to return some pictures of each bucket.
+        strips: Whether to return some images of each bucket.
 
     Raises:
         UserError: There is nothing usable where the job says its data is.

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.datasets import Dataset
 
-_MOST_OPENED: Final = 5000  # pictures; of more, hardly all are unusable
+_MOST_OPENED: Final = 5000  # images; of more, hardly all are unusable
 
 
 def check_dataset(spec: JobSpec) -> int:
-    """The number of pictures and videos in the job's folders, before anything is looked into.
+    """The number of images and videos in the job's folders, before anything is looked into.
 
     Rows of tables are not counted.
 
     Raises:
-        SpecError: There is no such folder, or no picture in it, or a caption for none of them; or
+        SpecError: There is no such folder, or no image in it, or a caption for none of them; or
             the job trains on or samples videos, and what reads and writes them is not installed.
     """
     if any(request.frames > 1 for request in requests_of(spec)):
@@ -114,7 +114,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
 
 
 def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: Buckets) -> None:
-    """Refuse a folder of which no picture can be trained on, by their names and first bytes.
+    """Refuse a folder of which no image can be trained on, by their names and first bytes.
 
     One that can ends the search, so this costs a moment; the engine decodes them all later.
 
@@ -132,7 +132,7 @@ def _check_any_usable(root: Path, pictures: list[Path], spec: JobSpec, buckets: 
 
 
 def _why_unusable(path: Path, spec: JobSpec, buckets: Buckets) -> str:
-    """What is wrong with a picture, as far as its first bytes say; "" if nothing is."""
+    """What is wrong with an image, as far as its first bytes say; "" if nothing is."""
     if spec.missing_captions == "skip" and not any(
         path.with_suffix(suffix).exists() for suffix in CAPTION_SUFFIXES
     ):
@@ -156,7 +156,7 @@ def _why_unusable(path: Path, spec: JobSpec, buckets: Buckets) -> str:
 
 
 def _check_videos(why: str) -> None:
-    """Videos are read and written by a library that pictures do not need."""
+    """Videos are read and written by a library that images do not need."""
     if find_spec("av") is None:
         raise SpecError(
             f"{why}, which need PyAV; it is not installed", "pip install 'fsdp-tui[video]'"

@@ -113,7 +113,7 @@ class FsdpTui(App[None]):
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = DARK.name
-        # The environment may name the machine, for pictures that must not.
+        # The environment may name the machine, for images that must not.
         host = os.environ.get("FSDP_TUI_HOST") or socket.gethostname()
         self.dashboard = DashboardScreen(store, host, select)
         key_bar = self.dashboard.key_bar

@@ -21,7 +21,7 @@ TAIL: Final = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class Hits:
-    """The lines found so far, as offsets in the file, ascending; a picture that does not change.
+    """The lines found so far, as offsets in the file, ascending; immutable.
 
     Attributes:
         share: How much of the file was looked through, from 0 to 1.

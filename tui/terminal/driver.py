@@ -71,9 +71,9 @@ class GovernedDriver(LinuxDriver):
         self._budget = ByteBudget(time.monotonic())
         self._cells = TerminalCells()
         self._disturbed = False  # set by the thread that reads keys
-        self._wrote = False  # a picture, since the last one ended
-        self._lost = False  # a picture that Textual made while none could be sent
-        self._before_picture = ""  # what is sent only if a picture follows
+        self._wrote = False  # a frame, since the last one ended
+        self._lost = False  # a frame that Textual made while none could be sent
+        self._before_picture = ""  # what is sent only if a frame follows
         self._sent_bytes = self._sent_writes = 0
         self._held = ExitStack()
         self._timer: TimerHandle | None = None
@@ -113,7 +113,7 @@ class GovernedDriver(LinuxDriver):
             self._app.post_message(events.Resize(size, size))
 
     def picture_ended(self) -> None:
-        """Textual made a picture; it throws away those it makes while painting is held back."""
+        """Textual made a frame; it throws away those it makes while painting is held back."""
         self._lost = self._lost or (self._timer is not None and not self._wrote)
         self._wrote = False
 
@@ -133,7 +133,7 @@ class GovernedDriver(LinuxDriver):
             return ""
         before, self._before_picture = self._before_picture, ""
         if data == SYNC_END:
-            return "" if before else data  # with no picture between the two
+            return "" if before else data  # with no frame between the two
         self._wrote = self._wrote or is_picture(data)
         if self._disturbed:
             self._disturbed = False

@@ -44,10 +44,10 @@ class TerminalCells:
         self._out: list[str] = []
         self._at: tuple[int, int] | None = None  # the cursor, column and line, if it is known
         self._style = ""  # what is written in
-        self._rest: tuple[int, int] | None = None  # where the last picture left the cursor
+        self._rest: tuple[int, int] | None = None  # where the last frame left the cursor
 
     def forget(self) -> None:
-        """Take nothing as known: the next pictures are sent whole."""
+        """Take nothing as known: the next frames are sent whole."""
         width, height = self._size
         self._texts = [[""] * width for _ in range(height)]
         self._styles = [[""] * width for _ in range(height)]

@@ -36,7 +36,7 @@ class Cells:
 
     Attributes:
         side: Pixels of a latent's side.
-        frames: Frames of a latent, but for the first; 0 for pictures.
+        frames: Frames of a latent, but for the first; 0 for images.
     """
 
     side: int = 8
@@ -77,12 +77,12 @@ def latents_shape(
 def reference_shapes(
     spec: JobSpec, config: Mapping[str, Any], size: tuple[int, int], count: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name → shape and precision of latents of conditioning images that are shaped as the picture.
+    """Name → shape and precision of latents of conditioning images that are shaped as the image.
 
     Args:
         spec: The job.
         config: The denoiser's.
-        size: Of the picture beside them.
+        size: Of the image beside them.
         count: How many.
     """
     if not count:

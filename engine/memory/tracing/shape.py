@@ -55,7 +55,7 @@ class Shape:
         config: The denoiser's config.
         file_bytes: Of a parameter in the model's files.
         sharded: Whether units gather their weights, in the compute precision.
-        size: Width and height of a picture in pixels.
+        size: Width and height of an image in pixels.
         frames: Frames of a video.
         training: Whether it is a step of training; else a forward for a sample.
     """
@@ -80,7 +80,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
     """The shape of a job's steps or samples; None for samples where it makes none.
 
     Raises:
-        UserError: The model's config is not known, or no picture size fits the job.
+        UserError: The model's config is not known, or no image size fits the job.
     """
     target = find_target(spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path)
     asked = sampled(spec)

@@ -36,7 +36,7 @@ def captions() -> tuple[str, ...]:
 
 @cache
 def sample_images(seed: int) -> tuple[Image.Image, ...]:
-    """Square toy pictures at the resolution that toy jobs train at."""
+    """Square toy images at the resolution that toy jobs train at."""
     pictures = toy_pictures(PICTURES, size=PICTURE_SIZE, seed=seed)
     return tuple(picture for picture in pictures if picture.width == picture.height)
 

@@ -1,4 +1,4 @@
-"""`fsdp-tui samples`: the pictures and videos that a job made of its prompts."""
+"""`fsdp-tui samples`: the images and videos that a job made of its prompts."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tui.job.samples.loading import Loaded
     from tui.terminal.images.image import Picture
 
-_EACH: Final = 24  # columns of a picture, at least
+_EACH: Final = 24  # columns of an image, at least
 _MOST: Final = 4
 _ROOMY: Final = 40  # columns for a title with all in it
 _LONGEST: Final = 512  # pixels
 
 
 class NewestSamples(Vertical):
-    """As many of the newest step's pictures as there is room for, the first prompts first."""
+    """As many of the newest step's images as there is room for, the first prompts first."""
 
     BORDER_TITLE = "samples"
 
@@ -42,7 +42,7 @@ class NewestSamples(Vertical):
         self._fill()
 
     def _fill(self) -> None:
-        from tui.job.samples.loading import Loading  # pictures take a while to import
+        from tui.job.samples.loading import Loading  # images take a while to import
         from tui.terminal.images.image import Picture
         from tui.terminal.images.protocol import for_many
 
@@ -68,7 +68,7 @@ class NewestSamples(Vertical):
         Loading(self, _LONGEST).want(shown)
 
     def on_loaded(self, message: Loaded) -> None:
-        """A picture is decoded, or cannot be."""
+        """An image is decoded, or cannot be."""
         message.stop()
         for sample, picture in zip(self._shown, self._pictures, strict=True):
             if sample == message.sample and picture.is_mounted:

@@ -28,7 +28,7 @@ _LONGEST: Final = 384  # pixels
 
 
 class Cell(Vertical):
-    """A picture under its step."""
+    """An image under its step."""
 
     def __init__(self, protocol: Protocol) -> None:
         super().__init__(classes="sample-cell")
@@ -106,7 +106,7 @@ class SampleGrid(Vertical, can_focus=True):
             self.post_message(self.Chosen())
 
     def zoom_by(self, by: int) -> None:
-        """Fewer and larger pictures, or more and smaller ones."""
+        """Fewer and larger images, or more and smaller ones."""
         zoom = max(0, min(self.zoom + by, len(ZOOMS) - 1))
         if zoom != self.zoom:
             self.zoom = zoom

@@ -25,7 +25,7 @@ _LONGEST: Final = 1536  # pixels; few terminals have more
 
 
 class Side(Vertical):
-    """A picture over what it was made from."""
+    """An image over what it was made from."""
 
     def __init__(self) -> None:
         super().__init__(classes="sample-side")

@@ -1,4 +1,4 @@
-"""A picture, or why there is none."""
+"""An image, or why there is none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CELL = (10, 20)  # pixels, where the terminal does not say
 
 
 class Picture(Container):
-    """Shows a picture as large as there is room for, by a protocol; or a text in its place."""
+    """Shows an image as large as there is room for, by a protocol; or a text in its place."""
 
     DEFAULT_CSS = """
     Picture { width: 1fr; height: 1fr; align: center middle; }
@@ -49,7 +49,7 @@ class Picture(Container):
         return self.inner.image  # type: ignore[no-any-return]
 
     def show(self, image: Image) -> None:
-        """Show a picture."""
+        """Show an image."""
         if image is not self.inner.image:
             self.inner.image = image
             self._fit()
@@ -70,7 +70,7 @@ class Picture(Container):
         self._fit()
 
     def _fit(self) -> None:
-        """The library's widgets fill what they are given, whatever the picture's shape."""
+        """The library's widgets fill what they are given, whatever the image's shape."""
         image, (width, height) = self.inner.image, self.size
         if self._blocks or image is None or not width or not height:
             return

@@ -1,4 +1,4 @@
-"""Which way of showing pictures the terminal understands. Decided once, before Textual starts."""
+"""Which way of showing images the terminal understands. Decided once, before Textual starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTRIBUTES_QUERY: Final = b"\x1b[c"  # every terminal answers it, so that nobod
 _ATTRIBUTES: Final = re.compile(rb"\x1b\[\?([\d;]*)c")
 _CELL: Final = re.compile(rb"\x1b\[6;(\d+);(\d+)t")
 _SIXEL: Final = b"4"  # among the attributes
-# Multiplexers pass pictures on in some configurations only; the others print it as text.
+# Multiplexers pass images on in some configurations only; the others print it as text.
 _SILENT_TERMS: Final = ("dumb", "linux", "screen", "tmux", "vt", "cons", "unknown")
 _PRINTS_QUERIES: Final = ("Apple_Terminal",)
 
@@ -60,10 +60,10 @@ def current() -> Protocol:
 
 
 def for_many() -> Protocol:
-    """What many pictures at once are shown with.
+    """What many images at once are shown with.
 
-    Over SSH a page of real pictures is a megabyte, which keeps keys waiting on a slow link; and a
-    sixel picture is painted over by whatever changes near it.
+    Over SSH a page of real images is a megabyte, which keeps keys waiting on a slow link; and a
+    sixel image is painted over by whatever changes near it.
     """
     remote = "SSH_CONNECTION" in os.environ or "SSH_TTY" in os.environ
     return "kitty" if _chosen == "kitty" and not remote else "blocks"

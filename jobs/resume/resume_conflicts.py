@@ -37,7 +37,7 @@ _WHY: Final = {
 
 @dataclass(frozen=True)
 class ResumeConflicts:
-    """What going on from a checkpoint would mean.
+    """What resuming from a checkpoint would mean.
 
     Attributes:
         impossible: Why it cannot be done, a sentence each with what to do; empty when it can.

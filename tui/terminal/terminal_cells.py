@@ -30,7 +30,7 @@ _HARMLESS: Final = re.compile(
     r"(?:\x1b\[\?(?!1049|1047|47)\d+(?:[hl]|\$p)|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x07"
     r"|\x1b\[[<>]\d*u)+"
 )
-_NEAR: Final = 6  # cells that stay, between two that change, which cost less than going on behind
+_NEAR: Final = 6  # unchanged cells between two that change: writing them costs less than moving
 _BEHIND: Final = -1  # the column behind text of which the width is not known
 
 

@@ -222,7 +222,7 @@ class CheckpointsPane(Pane, can_focus=True):
     def action_go(self, by: int) -> None:
         self.panel.go(by)
 
-    # -- going on --------------------------------------------------------------------------
+    # -- resuming --------------------------------------------------------------------------
 
     def action_resume(self) -> None:
         checkpoint = self.panel.highlighted

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from jobs.run.checkpoint_list import Listed
 
-# Columns between the size and the health: heading, columns, text. Left out from the right where
+# Columns between the size and the health: heading, columns, text. Dropped from the right where
 # there is no room.
 _MORE: Final[tuple[tuple[str, int, Callable[[Listed], str]], ...]] = (
     ("layout", 7, lambda checkpoint: checkpoint.layout or MISSING),

@@ -33,7 +33,7 @@ def yaml_rows(text: str) -> list[Row]:
 
 
 def command_rows(text: str, width: int) -> list[Row]:
-    """A shell script, its long lines going on below."""
+    """Show a shell script, with long lines wrapped."""
     rows: list[Row] = []
     for line in text.splitlines():
         role = "dim" if line.startswith("#") else ""

@@ -75,11 +75,13 @@ def start_demo(store: Store, say: Callable[[str], None]) -> Job:
 
 
 def results_of(job: Job) -> list[str]:
-    """Score the demo's samples at its first and its newest step, a line each.
+    """Score the demo's samples at its first and its newest complete step, a line each.
 
-    Empty before there are samples of two steps.
+    Empty before two steps have all samples: a run may be making some now, or was stopped then.
     """
-    steps = _ask_engine("engine.demo.judge", job.run_dir.samples)
+    counts = _ask_engine("engine.demo.judge", job.run_dir.samples)
+    totals = [step.get("hearts", 0) + step.get("others", 0) for step in counts]
+    steps = [step for step, total in zip(counts, totals, strict=True) if total == max(totals)]
     if len(steps) < 2:
         return []
     return [

@@ -436,7 +436,7 @@ async def test_what_is_broken_is_told_in_its_place(store: Store, job: Job) -> No
         def told() -> bool:
             cells = [cell for cells in grid._cells for cell in cells]
             words = {
-                cell.sample.step: cell.picture._said
+                cell.sample.step: cell.picture._shown_words
                 for cell in cells
                 if cell.sample and cell.sample.number == 0
             }
@@ -487,7 +487,7 @@ async def test_one_picture_fills_the_screen_and_two_are_compared(
         assert not screen.left.display
         assert screen.right.region.height >= 20
         await pilot.press("left")
-        await until(pilot, lambda: "broken" in screen.right.picture._said)
+        await until(pilot, lambda: "broken" in screen.right.picture._shown_words)
         await pilot.press("h", "j")
         await until(pilot, lambda: screen.place == Place(1, 3))
         title = screen.query_one("#sample-title")

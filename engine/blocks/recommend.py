@@ -58,7 +58,7 @@ def recommend(
 
 
 def score(kind: Kind, total: int) -> float:
-    """How well a class alone would do: what it wraps, how small a unit is, how many there are."""
+    """Rate a class by itself: what it wraps, how small a unit is, how many there are."""
     return kind.total / total * (1 - kind.each / total) * kind.count if total else 0.0
 
 

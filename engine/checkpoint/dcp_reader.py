@@ -95,7 +95,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def read_index(directory: Path) -> Metadata:
-    """What a checkpoint holds, and in which of its files.
+    """Read what a checkpoint holds, and in which of its files.
 
     Raises:
         OSError: There is no index.

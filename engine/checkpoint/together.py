@@ -87,7 +87,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException, rank: int | None = None) -> str:
-    """What went wrong, in a line.
+    """Describe an error in a line.
 
     Args:
         error: Of any type.

@@ -65,7 +65,7 @@ def write(
 
 
 def aside_of(final: Path) -> Path:
-    """Where a checkpoint is while it is being written."""
+    """Return the path of a checkpoint that is being written."""
     return final.with_name(f".{final.name}.tmp")
 
 

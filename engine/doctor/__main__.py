@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def build(seconds: float) -> dict[str, Any]:
-    """What this torch was built for; `seconds` is how long its import took."""
+    """Report what this torch was built for; `seconds` is how long its import took."""
     import torch
     import torch.distributed as dist
 

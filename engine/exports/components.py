@@ -98,7 +98,7 @@ def components_of(index: dict[str, object]) -> list[str]:
 
 
 def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:
-    """How much room the files may take beside a directory; what can be linked takes none."""
+    """Bytes that the files take beside a directory; linked files take none."""
     device = beside.stat().st_dev
     sizes = [copy.source.stat() for copy in files]
     return sum(s.st_size for s in sizes if s.st_dev != device or s.st_size < _LARGE)

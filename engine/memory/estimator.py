@@ -53,7 +53,7 @@ class Estimator:
     def estimate(
         self, spec: JobSpec, ranks: int | None = None, strategy: str | None = None
     ) -> Prediction:
-        """What a job needs on the rank that needs the most.
+        """Predict what a job needs on the rank that needs the most.
 
         Args:
             spec: The job.

@@ -94,7 +94,7 @@ def autocast(spec: JobSpec, device: torch.device) -> AbstractContextManager[obje
 
 
 def computing(spec: JobSpec, world: World) -> AbstractContextManager[object]:
-    """What a model is trained and judged in; see `computes_alone`."""
+    """Enter the precision that a model computes in; see `computes_alone`."""
     if computes_alone(spec, sharded=world.shards):
         return nullcontext()
     return autocast(spec, world.device)

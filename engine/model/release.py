@@ -88,7 +88,7 @@ class Watch:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """What torch has allocated on a GPU, or the resident set of a CPU rank; bytes."""
+    """Bytes that torch has allocated on a GPU, or the resident set of a CPU rank."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     rss: int = psutil.Process().memory_info().rss

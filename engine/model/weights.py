@@ -364,7 +364,7 @@ def _change(in_file: torch.dtype, kept_in: torch.dtype, spec: JobSpec, *, keep_f
 def reading_of(
     name: str, place: StoredTensor, target: torch.Tensor, layer: QuantizedLinear | None = None
 ) -> Reading:
-    """What this rank reads of one tensor.
+    """Determine what this rank reads of one tensor.
 
     Args:
         name: Its name, for messages.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def rounds_of(
     forwards: Sequence[int], ranks: int, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Which images are made at the same time, one on each rank. Pure.
+    """Group the images that are made at the same time, one on each rank. Pure.
 
     Those that take equally many forwards go together, the longest first, which takes the fewest
     forwards overall; ranks without an image are left for the shortest.

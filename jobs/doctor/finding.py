@@ -51,7 +51,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Finding:
-        """What `to_dict` made.
+        """Read what `to_dict` made.
 
         Raises:
             KeyError, TypeError, ValueError: It is something else.

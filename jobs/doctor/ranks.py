@@ -109,7 +109,7 @@ def all_reduce(
 
 
 def find_silent(statuses: Sequence[RankStatus], ranks: int, mute_after: float) -> tuple[int, ...]:
-    """Which ranks hold up the others, by what they last wrote. Pure.
+    """Find the ranks that hold up the others, by what they last wrote. Pure.
 
     Those that never wrote, else those whose heartbeat stopped well before the others',
     else those that are behind; all of them when none stands out.

@@ -148,7 +148,7 @@ def become_subreaper() -> bool:
 
 
 def kernel_oom_kills() -> int:
-    """How many processes of our control group the kernel has killed for memory; 0 if unknown."""
+    """Count processes of our control group that the kernel killed for memory; 0 if unknown."""
     for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
             with open(path, encoding="ascii") as file:

@@ -22,7 +22,7 @@ def is_waiting_for_kernel(pid: int) -> bool:
 
 
 def switches(pid: int) -> int | None:
-    """How often a process has left a processor; the same number again: it did not run meanwhile."""
+    """Count how often a process left a CPU; an unchanged count means it did not run."""
     fields = _status(pid)
     try:
         return int(fields["voluntary_ctxt_switches"]) + int(fields["nonvoluntary_ctxt_switches"])

@@ -49,7 +49,7 @@ def _matters(key: str) -> bool:
 
 
 def recall(key: str) -> Predicted | None:
-    """What is kept under a key; a damaged file is none."""
+    """Read the prediction cached under a key; None if there is none, or it is damaged."""
     values = read_json(folder() / f"{key}.json")
     try:
         return Predicted.of(values) if values is not None else None

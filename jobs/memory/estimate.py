@@ -51,7 +51,7 @@ class Place:
     chosen: bool = False
 
     def fit(self, predicted: Predicted, factor: float = 1.0) -> Fit:
-        """Where it is tightest; of GPUs that may be chosen freely, the roomiest are."""
+        """Return the tightest fit; of GPUs chosen freely, the roomiest count."""
         # Any GPUs: those that are free now are taken, before larger ones that others use.
         rooms = sorted(self.rooms, key=lambda room: room.free - room.passing, reverse=True)
         if self.on_gpus and self.here and not self.chosen:
@@ -68,7 +68,7 @@ def place_of(
     card: int | None = None,
     imagine: bool = True,
 ) -> Place:
-    """Where a job would run.
+    """Determine where a job would run.
 
     Args:
         spec: The job.
@@ -113,7 +113,7 @@ class Estimate:
     cancelled: Callable[[], bool] = lambda: False
 
     def predict(self, strategy: str, ranks: int, spec: JobSpec | None = None) -> Found:
-        """What a rank needs.
+        """Predict what a rank needs.
 
         Raises:
             SpecError: Nothing can be predicted for such a model.

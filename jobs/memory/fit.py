@@ -96,7 +96,7 @@ def worst(fits: Iterable[Fit]) -> Fit:
 def room_of(
     gpu: Gpu, ours: Collection[int], claims: Mapping[str, int], *, shares: bool = False
 ) -> Room:
-    """What a GPU has for a job when it starts there.
+    """Compute what a GPU has for a job that starts there.
 
     Args:
         gpu: One look at it.

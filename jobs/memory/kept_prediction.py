@@ -48,7 +48,7 @@ def path_of(run_dir: RunDir) -> Path:
 
 
 def read(run_dir: RunDir) -> Predicted | None:
-    """What was predicted of a run; None while nothing was."""
+    """Read a run's prediction; None while there is none."""
     stored = read_json(path_of(run_dir)) or {}
     try:
         return Predicted.of(stored["prediction"]) if stored.get("schema") == SCHEMA else None
@@ -115,7 +115,7 @@ def compare(
 def facts(
     run_dir: RunDir, measure: str, peaks: Mapping[str, Sequence[int]]
 ) -> dict[str, Any] | None:
-    """What `show --json` says of a run's prediction; None where there is none."""
+    """Collect what `show --json` prints of a run's prediction; None where there is none."""
     predicted = read(run_dir)
     return facts_of(predicted, measure, peaks) if predicted is not None else None
 

@@ -131,7 +131,7 @@ def climb(
 def loosen(
     spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit], bool]
 ) -> Step | None:
-    """What makes a job faster that fits, and still fits: to recompute fewer blocks, or none.
+    """Make a fitting job faster so that it still fits, by recomputing fewer blocks, or none.
 
     Args:
         spec: As of `climb`.

@@ -76,7 +76,7 @@ def key_of(spec: JobSpec) -> str:
 
 
 def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predicted | None:
-    """What is known of a job already; starts no process and never fails."""
+    """Recall a job's cached prediction; starts no process and never fails."""
     try:
         return cache.recall(key_of(arranged(spec, strategy, ranks, on_gpus=on_gpus)))
     except (UserError, OSError):
@@ -93,7 +93,7 @@ def predict(
     refresh: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Predicted | Refused:
-    """What one rank of a job needs.
+    """Predict what one rank of a job needs.
 
     Args:
         spec: The job; its model need not be on this machine if it is a published one.

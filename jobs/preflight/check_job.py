@@ -73,7 +73,7 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> int | list[str] | 
 
 
 def check_slurm() -> list[str]:
-    """What a Slurm job wants of this machine.
+    """Check what a Slurm job needs of this machine.
 
     Raises:
         SpecError: It has no Slurm.
@@ -87,7 +87,7 @@ def check_slurm() -> list[str]:
 
 
 def cache_of(spec: JobSpec) -> Path:
-    """Where the job's caches are."""
+    """Return the directory of the job's caches."""
     return Path(spec.cache_dir) if spec.cache_dir else cache_home()
 
 

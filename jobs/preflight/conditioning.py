@@ -82,7 +82,7 @@ def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list
 
 
 def missing_partners(spec: JobSpec) -> list[str]:
-    """What of a job's folders lacks a conditioning image, a sentence for each."""
+    """List what lacks a conditioning image in a job's folders, a sentence each."""
     folders = [
         dataset
         for dataset in datasets_of(spec)

@@ -26,7 +26,7 @@ _BEGINNINGS: Final = (
 
 
 def find_unusable(spec: JobSpec) -> list[str]:
-    """What of the job's images would be skipped, a sentence for each reason and folder.
+    """List which images would be skipped, a sentence for each reason and folder.
 
     Raises:
         OSError: A folder cannot be read.

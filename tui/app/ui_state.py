@@ -38,7 +38,7 @@ class UiState:
         self._changed: dict[str, Any] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What was chosen last; the default unless it is of the default's type."""
+        """Return the last choice; the default unless it is of the default's type."""
         value = self._values.get(name, default)
         return value if default is None or isinstance(value, type(default)) else default
 

@@ -61,7 +61,7 @@ def _queued(job: Job, room: int) -> str:
 
 
 def doing_for(view: JobView, now: float | None) -> str | None:
-    """What it does other than steps and for how long: `loading weights 12 s`."""
+    """Say what a job does other than steps, and for how long: `loading weights 12 s`."""
     doing, since = view.doing, view.doing_since
     if doing is None or now is None or since is None or now - since < 1:
         return doing

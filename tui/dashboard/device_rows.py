@@ -133,7 +133,7 @@ def seats_by_gpu(snapshot: Snapshot) -> dict[str, list[Seat]]:
 
 
 def history_of(snapshot: Snapshot, gpu: Gpu) -> Histories:
-    """How busy and how full a GPU was lately, in percent."""
+    """Return a GPU's recent use and memory, in percent."""
     return Histories(snapshot.busy.get(gpu.uuid, ()), snapshot.filled.get(gpu.uuid, ()))
 
 
@@ -245,7 +245,7 @@ def gpu_row(
 
 
 def hint_of(gpu: Gpu, shape: Columns) -> str:
-    """What holds the GPU back, where it has no column: `power limit · PCIe x8 of x16 · `."""
+    """Name what slows the GPU, where it has no column: `power limit · PCIe x8 of x16 · `."""
     hints = [] if shape.slowed or not gpu.throttle else [gpu.throttle]
     if gpu.pcie_lanes and gpu.pcie_lanes_limit and gpu.pcie_lanes < gpu.pcie_lanes_limit:
         hints.append(f"PCIe x{gpu.pcie_lanes} of x{gpu.pcie_lanes_limit}")

@@ -343,7 +343,7 @@ def everywhere() -> list[BindingType]:
 def footer_actions(
     width: int | None = None, keymap: Mapping[str, str] | None = None, job: Job | None = None
 ) -> list[Action]:
-    """What the footer shows, in its order: as many actions as fit the columns.
+    """Choose the footer's actions, in its order: as many as fit the columns.
 
     Args:
         width: Columns.

@@ -27,7 +27,7 @@ class Finder(Protocol):
     """Finds lines of a kind."""
 
     def find(self, data: bytes) -> list[int]:
-        """Where in these lines those begin that are meant, ascending."""
+        """Return the starts of the matching lines, ascending."""
         ...
 
 
@@ -179,7 +179,7 @@ class Both:
 
 
 def plain(line: bytes) -> str:
-    """What is printed of a line, without colours; of a very long one, its beginning."""
+    """Return a line as printed, without colors; of a very long one, its beginning."""
     return without_colours(clean(line[:LONGEST_LINE]))
 
 
@@ -193,7 +193,7 @@ def lines_of(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def candidates(data: bytes, needles: list[bytes]) -> list[int]:
-    """Where lines begin that hold one of these, ascending."""
+    """Find the starts of lines that contain one of these, ascending."""
     starts = set()
     for needle in needles:
         at = data.find(needle)

@@ -74,7 +74,7 @@ def folded(strip: Strip, width: int, indent: int = 0) -> list[Strip]:
 
 
 def pieces_of(length: int, width: int, indent: int = 0) -> int:
-    """How many pieces `folded` makes of this number of columns."""
+    """Count the pieces that `folded` makes of a number of columns."""
     if length <= width or width <= indent:
         return 1
     return 1 + -(-(length - width) // (width - indent))

@@ -122,7 +122,7 @@ def screenful(values: Values, choices: Choices, width: int, height: int) -> list
 
 
 def curves_of(values: Values, choices: Choices, measure: Measure) -> list[Curve]:
-    """What is drawn of a measure: raw values below, averages and what is held out above."""
+    """Make a measure's curves: raw values below, averages and validation above."""
     several, raw = len(values.runs) > 1, choices.has_raw(len(values.runs))
     below, above, points = [], [], []
     for run in range(len(values.runs)):
@@ -185,7 +185,7 @@ def reading(values: Values, choices: Choices, run: int) -> str:
 
 
 def settings(values: Values, choices: Choices) -> str:
-    """How the curves are drawn, in words."""
+    """Describe how the curves are drawn."""
     span = SPANS[choices.span]
     by = "time" if choices.by_time else "step"
     parts = ["over time" if choices.by_time else "over steps"]

@@ -79,7 +79,7 @@ def ema(values: Sequence[float], span: int) -> list[float]:
 
 
 def smoothing_span(count: int) -> int:
-    """How wide the average is for a number of values: a tenth of them, between 5 and 200."""
+    """Choose the averaging window: a tenth of the values, between 5 and 200."""
     return min(200, max(5, count // 10))
 
 
@@ -151,7 +151,7 @@ def figure(
 
 
 def plot_columns(rows: Sequence[Row], width: int) -> int:
-    """How many columns of a figure the curves have, which moving in it goes by."""
+    """Count the columns of a figure's curves, in which the cursor moves."""
     return max(1, width - len(rows[0][0].text)) if rows else width
 
 

@@ -117,7 +117,7 @@ class Read:
 
 
 def settings_file() -> Path:
-    """Where the settings are, whether there are any or not."""
+    """Return the path of the settings file, which may not exist."""
     return config_home() / _FILE
 
 

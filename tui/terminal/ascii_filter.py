@@ -78,7 +78,7 @@ _REPLACEMENTS: Final = replacements()
 
 
 def to_ascii(char: str) -> str:
-    """What stands for a character: as many columns of ASCII as it has."""
+    """Replace a character by as many columns of ASCII."""
     if char.isascii() or char in _REPLACEMENTS:
         return _REPLACEMENTS.get(char, char)
     if _BRAILLE[0] <= ord(char) <= _BRAILLE[1]:

@@ -54,7 +54,7 @@ class TerminalCells:
         self._rest = None
 
     def shorten(self, data: str, size: tuple[int, int]) -> str:
-        """What to send in place of `data`; "" where everything is shown already.
+        """Return what to send in place of `data`; "" where everything is shown already.
 
         Args:
             data: What Textual sends.

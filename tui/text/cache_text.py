@@ -51,7 +51,7 @@ def cache_rows(caches: Sequence[Cache], width: int) -> list[Row]:
 
 
 def amount(caches: Sequence[Cache | Cleared]) -> str:
-    """How much is in them: `1.2 GiB in 40 files`."""
+    """Say how much is in them: `1.2 GiB in 40 files`."""
     files = some(sum(cache.files for cache in caches), "file")
     return f"{size(sum(cache.bytes for cache in caches))} in {files}"
 

@@ -139,7 +139,7 @@ def dataset_name(dataset: Mapping[str, Any]) -> str:
 
 
 def epochs(report: Mapping[str, Any]) -> str:
-    """How many the job trains."""
+    """Say how many epochs the job trains."""
     return f"{report['epochs']:.3g} epoch{'s' * (report['epochs'] != 1)}"
 
 

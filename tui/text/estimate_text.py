@@ -31,7 +31,7 @@ def band(low: int, high: int) -> str:
 
 
 def verdict(fit: Fit) -> str:
-    """How it fits, and by how much."""
+    """Say how it fits, and by how much."""
     match fit.verdict:
         case Verdict.FITS:
             return f"fits, {size(fit.spare)} spare"
@@ -115,7 +115,7 @@ def fewest_text(counts: Mapping[str, int | None]) -> str:
 
 
 def advice_text(own: str, candidates: Sequence[Candidate], advised: str | None, ranks: int) -> str:
-    """Which strategy is the fastest that fits."""
+    """Name the fastest strategy that fits."""
     if len(candidates) < 2:
         return ""
     if advised is None:

@@ -52,7 +52,7 @@ class JobActions(Screen[ScreenResultType]):
         return job.id if (job := self.job_acted_on) is not None else None
 
     def job_keys(self, job: Job | None) -> list[Key]:
-        """What can be done with a job as it is now, for the line of keys."""
+        """List what can be done with a job now, for the line of keys."""
         if self.app.settings.read_only:
             return []
         return [

@@ -42,7 +42,7 @@ class Trained:
 
 
 def state_bytes(spec: JobSpec, trained: Sequence[Trained]) -> int:
-    """What the optimizer keeps once it has made a step."""
+    """Bytes that the optimizer keeps once it has made a step."""
     return sum(_STATES[spec.optimizer](parameter) for parameter in trained)
 
 

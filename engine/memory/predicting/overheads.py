@@ -42,7 +42,7 @@ class Overheads:
         return parts
 
     def reserved(self, allocated: int) -> tuple[int, int]:
-        """What torch reserves of a GPU when so much is allocated at most: least and most."""
+        """Bound what torch reserves on a GPU for a peak of allocated bytes: least and most."""
         low, high = (
             -(-int(allocated * factor) // self.segment) * self.segment
             for factor in (self.reserved_low, self.reserved_high)

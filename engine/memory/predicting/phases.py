@@ -97,7 +97,7 @@ def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
 
 
 def decoding(spec: JobSpec, root: Path) -> Parts | None:
-    """What the autoencoder takes on top of training when the largest sample is decoded."""
+    """Predict what decoding the largest sample takes on top of training."""
     asked = sampled(spec)
     taken = asked and _autoencoder(spec, root, *asked, decodes=True)
     return Parts(workspace=sum(taken)) if taken else None

@@ -65,7 +65,7 @@ def predict(
     disk: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
 ) -> Prediction:
-    """What a job needs on the rank that needs the most.
+    """Predict what a job needs on the rank that needs the most.
 
     Args:
         trace: Of a step of the job, traced as the strategy gathers weights.
@@ -144,14 +144,14 @@ def predict(
 
 
 def strategy_of(spec: JobSpec, ranks: int) -> str:
-    """What a job runs on `ranks` ranks, as far as that is known without GPUs."""
+    """Choose the strategy on `ranks` ranks, as far as that is possible without GPUs."""
     if ranks == 1 and spec.strategy in ("auto", "ddp", "single"):
         return "single"
     return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]
 
 
 def layout_of(spec: JobSpec, ranks: int, strategy: str) -> Layout:
-    """How weights lie on each of the ranks. Pure."""
+    """Determine how weights lie on each of the ranks. Pure."""
     if strategy not in SHARDING:
         return Layout(0)
     replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
@@ -168,7 +168,7 @@ def layout_of(spec: JobSpec, ranks: int, strategy: str) -> Layout:
 
 
 def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
-    """What a rank trains, parameter by parameter.
+    """List what a rank trains, parameter by parameter.
 
     What gets no gradient has no state either, but where gradients are averaged over replicas: there
     it counts as zero (`engine.train.gradients`).

@@ -55,7 +55,7 @@ class Echo:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What a block's call would return.
+        """Return what a block's call would return.
 
         Args:
             module: The block.

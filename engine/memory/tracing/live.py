@@ -18,7 +18,7 @@ BLOCK: Final = 512
 
 
 def rounded(size: int) -> int:
-    """What the allocator counts for an allocation of a number of bytes."""
+    """Round bytes up to what the allocator counts for them."""
     return -(-size // BLOCK) * BLOCK
 
 
@@ -156,5 +156,5 @@ class Live(TorchDispatchMode):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What tells a tensor's storage from others while it is alive."""
+    """Identify a tensor's storage while it is alive."""
     return tensor.untyped_storage()._cdata

@@ -71,7 +71,7 @@ def free(patient: Patient) -> list[Gpu]:
 
 
 def judge(outcome: Outcome, gpus: Sequence[Gpu], *, nvlink: bool, ranks: int) -> Iterator[Finding]:
-    """What came of it. Pure; `nvlink` is whether NVLinks connect all of the GPUs."""
+    """Judge the outcome. Pure; `nvlink` is whether NVLinks connect all of the GPUs."""
     where = f"GPU {', '.join(str(gpu.index) for gpu in gpus)}" if gpus else f"{ranks} CPU ranks"
     facts = {
         "gpus": [gpu.index for gpu in gpus],

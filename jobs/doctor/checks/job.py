@@ -55,7 +55,7 @@ def read_job(patient: Patient) -> Iterator[Finding]:
 
 
 def check_job(patient: Patient) -> Iterator[Finding]:
-    """What is checked before a job is queued (`jobs.preflight.check_job.check`), but all of it."""
+    """Run all checks of `jobs.preflight.check_job.check`, beyond the first that fails."""
     spec = patient.spec
     if spec is None:
         return

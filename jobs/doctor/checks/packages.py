@@ -66,7 +66,7 @@ def check_packages(_: Patient) -> Iterator[Finding]:
 
 
 def check_extras(_: Patient) -> Iterator[Finding]:
-    """Which optional packages are there; none of them must be."""
+    """List the optional packages that are installed."""
     required = read_requirements()
     there: list[str] = []
     missing: list[str] = []

@@ -30,7 +30,7 @@ class Tmux:
 
 
 def check_terminal() -> Iterator[Finding]:
-    """What this process's terminal can do."""
+    """Check what this process's terminal can do."""
     environ = environment_at_start()
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         yield ok("terminal", "none; the dashboard needs one (`ssh -t`), jobs do not", tty=False)

@@ -25,7 +25,7 @@ _MOST_NAMED: Final = 4  # pairs in a sentence
 
 
 def check_topology(patient: Patient) -> Iterator[Finding]:
-    """What is between the GPUs that jobs would have."""
+    """Check the links between the GPUs that jobs would have."""
     if patient.nvml is None:
         return
     gpus = chosen(patient)

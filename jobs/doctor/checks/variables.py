@@ -88,7 +88,7 @@ _LONGEST: Final = 60
 
 
 def check_variables(_: Patient) -> Iterator[Finding]:
-    """What the environment that jobs will inherit says."""
+    """Check the environment that jobs will inherit."""
     yield from judge_variables(dict(os.environ), network_interfaces())
 
 
@@ -98,7 +98,7 @@ def network_interfaces() -> list[str]:
 
 
 def judge_variables(environ: Mapping[str, str], interfaces: Collection[str]) -> Iterator[Finding]:
-    """What bites first, then what else is set; looks into the directories that are named."""
+    """Report harmful variables, then the others; reads the directories they name."""
     bad = [
         warn(rule.name, f"is {_short(environ[rule.name])}, which {rule.what}", rule.advice)
         for rule in _RULES

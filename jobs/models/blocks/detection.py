@@ -63,12 +63,12 @@ class Detection:
         return [block.class_name for block in self.classes if block.recommended]
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
-        """What wrapping these classes would do; instant."""
+        """Compute what wrapping these classes would do; instant."""
         return self.parts.coverage(chosen)
 
     @classmethod
     def of(cls, target: Target, answer: dict[str, Any], *, cached: bool) -> Detection:
-        """What `python -m engine.blocks` said of a target.
+        """Read the answer of `python -m engine.blocks` for a target.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError: It is something else.
@@ -143,7 +143,7 @@ def cached_detection(
     model_flavour: str | None = None,
     pretrained_model: str | None = None,
 ) -> Detection | None:
-    """What is remembered of a model, or None; starts no process and never fails."""
+    """Return a model's cached detection, or None; starts no process and never fails."""
     try:
         return _recall(find_target(model_family, model_flavour, pretrained_model))
     except UserError:

@@ -30,7 +30,7 @@ def lock_file() -> Path:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """What is remembered under a key, or None; a damaged file holds nothing."""
+    """Read what is cached under a key, or None; a damaged file counts as empty."""
     entry = _entries().get(key)
     value = entry.get("found") if isinstance(entry, dict) else None
     return value if isinstance(value, dict) else None

@@ -92,7 +92,7 @@ class Parts:
     containers: tuple[str, ...] = ()
 
     def coverage(self, chosen: Sequence[str]) -> Coverage:
-        """What `engine.parallel.sharding.shard` would make of these classes."""
+        """Compute what `engine.parallel.sharding.shard` would make of these classes."""
         present = {part.class_name for part in self.parts}
         wrapped = {
             name: {c for c in (name, *self.ancestors.get(name, ())) if c in chosen}
@@ -150,7 +150,7 @@ class Parts:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Parts:
-        """What `to_dict` wrote.
+        """Read what `to_dict` wrote.
 
         Raises:
             ValueError, TypeError, KeyError: It is something else.

@@ -149,7 +149,7 @@ def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ..
 
 
 def tell(plan: Plan) -> None:
-    """What a submit or resume changes, on standard error."""
+    """Print what a submit or resume changes, on standard error."""
     for line in plan_lines(plan):
         echo(f"fsdp-tui: {line}", err=True)
 

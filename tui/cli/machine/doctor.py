@@ -105,7 +105,7 @@ def read_names(text: str | None) -> tuple[str, ...]:
 
 
 def facts(findings: Sequence[Finding]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Collect what `--json` prints."""
     counts = Counter(finding.verdict for finding in findings)
     return {
         "ok": not counts[Verdict.FAIL],
@@ -124,7 +124,7 @@ class Style:
 
 
 def style(environ: Mapping[str, str], *, tty: bool) -> Style:
-    """What fits the place it is written to."""
+    """Choose symbols and colors that fit the output."""
     columns = shutil.get_terminal_size().columns if tty else 80
     plain = bool(environ.get("NO_COLOR")) or environ.get("TERM", "dumb") == "dumb"
     width = max(_NARROWEST, min(columns, _WIDEST))

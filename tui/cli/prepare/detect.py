@@ -88,7 +88,7 @@ def detect(
 
 
 def facts(detection: Detection, ranks: int) -> dict[str, Any]:
-    """What `--json` prints; sizes in bytes, as the weights are stored."""
+    """Collect what `--json` prints; sizes in bytes, as the weights are stored."""
     does, width = detection.coverage(detection.recommended), detection.dtype_bytes
     values = {name: value for name, value in vars(detection).items() if name != "parts"}
     return values | {
@@ -111,7 +111,7 @@ def facts(detection: Detection, ranks: int) -> dict[str, Any]:
 
 
 def text(detection: Detection, ranks: int, *, every: bool = False) -> str:
-    """What a person reads."""
+    """Describe a model's blocks for people."""
     does, width = detection.coverage(detection.recommended), detection.dtype_bytes
     others = [block for block in detection.classes if not block.recommended]
     shown = others if every else others[:_OTHERS]

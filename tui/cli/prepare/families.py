@@ -36,7 +36,7 @@ def families(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
 
 
 def facts(family: Family) -> dict[str, Any]:
-    """What is known of a family, as JSON values."""
+    """Describe a family, as JSON values."""
     return {
         "name": family.name,
         "title": family.title,

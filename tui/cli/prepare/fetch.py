@@ -83,7 +83,7 @@ def fetch(
 
 
 def offer(spec: JobSpec, *, fetch: bool, dry_run: bool = False) -> list[HubName]:
-    """What a job may wait for: what the person agreed to fetch.
+    """Offer to fetch what a job lacks; return what the user agreed to.
 
     Nothing is asked of the hub where nobody could answer the question.
     """

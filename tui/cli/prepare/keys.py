@@ -52,7 +52,7 @@ def keys(names: tuple[str, ...], markdown: bool, as_json: bool) -> None:
 
 
 def facts(name: str) -> dict[str, Any]:
-    """What is known of a key, as JSON values."""
+    """Describe a key, as JSON values."""
     field = JobSpec.model_fields[name]
     return {
         "key": name,

@@ -75,7 +75,7 @@ def _role(checkpoint: Listed) -> str:
 
 
 def progress_row(words: str, done: int, total: int, count: str, width: int) -> Row:
-    """How far something is, such as `reading step-20 ━━━╸┄┄┄ 1.2 GiB of 4.0 GiB`."""
+    """Show progress, such as `reading step-20 ━━━╸┄┄┄ 1.2 GiB of 4.0 GiB`."""
     if not total:
         return (Span(f"{words} …", "accent"),)
     room = width - len(words) - len(count) - 2

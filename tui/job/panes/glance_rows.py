@@ -143,7 +143,7 @@ def _stage(name: str, seconds: float, *, going: bool) -> Row:
 
 
 def failure_rows(look: Look, width: int, *, unfolded: bool) -> list[Row]:
-    """What is wrong, what to do as keys to press, and the traceback, folded to a line."""
+    """Show what is wrong, which keys help, and the traceback, folded to a line."""
     job = look.job
     if job.state not in (State.FAILED, State.LOST, State.STOPPED):
         return []

@@ -160,6 +160,6 @@ class OverviewPane(Pane):
         self.copy(self.as_text())
 
     def as_text(self) -> str:
-        """What is shown, all of it but the images."""
+        """Return everything shown, without the images."""
         rows: Sequence[Row] = (*self.head.rows, *self.lines.rows)
         return "\n".join(plain(row).rstrip() for row in rows)

@@ -82,7 +82,7 @@ class Table:
 
 
 def shape_of(table: Table, width: int, height: int, zoom: int) -> Shape:
-    """How many images are shown at once; at least one.
+    """Count the images that fit at once; at least one.
 
     Args:
         table: What there is.
@@ -106,7 +106,7 @@ def window(first: int, shown: int, chosen: int, count: int) -> int:
 
 
 def about(sample: Sample) -> str:
-    """What an image was made from, on one line."""
+    """Describe on one line what an image was made from."""
     facts = sample.facts
     parts = [f"step {sample.step}"]
     if sample.size is not None:

@@ -55,12 +55,12 @@ def prepare(preferred: str | None = None) -> Protocol:
 
 
 def current() -> Protocol:
-    """What `prepare` found; half blocks while it has not been asked."""
+    """Return the protocol that `prepare` chose; half blocks before that."""
     return _chosen
 
 
 def for_many() -> Protocol:
-    """What many images at once are shown with.
+    """Return the protocol for many images at once.
 
     Over SSH a page of real images is a megabyte, which keeps keys waiting on a slow link; and a
     sixel image is painted over by whatever changes near it.
@@ -108,7 +108,7 @@ def choose(
 
 
 def read_answer(answer: bytes) -> Protocol:
-    """What a terminal's answers say.
+    """Choose a protocol by a terminal's answers.
 
     Sixel first: several terminals claim kitty's protocol without the placeholders that are needed
     here, and those of them have sixel; kitty has none.
